@@ -1,0 +1,68 @@
+"""How rewards become gradients. Each variant owns its ranges; `name` picks it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from winnow.config.base import Section
+
+
+class GrpoAdvantage(Section):
+    """Group-relative advantage (R - mean) / std over the answers of a prompt."""
+
+    name: Literal["grpo"] = "grpo"
+    std_normalization: Literal["group", "batch", "none"] = "group"
+    """Divide by the group's std, the batch's std (Lite PPO), or not at all (Dr. GRPO)."""
+
+
+Advantage = GrpoAdvantage
+
+
+class PpoClipLoss(Section):
+    """Clipped surrogate with its own bounds above and below, and dual clip."""
+
+    name: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """Ratio may fall to 1 - clip_low."""
+    clip_high: float = Field(0.2, gt=0)
+    """Ratio may rise to 1 + clip_high; DAPO's clip-higher is 0.28."""
+    dual_clip: float | None = Field(3.0, gt=1)
+    """Bound c on the loss of a negative advantage (-A*c); none leaves it out."""
+
+
+class ReinforceLoss(Section):
+    """Plain policy gradient -A*logp, without a ratio."""
+
+    name: Literal["reinforce"] = "reinforce"
+
+
+PolicyLoss = Annotated[PpoClipLoss | ReinforceLoss, Field(discriminator="name")]
+
+Aggregation = Literal[
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "token-sum",
+    "seq-mean-token-sum-norm",
+    "prompt-mean-token-mean",
+]
+
+
+class AlgorithmConfig(Section):
+    """Advantage, policy loss, aggregation, and what leaves the loss."""
+
+    advantage: Advantage = GrpoAdvantage()
+    """How rewards of a group become advantages."""
+    policy_loss: PolicyLoss = PpoClipLoss()
+    """Per-token policy loss."""
+    aggregation: Aggregation = "token-mean"
+    """What "mean" means in the loss."""
+    aggregation_norm_tokens: int | None = Field(None, ge=1)
+    """Constant length of seq-mean-token-sum-norm; none takes the response limit."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    overlong_filtering: bool = False
+    """Take truncated answers out of the loss; they stay in their group's statistics."""
+

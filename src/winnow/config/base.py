@@ -1,0 +1,17 @@
+"""What every section shares: frozen, no unknown keys, docstrings of fields as their help."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A section of a recipe. Its fields' docstrings are what `--help-config` prints."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        validate_default=True,
+    )

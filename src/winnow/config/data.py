@@ -1,0 +1,57 @@
+"""Where prompts come from and how a row becomes token ids."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from winnow.config.base import Section
+
+
+class NoTask(Section):
+    """No generated task: prompts come from files."""
+
+    name: Literal["none"] = "none"
+
+
+class SortDigitsTask(Section):
+    """Sort a string of digits, character by character; made on the spot, endless.
+
+    Problems whose crc32 modulo 10 is 0 are held out for evaluation.
+    """
+
+    name: Literal["sort_digits"] = "sort_digits"
+    min_digits: int = Field(4, ge=2, le=12)
+    """Fewest digits of a problem."""
+    max_digits: int = Field(8, ge=2, le=12)
+    """Most digits of a problem."""
+    eval_problems: int = Field(400, ge=1)
+    """Held-out problems for evaluation, always the same ones first."""
+
+
+Task = Annotated[NoTask | SortDigitsTask, Field(discriminator="name")]
+
+
+class DataConfig(Section):
+    """Training and evaluation data, prompt form and length limits."""
+
+    task: Task = NoTask()
+    """A generated task instead of files."""
+    train_files: tuple[str, ...] = ()
+    """Parquet or JSONL files (paths or fsspec URLs) with rows in verl's schema."""
+    eval_files: tuple[str, ...] = ()
+    """Files for evaluation."""
+    prompt_key: str = "prompt"
+    """Column with the list of messages (or a bare string)."""
+    chat_template: Literal["auto", "none"] = "auto"
+    """auto applies the tokenizer's chat template if it has one; none joins the contents."""
+    prompt_template: dict[str, str] = Field(default_factory=dict)
+    """Text put around the last user message, by data source (case-insensitive, `*` for
+    every source); `{prompt}` stands for the message."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longest prompt in tokens."""
+    overlong_prompts: Literal["filter", "error", "left", "right", "middle"] = "filter"
+    """What to do with a longer one: leave the row out, stop, or cut it on that side."""
+    shuffle: bool = True
+    """Reshuffle the rows in each epoch (seeded)."""

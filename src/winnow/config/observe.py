@@ -1,0 +1,20 @@
+"""What a run writes down."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from winnow.config.base import Section
+
+
+class ObserveConfig(Section):
+    """Console, metrics.jsonl and rollouts."""
+
+    console: Literal["auto", "plain", "off"] = "auto"
+    """A live table on a terminal, one line a step elsewhere (auto); always lines; or nothing."""
+    rollout_text_groups: int = Field(8, ge=0)
+    """Groups a step whose text, ids and log-probs are kept (seeded choice); scalars always."""
+    peak_tflops: float | None = Field(None, gt=0)
+    """The device's peak in TFLOP/s, for model FLOP utilisation; none leaves that out."""

@@ -1,0 +1,46 @@
+"""How answers are scored and what is added to the task's reward."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from winnow.config.base import Section
+
+
+class OverlongConfig(Section):
+    """DAPO's soft overlong penalty, added to the task reward in training only."""
+
+    enabled: bool = False
+    """Whether long answers are penalised."""
+    buffer_tokens: int = Field(4096, ge=1)
+    """The penalty falls linearly over these last tokens before the response limit."""
+    factor: float = Field(1.0, gt=0)
+    """Its size at the limit."""
+
+
+class UserFunction(Section):
+    """A Python file with verl's `compute_score`; it then scores every source."""
+
+    path: str | None = None
+    """The file; none uses the built-in scorers."""
+    name: str = "compute_score"
+    """The function in it, sync or async."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to each call."""
+
+
+class RewardConfig(Section):
+    """Scorers, shaping, and what happens when scoring fails."""
+
+    function: UserFunction = UserFunction()
+    """Your own reward."""
+    scorers: dict[str, str] = Field(default_factory=dict)
+    """Scorer by data source, over the built-in routing (`*` at the end for prefixes)."""
+    overlong: OverlongConfig = OverlongConfig()
+    """Length shaping."""
+    on_failure: Literal["wrong", "drop_group", "fatal"] = "wrong"
+    """A failed scoring counts as a wrong answer, drops its group, or stops the run."""
+    max_failure_share: float = Field(0.2, ge=0, le=1)
+    """Share of a step's answers whose scoring may fail before the run stops."""

@@ -1,0 +1,24 @@
+"""Where a run lives and what makes it repeatable."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from winnow.config.base import Section
+
+
+class RunConfig(Section):
+    """Name, folder, seed and machine of a run."""
+
+    name: str | None = None
+    """Name of the run's folder; none makes RECIPE-DATE-TIME."""
+    dir: str = "runs"
+    """Folder that holds all runs."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seeds data order, sampling and shuffles."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads for tensor work; none takes all cores. Bits depend on it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives; auto takes a GPU if there is one."""

@@ -1,0 +1,129 @@
+"""Hugging Face causal language models, seen as a backbone, a head and an attention seam.
+
+Training packs sequences, decoding reads a cache; both run the same modules. What differs is
+how a layer attends, so every model is loaded with an attention function that hands queries,
+keys and values to an `AttentionLayout` given to the forward call. Masks, caches and packing
+are the layout's affair, and no Hugging Face cache or mask is ever built.
+
+Shapes: `T` tokens of a forward call, `H` width, `N` query heads, `K` key/value heads, `D` head.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from winnow.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTENTION = "winnow"
+_UNSUPPORTED_HEADS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+class AttentionLayout(Protocol):
+    """Decides which keys a query sees."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """q [T, N, D], k and v [T, K, D] of the tokens of this call; returns [T, N, D].
+
+        `window` is the sliding window of this layer in tokens, None for full attention.
+        """
+        ...
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    layout: AttentionLayout | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function registered with transformers; query is [1, N, T, D]."""
+    assert layout is not None, "a model loaded by winnow needs a layout in each forward call"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = layout.attend(
+        cast(int, module.layer_idx),
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale,
+        sliding_window,
+    )
+    return out.unsqueeze(0), None
+
+
+def use_layout_attention(model: PreTrainedModel) -> None:
+    """Route every attention layer of `model` to the layout given to each forward call."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attend)
+    model.config._attn_implementation = ATTENTION
+
+
+def load_causal_lm(
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A causal LM from a Hugging Face folder (or hub name), in evaluation mode, with our attention.
+
+    Raises:
+        ModelError: no such folder, no usable weights, or a head this program cannot compute.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(path)
+    if folder.exists() and not (folder / "config.json").exists():
+        raise ModelError(f"model.path {path}: the folder has no config.json; give a Hugging Face folder")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="eager"
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"model.path {path}: cannot load a causal language model: {reason}") from error
+    for name in _UNSUPPORTED_HEADS:
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise ModelError(
+                f"model.path {path}: its config sets {name}, which the log-prob kernel does not compute"
+            )
+    use_layout_attention(model)
+    return cast("PreTrainedModel", model.to(device).eval())
+
+
+def hidden_states(
+    model: nn.Module, token_ids: Tensor, positions: Tensor, layout: AttentionLayout
+) -> Tensor:
+    """Final hidden states [T, H] of flat tokens [T] at their positions [T] in their sequences."""
+    backbone = cast(Any, model).base_model
+    output = backbone(
+        input_ids=token_ids.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        use_cache=False,
+        layout=layout,
+    )
+    return cast(Tensor, output.last_hidden_state[0])
+
+
+def output_head(model: nn.Module) -> nn.Linear:
+    """The layer from hidden states to logits; may be tied to the embeddings."""
+    head = cast(Any, model).get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    return head
+
+
+def torch_dtype(name: Literal["float32", "bfloat16"]) -> torch.dtype:
+    """The dtype a recipe names."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -1,0 +1,193 @@
+"""The words of Winnow as types: what a prompt, an answer and a group are.
+
+Frozen, without torch, so that every layer can use them. Shape suffixes: `L` tokens of one
+segment or prompt. Token ids are the truth from the engine to the loss; text is for scorers
+and people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+Source = Literal["model", "environment"]
+FinishReason = Literal["stop", "length", "aborted"]
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One row of data, rendered and tokenized, ready to be asked.
+
+    Example: `Prompt("0", ids, "5391:", "sort_digits", "1359", {"split": "train"})`.
+    """
+
+    uid: str
+    """Names the row for good: the same whenever the row comes round again."""
+    token_ids: IntArray
+    """[L] what the policy is given, chat template included."""
+    text: str
+    """What `token_ids` say, for scorers and people."""
+    data_source: str
+    """Routes the answer to a scorer."""
+    ground_truth: Any
+    """What the scorer compares with; its form is the scorer's affair."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the row (verl's `extra_info` under its own name)."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """The weight version that sampled the tokens up to `stop` (from the span before it)."""
+
+    version: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A run of tokens with one author."""
+
+    token_ids: IntArray
+    """[L]"""
+    logprobs: FloatArray
+    """[L] nats, under softmax(logits / T) of the policy that sampled each token (behav)."""
+    spans: tuple[VersionSpan, ...]
+    """Cover [0, L) in order; empty for tokens that no policy wrote."""
+    source: Source = "model"
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest weight version that wrote a token here; None when none did."""
+        return min((span.version for span in self.spans), default=None)
+
+    def extended(self, tail: Segment) -> Segment:
+        """This segment followed by `tail`, which the same author wrote later."""
+        assert self.source == tail.source
+        spans = list(self.spans)
+        for span in tail.spans:
+            moved = VersionSpan(span.version, span.stop + len(self))
+            if spans and spans[-1].version == moved.version:
+                spans.pop()
+            spans.append(moved)
+        return Segment(
+            np.concatenate([self.token_ids, tail.token_ids]),
+            np.concatenate([self.logprobs, tail.logprobs]),
+            tuple(spans),
+            self.source,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """What one attempt at a prompt produced: one or more segments.
+
+    A single-turn answer is the case of one segment. `extras` are named, typed arrays that
+    travel with the sample (pixels, grids, routed experts); packing carries them unread.
+    """
+
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason
+    extras: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    @cached_property
+    def token_ids(self) -> IntArray:
+        """[L] every token after the prompt."""
+        return np.concatenate([segment.token_ids for segment in self.segments])
+
+    @cached_property
+    def logprobs(self) -> FloatArray:
+        """[L] behaviour log-probs in nats; 0 on tokens the policy did not write."""
+        return np.concatenate([segment.logprobs for segment in self.segments])
+
+    @cached_property
+    def gen_mask(self) -> BoolArray:
+        """[L] true on tokens that the policy wrote."""
+        parts = [np.full(len(s), s.source == "model", dtype=bool) for s in self.segments]
+        return np.concatenate(parts)
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many tokens the policy wrote."""
+        return sum(len(s) for s in self.segments if s.source == "model")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response limit ended it."""
+        return self.finish_reason == "length"
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The weight versions that wrote it, oldest first, each once."""
+        return tuple(sorted({span.version for s in self.segments for span in s.spans}))
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """What an answer is worth: accuracy is for filters and people, reward for learning."""
+
+    reward: float
+    """What learning sees: the sum of `parts`."""
+    accuracy: float
+    """0..1"""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named addends of `reward`: `task`, `overlong`, …"""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What else the scorer said (`pred`, …); kept per sample, numbers can be filtered on."""
+    error: str = ""
+    """Why scoring failed; empty when it did not."""
+
+    def metric(self, name: str) -> float:
+        """The number a filter asks for: accuracy, reward, task_reward or a scorer's own key.
+
+        Raises:
+            KeyError: no such number here.
+        """
+        if name == "accuracy":
+            return self.accuracy
+        if name == "reward":
+            return self.reward
+        if name == "task_reward":
+            return self.parts.get("task", self.reward)
+        return float(self.parts[name] if name in self.parts else self.extra[name])
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """One scored attempt at a prompt."""
+
+    trajectory: Trajectory
+    score: Score
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One admitted prompt and its n scored answers: atomic in filter, cut, carry and checkpoint.
+
+    `id` is the admission index: a prompt that comes round again makes a new group.
+    """
+
+    id: int
+    prompt: Prompt
+    answers: tuple[Answer, ...]
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens the policy wrote in all answers."""
+        return sum(answer.trajectory.generated_tokens for answer in self.answers)
+
+    @property
+    def oldest_version(self) -> int:
+        """The lowest weight version that wrote a token of it."""
+        return min(v for answer in self.answers for v in answer.trajectory.versions)

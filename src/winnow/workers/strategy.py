@@ -1,0 +1,73 @@
+"""The seam between roles and parallelism: how one model is held, run and stepped.
+
+Shapes: `T` packed tokens of a micro-batch, `B` its samples. Everything a strategy returns per
+token is aligned with `MicroBatch.token_ids`: entry t is about token t given those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from winnow.batching import MicroBatch
+
+Output = Literal["logprob", "entropy", "value", "score"]
+Outputs = Mapping[Output, Tensor]
+Stats = dict[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class LossResult:
+    """What a loss function hands back for one micro-batch."""
+
+    loss: Tensor
+    """Scalar, already divided by the update's counts, so that micro-batches add up."""
+    sums: Mapping[str, Tensor]
+    """Diagnostics as sums over tokens or samples; the caller divides by the update's counts."""
+
+
+LossFn = Callable[[MicroBatch, Outputs], LossResult]
+
+
+class Strategy(Protocol):
+    """Holds one model. Contract tests in `tests/contract/test_strategy.py`."""
+
+    def forward(
+        self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output]
+    ) -> list[dict[Output, Tensor]]:
+        """Outputs without gradient, one dict a micro-batch, each value [T]."""
+        ...
+
+    def forward_backward(
+        self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output], loss_fn: LossFn
+    ) -> Stats:
+        """Accumulate gradients of the summed losses. A list, because pipelines own that loop.
+
+        Returns the loss and the summed diagnostics over all micro-batches and ranks.
+        """
+        ...
+
+    def optimizer_step(self, lr: float) -> Stats:
+        """Clip, step, clear the gradients. A non-finite gradient norm skips the step.
+
+        Returns `grad_norm` (before clipping) and `skipped` (0 or 1).
+        """
+        ...
+
+    def export_weights(
+        self, dtype: torch.dtype | None = None, adapter_only: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and tensors, one bucket alive at a time."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and optimizer state, for checkpoints."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        ...
