@@ -1,0 +1,111 @@
+# Two commands do everything on a fresh machine:
+#
+#   make quickstart   make .venv, install, train a small model, show what it learnt
+#   make test         install the development tools, lint, check types, run all tests
+#
+# Settings, all optional:
+#   PYTHON=python3.12          the Python that .venv is made with
+#   PIP_FLAGS="..."            passed to each `pip install`, for instance to choose CPU wheels
+#   ARGS="seed=1 ..."          overrides for the quickstart
+#   STRICT=1                   a skipped test fails `make test`
+#   PYTEST_ARGS="-k name ..."  passed to pytest
+
+MAKEFLAGS += --no-builtin-rules
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+# The first Python that is new enough, else plain python3, which is then named as too old.
+new_enough := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c '$(new_enough)' 2>/dev/null && echo $$p && exit; done; echo python3)
+PIP_FLAGS ?=
+ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Written after a complete install only; older than these files, it is out of date.
+BASE := $(VENV)/.installed-base
+DEV := $(VENV)/.installed-dev
+INPUTS := pyproject.toml constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	-c constraints.txt $(PIP_FLAGS)
+# Two processes with one thread each fill two cores, and leave the order within a file alone.
+PYTEST := OMP_NUM_THREADS=1 WINNOW_STRICT=$(if $(filter-out 0,$(STRICT)),1) $(BIN)/python -m pytest \
+	-n 2 --dist loadfile $(PYTEST_ARGS)
+
+.PHONY: help quickstart test unit lint format install dev clean distclean
+
+help: ## Show this list
+	@echo 'make quickstart   train a small model on this machine, from nothing'
+	@echo 'make test         lint, types, import rules and all tests (STRICT=1: no skips)'
+	@echo 'make unit         the fast tests only'
+	@echo 'make lint         ruff, mypy and import-linter only'
+	@echo 'make format       let ruff rewrite what it can'
+	@echo 'make install      .venv with what winnow needs; make dev adds the tools'
+	@echo 'make clean        remove caches; make distclean removes .venv too'
+	@echo 'Settings: PYTHON= PIP_FLAGS= ARGS= STRICT=1 PYTEST_ARGS= (see the head of this file)'
+
+quickstart: $(BASE)
+	$(BIN)/winnow train quickstart $(ARGS)
+
+test: lint
+	$(PYTEST)
+
+unit: $(DEV)
+	$(PYTEST) tests/unit
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(BASE)
+
+dev: $(DEV)
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) src/winnow.egg-info
+
+$(BASE): $(BIN)/python $(INPUTS)
+	$(call install,.)
+	@touch $(BASE)
+
+# Holds the base install, so either of the two may come first.
+$(DEV): $(BIN)/python $(INPUTS)
+	$(call install,.[dev])
+	@touch $(BASE) $(DEV)
+
+# A .venv without pip was cut off while it was made, or belongs to a Python that is gone.
+define install
+@rm -f $(BASE) $(DEV)
+@echo "Installing '$(1)' into $(VENV): a minute, longer on a slow line (PIP_FLAGS=-v shows more)"
+@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+$(PIP_INSTALL) --upgrade pip setuptools
+$(PIP_INSTALL) --no-build-isolation --editable '$(1)'
+endef
+
+# Also runs when the Python behind an old .venv is gone.
+$(BIN)/python:
+	@command -v '$(PYTHON)' >/dev/null || { \
+		echo 'No $(PYTHON) here. Install Python 3.11 or newer, or name one: make PYTHON=...' >&2; \
+		exit 1; }
+	@$(PYTHON) -c '$(new_enough)' || { \
+		echo "Winnow needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1)." \
+			'Install one, or name one: make PYTHON=...' >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+		echo 'The venv module of $(PYTHON) is missing or incomplete.' \
+			'On Debian or Ubuntu: apt-get install python3-venv' >&2; \
+		exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)

@@ -1,0 +1,78 @@
+"""What all tests share: few threads, one way to ask for outside parts, and skips that show.
+
+Each skip is listed with its reason at the end. With WINNOW_STRICT=1 a skip fails the run,
+unless its reason begins with one of `EXEMPT_REASONS`: those name what no install can bring.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Set before torch is imported: the run is parallel already, one process a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+NO_GPU = "needs a GPU"
+NO_SHARED_DATA = "shared data absent"
+EXEMPT_REASONS = (NO_GPU, NO_SHARED_DATA)
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data files beside the repository; without it the test is skipped."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"{NO_SHARED_DATA}: {SHARED_DATA}")
+    return SHARED_DATA
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test marked `gpu` where there is none."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip(f"{NO_GPU}: torch sees no CUDA device")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List each skip on one line; in strict mode say which of them fail the run."""
+    skips = list(_skips(terminalreporter))
+    if not skips:
+        return
+    terminalreporter.section(f"{len(skips)} skipped")
+    for test, reason in skips:
+        verdict = "FAILS THE RUN " if _fails_the_run(reason) else ""
+        terminalreporter.line(f"{verdict}{test}: {reason}")
+    failing = sum(_fails_the_run(reason) for _, reason in skips)
+    if failing:
+        terminalreporter.line(
+            f"Strict mode: {failing} skipped test(s) count as failures. "
+            "Install what they ask for, or run without STRICT=1.",
+            red=True,
+        )
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Turn a strict run with skips into a failed one."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or session.exitstatus != pytest.ExitCode.OK:
+        return
+    if any(_fails_the_run(reason) for _, reason in _skips(reporter)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _skips(reporter: pytest.TerminalReporter) -> Iterator[tuple[str, str]]:
+    for report in reporter.stats.get("skipped", []):
+        reason = report.longrepr[2].removeprefix("Skipped: ") if report.longrepr else ""
+        yield report.nodeid, " ".join(reason.split()) or "no reason given"
+
+
+def _fails_the_run(reason: str) -> bool:
+    return os.environ.get("WINNOW_STRICT") == "1" and not reason.startswith(EXEMPT_REASONS)
