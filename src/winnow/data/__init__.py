@@ -1,0 +1,1 @@
+"""Where prompts come from: files, generated tasks, chat templates, and a loader that can resume."""

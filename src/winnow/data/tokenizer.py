@@ -1,0 +1,88 @@
+"""Tokenizers as training needs them: one that loads, and knows how an answer ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from winnow.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder (or of a hub name).
+
+    Raises:
+        ModelError: no such folder, no tokenizer in it, or one without an end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(path).expanduser()
+    is_folder = folder.is_dir()
+    if not is_folder and not _may_be_hub_name(path):
+        raise ModelError(
+            f"model.path {path}: no such folder; give a Hugging Face model folder or a hub name"
+        )
+    if is_folder and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            f"model.path {path}: the folder has no tokenizer (such as tokenizer.json); copy the "
+            "tokenizer's files from where the model comes from into it"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder) if is_folder else path, trust_remote_code=trust_remote_code
+        )
+    # A damaged tokenizer.json surfaces as a bare Exception of the tokenizers library.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"model.path {path}: cannot load its tokenizer: {reason}") from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"model.path {path}: its tokenizer has no end-of-sequence token, so no answer could "
+            "end; set eos_token in tokenizer_config.json"
+        )
+    return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, model_path: str | None = None
+) -> tuple[int, ...]:
+    """The ids that end an answer: the tokenizer's EOS, then those that the model folder's
+    `generation_config.json` names besides (chat models end a turn with a token of its own).
+
+    Raises:
+        ModelError: that file cannot be read.
+    """
+    ids = [cast(int, tokenizer.eos_token_id)]
+    file = Path(model_path).expanduser() / "generation_config.json" if model_path else None
+    if file is None or not file.is_file():
+        return tuple(ids)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: not readable as JSON ({error}); mend or remove it") from error
+    named = config.get("eos_token_id") if isinstance(config, dict) else config
+    more = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(isinstance(i, int) for i in more):
+        raise ModelError(
+            f"{file}: eos_token_id must be a token id or a list of them, got {named!r}; "
+            "mend or remove the file"
+        )
+    return tuple(dict.fromkeys([*ids, *more]))
+
+
+def _may_be_hub_name(path: str) -> bool:
+    """`name` or `owner/name`, as opposed to what can only be a path."""
+    return not path.startswith(("/", ".", "~")) and path.count("/") <= 1 and "\\" not in path

@@ -1,0 +1,1 @@
+"""What answers are worth: scorers, routing to them, shaping, and the service that runs them."""

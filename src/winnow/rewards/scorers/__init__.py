@@ -1,0 +1,40 @@
+"""The built-in scorers by name.
+
+A scorer is a pure function of (data source, answer's text, ground truth, other columns). It
+may raise: `winnow.rewards.service` decides what a failed scoring means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from winnow.rewards.scorers import dapo_math, gsm8k, sort_digits
+from winnow.types import Score
+
+ScoreFunction = Callable[[str, str, Any, Mapping[str, Any]], Score]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A score function and what must be known of it before it runs."""
+
+    name: str
+    score: ScoreFunction
+    wrong_reward: float
+    """What a wrong answer gets, and one whose scoring fails."""
+    metrics: frozenset[str] = frozenset()
+    """Numbers in `Score.extra` that a filter may ask for."""
+
+
+SCORERS: dict[str, Scorer] = {
+    scorer.name: scorer
+    for scorer in (
+        Scorer("sort_digits", sort_digits.score, -1.0),
+        Scorer("gsm8k", gsm8k.score_strict, 0.0),
+        Scorer("gsm8k_flexible", gsm8k.score_flexible, 0.0),
+        Scorer("dapo_math", dapo_math.score, -1.0),
+        Scorer("dapo_math_boxed", dapo_math.score_boxed, -1.0),
+    )
+}
