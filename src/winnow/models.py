@@ -86,18 +86,22 @@ def load_causal_lm(
 
     folder = Path(path)
     if folder.exists() and not (folder / "config.json").exists():
-        raise ModelError(f"model.path {path}: the folder has no config.json; give a Hugging Face folder")
+        raise ModelError(
+            f"model.path {path}: the folder has no config.json; give a Hugging Face folder"
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="eager"
         )
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"model.path {path}: cannot load a causal language model: {reason}") from error
+        raise ModelError(
+            f"model.path {path}: cannot load a causal language model: {reason}"
+        ) from error
     for name in _UNSUPPORTED_HEADS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ModelError(
-                f"model.path {path}: its config sets {name}, which the log-prob kernel does not compute"
+                f"model.path {path}: its config sets {name}, which the log-prob kernel lacks"
             )
     use_layout_attention(model)
     return cast("PreTrainedModel", model.to(device).eval())

@@ -84,8 +84,8 @@ class EngineStatus:
     weight_version: int
     generated_tokens: int
     """Tokens written since it started; the token account must agree with it."""
-    masked_tokens: int
-    """Tokens drawn while ids beyond the tokenizer had to be masked out with probability > 0."""
+    masked_probability: float
+    """Probability of ids beyond the tokenizer, which are never drawn, summed over tokens."""
     tick: int
     healthy: bool = True
 

@@ -1,0 +1,127 @@
+"""Draw tokens from logits, with random numbers that depend on nothing but their key.
+
+The number for a token is a hash of (answer seed, position in the response), so neither the
+batch around it, nor when it was drawn, nor where it was resumed can change it.
+
+Shapes: `R` rows decoded together, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from winnow.rollout.engine import SamplingParams
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1), float64 [R], of int64 seeds and positions [R].
+
+    The finaliser of SplitMix64 (Steele, Lea, Flood 2014) over seed + golden * (position + 1).
+    """
+    z = seeds + (positions + 1) * _GOLDEN
+    z = (z ^ _shift(z, 30)) * _MIX_1
+    z = (z ^ _shift(z, 27)) * _MIX_2
+    z = z ^ _shift(z, 31)
+    return _shift(z, 11).to(torch.float64) * 2.0**-53
+
+
+def truncate(logprobs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """Probabilities [R, V] with all but the nucleus of each row set to 0, not renormalised.
+
+    Args:
+        logprobs: [R, V] nats.
+        top_p: [R]; the smallest set of likeliest tokens whose mass reaches it stays.
+        top_k: [R]; 0 keeps all.
+        min_p: [R]; least probability relative to the row's likeliest.
+    """
+    probs = logprobs.exp()
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    keep = before < top_p[:, None]
+    keep &= (top_k[:, None] == 0) | (rank < top_k[:, None])
+    keep &= ordered >= min_p[:, None] * ordered[:, :1]
+    # Rounding must never empty a row, whatever the bounds say.
+    keep[:, 0] = True
+    return torch.zeros_like(probs).scatter_(-1, order, ordered * keep)
+
+
+class RowParams:
+    """Sampling parameters of each row, as tensors, with flags for what no row uses.
+
+    Plain rows (temperature 1, no truncation, not greedy) cost nothing extra.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.temperature = torch.ones(rows, device=device)
+        self.top_p = torch.ones(rows, device=device)
+        self.top_k = torch.zeros(rows, dtype=torch.long, device=device)
+        self.min_p = torch.zeros(rows, device=device)
+        self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.any_temperature = self.any_truncated = self.any_greedy = False
+
+    def put(self, rows: slice, sampling: Sequence[SamplingParams]) -> None:
+        """Set the parameters of rows."""
+
+        def column(target: Tensor, values: Sequence[float]) -> None:
+            target[rows] = torch.tensor(values, dtype=target.dtype).to(target.device)
+
+        column(self.temperature, [s.temperature or 1.0 for s in sampling])
+        column(self.greedy, [s.temperature == 0 for s in sampling])
+        column(self.top_p, [s.top_p for s in sampling])
+        column(self.top_k, [s.top_k for s in sampling])
+        column(self.min_p, [s.min_p for s in sampling])
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy rows `source` to rows `target`."""
+        for column in (self.temperature, self.top_p, self.top_k, self.min_p, self.greedy):
+            column[target] = column[source]
+
+    def refresh(self, rows: int) -> None:
+        """Recompute the flags over the first `rows` rows."""
+        self.any_temperature = bool((self.temperature[:rows] != 1).any())
+        self.any_truncated = bool(
+            ((self.top_p[:rows] < 1) | (self.top_k[:rows] > 0) | (self.min_p[:rows] > 0)).any()
+        )
+        self.any_greedy = bool(self.greedy[:rows].any())
+
+
+def draw(logits: Tensor, u: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
+    """One token a row, and its log-prob under softmax(logits / temperature).
+
+    The log-prob is that of the whole distribution, also where sampling is truncated.
+
+    Args:
+        logits: [R, V] fp32.
+        u: [R] float64 in [0, 1).
+        params: of the first R rows.
+
+    Returns:
+        ids [R] int64 and log-probs [R] fp32 in nats.
+    """
+    rows = logits.shape[0]
+    if params.any_temperature:
+        logits = logits / params.temperature[:rows, None]
+    logprobs = torch.log_softmax(logits, dim=-1)
+    if params.any_truncated:
+        probs = truncate(logprobs, params.top_p[:rows], params.top_k[:rows], params.min_p[:rows])
+    else:
+        probs = logprobs.exp()
+    cdf = probs.to(torch.float64).cumsum(-1)
+    # The first entry above u * total has a probability > 0 by construction.
+    ids = (cdf <= (u * cdf[:, -1])[:, None]).sum(-1)
+    if params.any_greedy:
+        ids = torch.where(params.greedy[:rows], logprobs.argmax(-1), ids)
+    return ids, logprobs.gather(-1, ids[:, None]).squeeze(-1)

@@ -1,0 +1,299 @@
+"""The embedded engine: any Hugging Face causal LM, continuous batching, no server.
+
+    submit ──► queue (prefixes first, then by priority)
+                 │ prefill: each distinct prompt once, in blocks
+                 ▼
+    slots [0, R) ── tick: one token a row ──► finished rows leave, queued answers take their place
+                                              at once; without a queue the last rows move up
+
+Time is the decode tick. Nothing here depends on a clock, so the same submissions give the
+same tokens at the same ticks. Weights are the trainer's own tensors unless an update brings
+some; whatever runs must be aborted before they change, which the scheduler does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from winnow.models import hidden_states, output_head
+from winnow.rollout.draw import draw, uniform
+from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest, WeightUpdate
+from winnow.rollout.kv_cache import DecodeLayout, PrefillLayout, PromptBlock, SlotCache
+from winnow.rollout.slots import PendingAnswer, Slots
+from winnow.types import FinishReason, IntArray, Segment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_QueueEntry = tuple[bool, int, int, int, PendingAnswer]
+
+
+class TorchEngine:
+    """Writes answers with a model in this process; see `rollout.engine.Engine`.
+
+    Args:
+        model: loaded by `models.load_causal_lm`; may be the trainer's own.
+        slots: answers written at once.
+        prefill_tokens: most padded prompt tokens in one prefill.
+        vocab_size: ids at or beyond it are never drawn (padding of the embedding).
+        decode: token ids to text; needed only where requests carry stop strings.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        slots: int,
+        prefill_tokens: int,
+        vocab_size: int | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self._model = model
+        self._head = output_head(model)
+        self._vocab = min(vocab_size or self._head.out_features, self._head.out_features)
+        self._prefill_tokens, self._decode = prefill_tokens, decode
+        weight = self._head.weight
+        self._device = weight.device
+        self._slots = Slots(slots, self._device)
+        self._cache = SlotCache(slots, weight.dtype, self._device)
+        self._queue: list[_QueueEntry] = []
+        self._aborted: list[CompletionEvent] = []
+        self._is_stop = torch.zeros(self._vocab, dtype=torch.bool, device=self._device)
+        self._stop_ids: tuple[int, ...] = ()
+        self._version = self._tick = self._generated = self._submitted = 0
+        self._masked = 0.0
+
+    async def submit(self, groups: Sequence[GroupRequest]) -> None:
+        """See `Engine.submit`.
+
+        Raises:
+            ValueError: other stop ids than those of answers under way, stop strings without
+                `decode`, or a prefix that leaves nothing to write.
+        """
+        for group in groups:
+            self._set_stop_ids(group.sampling.stop_token_ids)
+            if group.sampling.stop and self._decode is None:
+                raise ValueError("stop strings need a tokenizer: give the engine `decode`")
+            for request in group.answers:
+                answer = PendingAnswer(group, request)
+                fresh = not len(answer.prefix)
+                if len(answer.prefix) >= group.sampling.max_tokens:
+                    raise ValueError(
+                        f"group {group.group_id}: a prefix of {len(answer.prefix)} tokens leaves "
+                        f"nothing to write within max_tokens {group.sampling.max_tokens}"
+                    )
+                self._submitted += 1
+                entry = (fresh, group.priority, request.index, self._submitted, answer)
+                heappush(self._queue, entry)
+
+    def _set_stop_ids(self, stop_ids: tuple[int, ...]) -> None:
+        if stop_ids == self._stop_ids:
+            return
+        if len(self._slots) or self._queue:
+            raise ValueError("one engine decodes with one set of stop ids at a time")
+        self._stop_ids = stop_ids
+        self._is_stop.zero_()
+        self._is_stop[[i for i in stop_ids if i < self._vocab]] = True
+
+    async def events(self) -> Sequence[CompletionEvent]:
+        """See `Engine.events`: ticks until an answer is finished; aborted ones come first."""
+        if self._aborted:
+            aborted, self._aborted = self._aborted, []
+            return aborted
+        while len(self._slots) or self._queue:
+            with torch.inference_mode():
+                self._refill()
+                finished = self._run_tick()
+            # Scorers and other coroutines get their turn between ticks.
+            await asyncio.sleep(0)
+            if finished:
+                return finished
+        return []
+
+    async def abort(self, group_ids: Collection[int]) -> None:
+        """See `Engine.abort`; answers not yet begun come back with the prefix they brought."""
+        wanted = set(group_ids)
+        running = [r for r, a in enumerate(self._slots.answers) if a.group.group_id in wanted]
+        queued = [entry[-1] for entry in self._queue if entry[-1].group.group_id in wanted]
+        events = [
+            self._event(self._slots.answers[row], "aborted", self._written(row), "aborted")
+            for row in running
+        ]
+        events += [self._event(a, "aborted", a.prefix, "aborted") for a in queued]
+        self._leave(running)
+        self._queue = [e for e in self._queue if e[-1].group.group_id not in wanted]
+        heapify(self._queue)
+        self._aborted += sorted(events, key=lambda e: (e.group_id, e.answer))
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """See `Engine.load_weights`.
+
+        Raises:
+            ValueError: answers are still running, or a tensor has no place or another shape.
+        """
+        if len(self._slots) or self._queue:
+            raise ValueError("abort what runs before new weights: its cache is of the old ones")
+        if update.tensors is not None:
+            own = dict(self._model.named_parameters())
+            for name, tensor in update.tensors:
+                if name not in own or own[name].shape != tensor.shape:
+                    raise ValueError(f"weight update: {name} {tuple(tensor.shape)} does not fit")
+                own[name].data.copy_(tensor)
+        self._version = update.version
+
+    def status(self) -> EngineStatus:
+        """See `Engine.status`."""
+        return EngineStatus(
+            slots=self._slots.count,
+            running=len(self._slots),
+            queued=len(self._queue),
+            weight_version=self._version,
+            generated_tokens=self._generated,
+            masked_probability=self._masked,
+            tick=self._tick,
+        )
+
+    async def close(self) -> None:
+        """Drop queue, rows and cache."""
+        self._queue.clear()
+        self._slots = Slots(self._slots.count, self._device)
+        self._cache = SlotCache(self._slots.count, self._cache.dtype, self._device)
+
+    # -- filling rows -------------------------------------------------------------------------
+
+    def _refill(self) -> None:
+        """Put queued answers into free rows; a block of prefilled contexts at a time."""
+        while self._queue and self._slots.free:
+            if self._queue[0][-1].block is None:
+                self._prefill()
+            block = self._queue[0][-1].block
+            assert block is not None
+            batch: list[PendingAnswer] = []
+            while (
+                self._queue and len(batch) < self._slots.free and self._queue[0][-1].block is block
+            ):
+                batch.append(heappop(self._queue)[-1])
+            rows = self._slots.place(batch)
+            prompts = torch.tensor([a.block_row for a in batch], device=self._device)
+            begin, end = len(self._slots) - len(batch), len(self._slots)
+            lengths = self._slots.lengths[begin:end]
+            self._cache.reserve(int(lengths.max()) + 1)
+            self._cache.fill(block, prompts, rows, self._slots.at[begin:end])
+            for answer in batch:
+                answer.block = None
+
+    def _prefill(self) -> None:
+        """Prefill the next contexts of the queue as one padded block.
+
+        Answers of one group without a prefix share a row of it.
+        """
+        contexts: list[IntArray] = []
+        shared: dict[int, int] = {}
+        width = 1
+        block = PromptBlock([])
+        for *_, answer in sorted(self._queue):
+            if answer.block is not None:
+                continue
+            key = id(answer.group) if answer.request.prefix is None else id(answer)
+            if key not in shared:
+                longest = max(width, len(answer.context) - 1)
+                if contexts and longest * (len(contexts) + 1) > self._prefill_tokens:
+                    break
+                width = longest
+                shared[key] = len(contexts)
+                contexts.append(answer.context)
+            answer.block, answer.block_row = block, shared[key]
+        # The last token of a context is fed by the first tick, which draws the next one.
+        padded = np.zeros((len(contexts), width), np.int64)
+        for row, context in enumerate(contexts):
+            padded[row, : len(context) - 1] = context[:-1]
+        ids = torch.from_numpy(padded).to(self._device)
+        positions = torch.arange(width, device=self._device).repeat(len(contexts))
+        layout = PrefillLayout(len(contexts), block.layers)
+        hidden_states(self._model, ids.flatten(), positions, layout)
+
+    # -- one tick -----------------------------------------------------------------------------
+
+    def _run_tick(self) -> list[CompletionEvent]:
+        """Draw one token in each row; returns what that finished, by group and answer."""
+        slots = self._slots
+        count = len(slots)
+        rows, at = slots.rows[:count], slots.at[:count]
+        length = int(slots.lengths[:count].max())
+        self._cache.reserve(length)
+        self._cache.bias[rows, at] = 0.0
+        layout = DecodeLayout(self._cache, rows, at, length)
+        hidden = hidden_states(self._model, slots.ids[rows, at], at, layout)
+        logits = self._head(hidden).float()
+        if self._vocab < logits.shape[1]:
+            logits = self._mask(logits)
+        u = uniform(slots.seed[:count], at + 1 - slots.start[:count])
+        ids, logprobs = draw(logits, u, slots.params)
+        slots.append(ids, logprobs)
+        self._tick += 1
+        self._generated += count
+        reasons = self._finished(ids)
+        events = [
+            self._event(slots.answers[row], "finished", self._written(row), reason)
+            for row, reason in reasons.items()
+        ]
+        self._leave(list(reasons))
+        return sorted(events, key=lambda e: (e.group_id, e.answer))
+
+    def _finished(self, ids: Tensor) -> dict[int, FinishReason]:
+        """Rows whose newest token ended them, and why."""
+        count = len(self._slots)
+        stopped = self._is_stop[ids]
+        ended = stopped | (self._slots.at[:count] >= self._slots.limit[:count])
+        reasons: dict[int, FinishReason] = {}
+        if bool(ended.any()):
+            done = ended.nonzero().flatten()
+            for row, stop in zip(done.tolist(), stopped[done].tolist(), strict=True):
+                reasons[row] = "stop" if stop else "length"
+        if self._decode is not None:
+            for row, answer in enumerate(self._slots.answers):
+                if answer.group.sampling.stop and self._has_stop_string(row):
+                    reasons[row] = "stop"
+        return reasons
+
+    def _has_stop_string(self, row: int) -> bool:
+        """Whether the newest tokens of a row complete one of its stop strings."""
+        assert self._decode is not None
+        answer = self._slots.answers[row]
+        stops, end = answer.group.sampling.stop, int(self._slots.lengths[row])
+        # A character takes at most four byte-level tokens.
+        window = 4 * max(map(len, stops)) + 4
+        begin = max(len(answer.group.prompt_ids), end - window)
+        text = self._decode(self._slots.ids[row, begin:end].tolist())
+        return any(stop in text for stop in stops)
+
+    def _mask(self, logits: Tensor) -> Tensor:
+        """Leave out ids that no tokenizer knows, and book the probability they had."""
+        valid = logits[:, : self._vocab]
+        lost = 1 - (valid.logsumexp(-1) - logits.logsumexp(-1)).exp()
+        self._masked += float(lost.clamp_min(0).sum())
+        return valid
+
+    def _written(self, row: int) -> Segment:
+        return self._slots.written(row, self._version)
+
+    def _event(
+        self,
+        answer: PendingAnswer,
+        kind: Literal["finished", "aborted"],
+        segment: Segment,
+        reason: FinishReason,
+    ) -> CompletionEvent:
+        group, index = answer.group.group_id, answer.request.index
+        return CompletionEvent(group, index, kind, segment, reason, self._tick)
+
+    def _leave(self, rows: Sequence[int]) -> None:
+        """Free rows, and let the cache follow those that move into the holes."""
+        if rows and (moved := self._slots.leave(rows)):
+            self._cache.move(*moved)

@@ -1,0 +1,334 @@
+"""What every rollout engine promises, run against each implementation with a real tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from winnow.models import use_layout_attention
+from winnow.rollout.engine import (
+    AnswerRequest,
+    CompletionEvent,
+    Engine,
+    GroupRequest,
+    SamplingParams,
+    WeightUpdate,
+)
+from winnow.rollout.torch_engine import TorchEngine
+from winnow.types import Segment
+
+VOCAB = 40
+STOP = 2
+STOPS = (STOP, 5, 8, 11, 14)
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+}
+CONFIGS = {
+    "qwen3": Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=False),
+    "qwen2-window": Qwen2Config(
+        **SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "llama": LlamaConfig(**SHAPE),
+}
+
+
+def model_of(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A random model; float64 unless told, so that equality means equality of the maths."""
+    torch.manual_seed(0)
+    # A wide init makes the distribution peaked, so that a wrong mask cannot pass.
+    config = copy.deepcopy(CONFIGS[name])
+    config.initializer_range = 0.3
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+
+
+def torch_engine(model: PreTrainedModel, **options: object) -> Engine:
+    use_layout_attention(model)
+    settings: dict[str, object] = {"slots": 8, "prefill_tokens": 64} | options
+    return TorchEngine(model, **settings)  # type: ignore[arg-type]
+
+
+ENGINES: dict[str, Callable[..., Engine]] = {"torch": torch_engine}
+
+
+@pytest.fixture(params=ENGINES)
+def make_engine(request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    return ENGINES[request.param]
+
+
+def groups_of(
+    count: int = 5, n: int = 3, sampling: SamplingParams | None = None, seed: int = 0
+) -> list[GroupRequest]:
+    rng = np.random.default_rng(seed)
+    sampling = sampling or SamplingParams(max_tokens=24, stop_token_ids=STOPS)
+    return [
+        GroupRequest(
+            group_id=g,
+            prompt_ids=rng.integers(3, VOCAB, rng.integers(1, 9)),
+            answers=tuple(AnswerRequest(i, seed=2**63 + 1000 * g + i) for i in range(n)),
+            sampling=sampling,
+            priority=g,
+        )
+        for g in range(count)
+    ]
+
+
+def drain(engine: Engine, groups: Sequence[GroupRequest]) -> dict[tuple[int, int], CompletionEvent]:
+    async def run() -> list[CompletionEvent]:
+        await engine.submit(groups)
+        out: list[CompletionEvent] = []
+        while events := await engine.events():
+            out += events
+        return out
+
+    events = asyncio.run(run())
+    by_answer = {(e.group_id, e.answer): e for e in events}
+    assert len(by_answer) == len(events), "an answer came back twice"
+    return by_answer
+
+
+@torch.no_grad()
+def reference_logprobs(
+    model: PreTrainedModel, prompt: np.ndarray, answer: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
+    """Log-probs of the answer by Hugging Face's own eager attention, one sequence, no cache."""
+    ids = torch.from_numpy(np.concatenate([prompt, answer]))[None]
+    logits = model(input_ids=ids, use_cache=False).logits[0].double() / temperature
+    logp = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+    return logp.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logprobs_equal_an_eager_forward_pass(
+    make_engine: Callable[..., Engine], name: str
+) -> None:
+    groups = groups_of(
+        sampling=SamplingParams(max_tokens=24, temperature=0.7, stop_token_ids=(STOP,))
+    )
+    done = drain(make_engine(model_of(name)), groups)
+    assert len(done) == 15
+    reference = model_of(name)
+    for (group, _), event in done.items():
+        want = reference_logprobs(
+            reference, groups[group].prompt_ids, event.segment.token_ids, temperature=0.7
+        )
+        np.testing.assert_allclose(event.segment.logprobs, want, atol=1e-5)
+
+
+def test_greedy_answers_equal_hugging_face_generate(make_engine: Callable[..., Engine]) -> None:
+    sampling = SamplingParams(max_tokens=20, temperature=0.0, stop_token_ids=(STOP,))
+    groups = groups_of(sampling=sampling, n=1)
+    done = drain(make_engine(model_of("qwen3")), groups)
+    reference = model_of("qwen3")
+    for group in groups:
+        ids = torch.from_numpy(group.prompt_ids)[None]
+        out = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=20,
+            eos_token_id=STOP,
+            pad_token_id=0,
+        )
+        answer = done[group.group_id, 0].segment.token_ids
+        np.testing.assert_array_equal(answer, out[0, ids.shape[1] :].numpy())
+
+
+def test_slots_and_neighbours_do_not_change_an_answer(make_engine: Callable[..., Engine]) -> None:
+    groups = groups_of()
+    wide = drain(make_engine(model_of("qwen3"), slots=32), groups)
+    narrow = drain(make_engine(model_of("qwen3"), slots=2, prefill_tokens=1), groups)
+    alone = drain(make_engine(model_of("qwen3")), groups[3:4])
+    for key, event in wide.items():
+        np.testing.assert_array_equal(event.segment.token_ids, narrow[key].segment.token_ids)
+    for key, event in alone.items():
+        np.testing.assert_array_equal(event.segment.token_ids, wide[key].segment.token_ids)
+
+
+def test_an_aborted_answer_resumes_exactly_and_keeps_its_versions(
+    make_engine: Callable[..., Engine],
+) -> None:
+    groups = groups_of()
+    whole = drain(make_engine(model_of("qwen3")), groups)
+    engine = make_engine(model_of("qwen3"))
+
+    async def interrupted() -> list[CompletionEvent]:
+        await engine.submit(groups)
+        out = list(await engine.events())
+        await engine.abort([g.group_id for g in groups])
+        out += await engine.events()
+        assert await engine.events() == []
+        assert engine.status().running == engine.status().queued == 0
+        return out
+
+    events = asyncio.run(interrupted())
+    assert len(events) == 15
+    aborted = [e for e in events if e.kind == "aborted"]
+    assert any(len(e.segment) for e in aborted)
+    assert any(not len(e.segment) for e in aborted), "no answer was still queued"
+    asyncio.run(engine.load_weights(WeightUpdate(version=1)))
+    again = [
+        GroupRequest(
+            e.group_id,
+            groups[e.group_id].prompt_ids,
+            (AnswerRequest(e.answer, 2**63 + 1000 * e.group_id + e.answer, e.segment),),
+            groups[e.group_id].sampling,
+            e.group_id,
+        )
+        for e in aborted
+    ]
+    resumed = drain(engine, again)
+    for event in aborted:
+        key = (event.group_id, event.answer)
+        got, want = resumed[key].segment, whole[key].segment
+        np.testing.assert_array_equal(got.token_ids, want.token_ids)
+        np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-6)
+        spans = [(s.version, s.stop) for s in got.spans]
+        begun = [(0, len(event.segment))] if len(event.segment) else []
+        assert spans == [*begun, (1, len(got))]
+    fresh = sum(len(e.segment) for e in [*resumed.values()])
+    finished_before = sum(len(e.segment) for e in events if e.kind == "finished")
+    assert engine.status().generated_tokens == fresh + finished_before
+
+
+def test_the_limit_truncates_and_counts_the_prefix(make_engine: Callable[..., Engine]) -> None:
+    prefix = Segment(np.array([5, 6, 7]), np.zeros(3, np.float32), ())
+    request = GroupRequest(
+        0, np.array([4]), (AnswerRequest(0, 1, prefix),), SamplingParams(max_tokens=5), 0
+    )
+    event = drain(make_engine(model_of("qwen3")), [request])[0, 0]
+    assert event.finish_reason == "length"
+    assert len(event.segment) == 5
+    np.testing.assert_array_equal(event.segment.token_ids[:3], [5, 6, 7])
+
+
+def test_a_stop_token_ends_an_answer_and_stays_in_it(make_engine: Callable[..., Engine]) -> None:
+    done = drain(make_engine(model_of("qwen3")), groups_of(count=20, n=4))
+    stopped = [e for e in done.values() if e.finish_reason == "stop"]
+    assert stopped
+    for event in done.values():
+        ids = event.segment.token_ids
+        if event.finish_reason == "stop":
+            assert ids[-1] in STOPS
+            assert not set(STOPS) & set(ids[:-1].tolist())
+        else:
+            assert len(ids) == 24
+            assert not set(STOPS) & set(ids.tolist())
+
+
+def test_a_stop_string_ends_an_answer(make_engine: Callable[..., Engine]) -> None:
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + i % 26) for i in ids)
+
+    free = drain(
+        make_engine(model_of("qwen3"), decode=decode), groups_of(sampling=SamplingParams(24))
+    )
+    text = decode(free[0, 0].segment.token_ids)
+    stop = text[3:5]
+    stopped = drain(
+        make_engine(model_of("qwen3"), decode=decode),
+        groups_of(sampling=SamplingParams(24, stop=(stop,))),
+    )
+    got = decode(stopped[0, 0].segment.token_ids)
+    assert got == text[: text.index(stop) + len(stop)]
+    assert stopped[0, 0].finish_reason == "stop"
+
+
+def test_ids_beyond_the_tokenizer_are_never_drawn_and_counted(
+    make_engine: Callable[..., Engine],
+) -> None:
+    engine = make_engine(model_of("qwen3"), vocab_size=20)
+    groups = groups_of(sampling=SamplingParams(max_tokens=24))
+    for group in groups:
+        group.prompt_ids[:] %= 20
+    done = drain(engine, groups)
+    assert max(e.segment.token_ids.max() for e in done.values()) < 20
+    status = engine.status()
+    assert 0 < status.masked_probability < status.generated_tokens
+    assert all((e.segment.logprobs <= 0).all() for e in done.values())
+
+
+@pytest.mark.parametrize(
+    "narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999999}], ids=lambda d: next(iter(d))
+)
+def test_a_support_of_one_token_is_greedy(
+    make_engine: Callable[..., Engine], narrow: dict[str, float]
+) -> None:
+    greedy = drain(
+        make_engine(model_of("qwen3")),
+        groups_of(sampling=SamplingParams(max_tokens=16, temperature=0.0)),
+    )
+    sampled = drain(
+        make_engine(model_of("qwen3")),
+        groups_of(sampling=SamplingParams(max_tokens=16, **narrow)),  # type: ignore[arg-type]
+    )
+    for key, event in greedy.items():
+        np.testing.assert_array_equal(event.segment.token_ids, sampled[key].segment.token_ids)
+
+
+def test_rows_with_different_settings_decode_side_by_side(
+    make_engine: Callable[..., Engine],
+) -> None:
+    plain = groups_of(count=4, sampling=SamplingParams(max_tokens=16))
+    greedy = groups_of(count=4, sampling=SamplingParams(max_tokens=16, temperature=0.0))
+    mixed = [plain[0], greedy[1], plain[2], greedy[3]]
+    want_plain = drain(make_engine(model_of("qwen3")), plain)
+    want_greedy = drain(make_engine(model_of("qwen3")), greedy)
+    got = drain(make_engine(model_of("qwen3"), slots=32), mixed)
+    for (group, answer), event in got.items():
+        want = (want_greedy if group % 2 else want_plain)[group, answer]
+        np.testing.assert_array_equal(event.segment.token_ids, want.segment.token_ids)
+
+
+def test_new_weights_are_refused_while_answers_run(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(model_of("qwen3"))
+
+    async def run() -> None:
+        await engine.submit(groups_of())
+        await engine.load_weights(WeightUpdate(version=1))
+
+    with pytest.raises(ValueError, match="abort what runs"):
+        asyncio.run(run())
+
+
+def test_given_tensors_change_what_is_written(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(model_of("qwen3"))
+    other = model_of("qwen3")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-1.3)
+    tensors = [(name, p.detach().clone()) for name, p in other.named_parameters()]
+    asyncio.run(engine.load_weights(WeightUpdate(version=4, tensors=tensors)))
+    groups = groups_of()
+    done = drain(engine, groups)
+    for (group, _), event in done.items():
+        want = reference_logprobs(other, groups[group].prompt_ids, event.segment.token_ids)
+        np.testing.assert_allclose(event.segment.logprobs, want, atol=1e-5)
+        assert event.segment.oldest_version == 4
+
+
+def test_fresh_answers_follow_priority_and_prefixes_go_first(
+    make_engine: Callable[..., Engine],
+) -> None:
+    sampling = SamplingParams(max_tokens=6)
+    prefix = Segment(np.array([5, 6]), np.zeros(2, np.float32), ())
+    requests = [
+        GroupRequest(10, np.array([3, 4]), (AnswerRequest(0, 1),), sampling, 5),
+        GroupRequest(11, np.array([3, 5]), (AnswerRequest(0, 2),), sampling, 1),
+        GroupRequest(12, np.array([3, 6]), (AnswerRequest(0, 3, prefix),), sampling, 9),
+    ]
+    done = drain(make_engine(model_of("qwen3"), slots=1), requests)
+    assert sorted(done, key=lambda key: done[key].tick) == [(12, 0), (11, 0), (10, 0)]
