@@ -26,6 +26,8 @@ def read_records(path: str) -> Iterator[tuple[int, Any]]:
     Raises:
         DataError: the file is missing, empty or damaged, or of no known format.
     """
+    if Path(path).expanduser().is_dir():
+        raise DataError(f"{path}: is a folder; name the data files in it")
     if not path.endswith((*_LINES, _PARQUET)):
         formats = ", ".join((_PARQUET, *_LINES))
         raise DataError(f"{path}: not a known format; data files end in {formats}")
@@ -39,8 +41,6 @@ def _read(path: str) -> bytes:
     if "://" in path:
         return _read_remote(path)
     file = Path(path).expanduser()
-    if file.is_dir():
-        raise DataError(f"{path}: is a folder; name the data files in it")
     try:
         return file.read_bytes()
     except FileNotFoundError as error:
