@@ -1,0 +1,42 @@
+"""The course of the learning rate over the steps of a run."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+
+def lr_at(
+    step: int,
+    *,
+    total_steps: int,
+    lr: float,
+    warmup_steps: int = 0,
+    schedule: Literal["constant", "linear", "cosine"] = "constant",
+    final_lr_ratio: float = 0.0,
+) -> float:
+    """The learning rate of every update of `step`.
+
+    Warm-up step k runs at lr * k / warmup_steps, so the peak is at step max(warmup_steps, 1).
+    From there linear and cosine fall to lr * final_lr_ratio at the last step.
+
+    Args:
+        step: counted from 1, in steps (not updates).
+        total_steps: of the run; later steps keep the last one's rate.
+        lr: the peak.
+
+    Raises:
+        ValueError: a step below 1, or an unknown schedule.
+    """
+    if step < 1:
+        raise ValueError(f"step must be at least 1, got {step}")
+    if schedule not in ("constant", "linear", "cosine"):
+        raise ValueError(f"schedule must be constant, linear or cosine, got {schedule!r}")
+    if step <= warmup_steps:
+        return lr * step / warmup_steps
+    if schedule == "constant":
+        return lr
+    peak = max(warmup_steps, 1)
+    done = min((step - peak) / max(total_steps - peak, 1), 1.0)
+    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return lr * (final_lr_ratio + (1 - final_lr_ratio) * left)
