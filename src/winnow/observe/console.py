@@ -1,0 +1,284 @@
+"""What a person sees while a run goes on: a live view on a terminal, plain lines elsewhere.
+
+The live view is a bar and the last step's figures at the bottom of the screen, with a line left
+above it every few steps. Only figures that steer a decision are shown; metrics.jsonl has the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from winnow.observe import names
+from winnow.observe.figures import count, duration, number, share
+from winnow.observe.history import Evaluation, evaluations
+from winnow.observe.names import Record
+from winnow.observe.sinks import RunInfo, Sink
+
+_LINES_OF_A_RUN = 16
+"""Lines that the live view leaves behind, about."""
+_LINES_OF_A_WARM_UP = 10
+
+
+class ConsoleSink(Sink, Protocol):
+    """A sink that can also be spoken to between steps."""
+
+    def note(self, text: str) -> None:
+        """Print a line for good: a warning, a result."""
+        ...
+
+    def status(self, text: str) -> None:
+        """Say what the step is at; shown live only."""
+        ...
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure: where it is found, what it is called, how it is written."""
+
+    title: str
+    names: tuple[str, ...]
+    """The first of these in the record is shown."""
+    show: Callable[[float | None], str]
+    width: int
+
+    def cell(self, record: Record) -> str:
+        """The figure of a record, or a dash."""
+        found = (record[name] for name in self.names if name in record)
+        return self.show(next(found, None))
+
+
+TRAIN_COLUMNS = (
+    Column("accuracy", (names.ACCURACY, names.TRAINED_ACCURACY), share, 8),
+    Column("reward", (names.REWARD,), number, 6),
+    Column("kept", (names.KEEP_RATE,), share, 5),
+    Column("length", (names.LENGTH,), lambda v: number(v, 0 if v and v >= 1000 else 1), 6),
+    Column("cut off", (names.TRUNCATED,), share, 7),
+    Column("entropy", (names.ENTROPY,), number, 7),
+    Column("tokens/s", (names.TOKENS_PER_S,), count, 8),
+    Column("s/step", (names.STEP_S,), number, 6),
+)
+WARM_UP_COLUMNS = (Column("loss", (names.SFT_LOSS,), lambda v: number(v, 3), 7),)
+
+
+def make_console(
+    mode: Literal["auto", "plain", "off"],
+    console: Console | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> ConsoleSink:
+    """The console sink of `observe.console`."""
+    console = console or Console()
+    if mode == "off":
+        return SilentConsole()
+    if mode == "auto" and console.is_terminal and not console.is_dumb_terminal:
+        return LiveConsole(console, clock)
+    return PlainConsole(console, clock)
+
+
+class SilentConsole:
+    """Says nothing."""
+
+    def start(self, info: RunInfo) -> None:
+        """Nothing."""
+
+    def log(self, step: int, record: Record) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def status(self, text: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class PlainConsole:
+    """One line a step (of a warm-up, about ten in all), the column heads once."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._info = RunInfo("", 0)
+        self._began = self._steps_began = 0.0
+        self._has_header = False
+
+    def start(self, info: RunInfo) -> None:
+        """Begin a run or a warm-up."""
+        self._info = info
+        self._began = self._steps_began = self._clock()
+        self._has_header = False
+
+    def log(self, step: int, record: Record) -> None:
+        """Print the step, and what was evaluated after it."""
+        if step < self._info.first_step:
+            self._steps_began = self._clock()
+        elif self._has_line(step):
+            self._print_step(step, record)
+        for line in evaluation_lines(step, record):
+            self.note(line)
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._say(Text(text), is_row=False)
+
+    def status(self, text: str) -> None:
+        """Not shown: a log has no place for what passes."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _has_line(self, step: int) -> bool:
+        if self._info.kind == "train":
+            return True
+        return step % max(self._info.steps // _LINES_OF_A_WARM_UP, 1) == 0
+
+    def _print_step(self, step: int, record: Record) -> None:
+        columns = columns_of(self._info)
+        width = max(2 * len(str(self._info.steps)) + 1, len("step"))
+        if not self._has_header:
+            titles = "".join(f"  {column.title:>{column.width}}" for column in columns)
+            self._say(Text(f"{'step':>{width}}{titles}      left", style="bold"))
+            self._has_header = True
+        cells = "".join(f"  {column.cell(record):>{column.width}}" for column in columns)
+        left = duration(self._seconds_left(step))
+        self._say(Text(f"{f'{step}/{self._info.steps}':>{width}}{cells}  {left:>8}"))
+
+    def _seconds_left(self, step: int) -> float | None:
+        done = step - self._info.first_step + 1
+        if done < 1:
+            return None
+        return (self._clock() - self._steps_began) / done * (self._info.steps - step)
+
+    def _say(self, text: Text, is_row: bool = True) -> None:
+        if not self._console.is_terminal:  # a log is wider than rich believes: never fold
+            self._console.print(text, soft_wrap=True)
+        elif is_row:
+            self._console.print(text, no_wrap=True, overflow="crop")
+        else:
+            self._console.print(text)
+
+
+class LiveConsole(PlainConsole):
+    """A bar and the latest figures at the bottom, a line above them every few steps."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, clock)
+        self._live: Live | None = None
+        self._step = 0
+        self._record: dict[str, float] = {}
+        self._status = ""
+        self._first_loss = math.nan
+        ascii_only = not console.encoding.lower().startswith("utf")
+        self._spinner = Spinner("line" if ascii_only else "dots")
+
+    def start(self, info: RunInfo) -> None:
+        """Show the bar."""
+        self.close()
+        super().start(info)
+        self._step, self._record, self._status = info.first_step - 1, {}, ""
+        self._first_loss = math.nan
+        # No more often than the eye needs: the drawing thread shares the trainer's cores.
+        self._live = Live(self, console=self._console, refresh_per_second=4, transient=True)
+        self._live.start(refresh=True)
+
+    def log(self, step: int, record: Record) -> None:
+        """Move the bar; the figures show from the next refresh on."""
+        self._step, self._record, self._status = step, dict(record), ""
+        if math.isnan(self._first_loss):
+            self._first_loss = record.get(names.SFT_LOSS, math.nan)
+        super().log(step, record)
+
+    def status(self, text: str) -> None:
+        """Say what the step is at."""
+        self._status = text
+
+    def close(self) -> None:
+        """Take the bar away; a warm-up leaves one line behind."""
+        if self._live is None:
+            return
+        self._live.stop()
+        self._live = None
+        if self._info.kind == "warm_up" and self._record:
+            last = self._record.get(names.SFT_LOSS, math.nan)
+            seconds = duration(self._clock() - self._began)
+            fell = f"loss {number(self._first_loss, 3)} -> {number(last, 3)}"
+            self.note(f"warm-up: {self._step:,} steps in {seconds}, {fell}")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The bar, and below it the figures that fit."""
+        info = self._info
+        step = max(self._step, 0)
+        head = Table.grid(padding=(0, 1), expand=True)
+        head.add_column(no_wrap=True, overflow="crop")
+        head.add_column(no_wrap=True, overflow="crop")
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True, overflow="crop", justify="right")
+        title = "warm-up" if info.kind == "warm_up" else "step"
+        elapsed = duration(self._clock() - self._began)
+        left = duration(self._seconds_left(step))
+        bar = ProgressBar(total=info.steps, completed=step)
+        head.add_row(
+            self._spinner, f"{title} {step}/{info.steps}", bar, f"{elapsed} gone, {left} left"
+        )
+        pairs = [(c.title, c.cell(self._record)) for c in columns_of(info)] if self._record else []
+        yield Group(head, _fitting(pairs, self._status, options.max_width))
+
+    def _has_line(self, step: int) -> bool:
+        if self._info.kind == "warm_up":
+            return False
+        every = max(self._info.steps // _LINES_OF_A_RUN, 1)
+        return step % every == 0 or step in (self._info.first_step, self._info.steps)
+
+
+def columns_of(info: RunInfo) -> tuple[Column, ...]:
+    """What is shown of a step."""
+    return WARM_UP_COLUMNS if info.kind == "warm_up" else TRAIN_COLUMNS
+
+
+def evaluation_lines(step: int, record: Record) -> list[str]:
+    """A line for each data source that was evaluated after the step."""
+    when = "start" if step == 0 else f"step {step}"
+    return [
+        f"held out, {when}: {source} {_in_words(evaluation)}"
+        for source, evaluation in evaluations(record).items()
+    ]
+
+
+def _in_words(evaluation: Evaluation) -> str:
+    parts = [share(evaluation.accuracy, 1)]
+    if evaluation.greedy is not None:
+        parts.append(f"greedy {share(evaluation.greedy, 1)}")
+    for kind, best in (("pass", evaluation.best_pass), ("maj", evaluation.best_maj)):
+        if best:
+            parts.append(f"{kind}@{best[0]} {share(best[1], 1)}")
+    if evaluation.length is not None:
+        parts.append(f"length {number(evaluation.length, 0)}")
+    if evaluation.truncated is not None:
+        parts.append(f"cut off {share(evaluation.truncated, 1)}")
+    return ", ".join(parts)
+
+
+def _fitting(pairs: list[tuple[str, str]], status: str, width: int) -> Text:
+    """As many figures as one line holds, the first ones first; a status goes before them."""
+    line = Text(no_wrap=True, overflow="crop")
+    if status:
+        line.append(status, style="italic")
+    for title, value in pairs:
+        gap = "   " if line else ""
+        if len(line) + len(gap) + len(title) + 1 + len(value) > width:
+            break
+        line.append(f"{gap}{title} ", style="dim")
+        line.append(value, style="bold")
+    return line

@@ -1,0 +1,56 @@
+"""Writing files so that a full disk or a crash leaves the old content or the new, never half."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+from winnow.errors import WinnowError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+PARTIAL = ".partial"
+"""Ending of a file that is being written; one left by a crash may be deleted."""
+
+
+def disk_error(path: Path, error: OSError) -> WinnowError:
+    """What the user reads when `path` cannot be written: file, reason, remedy."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno in _FULL:
+        remedy = "free some space, or put the run on another disk with run.dir=FOLDER"
+    elif error.errno in _REFUSED:
+        remedy = "choose a folder that you may write to with run.dir=FOLDER"
+    else:
+        remedy = "check the path, or choose another folder with run.dir=FOLDER"
+    return WinnowError(f"cannot write {path}: {reason}; {remedy}")
+
+
+def write_fully(descriptor: int, data: bytes) -> None:
+    """Write every byte; `os.write` may stop early when a disk fills."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace the content of `path` as one act: temporary file, fsync, rename.
+
+    Raises:
+        WinnowError: the file cannot be written; what was there before still is.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            write_fully(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise disk_error(path, error) from error

@@ -1,0 +1,105 @@
+"""What the records of a run amount to: evaluations, the token account, time by phase."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from winnow.observe import names
+from winnow.observe.names import Record
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a policy did on the held-out prompts of one data source."""
+
+    accuracy: float
+    """pass@1, or avg@N of a scorer that gives part marks only."""
+    greedy: float | None = None
+    best_pass: tuple[int, float] | None = None
+    """The largest k > 1 and its pass@k."""
+    best_maj: tuple[int, float] | None = None
+    """The largest k > 1 and its maj@k."""
+    length: float | None = None
+    """Mean tokens of an answer."""
+    truncated: float | None = None
+    """Share of the answers cut off at the limit."""
+    prompts: int | None = None
+
+    @classmethod
+    def of(cls, figures: Record) -> Evaluation | None:
+        """From the `eval/SOURCE/…` figures of a record; None where accuracy is not among them."""
+        accuracy = figures.get("pass@1", (_largest(figures, "avg@", 1) or (0, None))[1])
+        if accuracy is None:
+            return None
+        prompts = figures.get("prompts")
+        return cls(
+            accuracy=accuracy,
+            greedy=figures.get("greedy"),
+            best_pass=_largest(figures, "pass@", 2),
+            best_maj=_largest(figures, "maj@", 2),
+            length=figures.get("length"),
+            truncated=figures.get("truncated"),
+            prompts=None if prompts is None else int(prompts),
+        )
+
+
+def evaluations(record: Record) -> dict[str, Evaluation]:
+    """The evaluations in a record, by data source."""
+    found = {source: Evaluation.of(f) for source, f in names.by_source(record).items()}
+    return {source: evaluation for source, evaluation in found.items() if evaluation}
+
+
+def token_account(records: Iterable[Record]) -> dict[str, int]:
+    """Tokens by what they were used for, over a run; `in_progress` as it stands at the end.
+
+    Example: `{"trained": 700, …, "failed": 0, "in_progress": 31}`.
+    """
+    account: dict[str, int] = dict.fromkeys(names.OUTCOMES, 0)
+    in_progress = 0
+    for record in records:
+        for outcome in names.OUTCOMES:
+            account[outcome] += int(record.get(names.TOKENS + outcome, 0))
+        in_progress = int(record.get(names.IN_PROGRESS_TOKENS, in_progress))
+    return {**account, "in_progress": in_progress}
+
+
+def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
+    """Seconds by phase over a run, `other` included, the longest first."""
+    total: dict[str, float] = {}
+    for record in records:
+        for name, value in record.items():
+            phase = name.removeprefix("time/").removesuffix("_s")
+            if name == f"time/{phase}_s" and name != names.STEP_S:
+                total[phase] = total.get(phase, 0.0) + value
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def series(records: Sequence[Record], *candidates: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a figure, under the first of the names that any record has."""
+    for name in candidates:
+        points = [(int(r["step"]), float(r[name])) for r in records if name in r]
+        if points:
+            return [step for step, _ in points], [value for _, value in points]
+    return [], []
+
+
+def tokens_by_step(records: Sequence[Record]) -> tuple[list[int], list[float]]:
+    """Steps and the tokens generated up to the end of each."""
+    steps, tokens = series(records, names.GENERATED_TOKENS)
+    total = 0.0
+    sums = []
+    for value in tokens:
+        total += value
+        sums.append(total)
+    return steps, sums
+
+
+def _largest(figures: Mapping[str, float], prefix: str, least: int) -> tuple[int, float] | None:
+    found = []
+    for name, value in figures.items():
+        k = name.removeprefix(prefix)
+        if name.startswith(prefix) and k.isdecimal() and int(k) >= least and math.isfinite(value):
+            found.append((int(k), value))
+    return max(found, default=None)

@@ -1,0 +1,72 @@
+"""The names of figures in a step's record, and so in metrics.jsonl.
+
+A name is a path, `part/what/which`; the unit stands at the end (`_s`, `_per_s`, `_gib`), tokens
+and shares of 1 have none. SPREAD stands for `/mean`, `/max` and `/min`. What a run does not have
+(a critic, a KL term) is absent. A line of metrics.jsonl is `{"step": 7, NAME: NUMBER, …}`; step 0
+is the evaluation before training.
+
+| name | meaning |
+|---|---|
+| score/{reward,task_reward,accuracy,advantage,return} SPREAD | over the answers trained on |
+| sampling/accuracy | over all answers of the groups closed in the step, before the filter |
+| sampling/keep_rate | share of the closed groups that passed the filter |
+| sampling/groups/{generated,trained,all_right,all_wrong,surplus,stale,failed} | groups closed |
+| sampling/tokens/{the same}, sampling/tokens/in_progress | the token account of the step |
+| sampling/tokens/{truncated,aborted} | flags beside the account |
+| sampling/staleness SPREAD | weight versions between sampling and training |
+| length/response, length/prompt SPREAD | tokens, over the answers trained on |
+| length/truncated, length/aborted | share of the answers at the limit, stopped from outside |
+| actor/{loss,policy_loss,entropy,kl_loss,approx_kl,mean_prob} | means over the updates |
+| actor/{clip_low,clip_high,dual_clip} | share of tokens where the bound binds |
+| actor/{grad_norm,lr,updates,skipped_updates} | the optimizer |
+| critic/{loss,explained_variance}, critic/value SPREAD | |
+| mismatch/{abs_delta,max_delta,pearson,k1,k3,chi2,ess,outside,…} | sampler against trainer |
+| eval/SOURCE/{avg@N,pass@K,maj@K,std@N,greedy,prompts} | held-out prompts of a data source |
+| eval/SOURCE/{avg@N_se,greedy_se} | their standard errors |
+| eval/SOURCE/{length,truncated} | of the sampled held-out answers |
+| sft/loss | the warm-up |
+| time/PHASE_s, time/step_s | seconds; the phases and `time/other_s` add up to the step |
+| throughput/{tokens_per_s,tokens_per_s_per_device,tflops,mfu} | |
+| memory/peak_gib | |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+Number = int | float
+Record = Mapping[str, Number]
+
+Outcome = Literal["trained", "all_right", "all_wrong", "surplus", "stale", "failed"]
+"""What a closed group was used for; each token is booked under one of these."""
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+# What the viewers (console, curve, summary) look for by name.
+ACCURACY = "sampling/accuracy"
+TRAINED_ACCURACY = "score/accuracy/mean"
+REWARD = "score/reward/mean"
+KEEP_RATE = "sampling/keep_rate"
+LENGTH = "length/response/mean"
+TRUNCATED = "length/truncated"
+ENTROPY = "actor/entropy"
+TOKENS_PER_S = "throughput/tokens_per_s"
+TOKENS = "sampling/tokens/"
+GENERATED_TOKENS = TOKENS + "generated"
+IN_PROGRESS_TOKENS = TOKENS + "in_progress"
+STEP_S = "time/step_s"
+SFT_LOSS = "sft/loss"
+EVAL = "eval/"
+
+
+def by_source(record: Mapping[str, Number]) -> dict[str, dict[str, Number]]:
+    """The evaluation figures of a record: data source → figure → number.
+
+    A source may hold slashes (`openai/gsm8k`), a figure holds none.
+    """
+    found: dict[str, dict[str, Number]] = {}
+    for name, value in record.items():
+        if name.startswith(EVAL):
+            source, _, figure = name.removeprefix(EVAL).rpartition("/")
+            found.setdefault(source, {})[figure] = value
+    return found
