@@ -1,0 +1,257 @@
+"""The chunked log-prob kernel against plain arithmetic, finite differences and loops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from winnow.algorithms import logprobs
+from winnow.algorithms.logprobs import token_logprobs
+
+T, H, V = 11, 5, 13
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this a small vocabulary would always run in one chunk."""
+    monkeypatch.setattr(logprobs, "SMALL_CHUNK_LOGITS", 0)
+
+
+def make(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, ...]:
+    """hidden, weight, bias (leaves that ask for gradients) and labels."""
+    g = torch.Generator().manual_seed(seed)
+    leaves = [torch.randn(*shape, generator=g).to(dtype) for shape in ((T, H), (V, H), (V,))]
+    labels = torch.randint(0, V - 3, (T,), generator=g)
+    return (*(leaf.requires_grad_() for leaf in leaves), labels)
+
+
+def naive(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """All logits at once; ids beyond the vocabulary at -inf."""
+    logits = hidden @ weight.T
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if bias is not None:
+        logits = logits + bias
+    if vocab_size is not None:
+        beyond = torch.arange(len(weight)) >= vocab_size
+        logits = logits.masked_fill(beyond, -1e30)
+    logp = torch.log_softmax(logits / temperature, -1)
+    return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def test_a_case_worked_by_hand() -> None:
+    hidden = torch.tensor([[math.log(3.0)], [0.0]], dtype=torch.float64)
+    weight = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    logprob, entropy = token_logprobs(hidden, weight, torch.tensor([0, 1]))
+    assert entropy is not None
+    assert logprob.tolist() == pytest.approx([math.log(0.75), math.log(0.5)])
+    expected = -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
+    assert entropy.tolist() == pytest.approx([expected, math.log(2)])
+
+
+def test_loops_over_tokens_and_ids_agree() -> None:
+    hidden, weight, bias, labels = (x.detach() for x in make())
+    logprob, entropy = token_logprobs(hidden, weight, labels, 0.7, bias, V - 2, chunk_tokens=4)
+    assert entropy is not None
+    for t in range(T):
+        scores = [
+            math.exp((sum(float(hidden[t, i] * weight[v, i]) for i in range(H)) + bias[v]) / 0.7)
+            for v in range(V - 2)
+        ]
+        p = [score / sum(scores) for score in scores]
+        assert float(logprob[t]) == pytest.approx(math.log(p[int(labels[t])]), rel=1e-10)
+        assert float(entropy[t]) == pytest.approx(-sum(q * math.log(q) for q in p), rel=1e-10)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    chunk=st.integers(1, T + 3),
+    temperature=st.sampled_from([0.5, 1.0, 1.7]),
+    with_bias=st.booleans(),
+    vocab_size=st.sampled_from([None, V, V - 2]),
+    seed=st.integers(0, 99),
+)
+def test_values_and_gradients_equal_the_naive_ones_for_any_chunk(
+    chunk: int, temperature: float, with_bias: bool, vocab_size: int | None, seed: int
+) -> None:
+    results = []
+    for kernel in (True, False):
+        hidden, weight, bias, labels = make(seed=seed)
+        args: tuple[Any, ...] = (hidden, weight, labels, temperature)
+        args = (*args, bias if with_bias else None, vocab_size)
+        outputs = token_logprobs(*args, chunk_tokens=chunk) if kernel else naive(*args)
+        assert outputs[1] is not None
+        g = torch.Generator().manual_seed(seed)
+        up = torch.randn(2, T, generator=g, dtype=torch.float64)
+        leaves = [hidden, weight, *([bias] if with_bias else [])]
+        loss = (outputs[0] * up[0] + outputs[1] * up[1]).sum()
+        results.append([*outputs, *torch.autograd.grad(loss, leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_gradient_equals_finite_differences(with_entropy: bool) -> None:
+    hidden, weight, bias, labels = make()
+
+    def outputs(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        logprob, entropy = token_logprobs(h, w, labels, 0.8, b, V - 1, with_entropy, 4)
+        return (logprob,) if entropy is None else (logprob, entropy)
+
+    assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_either_output_alone_has_its_gradient(which: int) -> None:
+    grads = []
+    for function in (token_logprobs, naive):
+        hidden, weight, _, labels = make()
+        output = function(hidden, weight, labels)[which]
+        assert output is not None
+        grads.append(torch.autograd.grad(output.square().sum(), [hidden, weight]))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_inputs_without_gradient_skip_their_part() -> None:
+    hidden, weight, _, labels = make()
+    token_logprobs(hidden, weight.detach(), labels)[0].sum().backward()
+    assert hidden.grad is not None
+    hidden_grad = hidden.grad.clone()
+    hidden.grad = None
+    token_logprobs(hidden.detach(), weight, labels)[0].sum().backward()
+    assert hidden.grad is None
+    assert weight.grad is not None
+    hidden2, weight2, _, _ = make()
+    naive(hidden2, weight2, labels)[0].sum().backward()
+    torch.testing.assert_close(hidden_grad, hidden2.grad)
+    torch.testing.assert_close(weight.grad, weight2.grad)
+
+
+def test_a_head_tied_to_the_embeddings_gets_both_gradients() -> None:
+    grads = []
+    for function in (token_logprobs, naive):
+        _, table, _, labels = make()
+        hidden = torch.tanh(table[labels.flip(0)])
+        function(hidden, table, labels)[0].sum().backward()
+        grads.append(table.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_bf16_inputs_get_fp32_results_near_the_exact_ones() -> None:
+    hidden, weight, _, labels = make(torch.bfloat16)
+    logprob, entropy = token_logprobs(hidden, weight, labels, chunk_tokens=3)
+    assert entropy is not None
+    assert logprob.dtype == entropy.dtype == torch.float32
+    exact = naive(hidden, weight, labels)
+    torch.testing.assert_close(logprob, exact[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, exact[1], rtol=1e-5, atol=1e-5)
+    (logprob.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    reference = naive(*doubles, labels)
+    (reference[0].sum() + reference[1].sum()).backward()
+    for ours, exactly in ((hidden.grad, doubles[0].grad), (weight.grad, doubles[1].grad)):
+        assert exactly is not None
+        assert float((ours.double() - exactly).norm() / exactly.norm()) < 0.02
+
+
+def test_a_bf16_weight_gradient_does_not_lose_small_addends() -> None:
+    """512 chunks add 2^-9 each to 1: summed in bf16 every one of them would vanish."""
+    n = 513
+    hidden = torch.full((n, 1), 2.0**-8, dtype=torch.bfloat16)
+    hidden[0] = 2.0
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(n, dtype=torch.int64)
+    token_logprobs(hidden, weight, labels, chunk_tokens=1)[0].sum().backward()
+    assert weight.grad is not None
+    assert weight.grad[:, 0].tolist() == [2.0, -2.0]
+
+
+def test_ids_beyond_the_vocabulary_have_no_probability_and_no_gradient() -> None:
+    hidden, weight, _, labels = make()
+    with torch.no_grad():
+        weight[V - 3 :] = 50.0
+    logprob, _ = token_logprobs(hidden, weight, labels, vocab_size=V - 3)
+    smaller, _ = token_logprobs(hidden, weight[: V - 3], labels)
+    torch.testing.assert_close(logprob, smaller)
+    logprob.sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad[V - 3 :].any()
+
+
+def test_huge_logits_stay_finite() -> None:
+    hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0], [-1.0]])
+    logprob, entropy = token_logprobs(hidden, weight, torch.tensor([0, 0]))
+    assert entropy is not None
+    (logprob.sum() + entropy.sum()).backward()
+    assert logprob.tolist() == [0.0, -2e4]
+    assert entropy.tolist() == [0.0, 0.0]
+    assert hidden.grad is not None
+    assert torch.isfinite(hidden.grad).all()
+
+
+def test_no_tokens_give_no_results_and_zero_gradients() -> None:
+    hidden = torch.empty(0, H, requires_grad=True)
+    weight = torch.randn(V, H, requires_grad=True)
+    logprob, entropy = token_logprobs(hidden, weight, torch.empty(0, dtype=torch.int64))
+    assert entropy is not None
+    assert logprob.shape == entropy.shape == (0,)
+    (logprob.sum() + entropy.sum()).backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_never_more_logits_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    original = logprobs._logits
+
+    def spy(hidden: Tensor, *args: Any) -> Tensor:
+        sizes.append(len(hidden))
+        return original(hidden, *args)
+
+    monkeypatch.setattr(logprobs, "_logits", spy)
+    hidden, weight, _, labels = make()
+    token_logprobs(hidden, weight, labels, chunk_tokens=4)[0].sum().backward()
+    assert sizes == [4, 4, 3] * 2
+    sizes.clear()
+    monkeypatch.setattr(logprobs, "SMALL_CHUNK_LOGITS", V * T)
+    token_logprobs(hidden, weight, labels, chunk_tokens=4)
+    assert sizes == [T]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
+        ({"temperature": float("nan")}, "temperature must be above 0"),
+        ({"chunk_tokens": 0}, "chunk_tokens must be at least 1, got 0"),
+        ({"vocab_size": V + 1}, rf"vocab_size must lie in \[1, {V}\], got {V + 1}"),
+        ({"weight": torch.zeros(V, H + 1)}, "hidden must be"),
+        ({"weight": torch.zeros(V, H).half()}, "weight must have hidden's dtype"),
+        ({"labels": torch.zeros(T + 1, dtype=torch.int64)}, "labels must be"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "hidden": torch.zeros(T, H),
+        "weight": torch.zeros(V, H),
+        "labels": torch.zeros(T, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=message):
+        token_logprobs(**(arguments | change))

@@ -1,0 +1,76 @@
+"""The learning rate at the steps that matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from winnow.algorithms.schedule import lr_at
+
+
+def test_the_quickstarts_course() -> None:
+    course: dict[str, Any] = {
+        "total_steps": 80,
+        "lr": 4e-4,
+        "warmup_steps": 5,
+        "schedule": "linear",
+    }
+    at = [lr_at(step, **course) for step in range(1, 81)]
+    assert at[:6] == pytest.approx([8e-5, 1.6e-4, 2.4e-4, 3.2e-4, 4e-4, 4e-4 * 74 / 75])
+    assert at[79] == 0.0
+    assert lr_at(81, **course) == 0.0
+
+
+def test_cosine_is_halfway_in_the_middle_and_ends_at_its_floor() -> None:
+    course: dict[str, Any] = {
+        "total_steps": 21,
+        "lr": 1.0,
+        "schedule": "cosine",
+        "final_lr_ratio": 0.1,
+    }
+    assert lr_at(1, **course) == 1.0
+    assert lr_at(11, **course) == pytest.approx(0.55)
+    assert lr_at(21, **course) == pytest.approx(0.1)
+
+
+def test_constant_stays_at_its_peak() -> None:
+    assert [lr_at(s, total_steps=4, lr=2.0, warmup_steps=2) for s in (1, 2, 3, 4)] == [1, 2, 2, 2]
+
+
+@settings(deadline=None)
+@given(
+    total=st.integers(1, 50),
+    warmup=st.integers(0, 60),
+    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    floor=st.floats(0, 1),
+)
+def test_it_rises_to_the_peak_then_never_rises(
+    total: int, warmup: int, schedule: Any, floor: float
+) -> None:
+    at = [
+        lr_at(
+            step,
+            total_steps=total,
+            lr=1.0,
+            warmup_steps=warmup,
+            schedule=schedule,
+            final_lr_ratio=floor,
+        )
+        for step in range(1, total + 1)
+    ]
+    peak = max(warmup, 1)
+    assert at[:peak] == sorted(at[:peak])
+    assert at[peak - 1 :] == sorted(at[peak - 1 :], reverse=True)
+    assert all(0 <= rate <= 1 for rate in at)
+    if schedule != "constant" and total > peak:
+        assert at[-1] == pytest.approx(floor)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="step must be at least 1, got 0"):
+        lr_at(0, total_steps=1, lr=1.0)
+    with pytest.raises(ValueError, match="got 'step'"):
+        lr_at(1, total_steps=1, lr=1.0, schedule="step")  # type: ignore[arg-type]
