@@ -29,7 +29,7 @@ class PpoClipLoss(Section):
     clip_high: float = Field(0.2, gt=0)
     """Ratio may rise to 1 + clip_high; DAPO's clip-higher is 0.28."""
     dual_clip: float | None = Field(3.0, gt=1)
-    """Bound c on the loss of a negative advantage (-A*c); none leaves it out."""
+    """Bound c on the loss of a negative advantage (-A*c); null leaves it out."""
 
 
 class ReinforceLoss(Section):
@@ -60,9 +60,8 @@ class AlgorithmConfig(Section):
     aggregation: Aggregation = "token-mean"
     """What "mean" means in the loss."""
     aggregation_norm_tokens: int | None = Field(None, ge=1)
-    """Constant length of seq-mean-token-sum-norm; none takes the response limit."""
+    """Constant length of seq-mean-token-sum-norm; null takes the response limit."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     overlong_filtering: bool = False
     """Take truncated answers out of the loss; they stay in their group's statistics."""
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from winnow.config.base import Section
 
@@ -55,3 +55,11 @@ class DataConfig(Section):
     """What to do with a longer one: leave the row out, stop, or cut it on that side."""
     shuffle: bool = True
     """Reshuffle the rows in each epoch (seeded)."""
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _holds_the_message(cls, value: dict[str, str]) -> dict[str, str]:
+        without = [source for source, text in value.items() if "{prompt}" not in text]
+        if without:
+            raise ValueError(f"must say {{prompt}} where the message goes, for {without[0]!r} too")
+        return value

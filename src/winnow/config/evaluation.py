@@ -13,7 +13,7 @@ class EvaluationConfig(Section):
     before: bool = True
     """Evaluate the start."""
     every: int | None = Field(None, ge=1)
-    """Steps between evaluations; the end is always evaluated. None: only there."""
+    """Steps between evaluations; the end is always evaluated. null: only there."""
     n: int = Field(1, ge=1)
     """Answers a prompt: avg@n, pass@k for k up to n, maj@k."""
     temperature: float = Field(1.0, ge=0)
@@ -27,4 +27,4 @@ class EvaluationConfig(Section):
     max_prompts: int | None = Field(None, ge=1)
     """Take only the first so many prompts."""
     max_response_tokens: int | None = Field(None, ge=1)
-    """Response limit; none takes the rollout's."""
+    """Response limit; null takes the rollout's."""

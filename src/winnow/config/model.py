@@ -11,9 +11,9 @@ class ModelConfig(Section):
     """A Hugging Face folder with model and tokenizer."""
 
     path: str | None = None
-    """Folder (or hub name) of the model; none where a warm start makes one."""
+    """Folder (or hub name) of the model; null where a warm start makes one."""
     tokenizer: str | None = None
-    """Folder of the tokenizer; none takes the model's own."""
+    """Folder of the tokenizer; null takes the model's own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations."""
     trust_remote_code: bool = False

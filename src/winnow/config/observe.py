@@ -17,4 +17,4 @@ class ObserveConfig(Section):
     rollout_text_groups: int = Field(8, ge=0)
     """Groups a step whose text, ids and log-probs are kept (seeded choice); scalars always."""
     peak_tflops: float | None = Field(None, gt=0)
-    """The device's peak in TFLOP/s, for model FLOP utilisation; none leaves that out."""
+    """The device's peak in TFLOP/s, for model FLOP utilisation; null leaves that out."""

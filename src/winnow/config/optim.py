@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from winnow.config.base import Section
+from winnow.config.base import Decay, Section
 
 
 class OptimConfig(Section):
@@ -22,11 +22,11 @@ class OptimConfig(Section):
     """Share of lr at the end of linear and cosine."""
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled weight decay."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's two decay rates."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
     grad_clip: float | None = Field(1.0, gt=0)
-    """Bound on the gradient's norm; none leaves it."""
+    """Bound on the gradient's norm; null leaves it as it is."""
     max_skipped_updates: int = Field(5, ge=1)
     """Non-finite gradients in a row after which the run stops."""

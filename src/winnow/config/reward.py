@@ -24,7 +24,7 @@ class UserFunction(Section):
     """A Python file with verl's `compute_score`; it then scores every source."""
 
     path: str | None = None
-    """The file; none uses the built-in scorers."""
+    """The file; null uses the built-in scorers."""
     name: str = "compute_score"
     """The function in it, sync or async."""
     kwargs: dict[str, Any] = Field(default_factory=dict)

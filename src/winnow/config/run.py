@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from winnow.config.base import Section
 
@@ -13,12 +13,19 @@ class RunConfig(Section):
     """Name, folder, seed and machine of a run."""
 
     name: str | None = None
-    """Name of the run's folder; none makes RECIPE-DATE-TIME."""
+    """Name of the run's folder; null makes RECIPE-DATE-TIME."""
     dir: str = "runs"
     """Folder that holds all runs."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seeds data order, sampling and shuffles."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads for tensor work; none takes all cores. Bits depend on it."""
+    """CPU threads for tensor work; null takes all cores. Bits depend on it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives; auto takes a GPU if there is one."""
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, value: str | None) -> str | None:
+        if value is not None and (not value or value[0] == "." or set(value) & set("/\\\0")):
+            raise ValueError("must name one folder (not empty, no slash, no dot in front)")
+        return value

@@ -50,7 +50,7 @@ class SamplingConfig(Section):
     max_staleness: int = Field(1, ge=0)
     """Steps a group may wait for its training. 0 drops what is later than the cut."""
     max_groups_per_step: int | None = Field(None, ge=1)
-    """Groups looked at for one step; none is 10*N."""
+    """Groups looked at for one step; null is 10*N."""
     on_bound: Literal["short", "stop"] = "short"
     """At that bound: train what qualified, or stop with the accepted groups saved."""
     max_empty_steps: int = Field(3, ge=1)

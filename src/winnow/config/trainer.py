@@ -13,7 +13,7 @@ class TrainerConfig(Section):
     steps: int = Field(100, ge=1)
     """Steps to train; each ends with new weights in the engine."""
     mini_batch_groups: int | None = Field(None, ge=1)
-    """Groups an update (one optimizer step); none makes one update a step."""
+    """Groups an update (one optimizer step); null makes one update a step."""
     epochs: int = Field(1, ge=1)
     """Passes over a step's groups."""
     microbatch_tokens: int = Field(16384, ge=1)
@@ -21,4 +21,4 @@ class TrainerConfig(Section):
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose logits exist at once."""
     save_every: int | None = Field(None, ge=1)
-    """Steps between checkpoints; none saves only at the end."""
+    """Steps between checkpoints; null saves only at the end."""

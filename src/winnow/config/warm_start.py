@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from winnow.config.base import Section
+from winnow.config.base import Decay, Section
 
 
 class NoWarmStart(Section):
@@ -61,14 +61,14 @@ class SftWarmStart(Section):
     """Peak learning rate (AdamW, cosine to zero)."""
     warmup_steps: int = Field(50, ge=0)
     """Steps of linear warm-up."""
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[Decay, Decay] = (0.9, 0.98)
     """AdamW's two decay rates."""
     grad_clip: float = Field(1.0, gt=0)
     """Bound on the gradient's norm."""
-    seed: int | None = Field(None, ge=0)
-    """Seed of model and demonstrations; none takes run.seed."""
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    """Seed of model and demonstrations; null takes run.seed."""
     cache_dir: str | None = None
-    """Where finished starts are kept; none is WINNOW_CACHE or ~/.cache/winnow."""
+    """Where finished starts are kept; null is WINNOW_CACHE or ~/.cache/winnow."""
 
 
 WarmStart = Annotated[NoWarmStart | SftWarmStart, Field(discriminator="name")]

@@ -1,0 +1,115 @@
+"""Hands a full tree to Hydra: unions become groups, overrides are applied and resolved.
+
+Hydra keeps its state in the process; all of it is as before when `compose` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from hydra.version import VersionBase
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from winnow.config.base import Section
+from winnow.config.files import RECIPES
+from winnow.config.root import Config
+from winnow.config.schema import default_tree, section, variants
+from winnow.errors import ConfigError
+
+_ROOT = "_winnow_"
+_AS_LAID = "_as_laid_"
+"""The option of a group that holds what the recipe says, beside its variants."""
+
+
+def compose(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The tree with the overrides applied and every `${…}` resolved.
+
+    Raises:
+        ConfigError: an interpolation or an override cannot be applied.
+    """
+    try:
+        with _hydra_left_as_found() as store:
+            _store(store, Config, tree, "", _ROOT)
+            with hydra.initialize_config_dir(str(RECIPES), version_base="1.3"):
+                composed = hydra.compose(_ROOT, overrides=list(overrides))
+            resolved = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no default; add {error.full_key}=VALUE") from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_reason(error)) from None
+    except RecursionError:
+        raise ConfigError("the recipe's ${…} refer to each other in a circle; break it") from None
+    assert isinstance(resolved, dict)
+    return {str(key): _with_text_keys(value) for key, value in resolved.items()}
+
+
+def _store(
+    store: ConfigStore, cls: type[Section], tree: Mapping[str, Any], group: str, option: str
+) -> None:
+    """Store a section as an option of a group, and each union in it as a group below."""
+    defaults: list[Any] = ["_self_"]
+    body = _without_unions(store, cls, tree, group, "", option, defaults)
+    store.store(option, {"defaults": defaults, **body}, group=group or None)
+
+
+def _without_unions(
+    store: ConfigStore,
+    cls: type[Section],
+    tree: Mapping[str, Any],
+    group: str,
+    below: str,
+    option: str,
+    defaults: list[Any],
+) -> dict[str, Any]:
+    body: dict[str, Any] = {}
+    for key, field in cls.model_fields.items():
+        inner, options = section(field), variants(field)
+        relative = f"{below}/{key}" if below else key
+        if inner:
+            body[key] = _without_unions(store, inner, tree[key], group, relative, option, defaults)
+        elif options:
+            path = f"{group}/{relative}" if group else relative
+            for name, variant in options.items():
+                _store(store, variant, default_tree(variant), path, name)
+            # A tree as laid holds unions as laid; a variant's defaults hold default variants.
+            laid = option in (_ROOT, _AS_LAID)
+            name = tree[key]["name"]
+            if laid:
+                _store(store, options[name], tree[key], path, _AS_LAID)
+            defaults.append({relative: _AS_LAID if laid else name})
+        else:
+            body[key] = tree[key]
+    return body
+
+
+@contextmanager
+def _hydra_left_as_found() -> Iterator[ConfigStore]:
+    store, version = ConfigStore.instance(), VersionBase.instance()
+    repo, base = store.repo, version.version_base
+    store.repo = {key: node for key, node in repo.items() if key not in Config.model_fields}
+    try:
+        yield store
+    finally:
+        store.repo, version.version_base = repo, base
+
+
+def _reason(error: Exception) -> str:
+    key = getattr(error, "full_key", None)
+    cause = error.__cause__ or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    reason = lines[0] if lines else type(cause).__name__
+    place = f"{key}: " if key else ""
+    return f"{place}{reason[:1].lower()}{reason[1:]}; mend the value or its ${{…}}"
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Keys that Hydra's grammar read as numbers, such as a source called 7, as text."""
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(inner) for key, inner in value.items()}
+    return [_with_text_keys(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,219 @@
+"""Reads recipe files: YAML with the lines of its keys, and the recipes it includes.
+
+The YAML is that of version 1.2 where the two differ, as in Hydra's grammar: `1e-6` is a
+number, and of the bare words only true and false are truth values (`console: off` is text).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.constructor import ConstructorError
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from winnow.errors import ConfigError
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one file says itself, to be laid over what came before it."""
+
+    source: str
+    """The file, as messages call it."""
+    tree: dict[str, Any]
+    lines: Mapping[tuple[str, ...], int]
+    """Line of each key."""
+
+    def place(self, path: tuple[str, ...]) -> str:
+        """Where a key is set: file and line."""
+        around = [path[:stop] for stop in range(len(path), 0, -1)]
+        line = next((self.lines[key] for key in around if key in self.lines), None)
+        return f"{self.source}, line {line}" if line else self.source
+
+
+def available_recipes() -> list[str]:
+    """Names of the recipes that ship with Winnow."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def read_layers(recipe: str) -> list[Layer]:
+    """The file of a recipe and all it includes, in the order in which they apply.
+
+    Raises:
+        ConfigError: a file is missing, unreadable, no YAML, or includes itself.
+    """
+    return list(_layers(_find(recipe), ()))
+
+
+def _find(recipe: str) -> Path:
+    shipped = RECIPES / f"{recipe}.yaml"
+    if recipe in available_recipes():
+        return shipped
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    if path.suffix in _SUFFIXES or os.sep in recipe:
+        kind = "is a folder, not a recipe file" if path.is_dir() else "does not exist"
+        raise ConfigError(f"recipe {recipe!r} {kind}; {_choices(recipe)}")
+    raise ConfigError(f"there is no recipe {recipe!r}; {_choices(recipe)}")
+
+
+def _choices(recipe: str) -> str:
+    names = available_recipes()
+    near = difflib.get_close_matches(Path(recipe).stem, names, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{hint}Give the path of a YAML file, or one of: {', '.join(names)}"
+
+
+def _layers(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
+    resolved = path.resolve()
+    if resolved in including:
+        chain = " -> ".join(p.name for p in (*including[including.index(resolved) :], resolved))
+        raise ConfigError(f"recipe {path} includes itself ({chain}); remove it from `defaults`")
+    layer = _read(path)
+    tree = dict(layer.tree)
+    entries = tree.pop("defaults", [])
+    own = Layer(layer.source, tree, layer.lines)
+    where = layer.place(("defaults",))
+    if not isinstance(entries, list):
+        raise ConfigError(f"`defaults` must be a list of recipes, got {entries!r} ({where})")
+    if entries.count("_self_") > 1:
+        raise ConfigError(f"`defaults` names _self_ more than once; keep one ({where})")
+    # As in Hydra, a file's own keys come last unless `_self_` says otherwise.
+    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
+        if entry == "_self_":
+            yield own
+        elif isinstance(entry, str):
+            yield from _layers(_included(entry, path, where), (*including, resolved))
+        else:
+            yield Layer(layer.source, _variant_tree(entry, where), layer.lines)
+
+
+def _included(entry: str, path: Path, where: str) -> Path:
+    names = [entry] if entry.endswith(_SUFFIXES) else [f"{entry}{s}" for s in _SUFFIXES]
+    beside = [path.parent / name for name in names if (path.parent / name).is_file()]
+    if beside:
+        return beside[0]
+    if entry in available_recipes():
+        return RECIPES / f"{entry}.yaml"
+    raise ConfigError(
+        f"`defaults` includes {entry!r}, which is neither a file beside it nor a shipped recipe "
+        f"({where}); {_choices(entry)}"
+    )
+
+
+def _variant_tree(entry: Any, where: str) -> dict[str, Any]:
+    """`algorithm/policy_loss: reinforce` as the tree that says the same."""
+    pair = list(entry.items()) if isinstance(entry, dict) else []
+    if len(pair) != 1 or not isinstance(pair[0][1], str):
+        raise ConfigError(
+            f"an entry of `defaults` must be a recipe or GROUP: VARIANT, got {entry!r} ({where})"
+        )
+    group, variant = pair[0]
+    *around, last = group.removeprefix("override ").strip("/").split("/")
+    tree: dict[str, Any] = {last: variant}
+    for key in reversed(around):
+        tree = {key: tree}
+    return tree
+
+
+def _read(path: Path) -> Layer:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"recipe {path} is not UTF-8 (byte {error.start}); save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
+    try:
+        tree, lines = _parse(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else "?"
+        problem = " ".join((error.problem or error.context or "syntax error").split())
+        raise ConfigError(f"recipe {path}, line {line}: {problem}; mend the YAML there") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        problem = f"character #x{ord(str(error.character)[0]):02x} is not allowed"
+        raise ConfigError(f"recipe {path}, line {line}: {problem}; remove it") from None
+    except RecursionError:
+        raise ConfigError(f"recipe {path} is nested too deeply; flatten it") from None
+    if not isinstance(tree, dict):
+        kind = type(tree).__name__
+        raise ConfigError(f"recipe {path} must hold sections (`optim:` …), got a {kind}")
+    return Layer(str(path), tree, lines)
+
+
+def _parse(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
+    loader = _RecipeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return {}, {}
+        lines = dict(_lines(node, (), ()))
+        return loader.construct_document(node), lines
+    finally:
+        loader.dispose()
+
+
+def _lines(
+    node: Node, path: tuple[str, ...], parents: tuple[Node, ...]
+) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Line of each key; refuses anchors that hold themselves."""
+    if node in parents:
+        raise ConstructorError(None, None, "an anchor contains itself", node.start_mark)
+    if isinstance(node, SequenceNode):
+        for item in node.value:
+            yield from _lines(item, (*path, "[]"), (*parents, node))
+    elif isinstance(node, MappingNode):
+        for key, value in node.value:
+            here = (*path, key.value) if isinstance(key, ScalarNode) else path
+            yield here, key.start_mark.line + 1
+            yield from _lines(value, here, (*parents, node))
+
+
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML 1.2's plain values only; keys are always text and never appear twice."""
+
+    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, ScalarNode):
+                raise ConstructorError(None, None, "a key must be text", key.start_mark)
+            if key.tag != f"{_TAG}merge":
+                key.tag = f"{_TAG}str"
+                if key.value in seen:
+                    problem = f"the key {key.value!r} appears twice"
+                    raise ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_TAG = "tag:yaml.org,2002:"
+_KINDS = {"bool", "int", "float", "null", "str", "seq", "map"}
+_RecipeLoader.yaml_implicit_resolvers = {}
+for _name, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", "<"),
+):
+    _RecipeLoader.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), list(_first))
+_RecipeLoader.yaml_constructors = {
+    tag: constructor
+    for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.removeprefix(_TAG) in _KINDS
+}

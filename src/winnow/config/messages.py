@@ -1,0 +1,145 @@
+"""What a user reads when a recipe is wrong: one line a fault, with key, value and remedy."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from winnow.config.root import Config
+from winnow.config.schema import (
+    Path,
+    all_keys,
+    allowed,
+    is_text,
+    join,
+    leaf_of,
+    lookup,
+    takes_number,
+)
+
+_LONGEST_VALUE = 80
+_RESEMBLES = 0.6
+
+
+def show(value: Any) -> str:
+    """A value on one line, as YAML and Hydra write it."""
+    text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
+
+
+def spell(path: Path) -> str:
+    """A key path that stays on one line whatever was typed."""
+    text = join(path)
+    return text if text and text.isprintable() else repr(text)
+
+
+def nearest_keys(key: str) -> list[str]:
+    """Up to three known keys that resemble what was typed, the nearest first."""
+    typed = key.replace("/", ".").lower()
+    last = typed.split(".")[-1]
+    scores: dict[str, float] = {}
+    for known in all_keys():
+        name = join(known.path)
+        full = difflib.SequenceMatcher(None, typed, name).ratio()
+        tail = difflib.SequenceMatcher(None, last, known.path[-1]).ratio()
+        # The right key in the wrong section counts nearly as much as a misspelt one, and so
+        # does an abbreviation: learning_rate for lr, wd for weight_decay.
+        short = _initials(last) == known.path[-1] or last == _initials(known.path[-1])
+        bonus = 0.1 if typed.startswith(known.path[0] + ".") else 0.0
+        score = max(full, 0.9 * tail + bonus, 0.9 * short + bonus)
+        scores[known.spelling] = max(score, scores.get(known.spelling, 0.0))
+    ranked = sorted(scores, key=lambda name: (-scores[name], name))
+    bar = max(_RESEMBLES, scores[ranked[0]] - 0.15)
+    return [name for name in ranked[:3] if scores[name] >= bar]
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.split("_")) if "_" in name else ""
+
+
+def unknown_key(path: Path, place: str) -> str:
+    """The message for a key that no section has."""
+    near = nearest_keys(join(path))
+    parts = join(path).split(".")
+    if len(parts) > len(path) and any(key.path == tuple(parts) for key in all_keys()):
+        nested = ": {".join(parts) + ": …" + "}" * (len(parts) - 1)
+        remedy = f"a file nests keys instead of dotting them: {nested}"
+    elif near:
+        remedy = f"did you mean {' or '.join(near)}?"
+    else:
+        remedy = f"the sections are {', '.join(Config.model_fields)}; see --help-config"
+    return f"{spell(path)} is no known key (set by {place}); {remedy}"
+
+
+def foreign_key(path: Path, union: Path, chosen: str, place: str) -> str:
+    """The message for a key within a variant that does not have it."""
+    group = "/".join(union)
+    owners = [
+        key.variant[1]
+        for key in all_keys()
+        if key.path[: len(path)] == path and key.variant and key.variant[0] == union
+    ]
+    owners = sorted(set(owners))
+    if not owners:
+        own = sorted({key.path[-1] for key in all_keys() if key.variant == (union, chosen)})
+        has = f"its keys are {', '.join(own)}" if own else "it has no keys"
+        return f"{spell(path)} is no key of {group}={chosen} (set by {place}); {has}"
+    choices = " or ".join(f"{group}={owner}" for owner in owners)
+    return (
+        f"{spell(path)} is no key of {group}={chosen} (set by {place}); "
+        f"choose {choices}, or leave the key out"
+    )
+
+
+def validation_lines(
+    error: ValidationError, tree: Mapping[str, Any], place: Callable[[Path], str]
+) -> list[str]:
+    """Pydantic's findings in our words, one line a key."""
+    lines: dict[Path, str] = {}
+    for fault in error.errors(include_url=False):
+        path, field, is_entry = leaf_of(fault["loc"])
+        if path in lines:
+            continue
+        if field is None:
+            lines[path] = unknown_key(path, place(path))
+            continue
+        # A validator of ours says what it wants; for the rest the schema knows it better.
+        reason = fault.get("ctx", {}).get("error")
+        own = str(reason) if isinstance(reason, ValueError) else ""
+        want = own or f"must be {allowed(field, entry=is_entry)}"
+        lines[path] = _fault(path, field, want, lookup(tree, path), place)
+    return list(lines.values())
+
+
+def truth_value_lines(tree: Mapping[str, Any], place: Callable[[Path], str]) -> list[str]:
+    """Numbers given as true or false, which Python, and so pydantic, counts as 1 and 0."""
+    lines: dict[Path, str] = {}
+    for key in all_keys():
+        value = lookup(tree, key.path)
+        if isinstance(value, bool) and takes_number(key.field):
+            want = f"must be {allowed(key.field)}"
+            lines[key.path] = _fault(key.path, key.field, want, value, place)
+    return list(lines.values())
+
+
+def _fault(
+    path: Path, field: FieldInfo, want: str, value: Any, place: Callable[[Path], str]
+) -> str:
+    hint = _hint(path, field, want, value)
+    return f"{spell(path)} {want}, got {show(value)} (set by {place(path)}){hint}"
+
+
+def _hint(path: Path, field: FieldInfo, want: str, value: Any) -> str:
+    """What to write instead, where the range alone does not say it."""
+    if isinstance(value, str) and "a list of" in want:
+        return f"; write {join(path)}=[{value}]"
+    if isinstance(value, str) and value.lower() == "none" and "null" in want:
+        return "; write null for none"
+    if isinstance(value, bool | int | float) and is_text(field):
+        return "; put it in quotes"
+    return ""
