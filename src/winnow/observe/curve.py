@@ -13,10 +13,9 @@ from winnow.errors import WinnowError
 from winnow.observe import names
 from winnow.observe.files import write_atomic
 from winnow.observe.history import evaluations, series, tokens_by_step
-from winnow.observe.jsonl import read_metrics
+from winnow.observe.jsonl import METRICS_FILE, read_metrics
 from winnow.observe.names import Record
 
-METRICS_FILE = "metrics.jsonl"
 SIZE_INCHES = (8.6, 5.4)
 DPI = 150
 _BLUE, _ORANGE, _PURPLE = "#2a6fbb", "#d9742b", "#8a3ffc"

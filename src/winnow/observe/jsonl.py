@@ -19,6 +19,8 @@ from winnow.observe.metrics import plain
 from winnow.observe.names import Number, Record
 from winnow.observe.sinks import RunInfo
 
+METRICS_FILE = "metrics.jsonl"
+"""Its name in a run's folder."""
 _NON_FINITE = "non_finite"
 
 

@@ -152,12 +152,8 @@ class Metrics:
 
 def plain(value: Any) -> Number:
     """A Python number: numpy's and torch's scalars are unwrapped."""
-    if isinstance(value, bool):
-        return int(value)
-    if isinstance(value, (int, float)):
-        return value
-    item = value.item()
-    return item if isinstance(item, (int, float)) else float(item)
+    number = value if isinstance(value, (int, float)) else value.item()
+    return int(number) if isinstance(number, bool) else number
 
 
 class Stopwatch:

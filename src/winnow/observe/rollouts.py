@@ -6,7 +6,7 @@ eval/step-N.parquet, the answers to held-out prompts after step N, has the same 
 |---|---|
 | step, group, answer | group is the admission index, answer its index within the group |
 | prompt_uid, data_source | the row of data |
-| outcome | what the group was used for: trained, all_right, all_wrong, surplus, stale, failed; or held_out, held_out_greedy |
+| outcome | trained, all_right, all_wrong, surplus, stale, failed; held_out, held_out_greedy |
 | prompt_tokens, response_tokens | lengths |
 | reward, part/NAME, accuracy | the score; reward is the sum of the parts |
 | advantage | null unless trained |

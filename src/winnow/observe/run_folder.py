@@ -8,17 +8,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from winnow.errors import ConfigError, WinnowError
-from winnow.observe.curve import METRICS_FILE
 from winnow.observe.files import disk_error, write_atomic
-
-_NAME = re.compile(r"[^\s/\\.][^/\\\x00-\x1f]{0,199}")
+from winnow.observe.jsonl import METRICS_FILE
 
 
 @dataclass(frozen=True)
@@ -32,27 +29,17 @@ class RunFolder:
         """Make the folder of a new run; without a name it is RECIPE-DATE-TIME.
 
         Raises:
-            ConfigError: the name is none, or another run has it.
+            ConfigError: another run has that name.
             WinnowError: the folder cannot be made or written to.
         """
-        runs = Path(runs)
-        if name is not None:
-            if not _NAME.fullmatch(name):
-                raise ConfigError(
-                    f"run.name must be a plain folder name, got {name!r}; "
-                    "put the folder that holds it in run.dir"
-                )
-            path = runs / name
-            _make(path)
-            if any(path.iterdir()):
-                raise ConfigError(
-                    f"run.name={name}: {path} holds a run already; "
-                    "choose another run.name, or delete that folder"
-                )
-        else:
-            path = _free_name(runs, Path(recipe).stem)
-            _make(path)
-        write_atomic(path / "log.txt", b"")  # says now, not after the first step, that it can
+        path = _free_name(Path(runs), Path(recipe).stem) if name is None else Path(runs) / name
+        _make(path)
+        if any(path.iterdir()):
+            raise ConfigError(
+                f"run.name={path.name}: {path} holds a run already; "
+                "choose another run.name, or delete that folder"
+            )
+        write_atomic(cls(path).log, b"")  # says now, not after the first step, that it can
         return cls(path)
 
     @classmethod
@@ -128,7 +115,7 @@ class RunFolder:
         write_atomic(self.config, text.encode())
 
     @contextlib.contextmanager
-    def logging(self, level: int = logging.INFO) -> Iterator[logging.Logger]:
+    def logging_to_file(self, level: int = logging.INFO) -> Iterator[logging.Logger]:
         """Send what the package logs, and Python's warnings, to log.txt while the block runs.
 
         Raises:

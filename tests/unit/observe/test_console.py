@@ -1,0 +1,252 @@
+"""What a person sees while a run goes on, on a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Literal
+
+import pytest
+from rich.console import Console
+
+from winnow.observe.console import (
+    ConsoleSink,
+    LiveConsole,
+    PlainConsole,
+    SilentConsole,
+    evaluation_lines,
+    make_console,
+)
+from winnow.observe.sinks import RunInfo, Sinks
+
+Records = list[dict[str, float]]
+
+
+class Clock:
+    """A second passes at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def console_to(file: io.TextIOBase, is_terminal: bool, width: int = 100) -> Console:
+    return Console(
+        file=file,  # type: ignore[arg-type]
+        width=width,
+        height=30,
+        force_terminal=is_terminal,
+        color_system=None,
+        legacy_windows=False,
+        _environ={"TERM": "xterm"},
+    )
+
+
+def run(sink: ConsoleSink, records: Records, last: int = 80, first: int = 1) -> None:
+    sink.start(RunInfo("quickstart", last, first_step=first))
+    for record in records:
+        sink.status("generating 3/64 groups")
+        sink.log(int(record["step"]), record)
+    sink.close()
+
+
+def without_codes(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_a_log_gets_one_line_a_step_and_the_heads_once(quickstart_records: Records) -> None:
+    file = io.StringIO()
+    run(PlainConsole(console_to(file, False), Clock()), quickstart_records)
+    lines = file.getvalue().splitlines()
+    steps = [line for line in lines if re.match(r" *\d+/80 ", line)]
+    assert len(steps) == 80
+    assert sum("accuracy" in line and "entropy" in line for line in lines) == 1
+    assert len(lines) == 80 + 1 + 5
+    assert "\x1b" not in file.getvalue()
+    assert max(map(len, lines)) <= 100
+
+
+def test_a_line_shows_the_figures_under_their_heads(quickstart_records: Records) -> None:
+    file = io.StringIO()
+    run(PlainConsole(console_to(file, False), Clock()), quickstart_records[1:2])
+    assert file.getvalue().splitlines() == [
+        " step  accuracy  reward   kept  length  cut off  entropy  tokens/s  s/step      left",
+        " 1/80      32 %   -0.36   59 %    51.8      9 %     0.49    23,456    1.30      1:19",
+    ]
+
+
+def test_what_a_record_lacks_is_a_dash() -> None:
+    file = io.StringIO()
+    run(PlainConsole(console_to(file, False)), [{"step": 1, "score/accuracy/mean": 0.5}], last=1)
+    assert file.getvalue().splitlines()[1].split()[:5] == ["1/1", "50", "%", "-", "-"]
+
+
+def test_an_evaluation_is_one_line_with_the_largest_k(quickstart_records: Records) -> None:
+    record = quickstart_records[0] | {
+        "eval/sort_digits/pass@8": 0.9,
+        "eval/openai/gsm8k/avg@4": 0.2,
+    }
+    assert evaluation_lines(0, record) == [
+        "held out, start: sort_digits 30.0 %, greedy 57.0 %, pass@16 95.0 %, length 52, "
+        "cut off 10.0 %",
+        "held out, start: openai/gsm8k 20.0 %",
+    ]
+    assert evaluation_lines(20, record)[1].startswith("held out, step 20: openai/gsm8k")
+    assert evaluation_lines(3, {"actor/entropy": 1.0}) == []
+
+
+def test_a_terminal_gets_a_bar_and_a_line_every_few_steps(quickstart_records: Records) -> None:
+    file = io.StringIO()
+    run(LiveConsole(console_to(file, True), Clock()), quickstart_records)
+    shown = without_codes(file.getvalue())
+    steps = [line for line in shown.splitlines() if re.match(r" *\d+/80 ", line)]
+    assert [int(line.split("/")[0]) for line in steps] == [1, *range(5, 81, 5)]
+    assert shown.count("accuracy  reward") == 1
+    assert re.search(r"step 79/80 .*left", shown) or re.search(r"step 80/80 .*left", shown)
+    assert "accuracy 88 %   reward 0.66   kept 41 %   length 46.2" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    assert file.getvalue().endswith("\x1b[2K")  # the bar is taken away
+
+
+@pytest.mark.parametrize("width", [30, 60, 80])
+def test_a_narrow_terminal_keeps_a_line_a_line(quickstart_records: Records, width: int) -> None:
+    file = io.StringIO()
+    run(
+        LiveConsole(console_to(file, True, width)),
+        [r for r in quickstart_records if r["step"] % 20],
+    )
+    lines = without_codes(file.getvalue()).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum(bool(re.match(r" *\d+/80 ", line)) for line in lines) == 13
+
+
+def test_a_status_shows_before_the_figures_until_the_step_is_logged() -> None:
+    console = console_to(io.StringIO(), True)
+    sink = LiveConsole(console)
+    sink.start(RunInfo("a", 3))
+    sink.status("generating 3/64 groups")
+    with console.capture() as capture:
+        console.print(sink)
+    assert "generating 3/64 groups" in capture.get()
+    sink.log(1, {"sampling/accuracy": 0.5})
+    with console.capture() as capture:
+        console.print(sink)
+    sink.close()
+    assert "generating" not in capture.get()
+    assert "accuracy 50 %" in capture.get()
+
+
+def test_the_time_left_leaves_out_the_evaluation_before_training() -> None:
+    file, clock = io.StringIO(), Clock()
+    sink = PlainConsole(console_to(file, False), clock)
+    sink.start(RunInfo("a", 11))
+    clock.now += 1000
+    sink.log(0, {"eval/a/pass@1": 0.5})
+    sink.log(1, {})
+    assert file.getvalue().splitlines()[-1].endswith("0:10")
+
+
+def test_a_resumed_run_counts_its_own_steps_for_the_time_left() -> None:
+    file = io.StringIO()
+    run(PlainConsole(console_to(file, False), Clock()), [{"step": 41}], last=51, first=41)
+    assert file.getvalue().splitlines()[-1].endswith("0:10")
+
+
+def test_a_warm_up_in_a_log_takes_about_ten_lines() -> None:
+    file = io.StringIO()
+    sink = PlainConsole(console_to(file, False), Clock())
+    sink.start(RunInfo("quickstart", 1000, kind="warm_up"))
+    for step in range(1, 1001):
+        sink.log(step, {"sft/loss": 2 - step / 1000})
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 11
+    assert lines[0].split() == ["step", "loss", "left"]
+    assert lines[-1].split() == ["1000/1000", "1.000", "0:00"]
+
+
+def test_a_warm_up_on_a_terminal_leaves_one_line_and_the_run_starts_anew() -> None:
+    file = io.StringIO()
+    sink = LiveConsole(console_to(file, True), Clock())
+    sink.start(RunInfo("quickstart", 1000, kind="warm_up"))
+    for step in range(1, 1001):
+        sink.log(step, {"sft/loss": 2 - step / 1000})
+    sink.start(RunInfo("quickstart", 80))
+    sink.log(1, {})
+    sink.close()
+    shown = without_codes(file.getvalue())
+    assert "warm-up: 1,000 steps in " in shown
+    assert ", loss 1.999 -> 1.000" in shown
+    assert "step 0/80" in shown or "step 1/80" in shown
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_without_utf_8_gets_ascii(
+    quickstart_records: Records, is_terminal: bool
+) -> None:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii", errors="strict", write_through=True)
+    run(make_console("auto", console_to(file, is_terminal, 60)), quickstart_records)
+    assert b"80/80" in raw.getvalue()
+    assert max(raw.getvalue()) < 128
+
+
+def test_notes_are_printed_whole_and_without_markup() -> None:
+    for is_terminal in (True, False):
+        file = io.StringIO()
+        sink = make_console("auto", console_to(file, is_terminal, 40))
+        sink.start(RunInfo("a", 1))
+        sink.note("[bold]all groups were all-wrong[/bold]: " + "x" * 60)
+        sink.close()
+        text = without_codes(file.getvalue()).replace("\n", "").replace("\r", "")
+        assert "[bold]all groups were all-wrong[/bold]:" in text
+        assert text.count("x") == 60
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_terminal", "kind"),
+    [
+        ("auto", True, LiveConsole),
+        ("auto", False, PlainConsole),
+        ("plain", True, PlainConsole),
+        ("off", True, SilentConsole),
+    ],
+)
+def test_the_mode_and_the_terminal_decide_the_view(
+    mode: Literal["auto", "plain", "off"], is_terminal: bool, kind: type
+) -> None:
+    assert type(make_console(mode, console_to(io.StringIO(), is_terminal))) is kind
+
+
+def test_a_silent_console_says_nothing(
+    quickstart_records: Records, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = SilentConsole()
+    run(sink, quickstart_records)
+    sink.note("hello")
+    assert capsys.readouterr().out == ""
+
+
+def test_several_sinks_hear_the_same_and_close_in_reverse() -> None:
+    heard: list[str] = []
+
+    class Ear:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def start(self, info: RunInfo) -> None:
+            heard.append(f"{self.name} start {info.name}")
+
+        def log(self, step: int, record: object) -> None:
+            heard.append(f"{self.name} {step}")
+
+        def close(self) -> None:
+            heard.append(f"{self.name} close")
+
+    sinks = Sinks([Ear("a"), Ear("b")])
+    sinks.start(RunInfo("run", 1))
+    sinks.log(1, {})
+    sinks.close()
+    assert heard == ["a start run", "b start run", "a 1", "b 1", "b close", "a close"]

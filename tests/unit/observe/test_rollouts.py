@@ -1,0 +1,207 @@
+"""rollouts/step-N.parquet, written and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from winnow.errors import WinnowError
+from winnow.observe.rollouts import (
+    RolloutGroup,
+    choose_text_groups,
+    drop_rollouts_after,
+    read_rollouts,
+    rollout_files,
+    write_rollouts,
+)
+from winnow.types import Answer, Group, IntArray, Score, Segment, Trajectory
+
+MakeGroup = Callable[..., Group]
+Row = dict[str, Any]
+
+
+def decode(ids: IntArray) -> str:
+    return " ".join(map(str, ids))
+
+
+def write(path: Path, *groups: RolloutGroup, step: int = 7, text: set[int] | None = None) -> None:
+    write_rollouts(path, step, groups, version=5, text_groups=text or set(), decode=decode)
+
+
+def rows(path: Path) -> list[Row]:
+    return list(read_rollouts(path).to_pylist())
+
+
+def test_each_answer_has_a_row_with_its_scalars(tmp_path: Path, make_group: MakeGroup) -> None:
+    path = tmp_path / "rollouts" / "step-7.parquet"
+    advantages = np.array([1.0, -1.0], dtype=np.float32)
+    trained = RolloutGroup(make_group(11, versions=(2, 3)), "trained", advantages)
+    write(path, trained, RolloutGroup(make_group(12, answers=1), "all_right"))
+    assert rows(path)[1] == {
+        "step": 7,
+        "group": 11,
+        "answer": 1,
+        "prompt_uid": "row-11",
+        "data_source": "sort_digits",
+        "outcome": "trained",
+        "prompt_tokens": 4,
+        "response_tokens": 3,
+        "reward": -1.0,
+        "part/task": -1.0,
+        "accuracy": 0.0,
+        "advantage": -1.0,
+        "oldest_version": 2,
+        "newest_version": 3,
+        "staleness": 3,
+        "finish_reason": "stop",
+        "scorer_error": "",
+        "pred": None,
+        "prompt": None,
+        "response": None,
+        "prompt_ids": None,
+        "token_ids": None,
+        "logprobs": None,
+    }
+    assert [(r["group"], r["answer"], r["advantage"]) for r in rows(path)] == [
+        (11, 0, 1.0),
+        (11, 1, -1.0),
+        (12, 0, None),
+    ]
+
+
+def test_chosen_groups_keep_text_ids_and_logprobs(tmp_path: Path, make_group: MakeGroup) -> None:
+    path = tmp_path / "step-7.parquet"
+    groups = [RolloutGroup(make_group(i), "surplus") for i in (1, 2)]
+    write(path, *groups, text={2})
+    plain, _, _, shown = rows(path)
+    assert (plain["response"], plain["token_ids"]) == (None, None)
+    assert shown["prompt"] == "5391:"
+    assert shown["response"] == "10 11"
+    assert shown["prompt_ids"] == [0, 1, 2, 3]
+    assert shown["token_ids"] == [10, 11]
+    assert shown["logprobs"] == [-0.5, -0.5]
+
+
+def test_only_chosen_groups_are_decoded(tmp_path: Path, make_group: MakeGroup) -> None:
+    seen: list[int] = []
+
+    def counting(ids: IntArray) -> str:
+        seen.append(len(ids))
+        return ""
+
+    groups = [RolloutGroup(make_group(i), "trained") for i in range(4)]
+    write_rollouts(tmp_path / "a.parquet", 1, groups, version=5, text_groups={3}, decode=counting)
+    assert seen == [1, 2]
+
+
+def test_an_answer_that_failed_before_its_first_token_has_a_row(
+    tmp_path: Path, make_group: MakeGroup
+) -> None:
+    segment = Segment(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), ())
+    answer = Answer(Trajectory((segment,), "aborted"), Score(0.0, 0.0, error="engine failed"))
+    group = Group(1, make_group(1).prompt, (answer,))
+    write(tmp_path / "a.parquet", RolloutGroup(group, "failed"), text={1})
+    (row,) = rows(tmp_path / "a.parquet")
+    assert (row["response_tokens"], row["oldest_version"], row["staleness"]) == (0, None, None)
+    assert (row["scorer_error"], row["token_ids"]) == ("engine failed", [])
+
+
+def test_what_scorers_say_becomes_columns(tmp_path: Path, make_group: MakeGroup) -> None:
+    first = make_group(1, answers=1, extra={"pred": 42, "format": True, "hint": "none"})
+    second = make_group(2, answers=1, extra={"steps": np.int64(3)}, parts={"task": 1, "over": -0.5})
+    write(tmp_path / "a.parquet", RolloutGroup(first, "trained"), RolloutGroup(second, "trained"))
+    one, two = rows(tmp_path / "a.parquet")
+    assert (one["pred"], one["extra/format"], one["extra/hint"]) == ("42", 1.0, "none")
+    assert (one["extra/steps"], one["part/over"]) == (None, None)
+    assert (two["pred"], two["extra/steps"], two["part/over"]) == (None, 3.0, -0.5)
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [("half a pair \ud83d", "half a pair ?"), (10**400, str(10**400)), ([1, 2], "[1, 2]")],
+)
+def test_odd_values_of_a_scorer_are_kept_as_text(
+    tmp_path: Path, make_group: MakeGroup, value: object, kept: str
+) -> None:
+    group = make_group(1, answers=1, extra={"odd": value, "pred": value})
+    write(tmp_path / "a.parquet", RolloutGroup(group, "trained"))
+    (row,) = rows(tmp_path / "a.parquet")
+    assert (row["extra/odd"], row["pred"]) == (kept, kept)
+
+
+def test_a_step_without_groups_is_an_empty_file(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    assert rows(tmp_path / "a.parquet") == []
+
+
+def test_a_folder_reads_as_one_table_in_the_order_of_steps(
+    tmp_path: Path, make_group: MakeGroup
+) -> None:
+    for step in (10, 9):
+        extra = {"x": 1.0} if step == 9 else {"x": "one", "y": 2}
+        group = RolloutGroup(make_group(step, answers=1, extra=extra), "trained")
+        write(tmp_path / f"step-{step}.parquet", group, step=step)
+    (tmp_path / "notes.txt").write_text("not ours")
+    found = [(row["step"], row["extra/x"], row["extra/y"]) for row in rows(tmp_path)]
+    assert found == [(9, "1", None), (10, "one", 2.0)]
+
+
+def test_later_steps_and_half_written_files_are_dropped_on_resume(
+    tmp_path: Path, make_group: MakeGroup
+) -> None:
+    for step in (1, 2, 3, 10):
+        write(tmp_path / f"step-{step}.parquet", RolloutGroup(make_group(1), "trained"))
+    (tmp_path / "step-4.parquet.partial").write_bytes(b"half")
+    drop_rollouts_after(tmp_path, 2)
+    assert [step for step, _ in rollout_files(tmp_path)] == [1, 2]
+    assert len(list(tmp_path.iterdir())) == 2
+    drop_rollouts_after(tmp_path / "absent", 2)
+
+
+def test_a_full_disk_keeps_the_old_file_and_leaves_no_half_one(
+    tmp_path: Path,
+    make_group: MakeGroup,
+    disk_full_after: Callable[[int], AbstractContextManager[None]],
+) -> None:
+    path = tmp_path / "step-1.parquet"
+    write(path, RolloutGroup(make_group(1), "trained"))
+    before = path.read_bytes()
+    with disk_full_after(500), pytest.raises(WinnowError, match=r"step-1\.parquet: .*free some"):
+        write(path, RolloutGroup(make_group(2), "trained"))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_damaged_file_and_an_empty_folder_are_named(tmp_path: Path) -> None:
+    with pytest.raises(WinnowError, match="no rollouts at"):
+        read_rollouts(tmp_path)
+    (tmp_path / "step-1.parquet").write_bytes(b"PAR1 rubbish")
+    with pytest.raises(WinnowError, match=r"cannot read .*step-1\.parquet"):
+        read_rollouts(tmp_path)
+
+
+def test_the_choice_of_groups_follows_seed_and_step_and_takes_all_when_few() -> None:
+    ids = list(range(50, 150))
+    chosen = choose_text_groups(ids, 8, seed=1, step=3)
+    assert len(chosen) == 8
+    assert chosen <= set(ids)
+    assert chosen == choose_text_groups(reversed(ids), 8, seed=1, step=3)
+    assert chosen != choose_text_groups(ids, 8, seed=1, step=4)
+    assert chosen != choose_text_groups(ids, 8, seed=2, step=3)
+    assert choose_text_groups([3, 1], 8, seed=1, step=3) == {1, 3}
+    assert choose_text_groups(ids, 0, seed=1, step=3) == set()
+
+
+def test_columns_keep_their_types_when_a_step_has_no_value_for_them(
+    tmp_path: Path, make_group: MakeGroup
+) -> None:
+    write(tmp_path / "a.parquet", RolloutGroup(make_group(1), "stale"))
+    schema = pq.read_schema(tmp_path / "a.parquet")
+    kinds = {name: str(schema.field(name).type) for name in ("advantage", "pred", "logprobs")}
+    assert kinds == {"advantage": "double", "pred": "string", "logprobs": "list<element: float>"}

@@ -1,0 +1,130 @@
+"""The folder of a run and its log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from winnow.errors import ConfigError, WinnowError
+from winnow.observe import run_folder
+from winnow.observe.run_folder import RunFolder
+
+
+def test_a_run_without_a_name_is_called_after_recipe_date_and_time(tmp_path: Path) -> None:
+    first = RunFolder.create(tmp_path / "runs", None, "recipes/quickstart.yaml")
+    second = RunFolder.create(tmp_path / "runs", None, "quickstart")
+    assert re.fullmatch(r"quickstart-\d{8}-\d{6}", first.name)
+    assert second.path != first.path
+    assert second.name.startswith("quickstart-")
+
+
+def test_two_runs_within_a_second_get_two_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Noon(run_folder.datetime.datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> Noon:
+            return cls(2026, 1, 2, 12)
+
+    monkeypatch.setattr(run_folder.datetime, "datetime", Noon)
+    names = [RunFolder.create(tmp_path, None, "a").name for _ in range(3)]
+    assert names == ["a-20260102-120000", "a-20260102-120000-2", "a-20260102-120000-3"]
+
+
+def test_a_name_that_holds_a_run_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "mine", "quickstart")
+    folder.save_config("seed: 1\n")
+    with pytest.raises(ConfigError, match=r"run\.name=mine: .*holds a run already; choose another"):
+        RunFolder.create(tmp_path, "mine", "quickstart")
+    assert folder.config.read_text() == "seed: 1\n"
+
+
+def test_an_empty_folder_may_be_used(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert RunFolder.create(tmp_path, "mine", "quickstart").path == tmp_path / "mine"
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(WinnowError, match="a file is in the way"):
+        RunFolder.create(tmp_path / "runs", "mine", "quickstart")
+    with pytest.raises(WinnowError, match="a file is in the way"):
+        RunFolder.create(tmp_path, "runs", "quickstart")
+
+
+def test_a_folder_without_permission_is_one_line_with_a_remedy() -> None:
+    # Not even root may make a folder there.
+    with pytest.raises(WinnowError, match=r"cannot write /sys/kernel/runs.*run\.dir=FOLDER"):
+        RunFolder.create("/sys/kernel/runs", "mine", "quickstart")
+
+
+def test_a_name_too_long_for_the_disk_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(WinnowError, match="File name too long; check the path"):
+        RunFolder.create(tmp_path, "a" * 300, "quickstart")
+
+
+def test_a_run_is_opened_again_and_another_folder_is_not(tmp_path: Path) -> None:
+    made = RunFolder.create(tmp_path, "mine", "quickstart")
+    made.save_config("seed: 1\n")
+    assert RunFolder.open(str(made.path)) == made
+    with pytest.raises(WinnowError, match=r"is not a run's folder \(no config\.yaml\)"):
+        RunFolder.open(tmp_path)
+
+
+def test_everything_of_a_run_lies_in_its_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    found = {
+        folder.config,
+        folder.metrics,
+        folder.rollout(3),
+        folder.checkpoint(3),
+        folder.evaluation(3),
+        folder.log,
+        folder.curve,
+    }
+    assert sorted(str(path.relative_to(tmp_path)) for path in found) == [
+        "checkpoints/step-3",
+        "config.yaml",
+        "curve.png",
+        "eval/step-3.parquet",
+        "log.txt",
+        "metrics.jsonl",
+        "rollouts/step-3.parquet",
+    ]
+
+
+def test_what_is_logged_and_warned_goes_to_the_log_while_the_block_runs(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "mine", "quickstart")
+    logger = logging.getLogger("winnow.sampling")
+    with folder.logging_to_file():
+        logger.info("group %d closed: \ud83d", 7)
+        logger.debug("too fine")
+        warnings.warn("careful", stacklevel=1)
+    logger.warning("too late")
+    text = folder.log.read_text()
+    assert re.match(r"\d{4}-\d\d-\d\d .* INFO winnow\.sampling: group 7 closed: \\ud83d\n", text)
+    assert "careful" in text
+    assert "too" not in text
+    assert logging.getLogger("winnow").handlers == []
+
+
+def test_a_full_disk_silences_the_log_with_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    disk_full_after: Callable[[int], AbstractContextManager[None]],
+) -> None:
+    folder = RunFolder.create(tmp_path, "mine", "quickstart")
+    with folder.logging_to_file(), disk_full_after(100):
+        for _ in range(5):
+            logging.getLogger("winnow").info("x" * 60)
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert re.search(
+        r"cannot write .*log\.txt: File too large; free some space.* \(no log\)", message
+    )

@@ -1,0 +1,152 @@
+"""The closing screen, and what it is made from."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from winnow.observe.figures import count, duration, number, printable, share, shorten
+from winnow.observe.history import (
+    Evaluation,
+    evaluations,
+    phase_seconds,
+    series,
+    token_account,
+    tokens_by_step,
+)
+from winnow.observe.summary import Sample, Summary, print_summary
+
+Records = list[dict[str, float]]
+SAMPLE = Sample("5391:", "1|539;3|59?" * 11, False, "1|539;3|59;5|9;9|#1359", True)
+
+
+def summary_of(records: Records) -> Summary:
+    return Summary.of(
+        "quickstart: 80 steps in 2:05",
+        records,
+        samples=[SAMPLE],
+        more_seconds={"warm-up": 60.0},
+        paths={"learning curve": Path("runs/quickstart-20260102-030405/curve.png")},
+        commands={"winnow train quickstart seed=1": "the same with another seed"},
+    )
+
+
+def shown(summary: Summary, width: int = 100, encoding: str = "utf-8") -> str:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
+    print_summary(summary, Console(file=file, width=width, color_system=None))
+    return raw.getvalue().decode(encoding)
+
+
+def row(text: str, start: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(start)]
+    return line.removeprefix(start).split()
+
+
+def test_the_screen_shows_before_and_after(quickstart_records: Records) -> None:
+    text = shown(summary_of(quickstart_records))
+    assert "2,000 held-out problems of sort_digits" in text
+    assert row(text, "right, sampled (pass@1)") == ["30.0", "%", "87.6", "%"]
+    assert row(text, "right, greedy") == ["57.0", "%", "95.4", "%"]
+    assert row(text, "right at least once in 16") == ["95.0", "%", "98.8", "%"]
+    assert row(text, "cut off at the limit") == ["10.0", "%", "0.4", "%"]
+    assert row(text, "length of an answer") == ["52.0", "46.2"]
+    assert "majority" not in text
+
+
+def test_the_token_account_adds_up_to_the_whole(quickstart_records: Records) -> None:
+    text = shown(summary_of(quickstart_records))
+    account = token_account(quickstart_records)
+    assert account["trained"] == 80 * 24000
+    assert account["in_progress"] == 1234  # as it stands at the end, not summed
+    assert f"{sum(account.values()):,}" in text
+    assert row(text, "trained on")[:3] == ["1,920,000", "66.6", "%"]
+
+
+def test_the_times_by_phase_stand_longest_first(quickstart_records: Records) -> None:
+    seconds = phase_seconds(quickstart_records)
+    assert list(seconds) == ["generate", "update", "other"]
+    assert seconds["generate"] == pytest.approx(56.0)
+    assert re.search(r"generate +0:56 +34\.1 %", shown(summary_of(quickstart_records)))
+
+
+def test_the_sample_answer_shows_whole_before_and_after(quickstart_records: Records) -> None:
+    text = shown(summary_of(quickstart_records))
+    assert "A held-out problem: 5391:" in text
+    assert "right  1|539;3|59;5|9;9|#1359" in text
+    assert "".join(text.split()).count("1|539;3|59?") == 11
+
+
+@pytest.mark.parametrize(("width", "encoding"), [(100, "utf-8"), (140, "utf-8"), (60, "ascii")])
+def test_no_line_is_wider_than_the_screen_or_100_columns(
+    quickstart_records: Records, width: int, encoding: str
+) -> None:
+    text = shown(summary_of(quickstart_records), width, encoding)
+    assert max(map(len, text.splitlines())) <= min(width, 100)
+    squeezed = "".join(text.split())
+    assert "runs/quickstart-20260102-030405/curve.png" in squeezed
+    assert "1,920,000" in text
+
+
+def test_what_a_model_wrote_cannot_steer_the_terminal(quickstart_records: Records) -> None:
+    evil = replace(SAMPLE, before="\x1b[2Jgone\u202e [red]x[/red]\r\n" + "é" * 3)
+    summary = replace(summary_of(quickstart_records), samples=[evil])
+    for encoding in ("utf-8", "ascii"):
+        text = shown(summary, encoding=encoding)
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+        assert r"\x1b[2Jgone\u202e [red]x[/red]" in text
+
+
+def test_a_run_without_evaluation_shows_its_account_alone(quickstart_records: Records) -> None:
+    records = [
+        {name: value for name, value in record.items() if not name.startswith("eval/")}
+        for record in quickstart_records[1:]
+    ]
+    text = shown(Summary.of("dapo-math: 80 steps", records))
+    assert "Tokens generated" in text
+    assert "before" not in text
+    assert "Next" not in text
+
+
+def test_a_run_that_trained_nothing_shows_its_title() -> None:
+    text = shown(Summary.of("stopped before the first step", []))
+    assert text.split("\n")[1] == "stopped before the first step"
+    assert len(text.strip().splitlines()) == 2
+
+
+def test_an_evaluation_after_training_only_leaves_before_open(quickstart_records: Records) -> None:
+    text = shown(Summary.of("a", quickstart_records[1:]))
+    assert row(text, "right, greedy") == ["-", "95.4", "%"]
+
+
+def test_evaluations_are_read_by_source_with_slashes_in_its_name() -> None:
+    record = {
+        "eval/openai/gsm8k/avg@4": 0.25,
+        "eval/openai/gsm8k/avg@4_se": 0.01,
+        "eval/openai/gsm8k/maj@2": 0.3,
+        "eval/openai/gsm8k/maj@4": 0.4,
+        "eval/empty/prompts": 3,
+    }
+    assert evaluations(record) == {"openai/gsm8k": Evaluation(0.25, best_maj=(4, 0.4))}
+
+
+def test_a_series_takes_the_first_name_that_any_record_has(quickstart_records: Records) -> None:
+    steps, values = series(quickstart_records, "absent", "time/update_s")
+    assert (steps[0], steps[-1], set(values)) == (1, 80, {0.5})
+    assert series(quickstart_records, "absent") == ([], [])
+    assert tokens_by_step(quickstart_records)[1][:2] == [36000.0, 72000.0]
+
+
+def test_figures_are_short_and_gaps_are_dashes() -> None:
+    assert [share(0.4237), share(None), share(float("nan"))] == ["42 %", "-", "nan"]
+    assert [number(1.005, 1), number(None)] == ["1.0", "-"]
+    assert [count(12345.6), count(12_345_678), count(None)] == ["12,346", "12.3 M", "-"]
+    assert [duration(59.6), duration(3723), duration(None)] == ["1:00", "1:02:03", "-"]
+    assert shorten("a" * 50, 20) == "aaaaaaaaaa ... aaaaa"
+    assert printable("5|\t\x07é", "ascii") == r"5|\t\x07\xe9"
