@@ -5,8 +5,9 @@ It decides how many groups start, never which: prompts are taken in the loader's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 from winnow.config.sampling import SamplingConfig
@@ -22,7 +23,11 @@ HISTORIES = 1 << 18
 """Prompts whose history is kept; the one longest unseen is forgotten first."""
 
 History = tuple[int, int]
-"""Visits and qualified visits among the latest; few values, so sums over them are short."""
+"""Visits and qualified visits among the latest."""
+ALL_HISTORIES: tuple[History, ...] = tuple(
+    (visits, qualified) for visits in range(OWN_VISITS + 1) for qualified in range(visits + 1)
+)
+"""So few that a sum over groups is a sum over these."""
 
 
 class QualifyRate:
@@ -39,6 +44,7 @@ class QualifyRate:
         self._qualified = 0.0
         # Latest visits as bits behind a leading one: 0b1101 is yes, no, yes.
         self._visits: dict[str, int] = {}
+        self._chances: list[float] = []  # of ALL_HISTORIES; empty when out of date
 
     @property
     def rate(self) -> float:
@@ -49,6 +55,7 @@ class QualifyRate:
         """Take the next outcome; `own=False` keeps it out of the prompt's history."""
         self._seen = self._decay * self._seen + 1.0
         self._qualified = self._decay * self._qualified + qualified
+        self._chances = []
         if not own:
             return
         visits = self._visits.pop(uid, 1) << 1 | qualified
@@ -69,6 +76,12 @@ class QualifyRate:
         estimate = (qualified + SHRINKAGE * self.rate) / (visits + SHRINKAGE)
         return max(LEAST_CHANCE, estimate)
 
+    def chances(self) -> Sequence[float]:
+        """p̂ for each of `ALL_HISTORIES`."""
+        if not self._chances:
+            self._chances = [self.chance(history) for history in ALL_HISTORIES]
+        return self._chances
+
     def state_dict(self) -> dict[str, Any]:
         """Everything it knows, as plain values."""
         return {"seen": self._seen, "qualified": self._qualified, "visits": dict(self._visits)}
@@ -78,17 +91,18 @@ class QualifyRate:
         self._seen = state["seen"]
         self._qualified = state["qualified"]
         self._visits = dict(state["visits"])
+        self._chances = []
 
 
 class Expectation:
     """Σ p̂ over the groups in flight, kept as counts so that no rounding accumulates."""
 
     def __init__(self) -> None:
-        self._counts: dict[History, int] = {}
+        self._counts = dict.fromkeys(ALL_HISTORIES, 0)
 
     def add(self, history: History) -> None:
         """A group opened whose prompt has this history."""
-        self._counts[history] = self._counts.get(history, 0) + 1
+        self._counts[history] += 1
 
     def remove(self, history: History) -> None:
         """That group closed; give the history it opened with."""
@@ -96,8 +110,7 @@ class Expectation:
 
     def total(self, rate: QualifyRate) -> float:
         """How many of the groups in flight will qualify, by the present estimate."""
-        # Sorted: the sum must not depend on which history was seen first.
-        return sum(count * rate.chance(history) for history, count in sorted(self._counts.items()))
+        return sum(map(mul, self._counts.values(), rate.chances()))
 
 
 @dataclass(frozen=True)

@@ -87,9 +87,5 @@ def _value(score: Score, metric: str) -> float | None:
 
 
 def _names(score: Score) -> list[str]:
-    numbers = [
-        name
-        for name, value in score.extra.items()
-        if isinstance(value, int | float)
-    ]
+    numbers = [name for name, value in score.extra.items() if isinstance(value, int | float)]
     return list(dict.fromkeys(["accuracy", "reward", "task_reward", *score.parts, *numbers]))

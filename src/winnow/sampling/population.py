@@ -50,7 +50,7 @@ class Population:
 
     def dispatch(self) -> list[Dispatch]:
         """All that waits, in admission order; from now on it runs."""
-        batch = []
+        batch: list[Dispatch] = []
         for group_id in sorted(self.waiting):
             life = self.open[group_id]
             prefixes: dict[int, Segment | None] = {}

@@ -43,7 +43,7 @@ class Sampler:
         engine: Engine,
         next_prompt: Callable[[], Prompt],
         give_back: Callable[[Sequence[Prompt]], None],
-        score: Callable[[Prompt, Trajectory], Awaitable[Score]],
+        score: Callable[[Prompt, Trajectory], Score | Awaitable[Score]],
         n: int,
         sampling: SamplingParams,
         run_seed: int,
@@ -57,7 +57,8 @@ class Sampler:
             engine: what writes tokens.
             next_prompt: the loader's next prompt; it never runs dry.
             give_back: takes prompts of dropped groups; they come next, in this order.
-            score: scores one finished answer; many run at once.
+            score: scores one finished answer, at once or as an awaitable; many of these run
+                side by side.
             n: answers a prompt.
             sampling: how tokens are drawn.
             run_seed: seeds every answer, with its group and index.
@@ -191,8 +192,7 @@ class Sampler:
         wanted = [key for key in finished if key[0] in lives.open]
         if not wanted:
             return
-        calls = [self._score(*lives.finished_answer(*key)) for key in wanted]
-        scores = [await calls[0]] if len(calls) == 1 else await _all(calls)
+        scores = await _all_of([self._score(*lives.finished_answer(*key)) for key in wanted])
         for (group_id, index), score in zip(wanted, scores, strict=True):
             self.ledger.scored(group_id, index, score)
 
@@ -220,12 +220,14 @@ class Sampler:
         )
 
 
-async def _all(calls: Sequence[Awaitable[Score]]) -> list[Score]:
-    tasks = [asyncio.ensure_future(call) for call in calls]
+async def _all_of(given: Sequence[Score | Awaitable[Score]]) -> list[Score]:
+    """The scores in order; a task each only for those that are not there yet."""
+    tasks = [asyncio.ensure_future(score) for score in given if not isinstance(score, Score)]
     try:
-        return await asyncio.gather(*tasks)
+        late = iter(await asyncio.gather(*tasks) if tasks else [])
     except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+    return [score if isinstance(score, Score) else next(late) for score in given]
