@@ -52,9 +52,7 @@ def training_prompts(
     if isinstance(config.task, SortDigitsTask):
         return GeneratedPrompts(SortDigitsStream(config.task, seed), renderer)
     if not config.train_files:
-        raise DataError(
-            "data.train_files is empty and data.task is none; name the files to train on"
-        )
+        raise DataError("data.train_files is empty and data/task=none; name the files to train on")
     return renderer.render(read_rows(config.train_files, config.prompt_key))
 
 

@@ -79,7 +79,15 @@ def _lines(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line.decode("utf-8"))
+            record = json.loads(line.decode("utf-8"))
+            if b"\\ud" in line.lower():
+                # An escape may name half a character, which no tokenizer can take.
+                json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{path} row {number}: an escape \\ud… without its other half; write the "
+                "character itself, in UTF-8"
+            ) from error
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{path} row {number}: not valid UTF-8 (byte {error.start + 1} of the line); "
@@ -90,6 +98,7 @@ def _lines(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
             raise DataError(
                 f"{path} row {number}: not valid JSON ({reason}); write one JSON object a line"
             ) from error
+        yield number, record
 
 
 def _parquet(path: str, content: bytes) -> Iterator[tuple[int, Any]]:

@@ -197,10 +197,6 @@ def _templates(given: Mapping[str, str]) -> dict[str, str]:
     """By lower-case source."""
     templates: dict[str, str] = {}
     for source, template in given.items():
-        if _PLACE not in template:
-            raise ConfigError(
-                f"data.prompt_template.{source} has no place for the prompt; write {_PLACE} in it"
-            )
         if source.lower() in templates:
             raise ConfigError(
                 f"data.prompt_template.{source} is given twice, in different case; keep one"

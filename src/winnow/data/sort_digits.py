@@ -31,9 +31,7 @@ MARKS = ":|;#?"
 RESERVED = "abcdefghijk"
 VOCABULARY = (PAD, EOS, UNKNOWN, *DIGITS, *MARKS, *RESERVED)
 PAD_ID, EOS_ID, UNKNOWN_ID = 0, 1, 2
-_CODES = bytes(
-    VOCABULARY.index(chr(code)) if chr(code) in VOCABULARY else UNKNOWN_ID for code in range(256)
-)
+_IDS = {token: i for i, token in enumerate(VOCABULARY)}
 _EVALUATION_SEED = "evaluation"
 
 
@@ -42,9 +40,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(
-        models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN)
-    )
+    tokenizer = Tokenizer(models.WordLevel(dict(_IDS), unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -58,8 +54,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def encode(text: str) -> IntArray:
     """[L] the ids that `build_tokenizer()` gives to a text without special tokens."""
-    codes = text.encode("latin-1", "replace").translate(_CODES)
-    return np.frombuffer(codes, dtype=np.uint8).astype(np.int64)
+    return np.array([_IDS.get(character, UNKNOWN_ID) for character in text], dtype=np.int64)
 
 
 def is_held_out(digits: str) -> bool:

@@ -1,0 +1,221 @@
+"""The endless walk over prompts, and that it can stop and go on anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from winnow.config.data import DataConfig, SortDigitsTask
+from winnow.data.build import GeneratedPrompts, evaluation_prompts, training_prompts
+from winnow.data.loader import PromptLoader, PromptSource
+from winnow.data.prompts import LengthReport, PromptSet
+from winnow.data.sort_digits import build_tokenizer, is_held_out
+from winnow.errors import CheckpointError, DataError
+from winnow.types import Prompt
+
+TOKENIZER = build_tokenizer()
+TASK = DataConfig(task=SortDigitsTask())
+
+
+def prompts(count: int, name: str = "f.jsonl", shift: int = 0) -> PromptSet:
+    made = tuple(
+        Prompt(f"{name}:{i}", np.array([i + shift]), str(i), "math", "2") for i in range(count)
+    )
+    return PromptSet(made, LengthReport(count, 0, 0, 1, 1))
+
+
+def merged(*sets: PromptSet) -> PromptSet:
+    return PromptSet(tuple(p for s in sets for p in s.prompts), LengthReport(0, 0, 0, 0, 0))
+
+
+def take(loader: PromptLoader, count: int) -> list[str]:
+    return [loader.next().uid for _ in range(count)]
+
+
+def through_json(state: dict[str, Any]) -> dict[str, Any]:
+    restored: dict[str, Any] = json.loads(json.dumps(state))
+    return restored
+
+
+@pytest.fixture(scope="module")
+def generated() -> PromptSource:
+    """The endless source."""
+    return training_prompts(TASK, TOKENIZER, seed=1)
+
+
+def test_each_epoch_brings_every_prompt_once_in_an_order_of_its_own() -> None:
+    loader = PromptLoader(prompts(20), seed=3)
+    epochs = [take(loader, 20) for _ in range(4)]
+    assert loader.epoch == 4
+    assert all(len(set(epoch)) == 20 for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_the_order_is_a_matter_of_the_seed_alone() -> None:
+    assert take(PromptLoader(prompts(20), seed=3), 50) == take(PromptLoader(prompts(20), 3), 50)
+    assert take(PromptLoader(prompts(20), seed=3), 20) != take(PromptLoader(prompts(20), 4), 20)
+
+
+def test_without_shuffling_prompts_come_in_the_order_of_their_rows() -> None:
+    loader = PromptLoader(prompts(3), seed=3, shuffle=False)
+    assert take(loader, 5) == ["f.jsonl:0", "f.jsonl:1", "f.jsonl:2", "f.jsonl:0", "f.jsonl:1"]
+
+
+def test_a_single_prompt_comes_again_and_again() -> None:
+    assert take(PromptLoader(prompts(1), seed=0), 3) == ["f.jsonl:0"] * 3
+
+
+def test_a_generated_task_never_ends_and_has_no_epochs(generated: PromptSource) -> None:
+    loader = PromptLoader(generated, seed=1)
+    problems = [loader.next() for _ in range(300)]
+    assert loader.epoch == 0
+    assert all(p.text == p.extra["extra_info"]["digits"] + ":" for p in problems)
+    assert not any(is_held_out(p.extra["extra_info"]["digits"]) for p in problems)
+    assert {p.data_source for p in problems} == generated.data_sources == {"sort_digits"}
+
+
+def test_what_is_given_back_comes_first_in_the_same_order() -> None:
+    loader = PromptLoader(prompts(10), seed=3)
+    taken = [loader.next() for _ in range(6)]
+    rest = take(PromptLoader(prompts(10), seed=3), 12)[6:]
+    loader.give_back(taken[3:])
+    loader.give_back(taken[:2])
+    expected = [p.uid for p in [*taken[:2], *taken[3:]]]
+    assert take(loader, 11) == expected + rest
+
+
+# What a run does with a loader: take so many, or give back so many of the last taken.
+ACTIONS = st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=12)
+
+
+@given(
+    actions=ACTIONS,
+    after=ACTIONS,
+    size=st.integers(1, 9) | st.none(),
+    seed=st.integers(0, 5),
+    shuffle=st.booleans(),
+)
+def test_a_loader_restored_at_any_point_goes_on_the_same(
+    actions: list[tuple[bool, int]],
+    after: list[tuple[bool, int]],
+    size: int | None,
+    seed: int,
+    shuffle: bool,
+) -> None:
+    def source() -> PromptSource:
+        return prompts(size) if size else training_prompts(TASK, TOKENIZER, seed)
+
+    def act(loader: PromptLoader, script: list[tuple[bool, int]]) -> list[str]:
+        seen: list[Prompt] = []
+        for give_back, count in script:
+            if give_back and count:
+                loader.give_back(seen[-count:])
+            else:
+                seen += [loader.next() for _ in range(count)]
+        return [prompt.uid for prompt in seen]
+
+    loader = PromptLoader(source(), seed, shuffle)
+    act(loader, actions)
+    restored = PromptLoader(source(), seed, shuffle)
+    restored.load_state_dict(through_json(loader.state_dict()))
+    assert restored.state_dict() == loader.state_dict()
+    assert act(restored, after) == act(loader, after)
+    assert take(restored, 20) == take(loader, 20)
+
+
+@given(st.integers(1, 8), st.lists(st.integers(1, 5), max_size=8))
+def test_giving_back_never_loses_or_doubles_a_prompt(size: int, counts: list[int]) -> None:
+    loader = PromptLoader(prompts(size), seed=1)
+    for count in counts:
+        loader.give_back([loader.next() for _ in range(count)])
+    assert Counter(take(loader, 3 * size)) == Counter({f"f.jsonl:{i}": 3 for i in range(size)})
+
+
+def error_of(was: PromptSource, now: PromptSource, seed: int = 1, shuffle: bool = True) -> str:
+    loader = PromptLoader(was, seed=1)
+    loader.give_back([loader.next()])
+    with pytest.raises(CheckpointError) as caught:
+        PromptLoader(now, seed, shuffle).load_state_dict(through_json(loader.state_dict()))
+    return str(caught.value)
+
+
+A, B = prompts(3, "a.jsonl"), prompts(3, "b.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "message"),
+    [
+        (A, prompts(4, "a.jsonl"), "a.jsonl: the prompts differ from those the checkpoint was "
+         "saved with; restore the file, the tokenizer and the section data, or start a new run"),
+        (A, prompts(3, "a.jsonl", shift=1), "a.jsonl: the prompts differ from those the checkpoint "
+         "was saved with; restore the file, the tokenizer and the section data, or start a new "
+         "run"),
+        (A, B, "a.jsonl: the checkpoint was saved with this data, which is not given now; name it "
+         "in data.train_files, or start a new run"),
+        (A, merged(A, B), "b.jsonl: the checkpoint was saved without this data; leave it out, or "
+         "start a new run"),
+        (merged(A, B), merged(B, A), "the data came in the order a.jsonl, b.jsonl when the "
+         "checkpoint was saved and comes as b.jsonl, a.jsonl now; restore the order, or start a "
+         "new run"),
+    ],
+)  # fmt: skip
+def test_a_state_of_other_data_is_refused(was: PromptSet, now: PromptSet, message: str) -> None:
+    assert error_of(was, now) == message
+
+
+def test_a_state_of_another_order_is_refused() -> None:
+    assert error_of(A, A, seed=2) == (
+        "run.seed was 1 when the checkpoint was saved and is 2 now, which changes the order of "
+        "the prompts; set it back, or start a new run"
+    )
+    assert error_of(A, A, shuffle=False).startswith("data.shuffle was True when the checkpoint ")
+
+
+def test_a_state_of_a_generated_task_with_other_digits_is_refused(generated: PromptSource) -> None:
+    other = DataConfig(task=SortDigitsTask(max_digits=6))
+    assert error_of(generated, training_prompts(other, TOKENIZER, 1)).startswith(
+        "sort_digits: the prompts differ from those the checkpoint was saved with; "
+    )
+
+
+def test_a_state_with_an_unknown_prompt_is_refused_and_changes_nothing() -> None:
+    loader = PromptLoader(A, seed=1)
+    take(loader, 2)
+    before = loader.state_dict()
+    with pytest.raises(CheckpointError) as caught:
+        loader.load_state_dict({**before, "position": 0, "returned": ["a.jsonl:99"]})
+    assert str(caught.value) == (
+        "the checkpoint holds the prompt a.jsonl:99, which the data no longer has; restore the "
+        "data, or start a new run"
+    )
+    assert loader.state_dict() == before
+
+
+def test_a_recipe_without_training_data_is_refused() -> None:
+    with pytest.raises(DataError) as caught:
+        training_prompts(DataConfig(), TOKENIZER, 1)
+    assert str(caught.value) == (
+        "data.train_files is empty and data/task=none; name the files to train on"
+    )
+
+
+def test_a_task_brings_its_held_out_problems_for_evaluation() -> None:
+    config = DataConfig(task=SortDigitsTask(eval_problems=30))
+    held_out = evaluation_prompts(config, TOKENIZER)
+    assert held_out.size == 30
+    assert all(is_held_out(p.text.removesuffix(":")) for p in held_out.prompts)
+    assert evaluation_prompts(DataConfig(), TOKENIZER).size == 0
+
+
+def test_a_generated_prompt_must_fit_too() -> None:
+    config = DataConfig(task=SortDigitsTask(), max_prompt_tokens=2)
+    source = training_prompts(config, TOKENIZER, 1)
+    assert isinstance(source, GeneratedPrompts)
+    with pytest.raises(DataError, match="none of the 1 prompts fits"):
+        source.prompt(0)

@@ -1,0 +1,193 @@
+"""Rows as the policy sees them: templates, ids, the length limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from winnow.config.data import DataConfig
+from winnow.data.prompts import LengthReport, PromptRenderer, PromptSet
+from winnow.data.sort_digits import build_tokenizer
+from winnow.data.sources import Row
+from winnow.errors import ConfigError, DataError, ModelError, WinnowError
+
+from .conftest import CHAT_TEMPLATE, train_bpe
+
+TEXTS = ["What is 1 + 1?", "Solve it. Answer: 2", "[user][assistant][system]"]
+
+
+def row(number: int, *contents: str, source: str = "math", roles: str = "user") -> Row:
+    messages = tuple({"role": roles, "content": content} for content in contents)
+    return Row(f"f.jsonl:{number}", f"f.jsonl row {number}", source, messages, "2", {"k": number})
+
+
+def render(tokenizer: PreTrainedTokenizerBase, *rows: Row, **config: Any) -> PromptSet:
+    return PromptRenderer(tokenizer, DataConfig(**config)).render(rows)
+
+
+def error_of(
+    kind: type[WinnowError], tokenizer: PreTrainedTokenizerBase, *rows: Row, **config: Any
+) -> str:
+    with pytest.raises(kind) as caught:
+        render(tokenizer, *rows, **config)
+    return str(caught.value)
+
+
+def test_a_row_becomes_a_prompt_with_all_it_had(bpe: PreTrainedTokenizerBase) -> None:
+    (prompt,) = render(bpe, row(4, "What is 1 + 1?")).prompts
+    assert (prompt.uid, prompt.data_source, prompt.ground_truth) == ("f.jsonl:4", "math", "2")
+    assert prompt.text == "What is 1 + 1?"
+    assert prompt.token_ids.tolist() == bpe("What is 1 + 1?")["input_ids"]
+    assert prompt.extra == {"k": 4}
+
+
+def test_without_a_chat_template_the_contents_are_joined(bpe: PreTrainedTokenizerBase) -> None:
+    assert render(bpe, row(1, "Be short.", "1 + 1?")).prompt(0).text == "Be short.\n1 + 1?"
+
+
+def test_the_chat_template_opens_the_answer_and_can_be_left_out() -> None:
+    tokenizer = train_bpe(TEXTS, chat=CHAT_TEMPLATE)
+    question = row(1, "1 + 1?")
+    assert render(tokenizer, question).prompt(0).text == "<s>[user]1 + 1?[assistant]"
+    assert render(tokenizer, question, chat_template="none").prompt(0).text == "1 + 1?"
+
+
+@pytest.mark.parametrize(
+    ("chat", "text"), [(None, "1 + 1?"), (None, "<s>1 + 1?"), (CHAT_TEMPLATE, "1 + 1?")]
+)
+@pytest.mark.parametrize("eos_too", [False, True])
+def test_the_begin_token_stands_once_in_front_and_no_end_token_behind(
+    chat: str | None, eos_too: bool, text: str
+) -> None:
+    tokenizer = train_bpe(TEXTS, bos=True, eos_too=eos_too, chat=chat)
+    ids = render(tokenizer, row(1, text)).prompt(0).token_ids.tolist()
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.eos_token_id not in ids
+
+
+def test_a_begin_token_that_the_tokenizer_does_not_add_is_not_added() -> None:
+    tokenizer = train_bpe(TEXTS)
+    assert tokenizer.bos_token_id not in render(tokenizer, row(1, "1 + 1?")).prompt(0).token_ids
+
+
+@pytest.mark.parametrize(
+    ("templates", "text"),
+    [
+        ({}, "1 {x}?"),
+        ({"MATH": "Q: {prompt} A:"}, "Q: 1 {x}? A:"),
+        ({"*": "all {prompt}"}, "all 1 {x}?"),
+        ({"*": "all {prompt}", "math": "{prompt}, {prompt} {other}"}, "1 {x}?, 1 {x}? {other}"),
+        ({"gsm8k": "no {prompt}"}, "1 {x}?"),
+    ],
+)
+def test_a_template_is_chosen_by_source_whatever_its_case(
+    templates: dict[str, str], text: str, bpe: PreTrainedTokenizerBase
+) -> None:
+    rendered = render(bpe, row(1, "1 {x}?", source="Math"), prompt_template=templates)
+    assert rendered.prompt(0).text == text
+
+
+def test_a_template_goes_around_the_last_user_message_only(bpe: PreTrainedTokenizerBase) -> None:
+    messages = tuple(
+        {"role": role, "content": content}
+        for role, content in [("user", "a"), ("assistant", "b"), ("user", "c"), ("system", "d")]
+    )
+    asked = Row("f:1", "f row 1", "math", messages, "2")
+    text = render(bpe, asked, prompt_template={"*": "<{prompt}>"}).prompt(0).text
+    assert text == "a\nb\n<c>\nd"
+
+
+def test_two_templates_for_one_source_are_refused(bpe: PreTrainedTokenizerBase) -> None:
+    templates = {"math": "{prompt}", "Math": "{prompt}!"}
+    message = error_of(ConfigError, bpe, row(1, "a"), prompt_template=templates)
+    assert message == "data.prompt_template.Math is given twice, in different case; keep one"
+
+
+def test_a_template_needs_a_user_message(bpe: PreTrainedTokenizerBase) -> None:
+    asked = row(3, "a", roles="system")
+    assert render(bpe, asked).size == 1
+    assert error_of(DataError, bpe, asked, prompt_template={"*": "{prompt}"}) == (
+        "f.jsonl row 3: no message has the role user, so data.prompt_template has no place; "
+        "add one, or take the template away"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for m in messages %}", "Unexpected end of template."),
+        ("{{ messages[5].content }}", "list object has no element 5"),
+    ],
+)
+def test_a_chat_template_that_fails_is_named_with_the_row(template: str, reason: str) -> None:
+    tokenizer = train_bpe(TEXTS, chat=template)
+    message = error_of(ModelError, tokenizer, row(2, "a"))
+    assert message.startswith(f"f.jsonl row 2: the tokenizer's chat template fails: {reason}")
+    assert message.endswith("; mend it, or set data.chat_template=none")
+    assert "\n" not in message
+
+
+DIGITS = build_tokenizer()
+
+
+def test_longer_prompts_are_filtered_and_counted() -> None:
+    rendered = render(DIGITS, row(1, "12345"), row(2, "123"), row(3, "1234"), max_prompt_tokens=4)
+    assert [prompt.uid for prompt in rendered.prompts] == ["f.jsonl:2", "f.jsonl:3"]
+    assert rendered.report == LengthReport(3, 1, 0, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("side", "text"), [("left", "45678"), ("right", "12345"), ("middle", "12678")]
+)
+def test_longer_prompts_are_cut_on_the_side_named(side: str, text: str) -> None:
+    rendered = render(
+        DIGITS, row(1, "12345678"), row(2, "9"), overlong_prompts=side, max_prompt_tokens=5
+    )
+    assert [prompt.text for prompt in rendered.prompts] == [text, "9"]
+    assert DIGITS.decode(rendered.prompt(0).token_ids) == text
+    assert rendered.report == LengthReport(2, 0, 1, 1, 8)
+
+
+def test_a_longer_prompt_can_be_an_error() -> None:
+    message = error_of(
+        DataError, DIGITS, row(1, "1"), row(2, "123"), overlong_prompts="error", max_prompt_tokens=2
+    )
+    assert message == (
+        "f.jsonl row 2: the prompt has 3 tokens, data.max_prompt_tokens is 2; raise it, or set "
+        "data.overlong_prompts to filter, left, right or middle"
+    )
+
+
+def test_prompts_that_never_fit_are_an_error() -> None:
+    message = error_of(DataError, DIGITS, row(1, "12345"), row(2, "123"), max_prompt_tokens=2)
+    assert message == (
+        "f.jsonl: none of the 2 prompts fits into data.max_prompt_tokens=2 (shortest 3 tokens, "
+        "longest 5); raise it, or set data.overlong_prompts to left, right or middle to cut them"
+    )
+
+
+def test_a_prompt_without_tokens_is_an_error(bpe: PreTrainedTokenizerBase) -> None:
+    assert error_of(DataError, bpe, row(9, "")) == (
+        "f.jsonl row 9: the prompt has no tokens; give it a text"
+    )
+
+
+def test_a_fingerprint_changes_with_what_a_file_asks_and_with_nothing_else() -> None:
+    base = render(DIGITS, row(1, "12"), row(2, "34")).fingerprints
+    assert list(base) == ["f.jsonl"]
+    assert render(DIGITS, row(1, "12"), row(2, "34"), max_prompt_tokens=9).fingerprints == base
+    assert render(DIGITS, row(1, "12"), row(2, "35")).fingerprints != base
+    assert render(DIGITS, row(2, "34"), row(1, "12")).fingerprints != base
+    assert render(DIGITS, row(1, "12")).fingerprints != base
+    assert render(DIGITS, row(1, "12", source="x"), row(2, "34")).fingerprints != base
+
+
+def test_a_prompt_is_found_by_its_uid() -> None:
+    rendered = render(DIGITS, row(1, "12"), row(2, "34"))
+    assert rendered.find("f.jsonl:2") is rendered.prompt(1)
+    with pytest.raises(KeyError):
+        rendered.find("f.jsonl:3")

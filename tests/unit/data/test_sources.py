@@ -1,0 +1,274 @@
+"""Rows out of files: what is read, and what each fault is called."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from winnow.data.sources import read_rows
+from winnow.errors import DataError
+
+WriteJsonl = Callable[..., str]
+ROW: dict[str, Any] = {
+    "data_source": "math_dapo",
+    "prompt": [{"role": "user", "content": "What is 1 + 1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 0, "split": "train"},
+    "difficulty": 3,
+}
+
+
+def without(key: str) -> dict[str, Any]:
+    return {k: v for k, v in ROW.items() if k != key}
+
+
+def error_of(path: str, **arguments: str) -> str:
+    with pytest.raises(DataError) as caught:
+        read_rows([path], **arguments)
+    return str(caught.value)
+
+
+def test_a_row_in_verls_schema_is_read_and_its_other_columns_kept(write_jsonl: WriteJsonl) -> None:
+    (row,) = read_rows([write_jsonl([ROW])])
+    assert row.uid == "rows.jsonl:1"
+    assert row.data_source == "math_dapo"
+    assert row.messages == ({"role": "user", "content": "What is 1 + 1?"},)
+    assert row.ground_truth == "2"
+    assert row.extra == {
+        "ability": "math",
+        "extra_info": {"index": 0, "split": "train"},
+        "difficulty": 3,
+        "reward_model": {"style": "rule"},
+    }
+
+
+def test_parquet_and_json_lines_give_the_same_rows(write_jsonl: WriteJsonl, tmp_path: Path) -> None:
+    rows = [{**ROW, "extra_info": {"index": i, "split": "train"}} for i in range(3000)]
+    parquet = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), parquet)
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    lines = read_rows([write_jsonl(rows)])
+    for other in (parquet, packed):
+        found = read_rows([str(other)])
+        assert [(r.uid.rpartition(":")[2], r.messages, r.extra) for r in found] == [
+            (r.uid.rpartition(":")[2], r.messages, r.extra) for r in lines
+        ]
+
+
+def test_a_bare_string_is_one_user_message(write_jsonl: WriteJsonl) -> None:
+    (row,) = read_rows([write_jsonl([{**without("prompt"), "ask": "1 + 1?"}])], prompt_key="ask")
+    assert row.messages == ({"role": "user", "content": "1 + 1?"},)
+
+
+def test_keys_of_a_message_that_parquet_filled_up_are_dropped(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Hi", "name": "x"}, {"role": "user", "content": "?"}]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([{**ROW, "prompt": messages}]), path)
+    assert read_rows([str(path)])[0].messages == tuple(messages)
+
+
+def test_a_raw_gsm8k_file_is_known_by_its_columns(write_jsonl: WriteJsonl) -> None:
+    answer = "She earns 12 * 100.\n#### $1,200"
+    (row,) = read_rows([write_jsonl([{"question": "How much?", "answer": answer}])])
+    assert row.data_source == "gsm8k"
+    assert row.messages == ({"role": "user", "content": "How much?"},)
+    assert row.ground_truth == "1200"
+    assert row.extra["extra_info"] == {"question": "How much?", "answer": answer}
+
+
+def test_rows_are_told_apart_by_file_and_number(write_jsonl: WriteJsonl) -> None:
+    one, other = write_jsonl([ROW, ROW], "a/train.jsonl"), write_jsonl([ROW], "b/train.jsonl")
+    third = write_jsonl([ROW], "c.jsonl")
+    uids = [row.uid for row in read_rows([one, other, third])]
+    assert uids == [f"{one}:1", f"{one}:2", f"{other}:1", "c.jsonl:1"]
+
+
+def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"\n{json.dumps(ROW)}\r\n\n{json.dumps(ROW)}")
+    assert [row.uid for row in read_rows([str(path)])] == ["rows.jsonl:2", "rows.jsonl:4"]
+
+
+def test_a_url_is_read_through_fsspec(write_jsonl: WriteJsonl) -> None:
+    assert len(read_rows(["file://" + write_jsonl([ROW, ROW])])) == 2
+
+
+MESSAGE = {"role": "user", "content": "?"}
+BAD_ROWS = [
+    (without("data_source"), "data_source is missing; it must be a name that routes the answer to "
+     "a scorer"),
+    ({**ROW, "data_source": 3}, "data_source is the number 3; it must be a name that routes the "
+     "answer to a scorer"),
+    ({**ROW, "data_source": ""}, "data_source is an empty text; it must be a name that routes the "
+     "answer to a scorer"),
+    (without("prompt"), "prompt is missing; it must be a text or a list of messages; "
+     "data.prompt_key names the column"),
+    ({**ROW, "prompt": []}, "prompt is an empty list; it must be a text or a list of messages"),
+    ({**ROW, "prompt": {"a": 1}}, "prompt is the object {'a': 1}; it must be a text or a list of "
+     "messages"),
+    ({**ROW, "prompt": ["x" * 60]}, f"prompt[0] is the text '{'x' * 36}...; it must be an object "
+     "with role and content"),
+    ({**ROW, "prompt": [MESSAGE, {"role": "user"}]}, "prompt[1].content is missing; it must be a "
+     "text"),
+    ({**ROW, "prompt": [{"role": 1, "content": ""}]}, "prompt[0].role is the number 1; it must be "
+     "a text"),
+    (without("reward_model"), "reward_model is missing; it must be an object with the key "
+     "ground_truth"),
+    ({**ROW, "reward_model": "2"}, "reward_model is the text '2'; it must be an object with the "
+     "key ground_truth"),
+    ({**ROW, "reward_model": {"style": "rule"}}, "reward_model.ground_truth is missing; it must be "
+     "what the scorer compares with"),
+    ({**ROW, "images": ["a.png"]}, "images is set, but only text can be trained on; remove such "
+     "rows"),
+    ([1, 2], "must be an object with columns, got the list [1, 2]; write one JSON object a line"),
+    ({"question": "?", "answer": "no mark"}, "answer is the text 'no mark'; it must be a text with "
+     "the final answer after ####"),
+    ({"question": "", "answer": "#### 1"}, "question is an empty text; it must be a text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_ROWS, ids=[m[:40] for _, m in BAD_ROWS])
+def test_a_malformed_row_is_named_by_file_row_and_field(
+    bad: Any, message: str, write_jsonl: WriteJsonl
+) -> None:
+    path = write_jsonl([ROW, bad, ROW])
+    assert error_of(path) == f"{path} row 2: {message}"
+
+
+@pytest.mark.parametrize("column", ["reward_model", "data_source", "prompt"])
+def test_a_null_in_parquet_is_a_missing_field(column: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([ROW, {**ROW, column: None}]), path)
+    assert error_of(str(path)).startswith(f"{path} row 2: {column} is missing; it must be ")
+
+
+BAD_FILES = [
+    ("rows.csv", b"a,b", "not a known format; data files end in .parquet, .jsonl, .json, "
+     ".jsonl.gz, .json.gz"),
+    ("rows.jsonl", b"", "the file is empty; download or write it again"),
+    ("rows.parquet", b"", "the file is empty; download or write it again"),
+    ("rows.jsonl", b"\n \n", "the file has no rows; leave it out or write it again"),
+    ("rows.parquet", b"PAR1 and nothing else", "not a readable parquet file ("),
+    ("rows.jsonl.gz", b"not gzip", "not a whole gzip file ("),
+    ("rows.jsonl.gz", gzip.compress(b"x" * 5000)[:-9], "not a whole gzip file ("),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BAD_FILES)
+def test_an_unusable_file_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    found = error_of(str(path))
+    assert found.startswith(f"{path}: {message}")
+    assert "\n" not in found
+    assert message[-1] != "(" or found.endswith("); download or write it again")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    path = f"{tmp_path}/none.jsonl"
+    assert error_of(path) == f"{path}: no such file; check the path"
+    assert error_of("file://" + path) == f"file://{path}: no such file; check the URL"
+
+
+def test_an_unknown_kind_of_url_is_named() -> None:
+    message = error_of("nowhere://bucket/rows.jsonl")
+    assert message.startswith("nowhere://bucket/rows.jsonl: cannot be read: ")
+    assert message.endswith(
+        "; check the URL, and that the file system's package for fsspec is installed "
+        "(s3fs, gcsfs, …)"
+    )
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    assert error_of(str(tmp_path)) == f"{tmp_path}: is a folder; name the data files in it"
+
+
+def test_a_file_given_twice_is_refused(write_jsonl: WriteJsonl) -> None:
+    path = write_jsonl([ROW])
+    with pytest.raises(DataError) as caught:
+        read_rows([path, path])
+    assert str(caught.value) == f"{path}: given twice; name each data file once"
+
+
+def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([ROW]).slice(0, 0), path)
+    assert error_of(str(path)) == f"{path}: the file has no rows; leave it out or write it again"
+
+
+def test_broken_json_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROW) + "\n" + '{"prompt": \n')
+    assert error_of(str(path)) == (
+        f"{path} row 2: not valid JSON (Expecting value); write one JSON object a line"
+    )
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "1" * 10_000])
+def test_json_that_python_will_not_parse_is_named_too(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(line)
+    assert error_of(str(path)).startswith(f"{path} row 1: not valid JSON (")
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    lines = tmp_path / "rows.jsonl"
+    lines.write_bytes(json.dumps(ROW).encode() + b'\n{"prompt": "\xff"}\n')
+    assert error_of(str(lines)) == (
+        f"{lines} row 2: not valid UTF-8 (byte 13 of the line); write the file again in UTF-8"
+    )
+    parquet = tmp_path / "rows.parquet"
+    texts = pa.array([b"fine", b"\xff\xfe"]).cast(pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": texts, "data_source": ["a", "b"]}), parquet)
+    assert error_of(str(parquet)) == (
+        f"{parquet} row 2: prompt is not valid UTF-8; write the file again in UTF-8"
+    )
+
+
+def test_half_a_character_is_refused_and_a_whole_one_in_escapes_is_not(
+    tmp_path: Path, write_jsonl: WriteJsonl
+) -> None:
+    whole = {**ROW, "prompt": "\N{GRINNING FACE}"}
+    path = Path(write_jsonl([whole]))
+    assert read_rows([str(path)])[0].messages[0]["content"] == "\N{GRINNING FACE}"
+    path.write_text(json.dumps(ROW).replace("What", "\\uD83D"))
+    assert error_of(str(path)) == (
+        f"{path} row 1: an escape \\ud… without its other half; write the character itself, "
+        "in UTF-8"
+    )
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(key=st.sampled_from(sorted(ROW)), value=JSON, junk=st.binary(max_size=20))
+def test_any_content_gives_rows_or_one_clear_line(
+    key: str, value: object, junk: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    for content in (json.dumps({**ROW, key: value}).encode(), junk):
+        path.write_bytes(content)
+        message = ""
+        try:
+            assert len(read_rows([str(path)])) == 1
+        except DataError as error:
+            message = str(error)
+        assert not message or re.match(rf"{re.escape(str(path))}( row \d+)?: ", message)
+        assert "\n" not in message
