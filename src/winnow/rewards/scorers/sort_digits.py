@@ -16,6 +16,6 @@ def score(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, An
     """+1 or -1; `pred` is the text after the last `#`, empty without one."""
     _, mark, answer = text.rpartition("#")
     pred = answer if mark else ""
-    right = pred == str(ground_truth)
+    right = mark != "" and pred == str(ground_truth)
     reward = 1.0 if right else -1.0
     return Score(reward, float(right), {"task": reward}, {"pred": pred})

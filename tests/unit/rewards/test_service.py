@@ -1,0 +1,196 @@
+"""Scores end to end: shaping, failures and the metrics that a filter asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from winnow.config.reward import OverlongConfig, RewardConfig, UserFunction
+from winnow.errors import RewardError
+from winnow.rewards.service import RewardService
+from winnow.types import Prompt, Score, Segment, Trajectory, VersionSpan
+
+PROMPT = Prompt("sort_digits:5391", np.array([8, 6]), "5391:", "sort_digits", "1359")
+SIGNATURE = "data_source, solution_str, ground_truth, extra_info"
+LIMIT = 128
+
+
+def answer(length: int) -> Trajectory:
+    tokens = Segment(
+        np.zeros(length, np.int64), np.zeros(length, np.float32), (VersionSpan(0, length),)
+    )
+    return Trajectory((tokens,), "stop")
+
+
+def ask(
+    service: RewardService, text: str = "#1359", length: int = 10, training: bool = True,
+    prompt: Prompt = PROMPT,
+) -> Score:  # fmt: skip
+    return asyncio.run(service.score(prompt, answer(length), text, training))
+
+
+def user_service(folder: Path, body: str, **config: Any) -> RewardService:
+    file = folder / "reward.py"
+    file.write_text(f"def compute_score({SIGNATURE}):\n    {body}\n")
+    return RewardService(RewardConfig(function=UserFunction(path=str(file)), **config), LIMIT)
+
+
+def test_an_answer_is_scored_by_its_source() -> None:
+    service = RewardService(RewardConfig(), LIMIT)
+    right, wrong = ask(service), ask(service, "#1395")
+    assert (right.reward, right.accuracy, right.parts) == (1.0, 1.0, {"task": 1.0})
+    assert (wrong.reward, wrong.accuracy, wrong.parts) == (-1.0, 0.0, {"task": -1.0})
+    assert right.error == wrong.error == ""
+
+
+def test_length_is_shaped_in_training_only() -> None:
+    shaped = RewardConfig(overlong=OverlongConfig(enabled=True, buffer_tokens=48))
+    service = RewardService(shaped, LIMIT)
+    assert ask(service, length=104).parts == {"task": 1.0, "overlong": -0.5}
+    assert ask(service, length=104).reward == 0.5
+    assert ask(service, length=104).metric("task_reward") == 1.0
+    assert ask(service, length=80).parts == {"task": 1.0, "overlong": 0.0}
+    assert ask(service, "#1", length=128).reward == -2.0
+    evaluated = ask(service, length=128, training=False)
+    assert (evaluated.reward, evaluated.parts) == (1.0, {"task": 1.0})
+
+
+def test_a_users_function_scores_every_source(tmp_path: Path) -> None:
+    service = user_service(tmp_path, "return {'score': 3, 'acc': 1, 'seen': data_source}")
+    service.check_sources(["whatever", "gsm8k"])
+    score = ask(service, prompt=Prompt("a:1", np.array([1]), "a", "whatever", "x"))
+    assert (score.reward, score.accuracy, score.extra) == (3.0, 1.0, {"seen": "whatever"})
+
+
+def test_an_unknown_source_is_refused_before_training() -> None:
+    with pytest.raises(RewardError, match=r"^data_source numina has no scorer; known are "):
+        RewardService(RewardConfig(), LIMIT).check_sources({"gsm8k", "numina"})
+
+
+FAILURES = [
+    ("raise KeyError('x')", "KeyError: 'x' at {file}:2"),
+    ("raise ValueError('two\\nlines')", "ValueError: two lines at {file}:2"),
+    ("return 1 / 0", "ZeroDivisionError: division by zero at {file}:2"),
+    ("import json; return json.loads('{')", "JSONDecodeError: Expecting property name enclosed in "
+     "double quotes: line 1 column 2 (char 1) at {file}:2"),
+    ("raise SystemExit", "SystemExit at {file}:2"),
+    ("return float('nan')", "ValueError: the scorer returned nan as reward"),
+    ("return float('inf')", "ValueError: the scorer returned inf as reward"),
+    ("return None", "TypeError: score must be a number, got NoneType; return a float, or a dict "
+     "with the key score"),
+    ("return {'acc': 1}", "ValueError: the dict returned has no key score, only acc"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "error"), FAILURES)
+def test_a_failed_scoring_is_marked_and_counts_as_wrong(
+    body: str, error: str, tmp_path: Path
+) -> None:
+    service = user_service(tmp_path, body)
+    score = ask(service)
+    assert score.error == error.format(file=tmp_path / "reward.py")
+    assert (score.reward, score.accuracy, score.parts) == (-1.0, 0.0, {"task": -1.0})
+    assert service.failure_report.count == 1
+    assert service.failure_report.first_error == f"{score.error} (prompt sort_digits:5391)"
+    assert "Traceback (most recent call last)" in service.failure_report.first_traceback
+
+
+def test_a_built_in_scorer_that_fails_gives_its_own_wrong_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = Prompt("a:1", np.array([1]), "a", "gsm8k", "2")
+    service = RewardService(RewardConfig(), LIMIT)
+    broken: Any = None
+    score = asyncio.run(service.score(prompt, answer(1), broken, True))
+    assert (score.reward, score.accuracy) == (0.0, 0.0)
+    assert score.error.startswith("AttributeError: ")
+
+
+def test_a_failed_scoring_is_fatal_where_the_recipe_says_so(tmp_path: Path) -> None:
+    service = user_service(tmp_path, "raise KeyError('x')", on_failure="fatal")
+    with pytest.raises(RewardError) as caught:
+        ask(service)
+    assert str(caught.value) == (
+        "scoring an answer to prompt sort_digits:5391 failed and reward.on_failure is fatal: "
+        f"KeyError: 'x' at {tmp_path}/reward.py:2; mend the scorer, or set reward.on_failure to "
+        "wrong"
+    )
+
+
+def test_cancelling_is_no_failure_of_the_scorer(tmp_path: Path) -> None:
+    service = user_service(tmp_path, "import asyncio; raise asyncio.CancelledError")
+    with pytest.raises(asyncio.CancelledError):
+        ask(service)
+    assert service.failure_report.count == 0
+
+
+def test_too_many_failures_stop_the_run_with_the_first(tmp_path: Path) -> None:
+    service = user_service(tmp_path, "raise ValueError(solution_str)")
+    service.check_failures(0)
+    for text in ("x1", "x2", "x3"):
+        ask(service, text)
+    service.check_failures(15)
+    with pytest.raises(RewardError) as caught:
+        service.check_failures(14)
+    assert str(caught.value) == (
+        "scoring failed for 3 of 14 answers (21%), reward.max_failure_share is 0.2; the first "
+        f"failure: ValueError: x1 at {tmp_path}/reward.py:2 (prompt sort_digits:5391); mend the "
+        "scorer (its traceback is in the log)"
+    )
+    service.reset_failures()
+    service.check_failures(14)
+    assert service.failure_report.count == 0
+
+
+COMMON = {"accuracy", "reward", "task_reward", "task"}
+
+
+def test_the_metrics_of_built_in_scorers_are_known_before_training(tmp_path: Path) -> None:
+    assert RewardService(RewardConfig(), LIMIT).known_metrics(["gsm8k"]) == COMMON
+    shaped = RewardConfig(overlong=OverlongConfig(enabled=True))
+    assert RewardService(shaped, LIMIT).known_metrics(["gsm8k"]) == COMMON | {"overlong"}
+    assert user_service(tmp_path, "return 1").known_metrics(["gsm8k"]) is None
+
+
+def test_every_known_metric_is_in_a_training_score() -> None:
+    shaped = RewardConfig(overlong=OverlongConfig(enabled=True, buffer_tokens=48))
+    service = RewardService(shaped, LIMIT)
+    known = service.known_metrics(["sort_digits"])
+    assert known is not None
+    assert all(np.isfinite(ask(service).metric(name)) for name in known)
+
+
+def test_a_metric_that_no_scorer_gives_is_refused_before_training() -> None:
+    with pytest.raises(RewardError) as caught:
+        RewardService(RewardConfig(), LIMIT).require_metric("format", ["gsm8k", "sort_digits"])
+    assert str(caught.value) == (
+        "sampling.filter.metric is format, which no scorer of these data sources gives; there are "
+        "accuracy, reward, task, task_reward"
+    )
+
+
+def test_a_metric_of_a_users_function_is_checked_when_it_runs(tmp_path: Path) -> None:
+    body = "return {'score': 1, 'pred': 'x', 'format': float(solution_str)}"
+    service = user_service(tmp_path, body)
+    service.require_metric("format", ["gsm8k"])
+    assert ask(service, "0.5").metric("format") == 0.5
+    failed = ask(service, "not a number")
+    assert (failed.error != "", failed.metric("format")) == (True, 0.0)
+
+    service.require_metric("style", ["gsm8k"])
+    assert ask(service, "0.5", training=False).error == ""
+    with pytest.raises(RewardError) as caught:
+        ask(service, "0.5")
+    assert str(caught.value) == (
+        "sampling.filter.metric is style, but the score has no such number; it has accuracy, "
+        "reward, task, task_reward, format"
+    )
+    service.require_metric("pred", ["gsm8k"])
+    with pytest.raises(
+        RewardError, match=r"^sampling.filter.metric is pred, but the score has 'x'; "
+    ):
+        ask(service, "0.5")
