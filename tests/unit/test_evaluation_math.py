@@ -204,6 +204,11 @@ def test_a_summary_repeats_with_its_seed() -> None:
     assert summarise(prompts, seed=3) != summarise(prompts, seed=4)
 
 
+def test_like_prompts_get_draws_of_their_own() -> None:
+    prompts = [PromptAnswers("a", [1, 0, 0], ["x", "y", "z"]) for _ in range(3)]
+    assert summarise(prompts)["a"]["maj@2"].standard_error > 0
+
+
 def test_a_prompt_without_answers_is_refused() -> None:
     with pytest.raises(ValueError, match="prompt 1 of a has no answer"):
         summarise([PromptAnswers("a", [1]), PromptAnswers("a", [])])

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -208,10 +209,7 @@ def _parts(answers: Sequence[Answer]) -> dict[str, Any]:
 
 def _names(mappings: Iterable[Iterable[str]]) -> list[str]:
     """Every key in the order of first mention."""
-    found: dict[str, None] = {}
-    for mapping in mappings:
-        found.update(dict.fromkeys(mapping))
-    return list(found)
+    return list(dict.fromkeys(chain.from_iterable(mappings)))
 
 
 def _extras(answers: Sequence[Answer]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -54,6 +55,7 @@ class Sinks:
             sink.log(step, record)
 
     def close(self) -> None:
-        """Tell each, the last first."""
-        for sink in reversed(self._sinks):
-            sink.close()
+        """Tell each, the last first, even when one of them fails."""
+        with contextlib.ExitStack() as stack:
+            for sink in self._sinks:
+                stack.callback(sink.close)

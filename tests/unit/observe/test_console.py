@@ -229,7 +229,7 @@ def test_a_silent_console_says_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_several_sinks_hear_the_same_and_close_in_reverse() -> None:
+def test_several_sinks_hear_the_same_and_all_close_in_reverse_even_if_one_fails() -> None:
     heard: list[str] = []
 
     class Ear:
@@ -244,9 +244,12 @@ def test_several_sinks_hear_the_same_and_close_in_reverse() -> None:
 
         def close(self) -> None:
             heard.append(f"{self.name} close")
+            if self.name == "b":
+                raise OSError
 
     sinks = Sinks([Ear("a"), Ear("b")])
     sinks.start(RunInfo("run", 1))
     sinks.log(1, {})
-    sinks.close()
+    with pytest.raises(OSError, match=""):
+        sinks.close()
     assert heard == ["a start run", "b start run", "a 1", "b 1", "b close", "a close"]
