@@ -257,7 +257,9 @@ JSON = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None
+)
 @given(key=st.sampled_from(sorted(ROW)), value=JSON, junk=st.binary(max_size=20))
 def test_any_content_gives_rows_or_one_clear_line(
     key: str, value: object, junk: bytes, tmp_path: Path

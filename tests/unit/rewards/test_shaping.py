@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from winnow.algorithms.overlong import soft_overlong_penalty
@@ -27,6 +27,7 @@ def test_the_penalty_falls_over_the_buffer(length: int, paper: float, verl: floa
     assert overlong_penalty(length, 128, 48, factor=0.5) == pytest.approx(paper / 2)
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 300), st.integers(1, 300), st.floats(0.1, 3), st.sampled_from(["paper", "verl"])
 )
