@@ -245,11 +245,11 @@ def test_several_sinks_hear_the_same_and_all_close_in_reverse_even_if_one_fails(
         def close(self) -> None:
             heard.append(f"{self.name} close")
             if self.name == "b":
-                raise OSError
+                raise OSError("disk gone")
 
     sinks = Sinks([Ear("a"), Ear("b")])
     sinks.start(RunInfo("run", 1))
     sinks.log(1, {})
-    with pytest.raises(OSError, match=""):
+    with pytest.raises(OSError, match="disk gone"):
         sinks.close()
     assert heard == ["a start run", "b start run", "a 1", "b 1", "b close", "a close"]
