@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 SMALL_CHUNK_LOGITS = 1 << 22
 """Logits (16 MiB in fp32) that a chunk may always hold: small vocabularies run in one piece."""
+ROWS_AT_ONCE = 8192
 
 
 def token_logprobs(
@@ -90,21 +91,21 @@ class _TokenLogprobs(torch.autograd.Function):
         with_entropy: bool,
         chunk: int,
     ) -> tuple[Tensor, Tensor | None]:
-        exact = _exact(hidden.dtype)
-        logprob = torch.empty(len(hidden), dtype=exact, device=hidden.device)
+        head = _Head(hidden, weight, bias, temperature, vocab_size, chunk)
+        logprob = hidden.new_empty(len(hidden), dtype=head.exact)
         lse = torch.empty_like(logprob)
         entropy = torch.empty_like(logprob) if with_entropy else None
-        for part in _parts(len(hidden), chunk):
-            logits_CV = _logits(hidden[part], weight, bias, temperature, vocab_size)
+        for part in head.parts():
+            logits_CV, logp_CV = head.logits(part)
             labels_C1 = labels[part, None]
             chosen_C1 = logits_CV.gather(1, labels_C1)
-            logp_CV = torch.log_softmax(logits_CV, dim=1)
-            del logits_CV
+            torch.log_softmax(logits_CV, 1, out=logp_CV)
             logprob_C1 = logp_CV.gather(1, labels_C1)
             logprob[part] = logprob_C1[:, 0]
             lse[part] = (chosen_C1 - logprob_C1)[:, 0]
             if entropy is not None:
-                entropy[part] = logp_CV.exp().mul_(logp_CV).sum(1).neg_()
+                p_CV = torch.exp(logp_CV, out=logits_CV)
+                entropy[part] = p_CV.mul_(logp_CV).sum(1).neg_()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropy)
         ctx.settings = (temperature, vocab_size, chunk)
@@ -117,16 +118,17 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, lse, entropy = ctx.saved_tensors
         temperature, size, chunk = ctx.settings
+        head = _Head(hidden, weight, bias, temperature, size, chunk)
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
-        exact = _exact(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=exact) if for_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=exact) if for_bias else None
-        for part in _parts(len(hidden), chunk):
-            logp_CV = _logits(hidden[part], weight, bias, temperature, size)
+        grad_weight = torch.zeros_like(weight, dtype=head.exact) if for_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=head.exact) if for_bias else None
+        for part in head.parts():
+            logp_CV, p_CV = head.logits(part)
             logp_CV.sub_(lse[part, None])
             grad_CV = _grad_logits(
                 logp_CV,
+                p_CV,
                 labels[part, None],
                 _scaled(grad_logprob, part, 1 / temperature),
                 _scaled(grad_entropy, part, 1 / temperature),
@@ -134,13 +136,11 @@ class _TokenLogprobs(torch.autograd.Function):
             )
             if grad_bias is not None:
                 grad_bias[:size] += grad_CV.sum(0)
-            grad_CV = grad_CV.to(hidden.dtype)
+            grad_CV = head.rounded(grad_CV)
             if grad_hidden is not None:
                 torch.mm(grad_CV, weight[:size], out=grad_hidden[part])
-            if grad_weight is not None and hidden.dtype == exact:
-                grad_weight[:size].addmm_(grad_CV.T, hidden[part])
-            elif grad_weight is not None:
-                grad_weight[:size] += grad_CV.T @ hidden[part]
+            if grad_weight is not None:
+                _add_product(grad_weight[:size], grad_CV.T, hidden[part])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
@@ -148,50 +148,92 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
+class _Head:
+    """The head's logits chunk by chunk, in two buffers [C, V] that every chunk uses again.
+
+    (Fresh ones of this size cost more time in page faults than the arithmetic does.)
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        vocab_size: int,
+        chunk: int,
+    ) -> None:
+        self.exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        self._hidden = hidden
+        self._weight = weight[:vocab_size]
+        self._bias = None if bias is None else bias[:vocab_size]
+        self._temperature = temperature
+        self._chunk = chunk
+        shape = (min(chunk, len(hidden)), vocab_size)
+        self._first = hidden.new_empty(shape, dtype=self.exact)
+        self._second = hidden.new_empty(shape, dtype=self.exact)
+        same = hidden.dtype == self.exact
+        self._product = self._first if same else hidden.new_empty(shape)
+
+    def parts(self) -> Iterator[slice]:
+        """The chunks of the tokens."""
+        for start in range(0, len(self._hidden), self._chunk):
+            yield slice(start, min(start + self._chunk, len(self._hidden)))
+
+    def logits(self, part: slice) -> tuple[Tensor, Tensor]:
+        """z of a chunk [C, V] in fp32 or fp64, and the other buffer; both the caller's to use."""
+        size = part.stop - part.start
+        product = torch.mm(self._hidden[part], self._weight.T, out=self._product[:size])
+        logits = self._first[:size]
+        if product.dtype != self.exact:
+            logits.copy_(product)
+        if self._bias is not None:
+            logits += self._bias
+        if self._temperature != 1.0:
+            logits /= self._temperature
+        return logits, self._second[:size]
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """`values` [C, V] in the inputs' dtype, valid until the next chunk."""
+        if self._product.dtype == self.exact:
+            return values
+        return self._product[: len(values)].copy_(values)
+
+
 def _grad_logits(
     logp_CV: Tensor,
+    p_CV: Tensor,
     labels_C1: Tensor,
     grad_logprob_C1: Tensor | None,
     grad_entropy_C1: Tensor | None,
     entropy_C1: Tensor | None,
 ) -> Tensor:
-    """The loss's gradient with respect to z [C, V]; uses up `logp_CV`."""
-    p_CV = logp_CV.exp()
+    """The loss's gradient with respect to z [C, V]; uses up `logp_CV`, and `p_CV` as room."""
+    torch.exp(logp_CV, out=p_CV)
     if grad_entropy_C1 is None:
         if grad_logprob_C1 is None:
             return p_CV.zero_()
         grad_CV = p_CV.mul_(-grad_logprob_C1)
     else:
         assert entropy_C1 is not None
-        grad_CV = logp_CV.add_(entropy_C1).mul_(grad_entropy_C1)
+        grad_CV = logp_CV.add_(entropy_C1).mul_(-grad_entropy_C1)
         if grad_logprob_C1 is not None:
-            grad_CV.add_(grad_logprob_C1)
-        grad_CV.mul_(p_CV.neg_())
+            grad_CV.sub_(grad_logprob_C1)
+        grad_CV.mul_(p_CV)
     if grad_logprob_C1 is not None:
         grad_CV.scatter_add_(1, labels_C1, grad_logprob_C1)
     return grad_CV
 
 
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, vocab_size: int
-) -> Tensor:
-    """[C, vocab_size] in fp32 or fp64, a tensor of its own."""
-    logits = (hidden @ weight[:vocab_size].T).to(_exact(hidden.dtype))
-    if bias is not None:
-        logits += bias[:vocab_size]
-    if temperature != 1.0:
-        logits /= temperature
-    return logits
+def _add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
+    """total += left right. A bf16 product goes by rows, to be widened while it is in cache."""
+    if right_CH.dtype == total_VH.dtype:
+        total_VH.addmm_(left_VC, right_CH)
+        return
+    for start in range(0, len(total_VH), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        total_VH[rows] += (left_VC[rows] @ right_CH).to(total_VH.dtype)
 
 
 def _scaled(grad: Tensor | None, part: slice, factor: float) -> Tensor | None:
     return None if grad is None else grad[part, None] * factor
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _parts(length: int, chunk: int) -> Iterator[slice]:
-    for start in range(0, length, chunk):
-        yield slice(start, start + chunk)

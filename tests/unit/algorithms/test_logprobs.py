@@ -89,9 +89,12 @@ def test_values_and_gradients_equal_the_naive_ones_for_any_chunk(
     results = []
     for kernel in (True, False):
         hidden, weight, bias, labels = make(seed=seed)
-        args: tuple[Any, ...] = (hidden, weight, labels, temperature)
-        args = (*args, bias if with_bias else None, vocab_size)
-        outputs = token_logprobs(*args, chunk_tokens=chunk) if kernel else naive(*args)
+        b = bias if with_bias else None
+        outputs = (
+            token_logprobs(hidden, weight, labels, temperature, b, vocab_size, True, chunk)
+            if kernel
+            else naive(hidden, weight, labels, temperature, b, vocab_size)
+        )
         assert outputs[1] is not None
         g = torch.Generator().manual_seed(seed)
         up = torch.randn(2, T, generator=g, dtype=torch.float64)
@@ -162,10 +165,10 @@ def test_bf16_inputs_get_fp32_results_near_the_exact_ones() -> None:
     assert hidden.grad is not None
     assert weight.grad is not None
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
-    doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    reference = naive(*doubles, labels)
+    h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    reference = naive(h, w, labels)
     (reference[0].sum() + reference[1].sum()).backward()
-    for ours, exactly in ((hidden.grad, doubles[0].grad), (weight.grad, doubles[1].grad)):
+    for ours, exactly in ((hidden.grad, h.grad), (weight.grad, w.grad)):
         assert exactly is not None
         assert float((ours.double() - exactly).norm() / exactly.norm()) < 0.02
 
@@ -219,13 +222,16 @@ def test_no_tokens_give_no_results_and_zero_gradients() -> None:
 
 def test_never_more_logits_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    original = logprobs._logits
+    original = logprobs._Head.logits
 
-    def spy(hidden: Tensor, *args: Any) -> Tensor:
-        sizes.append(len(hidden))
-        return original(hidden, *args)
+    def spy(self: logprobs._Head, part: slice) -> tuple[Tensor, Tensor]:
+        logits, room = original(self, part)
+        sizes.append(len(logits))
+        assert logits.untyped_storage().size() == room.untyped_storage().size()
+        assert logits.untyped_storage().size() == 8 * V * max(sizes)
+        return logits, room
 
-    monkeypatch.setattr(logprobs, "_logits", spy)
+    monkeypatch.setattr(logprobs._Head, "logits", spy)
     hidden, weight, _, labels = make()
     token_logprobs(hidden, weight, labels, chunk_tokens=4)[0].sum().backward()
     assert sizes == [4, 4, 3] * 2
