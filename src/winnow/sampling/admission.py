@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import mul
 from typing import Any
 
 from winnow.config.sampling import SamplingConfig
@@ -110,7 +109,8 @@ class Expectation:
 
     def total(self, rate: QualifyRate) -> float:
         """How many of the groups in flight will qualify, by the present estimate."""
-        return sum(map(mul, self._counts.values(), rate.chances()))
+        pairs = zip(self._counts.values(), rate.chances(), strict=True)
+        return sum(count * chance for count, chance in pairs)
 
 
 @dataclass(frozen=True)

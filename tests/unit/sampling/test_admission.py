@@ -1,0 +1,131 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from winnow.config.sampling import SamplingConfig
+from winnow.errors import ConfigError
+from winnow.sampling.admission import (
+    ALL_HISTORIES,
+    LEAST_CHANCE,
+    AdmissionRule,
+    Expectation,
+    QualifyRate,
+)
+
+
+def after(outcomes: str, uid: str = "a", decay: float = 0.98) -> QualifyRate:
+    rate = QualifyRate(decay)
+    for outcome in outcomes:
+        rate.observe(uid, outcome == "+")
+    return rate
+
+
+def test_nothing_seen_means_even_odds() -> None:
+    assert QualifyRate(0.98).rate == 0.5
+    assert QualifyRate(0.98).chance((0, 0)) == 0.5
+
+
+def test_the_global_rate_has_a_beta_prior_and_forgets_by_the_decay() -> None:
+    assert after("+").rate == pytest.approx(2 / 3)
+    assert after("+-", decay=0.5).rate == pytest.approx(1.5 / 3.5)
+    assert after("-" * 500 + "+" * 200).rate > 0.95
+
+
+@given(st.text("+-", max_size=200), st.sampled_from([0.5, 0.9, 0.98]))
+def test_no_chance_falls_below_the_floor_or_rises_above_one(outcomes: str, decay: float) -> None:
+    rate = after(outcomes, decay=decay)
+    assert all(LEAST_CHANCE <= chance <= 1 for chance in rate.chances())
+
+
+def test_the_floor_is_one_in_32() -> None:
+    assert LEAST_CHANCE == 1 / 32
+    assert after("-" * 1000).chance((3, 0)) == 1 / 32
+
+
+def test_a_prompts_own_visits_move_its_chance_away_from_the_global_rate() -> None:
+    rate = QualifyRate(0.98)
+    for visit in range(60):
+        rate.observe(f"other {visit}", visit % 2 == 0)
+    before = rate.rate
+    assert rate.chance(rate.history("new")) == before
+    rate.observe("easy", False)
+    rate.observe("good", True)
+    easy, good = (rate.chance(rate.history(uid)) for uid in ("easy", "good"))
+    assert easy < rate.rate < good
+    # It shrinks to the global rate: one visit is not believed outright.
+    assert easy > 0.25
+    assert good < 0.75
+
+
+def test_only_the_latest_three_visits_of_a_prompt_count() -> None:
+    assert after("++++---").history("a") == (3, 0)
+    assert after("---++").history("a") == (3, 2)
+    assert after("+-").history("a") == (2, 1)
+    assert after("").history("a") == (0, 0)
+
+
+def test_a_failure_leaves_the_prompts_own_history_alone() -> None:
+    rate = QualifyRate(0.98)
+    rate.observe("a", False, own=False)
+    assert rate.history("a") == (0, 0)
+    assert rate.rate < 0.5
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=60))
+def test_the_rate_goes_on_exactly_from_its_state(outcomes: list[tuple[str, bool]]) -> None:
+    rate = QualifyRate(0.9)
+    for uid, qualified in outcomes[::2]:
+        rate.observe(uid, qualified)
+    copy = QualifyRate(0.9)
+    copy.load_state_dict(rate.state_dict())
+    for uid, qualified in outcomes[1::2]:
+        rate.observe(uid, qualified)
+        copy.observe(uid, qualified)
+    assert copy.state_dict() == rate.state_dict()
+    assert copy.chances() == rate.chances()
+
+
+@given(st.lists(st.sampled_from(ALL_HISTORIES), max_size=40), st.text("+-", max_size=20))
+def test_the_expectation_is_the_sum_of_the_chances_in_flight(
+    histories: list[tuple[int, int]], outcomes: str
+) -> None:
+    rate = after(outcomes)
+    expected = Expectation()
+    for history in histories:
+        expected.add(history)
+    gone, left = histories[::3], [h for i, h in enumerate(histories) if i % 3]
+    for history in gone:
+        expected.remove(history)
+    assert expected.total(rate) == pytest.approx(sum(rate.chance(h) for h in left))
+
+
+def rule(n: int, lookahead: float, staleness: int) -> AdmissionRule:
+    return AdmissionRule.of(
+        SamplingConfig(groups_per_step=n, lookahead=lookahead, max_staleness=staleness)
+    )
+
+
+def test_groups_open_while_too_few_are_expected_to_qualify() -> None:
+    assert rule(4, 0, 0).allows(qualified=2, in_flight=100, expected=1.9)
+    assert not rule(4, 0, 0).allows(qualified=2, in_flight=2, expected=2.0)
+    assert rule(4, 0.5, 1).allows(qualified=2, in_flight=3, expected=3.9)
+    assert not rule(4, 0.5, 1).allows(qualified=2, in_flight=3, expected=4.0)
+
+
+def test_groups_that_may_outlive_a_step_are_counted_in_full() -> None:
+    assert rule(4, 0, 1).allows(qualified=0, in_flight=7, expected=0.5)
+    assert not rule(4, 0, 1).allows(qualified=0, in_flight=8, expected=0.5)
+    assert not rule(4, 0, 2).allows(qualified=3, in_flight=9, expected=0.5)
+    # With a whole step of look-ahead, the look-ahead is the bound.
+    assert rule(4, 1, 3).allows(qualified=3, in_flight=4, expected=0.5)
+    assert not rule(4, 1, 3).allows(qualified=3, in_flight=5, expected=0.5)
+
+
+def test_something_may_always_open_when_nothing_is_in_flight() -> None:
+    for staleness, lookahead in [(0, 0), (1, 0), (1, 1), (2, 0.5), (2, 1.5)]:
+        assert rule(3, lookahead, staleness).allows(qualified=2, in_flight=0, expected=0.0)
+
+
+def test_a_lookahead_beyond_the_staleness_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sampling.lookahead .* sampling.max_staleness"):
+        rule(4, 1.5, 1)

@@ -1,0 +1,87 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from winnow.config.sampling import BandFilter, NoFilter, VarianceFilter
+from winnow.errors import RewardError
+from winnow.sampling.filters import judge, qualifies
+from winnow.types import Score
+
+
+def scores(*accuracies: float, **extra: object) -> list[Score]:
+    return [Score(2 * a - 1, a, extra=extra) for a in accuracies]
+
+
+def test_without_a_filter_every_group_qualifies() -> None:
+    assert judge(scores(0, 0, 0), NoFilter()) == "qualified"
+    assert judge(scores(1), NoFilter()) == "qualified"
+
+
+def test_a_group_of_mixed_answers_qualifies_by_variance() -> None:
+    assert judge(scores(0, 1, 0), VarianceFilter()) == "qualified"
+
+
+def test_groups_without_variance_are_told_apart_by_accuracy() -> None:
+    assert judge(scores(0, 0, 0), VarianceFilter()) == "all_wrong"
+    assert judge(scores(1, 1, 1), VarianceFilter()) == "all_right"
+    assert judge(scores(0.25, 0.25), VarianceFilter()) == "all_wrong"
+
+
+def test_a_group_of_one_passes_the_variance_filter() -> None:
+    assert judge(scores(0), VarianceFilter()) == "qualified"
+
+
+@given(st.floats(-1e6, 1e6), st.integers(2, 8))
+def test_float_noise_is_no_variance(value: float, n: int) -> None:
+    noisy = [float(np.float32(value))] + [value] * (n - 1)
+    assert qualifies(noisy, VarianceFilter(), 0.0) == "all_wrong"
+
+
+@given(st.floats(-1e3, 1e3), st.floats(0.01, 1.0))
+def test_a_difference_that_learning_can_see_is_variance(value: float, gap: float) -> None:
+    assert qualifies([value, value + gap], VarianceFilter(), 0.0) == "qualified"
+
+
+def test_a_band_takes_means_within_its_bounds_and_at_them() -> None:
+    band = BandFilter(low=0.25, high=0.75)
+    assert judge(scores(0, 0, 0, 1), band) == "qualified"
+    assert judge(scores(0, 1, 1, 1), band) == "qualified"
+    assert judge(scores(1, 1, 1, 1), band) == "all_right"
+    assert judge(scores(0, 0, 0, 0, 1), band) == "all_wrong"
+
+
+def test_a_band_is_not_missed_by_a_rounding_error() -> None:
+    assert judge(scores(0.1, 0.1, 0.1), BandFilter(low=0.1, high=0.1)) == "qualified"
+
+
+def test_the_metric_may_be_the_shaped_or_the_task_reward_or_a_key_of_the_scorer() -> None:
+    shaped = [
+        Score(-1.0, 0, {"task": -1.0, "overlong": 0.0}, {"steps": 3}),
+        Score(-1.5, 0, {"task": -1.0, "overlong": -0.5}, {"steps": 4}),
+    ]
+    assert judge(shaped, VarianceFilter(metric="reward")) == "qualified"
+    assert judge(shaped, VarianceFilter(metric="task_reward")) == "all_wrong"
+    assert judge(shaped, VarianceFilter(metric="steps")) == "qualified"
+    assert judge(shaped, VarianceFilter(metric="accuracy")) == "all_wrong"
+
+
+def test_a_missing_metric_is_named_with_what_the_scorer_gives() -> None:
+    with pytest.raises(RewardError, match=r"'style'.*accuracy, reward, task_reward, steps;"):
+        judge(scores(0, 1, steps=3, pred="12"), VarianceFilter(metric="style"))
+
+
+@pytest.mark.parametrize("value", ["many", None, float("nan"), float("inf")])
+def test_a_metric_that_is_no_finite_number_is_refused(value: object) -> None:
+    with pytest.raises(RewardError, match="'pred' must be a finite number"):
+        judge(scores(0, 1, pred=value), VarianceFilter(metric="pred"))
+
+
+def test_answers_whose_scoring_failed_may_lack_the_metric() -> None:
+    failed = Score(0.0, 0.0, error="timed out")
+    known = [Score(0.0, 0.0, extra={"steps": k}) for k in (1, 2)]
+    rule = VarianceFilter(metric="steps")
+    assert judge([failed, *known], rule) == "qualified"
+    assert judge([failed, known[0]], rule) == "all_wrong"
+    assert judge([failed, failed], rule) == "all_wrong"
+    assert judge([failed, failed], BandFilter(metric="steps")) == "all_wrong"

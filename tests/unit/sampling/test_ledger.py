@@ -1,0 +1,660 @@
+"""The ledger under random orders of events, against a model that is slow and plain."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import asdict
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines import prompt, written
+from winnow.config.sampling import SamplingConfig
+from winnow.rollout.single_turn import answer_seed
+from winnow.sampling.ledger import Ledger
+from winnow.sampling.lives import Settled
+from winnow.sampling.report import StepGroups
+from winnow.types import Score, Segment, Trajectory
+
+CLASSES = ("trained", "all_right", "all_wrong", "surplus", "stale", "failed")
+
+
+def segment(group: int, answer: int, length: int, version: int = 0) -> Segment:
+    return written(1000 * group + answer, 0, length, version)
+
+
+def whole(group: int, answer: int, length: int, version: int = 0) -> Trajectory:
+    reason = "length" if length >= 12 else "stop"
+    return Trajectory((segment(group, answer, length, version),), reason)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality of plain states with arrays in them."""
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b) and type(a) is type(b)
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(k, str | int) and is_plain(v) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return type(value) in (int, float, str, bool, type(None), np.ndarray)
+
+
+def copy_of(ledger: Ledger, n: int, drop_failed_scores: bool) -> Ledger:
+    state = ledger.state_dict()
+    assert is_plain(state)
+    copy = Ledger(ledger.config, n, drop_failed_scores=drop_failed_scores)
+    copy.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert same(copy.state_dict(), state)
+    return copy
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SamplingConfig:
+    staleness = draw(st.integers(0, 2), "max_staleness")
+    return SamplingConfig(
+        groups_per_step=draw(st.integers(1, 4), "N"),
+        max_staleness=staleness,
+        lookahead=draw(st.sampled_from([x for x in (0, 0.5, 1, 1.5, 2) if x <= staleness])),
+        max_groups_per_step=draw(st.sampled_from([None, 1, 6, 12])),
+        commit=draw(st.sampled_from(["admission_order", "admission_order", "completion_order"])),
+        max_attempts=draw(st.integers(1, 2)),
+        rate_decay=draw(st.sampled_from([0.5, 0.98])),
+    )
+
+
+class World:
+    """Engine, scorers and trainer that do what they like, and a model beside the ledger.
+
+    The model is dictionaries by group id and looks at every group at every event.
+    """
+
+    def __init__(self, config: SamplingConfig, n: int, drop_failed_scores: bool, seed: int) -> None:
+        self.config = config
+        self.n = n
+        self.drop_failed_scores = drop_failed_scores
+        self.chance = Random(seed)
+        self.p_right = self.chance.choice([0.1, 0.5, 0.8])
+        self.in_order = config.commit == "admission_order"
+        self.ledger = Ledger(config, n, drop_failed_scores=drop_failed_scores)
+        self.version = 0
+        self.steps = 0
+        self.generated = 0
+        self.admitted: list[int] = []  # version at admission, by id
+        self.running: dict[tuple[int, int], int] = {}  # answer -> length sent to the engine
+        self.unscored: set[tuple[int, int]] = set()
+        self.lengths: dict[tuple[int, int], int] = {}
+        self.failures: dict[tuple[int, int], int] = {}
+        self.accuracy: dict[int, list[float]] = {}
+        self.verdicts: dict[int, str] = {}  # closed groups, in the order in which they closed
+        self.fates: dict[int, str] = {}
+        self.cut_after = -1
+        self.ledger.begin_step(0)
+
+    def run(self, events: int) -> None:
+        for _ in range(events):
+            self.happen()
+            self.check()
+
+    def happen(self) -> None:
+        """One event, of those that can be."""
+        possible = {
+            self.admit: 4 * self.ledger.may_admit(),
+            self.dispatch: 4 * bool(self.ledger.lives.waiting),
+            self.engine_event: 10 * bool(self.running),
+            self.engine_forgets: 0.05 * bool(self.running),
+            self.score: 10 * bool(self.unscored),
+            self.cut: 4 * self.ledger.cut_is_due(),
+            self.go_on_from_a_checkpoint: 0.5,
+        }
+        (event,) = self.chance.choices(list(possible), list(possible.values()))
+        event()
+
+    # Events
+
+    def admit(self) -> None:
+        for _ in range(self.chance.randint(1, 4)):
+            if self.ledger.may_admit():
+                group_id = self.ledger.admit(prompt(len(self.admitted) % 5))
+                assert group_id == len(self.admitted)
+                self.admitted.append(self.version)
+                self.accuracy[group_id] = []
+
+    def dispatch(self) -> None:
+        batch = self.ledger.dispatch()
+        assert [ask.group_id for ask in batch] == sorted(ask.group_id for ask in batch)
+        for ask in batch:
+            assert ask.group_id not in self.verdicts
+            for index, prefix in ask.prefixes.items():
+                key = (ask.group_id, index)
+                assert key not in self.running
+                self.running[key] = len(prefix) if prefix else 0
+                assert self.running[key] == self.lengths.get(key, 0)
+
+    def engine_event(self) -> None:
+        key = self.chance.choice(sorted(self.running))
+        kind = self.chance.choices("fax", [20, 1, 1])[0]
+        more = self.chance.randint(1, 6)
+        if kind == "f":
+            self.finish(key, more)
+        elif kind == "a":
+            self.come_back(key, more)
+            self.ledger.aborted(*key, segment(*key, self.lengths[key]), stalled=True)
+            self.count_failure(key)
+        else:
+            self.come_back(key, more - 1)
+            self.ledger.failed(*key, segment(*key, self.lengths[key]), "broken")
+            self.count_failure(key)
+
+    def engine_forgets(self) -> None:
+        lost = sorted(self.running)
+        self.running.clear()
+        self.ledger.lose_running("lost")
+        for key in lost:
+            self.count_failure(key)
+
+    def score(self) -> None:
+        key = self.chance.choice(sorted(self.unscored))
+        self.give_score(key, self.chance.random() < self.p_right, self.chance.random() < 0.03)
+
+    def cut(self) -> None:
+        finish = self.chance.random() < 0.3
+        for key in sorted(self.running):
+            if self.chance.random() < 0.3:
+                self.finish(key, 1)
+            else:
+                self.come_back(key, 1)
+                self.ledger.aborted(*key, segment(*key, self.lengths[key]), stalled=False)
+        if finish:
+            for key in sorted(self.unscored):
+                self.give_score(key, self.chance.random() < 0.5, False)
+        if self.ledger.committable == 0:
+            self.ledger.pass_bound()
+            assert not self.ledger.in_flight
+            assert not self.ledger.qualified
+            return
+        self.commit()
+
+    def go_on_from_a_checkpoint(self) -> None:
+        self.ledger = copy_of(self.ledger, self.n, self.drop_failed_scores)
+
+    # The model's side of events
+
+    def come_back(self, key: tuple[int, int], more: int) -> None:
+        length = self.running.pop(key) + more
+        self.generated += more
+        self.lengths[key] = length
+
+    def finish(self, key: tuple[int, int], more: int) -> None:
+        self.come_back(key, more)
+        length = self.lengths[key]
+        self.ledger.finished(*key, whole(*key, length, self.admitted[key[0]]))
+        if key[0] not in self.verdicts:
+            self.unscored.add(key)
+
+    def count_failure(self, key: tuple[int, int]) -> None:
+        self.failures[key] = self.failures.get(key, 0) + 1
+        if self.failures[key] > self.config.max_attempts and key[0] not in self.verdicts:
+            self.close(key[0], "failed")
+
+    def give_score(self, key: tuple[int, int], right: bool, failed: bool) -> None:
+        self.unscored.discard(key)
+        score = Score(0.0, float(right and not failed), error="no" if failed else "")
+        self.ledger.scored(*key, score)
+        group = key[0]
+        if group in self.verdicts:
+            return
+        self.accuracy[group].append(score.accuracy)
+        if failed and self.drop_failed_scores:
+            self.close(group, "failed")
+        elif len(self.accuracy[group]) == self.n:
+            mixed = len(set(self.accuracy[group])) == 2 or self.n == 1
+            alike = "all_right" if self.accuracy[group][0] else "all_wrong"
+            self.close(group, "qualified" if mixed else alike)
+
+    def close(self, group: int, verdict: str) -> None:
+        self.verdicts[group] = verdict
+        self.unscored = {key for key in self.unscored if key[0] != group}
+
+    def commit(self) -> None:
+        expected = self.groups_to_train()
+        live = [g for g in range(len(self.admitted)) if self.is_live(g)]
+        looked = [g for g in range(len(self.admitted)) if g > self.cut_after]
+        step = self.ledger.commit()
+        assert [group.id for group in step.groups] == sorted(expected)
+        self.check_trained(step)
+        self.enter(step)
+        self.steps += 1
+        short = len(expected) < self.config.groups_per_step
+        assert step.short == short
+        if self.config.max_staleness == 0:
+            kept: list[int] = []
+            dropped = [g for g in live if g not in expected]
+            if self.in_order:
+                last = len(self.admitted) - 1 if short else max(expected)
+                dropped = [g for g in looked if g > last]
+            assert [int(p.uid) for p in step.returned] == [g % 5 for g in dropped]
+            assert all(self.fates[g] == "surplus" for g in dropped if g in live)
+            for g in dropped:
+                self.verdicts.setdefault(g, "dropped")
+        else:
+            kept = [g for g in live if g not in expected]
+            assert step.returned == ()
+        assert [g for g in range(len(self.admitted)) if self.is_live(g)] == kept
+        assert step.counts.carried_open + step.counts.carried_qualified == len(kept)
+        if self.in_order:
+            whole_prefix = short or self.config.max_staleness == 0
+            self.cut_after = len(self.admitted) - 1 if whole_prefix else max(expected)
+        self.forget_dropped()
+        self.version += 1
+        assert len(self.ledger.begin_step(self.version)) == 0 or not self.in_order
+        self.note_stale()
+
+    def groups_to_train(self) -> list[int]:
+        waiting = [g for g, v in self.verdicts.items() if v == "qualified" and g not in self.fates]
+        n = self.config.groups_per_step
+        if not self.in_order:
+            return waiting[:n]
+        # The earliest admitted that qualify, provided that every earlier group is closed.
+        first_open = next(
+            (g for g in range(len(self.admitted)) if g not in self.verdicts), math.inf
+        )
+        ready = sorted(g for g in waiting if g < first_open)
+        return ready[:n]
+
+    def check_trained(self, step: StepGroups) -> None:
+        for settled in step.trained:
+            assert len(settled.group.answers) == self.n
+            assert settled.admitted_version == self.admitted[settled.group.id]
+            assert settled.staleness == self.version - self.admitted[settled.group.id]
+            assert settled.staleness <= self.config.max_staleness
+            assert all(a.score is not None for a in settled.group.answers)
+
+    def enter(self, step: StepGroups) -> None:
+        for settled in (*step.trained, *step.discarded):
+            assert settled.group.id not in self.fates or self.fates[settled.group.id] == "?"
+            self.fates[settled.group.id] = settled.fate
+            self.check_tokens(settled)
+        delta = asdict(step.counts.tokens)
+        assert delta["generated"] == sum(delta[c] for c in CLASSES) + delta["in_progress"]
+
+    def check_tokens(self, settled: Settled) -> None:
+        group = settled.group.id
+        lengths = [length for key, length in self.lengths.items() if key[0] == group]
+        assert settled.tokens == sum(lengths)
+        verdict = self.verdicts.get(group)
+        if settled.fate == "trained":
+            assert verdict == "qualified"
+        elif settled.fate in ("all_right", "all_wrong", "failed"):
+            assert verdict == settled.fate
+        else:
+            assert verdict in (None, "qualified", "dropped")
+
+    def forget_dropped(self) -> None:
+        self.unscored = {key for key in self.unscored if self.is_live(key[0])}
+
+    def note_stale(self) -> None:
+        for settled in self.ledger.books.settled:
+            group = settled.group.id
+            assert settled.fate == "stale"
+            assert not self.in_order
+            assert self.version - self.admitted[group] > self.config.max_staleness
+            self.fates[group] = "?"
+            self.verdicts.setdefault(group, "dropped")
+        self.forget_dropped()
+
+    def is_live(self, group: int) -> bool:
+        return self.verdicts.get(group) in (None, "qualified") and group not in self.fates
+
+    # What always holds
+
+    def check(self) -> None:
+        self.every_token_is_booked_once_or_in_progress()
+        self.no_group_is_lost()
+        self.the_engine_has_what_the_ledger_thinks()
+        self.a_cut_is_due_exactly_when_the_model_says()
+        self.something_can_always_happen()
+        self.no_more_groups_live_than_the_rule_allows()
+
+    def every_token_is_booked_once_or_in_progress(self) -> None:
+        account = self.ledger.account.read()
+        assert account.generated == self.generated == sum(self.lengths.values())
+        assert account.generated == account.settled + account.in_progress
+        lives = self.ledger.lives
+        pools = (lives.open, lives.qualified, lives.doomed)
+        recount = sum(
+            len(answer.prefix or ())
+            + (answer.trajectory.generated_tokens if answer.trajectory else 0)
+            for pool in pools
+            for life in pool.values()
+            for answer in life.answers
+        )
+        assert account.in_progress == recount
+
+    def no_group_is_lost(self) -> None:
+        lives = self.ledger.lives
+        alive = {*lives.open, *lives.qualified}
+        assert alive == {g for g in range(len(self.admitted)) if self.is_live(g)}
+        ended = {s.group.id for s in self.ledger.books.settled} | set(self.fates)
+        assert alive | ended | set(lives.doomed) == set(range(len(self.admitted)))
+        assert not ended & set(lives.doomed)
+
+    def the_engine_has_what_the_ledger_thinks(self) -> None:
+        lives = self.ledger.lives
+        assert lives.with_engine() == sorted(self.running)
+        assert lives.running == len(self.running)
+        assert lives.unscored() == sorted(self.unscored)
+
+    def a_cut_is_due_exactly_when_the_model_says(self) -> None:
+        opened = [g for g in range(len(self.admitted)) if g not in self.verdicts]
+        full = len(self.groups_to_train()) == self.config.groups_per_step
+        at_bound = self.ledger.looked_at >= self.ledger.bound and not opened
+        assert self.ledger.cut_is_due() == (full or at_bound)
+
+    def something_can_always_happen(self) -> None:
+        assert (
+            self.running
+            or self.unscored
+            or self.ledger.lives.waiting
+            or self.ledger.may_admit()
+            or self.ledger.cut_is_due()
+        )
+
+    def no_more_groups_live_than_the_rule_allows(self) -> None:
+        assert self.ledger.looked_at <= self.ledger.bound
+        staleness = self.config.max_staleness
+        if staleness:
+            live = self.ledger.qualified + self.ledger.in_flight
+            assert live <= self.config.groups_per_step * (1 + staleness)
+
+
+SEEDS = st.integers(0, 2**32)
+
+
+@settings(max_examples=150, deadline=None)
+@given(configs(), st.integers(1, 3), st.booleans(), SEEDS)
+def test_in_any_order_of_events_the_ledger_does_what_the_model_says(
+    config: SamplingConfig, n: int, drop_failed_scores: bool, seed: int
+) -> None:
+    World(config, n, drop_failed_scores, seed).run(events=250)
+
+
+@settings(max_examples=40, deadline=None)
+@given(configs(), st.integers(1, 3), st.booleans(), SEEDS, st.integers(1, 20))
+def test_a_ledger_restored_at_any_event_goes_on_as_if_nothing_had_been(
+    config: SamplingConfig, n: int, drop_failed_scores: bool, seed: int, every: int
+) -> None:
+    undisturbed = World(config, n, drop_failed_scores, seed)
+    restored = World(config, n, drop_failed_scores, seed)
+    for event in range(120):
+        undisturbed.happen()
+        restored.happen()
+        if event % every == 0:
+            restored.ledger = copy_of(restored.ledger, n, drop_failed_scores)
+    assert same(restored.ledger.state_dict(), undisturbed.ledger.state_dict())
+
+
+class Destined(World):
+    """Whether a group qualifies depends on its id, when it finishes on the seed."""
+
+    def give_score(self, key: tuple[int, int], right: bool, failed: bool) -> None:
+        super().give_score(key, destined(key[0]) and key[1] == 0, False)
+
+
+def destined(group: int) -> bool:
+    return answer_seed(0, group, 0) % 3 == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 2), SEEDS)
+def test_what_is_trained_does_not_depend_on_who_finishes_first(
+    n: int, ahead: int, seed: int
+) -> None:
+    config = SamplingConfig(groups_per_step=n, max_staleness=2, lookahead=ahead, max_attempts=1000)
+    world = Destined(config, 2, False, seed)
+    world.run(events=400)
+    trained = sorted(group for group, fate in world.fates.items() if fate == "trained")
+    qualifying = filter(destined, range(len(world.admitted)))
+    assert trained == list(qualifying)[: len(trained)]
+    assert len(trained) == n * world.steps
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 3), st.sampled_from([0, 0.5, 1, 1.5, 2, 3]), SEEDS)
+def test_admission_alone_bounds_staleness(n: int, staleness: int, ahead: float, seed: int) -> None:
+    config = SamplingConfig(
+        groups_per_step=n, max_staleness=staleness, lookahead=min(ahead, staleness)
+    )
+    world = World(config, 3, False, seed)
+    # Luck that deceives p̂: hardly anything qualifies for long, then most groups do.
+    for p_right in (0.02, 0.5, 0.02, 0.5):
+        world.p_right = p_right
+        for _ in range(150):
+            world.happen()
+    assert world.steps
+    assert "stale" not in world.fates.values()
+
+
+def start(**settings: Any) -> Ledger:
+    ledger = Ledger(SamplingConfig(**settings), n=2)
+    ledger.begin_step(0)
+    return ledger
+
+
+def admit_all(ledger: Ledger) -> list[int]:
+    ids = []
+    while ledger.may_admit():
+        ids.append(ledger.admit(prompt(ledger.looked_at)))
+    ledger.dispatch()
+    return ids
+
+
+def finish(ledger: Ledger, group: int, accuracies: tuple[float, float], length: int = 5) -> None:
+    for index, accuracy in enumerate(accuracies):
+        ledger.finished(group, index, whole(group, index, length, ledger.version))
+        ledger.scored(group, index, Score(accuracy, accuracy))
+
+
+def halt(ledger: Ledger, length: int = 3) -> None:
+    for group, index in ledger.lives.with_engine():
+        ledger.aborted(group, index, segment(group, index, length, ledger.version), stalled=False)
+
+
+def test_a_step_waits_for_every_group_before_its_last() -> None:
+    ledger = start(groups_per_step=2)
+    assert admit_all(ledger) == [0, 1, 2, 3]
+    finish(ledger, 1, (0, 1))
+    finish(ledger, 3, (0, 1))
+    finish(ledger, 2, (1, 1))
+    assert not ledger.cut_is_due()
+    finish(ledger, 0, (1, 0))
+    assert ledger.cut_is_due()
+    halt(ledger)
+    assert [g.id for g in ledger.commit().groups] == [0, 1]
+
+
+def test_later_groups_are_all_kept_finished_or_not_and_resume_from_their_prefix() -> None:
+    ledger = start(groups_per_step=1)
+    assert admit_all(ledger) == [0, 1]
+    ledger.finished(1, 0, whole(1, 0, 9))
+    ledger.scored(1, 0, Score(1, 1))
+    finish(ledger, 0, (0, 1))
+    halt(ledger, length=4)
+    step = ledger.commit()
+    assert [g.id for g in step.groups] == [0]
+    assert step.returned == ()
+    assert step.counts.carried_open == 1
+    ledger.begin_step(1)
+    (ask,) = ledger.dispatch()
+    assert ask.group_id == 1
+    assert list(ask.prefixes) == [1]
+    assert len(ask.prefixes[1] or ()) == 4
+    ledger.finished(1, 1, whole(1, 1, 7))
+    ledger.scored(1, 1, Score(0, 0))
+    step = ledger.commit()
+    assert [(s.group.id, s.staleness) for s in step.trained] == [(1, 1)]
+
+
+def test_without_staleness_later_groups_are_all_dropped_and_their_prompts_return_in_order() -> None:
+    ledger = start(groups_per_step=1, max_staleness=0)
+    ids = admit_all(ledger)
+    ids += [ledger.admit(prompt(n)) for n in (2, 3)]
+    ledger.dispatch()
+    finish(ledger, 3, (0, 1))
+    finish(ledger, 2, (0, 0))
+    finish(ledger, 0, (0, 1))
+    halt(ledger, length=3)
+    step = ledger.commit()
+    assert [g.id for g in step.groups] == [0]
+    # The group that closed without qualifying is among them: it was fast, not looked at.
+    assert [p.uid for p in step.returned] == ["1", "2", "3"]
+    tokens = step.counts.tokens
+    assert (tokens.trained, tokens.all_wrong, tokens.surplus) == (10, 10, 16)
+    assert tokens.in_progress == 0
+    assert ledger.in_flight == ledger.qualified == ledger.looked_at == 0
+
+
+def test_groups_behind_an_open_one_tell_the_estimate_nothing() -> None:
+    ledger = start(groups_per_step=2, max_staleness=0)
+    admit_all(ledger)
+    finish(ledger, 1, (0, 0))
+    finish(ledger, 2, (0, 0))
+    assert ledger.rate.rate == 0.5
+    finish(ledger, 0, (0, 1))
+    assert ledger.rate.rate < 0.5
+    before = ledger.rate.rate
+    for extra in range(3, 6):
+        ledger.admit(prompt(extra))
+    ledger.dispatch()
+    finish(ledger, 5, (0, 1))
+    finish(ledger, 3, (0, 1))
+    after_cut = ledger.rate.rate
+    assert after_cut > before
+    halt(ledger)
+    ledger.commit()
+    assert ledger.rate.rate == after_cut
+
+
+def test_an_answer_is_retried_behind_its_prefix_three_times_then_its_group_failed() -> None:
+    ledger = start(groups_per_step=1)
+    admit_all(ledger)
+    ledger.finished(0, 1, whole(0, 1, 6))
+    for attempt in range(3):
+        ledger.failed(0, 0, segment(0, 0, 2 + attempt), "out of memory")
+        (ask,) = ledger.dispatch()
+        assert len(ask.prefixes[0] or ()) == 2 + attempt
+    assert ledger.tally.retried_answers == 3
+    ledger.failed(0, 0, segment(0, 0, 0), "out of memory")
+    assert ledger.dispatch() == []
+    assert 0 not in ledger.lives.open
+    assert ledger.books.fates()["failed"] == 1
+    assert ledger.account.booked["failed"] == 4 + 6
+    assert ledger.tally.last_error == "out of memory"
+
+
+def test_tokens_of_a_failed_group_that_still_runs_are_booked_when_they_are_back() -> None:
+    ledger = start(groups_per_step=1, max_attempts=1)
+    admit_all(ledger)
+    ledger.failed(0, 0, None, "x")
+    ledger.dispatch()
+    ledger.failed(0, 0, segment(0, 0, 3), "x")
+    assert list(ledger.lives.doomed) == [0]
+    assert ledger.account.booked["failed"] == 0
+    ledger.aborted(0, 1, segment(0, 1, 5), stalled=True)
+    assert ledger.account.booked["failed"] == 8
+
+
+def test_a_failed_scoring_drops_its_group_when_asked() -> None:
+    for drop, fate in [(True, "failed"), (False, "all_wrong")]:
+        ledger = Ledger(SamplingConfig(groups_per_step=1), 2, drop_failed_scores=drop)
+        admit_all(ledger)
+        ledger.finished(0, 0, whole(0, 0, 4))
+        ledger.finished(0, 1, whole(0, 1, 4))
+        ledger.scored(0, 0, Score(0, 0, error="timed out"))
+        ledger.scored(0, 1, Score(0, 0))
+        assert ledger.books.fates()[fate] == 1
+
+
+def test_truncation_is_counted_beside_the_fates() -> None:
+    ledger = start(groups_per_step=1)
+    admit_all(ledger)
+    ledger.finished(0, 0, whole(0, 0, 12))
+    ledger.finished(0, 1, whole(0, 1, 5))
+    ledger.scored(0, 0, Score(0, 0))
+    ledger.scored(0, 1, Score(1, 1))
+    halt(ledger, 0)
+    tokens = ledger.commit().counts.tokens
+    assert (tokens.trained, tokens.truncated_tokens, tokens.truncated_answers) == (17, 12, 1)
+
+
+def test_at_the_bound_a_step_is_short_and_later_ones_start_afresh() -> None:
+    ledger = start(groups_per_step=2, max_groups_per_step=3)
+    for _ in range(3):
+        assert ledger.may_admit()
+        ledger.admit(prompt(0))
+    assert not ledger.may_admit()
+    ledger.dispatch()
+    finish(ledger, 0, (0, 0))
+    finish(ledger, 1, (0, 1))
+    assert not ledger.cut_is_due()
+    finish(ledger, 2, (1, 1))
+    step = ledger.commit()
+    assert step.short
+    assert [g.id for g in step.groups] == [1]
+    assert (step.counts.looked_at, ledger.short_steps, ledger.looked_at) == (3, 1, 0)
+
+
+def test_the_default_bound_is_ten_times_the_step() -> None:
+    assert start(groups_per_step=7).bound == 70
+
+
+def test_carried_groups_count_towards_the_next_bound() -> None:
+    ledger = start(groups_per_step=1, max_groups_per_step=3, max_staleness=2)
+    assert admit_all(ledger) == [0, 1]
+    finish(ledger, 0, (0, 1))
+    halt(ledger)
+    assert ledger.commit().counts.looked_at == 1
+    assert ledger.looked_at == 1
+
+
+def test_completion_order_takes_whoever_finishes_first() -> None:
+    ledger = start(groups_per_step=1, commit="completion_order")
+    admit_all(ledger)
+    finish(ledger, 1, (0, 1))
+    assert ledger.cut_is_due()
+    halt(ledger)
+    assert [g.id for g in ledger.commit().groups] == [1]
+
+
+def test_completion_order_drops_what_was_overtaken_for_too_long() -> None:
+    ledger = start(groups_per_step=1, commit="completion_order", max_staleness=1)
+    admit_all(ledger)
+    for version in (1, 2):
+        group = ledger.admit(prompt(10 + version))
+        ledger.dispatch()
+        finish(ledger, group, (0, 1))
+        halt(ledger, length=2)
+        ledger.commit()
+        returned = ledger.begin_step(version)
+    assert [p.uid for p in returned] == ["0", "1"]
+    assert ledger.account.booked["stale"] == 8
+
+
+def test_an_answer_that_is_not_with_the_engine_cannot_come_back() -> None:
+    ledger = start(groups_per_step=1)
+    admit_all(ledger)
+    ledger.finished(0, 0, whole(0, 0, 4))
+    with pytest.raises(AssertionError, match="answer 0 of group 0"):
+        ledger.finished(0, 0, whole(0, 0, 4))
