@@ -55,6 +55,17 @@ def read_layers(recipe: str) -> list[Layer]:
     return list(_layers(_find(recipe), ()))
 
 
+def is_encodable(text: str) -> bool:
+    """Whether text can be written to a file: it holds no half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def to_yaml(tree: Mapping[str, Any]) -> str:
+    """A tree as the text of a recipe file."""
+    text = yaml.dump(tree, Dumper=_RecipeDumper, sort_keys=False, allow_unicode=True, width=100)
+    return str(text)
+
+
 def _find(recipe: str) -> Path:
     shipped = RECIPES / f"{recipe}.yaml"
     if recipe in available_recipes():
@@ -145,7 +156,7 @@ def _read(path: Path) -> Layer:
         raise ConfigError(f"recipe {path}, line {line}: {problem}; mend the YAML there") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        problem = f"character #x{ord(str(error.character)[0]):02x} is not allowed"
+        problem = f"character {text[error.position]!r} is not allowed"
         raise ConfigError(f"recipe {path}, line {line}: {problem}; remove it") from None
     except RecursionError:
         raise ConfigError(f"recipe {path} is nested too deeply; flatten it") from None
@@ -186,6 +197,12 @@ def _lines(
 class _RecipeLoader(yaml.SafeLoader):
     """YAML 1.2's plain values only; keys are always text and never appear twice."""
 
+    def construct_scalar(self, node: ScalarNode | MappingNode) -> Any:
+        text = super().construct_scalar(node)
+        if not is_encodable(text):
+            raise ConstructorError(None, None, "half a character (surrogate)", node.start_mark)
+        return text
+
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
@@ -200,8 +217,17 @@ class _RecipeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _RecipeDumper(yaml.SafeDumper):
+    """Quotes what either version of YAML would take for something else than text."""
+
+    def represent_text(self, text: str) -> ScalarNode:
+        """Text; `next line`, which PyYAML would write as a line's end, is escaped."""
+        return self.represent_scalar(f"{_TAG}str", text, style='"' if "\x85" in text else None)
+
+
 _TAG = "tag:yaml.org,2002:"
 _KINDS = {"bool", "int", "float", "null", "str", "seq", "map"}
+_RecipeDumper.add_representer(str, _RecipeDumper.represent_text)
 _RecipeLoader.yaml_implicit_resolvers = {}
 for _name, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -211,7 +237,8 @@ for _name, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("merge", r"<<", "<"),
 ):
-    _RecipeLoader.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), list(_first))
+    for _class in (_RecipeLoader, _RecipeDumper):
+        _class.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), list(_first))
 _RecipeLoader.yaml_constructors = {
     tag: constructor
     for tag, constructor in yaml.SafeLoader.yaml_constructors.items()

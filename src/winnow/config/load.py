@@ -7,15 +7,15 @@ sections (`checks`). Every fault is a `ConfigError` of one line a fault.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import ValidationError
 
 from winnow.config.base import Section
 from winnow.config.checks import check_config
-from winnow.config.files import available_recipes, read_layers
+from winnow.config.files import available_recipes, read_layers, to_yaml
 from winnow.config.messages import nearest_keys, show, truth_value_lines, validation_lines
 from winnow.config.root import Config
 from winnow.config.schema import all_keys, allowed, join, lookup, variants
@@ -32,6 +32,9 @@ __all__ = [
     "load_recipe",
     "resolve_recipe",
 ]
+
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+"""With the backslashes before it, which then count as escapes."""
 
 ABSENT = "(absent)"
 """Stands for the value of a key that a configuration's variants do not have."""
@@ -77,8 +80,7 @@ def resolve_recipe(recipe: str, overrides: Sequence[str] = ()) -> Config:
 
 def dump_config(config: Config) -> str:
     """A configuration as a recipe in YAML that loads back to an equal one."""
-    tree = _escaped(config.model_dump(mode="json"))
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
+    return to_yaml(_escaped(config.model_dump(mode="json")))
 
 
 def _escaped(value: Any) -> Any:
@@ -87,7 +89,7 @@ def _escaped(value: Any) -> Any:
         return {key: _escaped(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_escaped(inner) for inner in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    return _INTERPOLATION.sub(r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 class KeyHelp(NamedTuple):

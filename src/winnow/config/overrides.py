@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
+from winnow.config.files import is_encodable
 from winnow.config.messages import show, spell
 from winnow.config.schema import Path, is_table, is_text, join, lookup, variants
 from winnow.config.tree import Tree
@@ -65,12 +66,14 @@ class _Override:
 
 
 def _parse(text: str) -> _Override:
+    if not is_encodable(text):
+        raise ConfigError(f"override {show(text)} is not valid UTF-8; type it anew")
     try:
         (parsed,) = OverridesParser.create().parse_overrides([text])
     except HydraException as error:
         said = [line.strip() for line in str(error).splitlines()]
         reasons = [line for line in said if text not in line and not line.startswith(("^", "See"))]
-        because = f" ({reasons[0]})" if reasons else ""
+        because = f" ({reasons[0]})" if reasons and reasons[0].isprintable() else ""
         remedy = "write KEY=VALUE, with special characters in quotes: KEY='\"a: b\"'"
         if "=" not in text and text.isprintable() and text:
             because, remedy = "", f"write {text}=VALUE"
@@ -138,7 +141,8 @@ def _command(tree: Tree, override: _Override) -> str | None:
             tree.problems.append(tree.unknown_variant(override.union, value, COMMAND_LINE))
         return None
     text = override.text
-    if is_text(field) and isinstance(value, bool | int | float):
+    is_whole_table = is_table(field) and tree.find(path[:-1])[0] is not field
+    if is_text(field) and not is_whole_table and isinstance(value, bool | int | float):
         value = override.text
         text = QuotedString(value, Quote.single).with_quotes()
     before = len(tree.problems)

@@ -1,0 +1,157 @@
+"""Rules across sections: each contradiction names both fields, their values and a remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from winnow.config.checks import RULES
+from winnow.config.load import load_recipe
+from winnow.errors import ConfigError
+
+FILES = ["warm_start=none", "data/task=none", "model.path=M"]
+# Overrides of the quickstart that contradict each other, what the line must say, and a way out.
+CASES = [
+    (
+        ["rollout.n=1"],
+        ["rollout.n=1", "sampling/filter=variance", "algorithm/advantage=grpo", "2 or more"],
+        ["rollout.n=1", "sampling/filter=none"],
+    ),
+    (
+        ["reward.overlong.buffer_tokens=200"],
+        ["reward.overlong.buffer_tokens=200", "rollout.max_response_tokens=128", "at most 128"],
+        ["reward.overlong.buffer_tokens=128"],
+    ),
+    (
+        ["trainer.mini_batch_groups=15"],
+        ["sampling.groups_per_step=64", "trainer.mini_batch_groups=15", "such as 16"],
+        ["trainer.mini_batch_groups=null"],
+    ),
+    (
+        ["sampling.lookahead=1.5"],
+        ["sampling.lookahead=1.5", "sampling.max_staleness=1", "to 1 or less"],
+        ["sampling.lookahead=1.5", "sampling.max_staleness=2"],
+    ),
+    (
+        ["sampling.max_groups_per_step=63"],
+        ["sampling.max_groups_per_step=63", "sampling.groups_per_step=64", "64 or more"],
+        ["sampling.max_groups_per_step=64"],
+    ),
+    (
+        ["warm_start=none", "data/task=none", "model.path=M"],
+        ["data.train_files", "data/task=none", "set data.train_files=[FILE.parquet]"],
+        [*FILES, "data.train_files=[a.parquet]"],
+    ),
+    (
+        ["data.train_files=[a.parquet]"],
+        ["data.train_files=['a.parquet']", "data/task=sort_digits", "set data.train_files=[]"],
+        ["data.train_files=[]"],
+    ),
+    (
+        ["warm_start=none"],
+        ["model.path is null", "warm_start=none", "set model.path=FOLDER"],
+        ["warm_start=none", "model.path=M"],
+    ),
+    (
+        ["model.path=M"],
+        ["model.path=M", "warm_start=sft", "set model.path=null or warm_start=none"],
+        ["model.path=M", "warm_start=none"],
+    ),
+    (
+        ["model.tokenizer=T"],
+        ["model.tokenizer=T", "warm_start=sft", "set model.tokenizer=null"],
+        ["model.tokenizer=T", "model.path=M", "warm_start=none"],
+    ),
+    (
+        ["data/task=none", "data.train_files=[a.parquet]"],
+        ["warm_start=sft", "data/task=none", "choose data/task=sort_digits"],
+        [*FILES, "data.train_files=[a.parquet]"],
+    ),
+    (
+        ["rollout.top_p=0.9"],
+        ["rollout.top_p=0.9", "rollout.support=error", "set rollout.support=ignore"],
+        ["rollout.top_p=0.9", "rollout.support=ignore"],
+    ),
+    (
+        ["rollout.top_k=5", "rollout.min_p=0.1"],
+        ["rollout.top_k=5 and rollout.min_p=0.1", "set rollout.support=ignore"],
+        ["rollout.top_k=5", "rollout.min_p=0.1", "rollout.support=ignore"],
+    ),
+    (
+        ["algorithm.aggregation_norm_tokens=9"],
+        ["algorithm.aggregation_norm_tokens=9", "algorithm.aggregation=token-mean", "to null"],
+        ["algorithm.aggregation_norm_tokens=9", "algorithm.aggregation=seq-mean-token-sum-norm"],
+    ),
+    (
+        ["data.task.min_digits=9"],
+        ["data.task.min_digits=9", "data.task.max_digits=8", "lower the one"],
+        ["data.task.min_digits=8"],
+    ),
+    (
+        ["warm_start.demonstrations.working_share=0.6"],
+        ["guess_share=0.5", "working_share=0.6", "lower one"],
+        ["warm_start.demonstrations.working_share=0.5"],
+    ),
+    (
+        ["sampling/filter=band", "sampling.filter.low=0.9", "sampling.filter.high=0.1"],
+        ["sampling.filter.low=0.9", "sampling.filter.high=0.1", "raise the other"],
+        ["sampling/filter=band", "sampling.filter.low=0.5", "sampling.filter.high=0.5"],
+    ),
+    (
+        ["optim.warmup_steps=81"],
+        ["optim.warmup_steps=81", "trainer.steps=80", "80 or less"],
+        ["optim.warmup_steps=80"],
+    ),
+    (
+        ["warm_start.steps=9"],
+        ["warm_start.warmup_steps=50", "warm_start.steps=9", "9 or less"],
+        ["warm_start.steps=9", "warm_start.warmup_steps=9"],
+    ),
+    (
+        ["reward.function.path=f.py", "reward.scorers.a=gsm8k"],
+        ["reward.function.path=f.py", "reward.scorers (a)", "set reward.function.path=null"],
+        ["reward.function.path=f.py"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "parts", "mended"), CASES)
+def test_a_contradiction_names_both_fields_and_the_way_out(
+    overrides: list[str], parts: list[str], mended: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("quickstart", overrides)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert [part for part in parts if part not in said] == []
+    assert load_recipe("quickstart", mended)
+
+
+def test_every_rule_has_a_case() -> None:
+    # Two rules have two cases, for their two sides; the start has three.
+    assert len(CASES) == len(RULES) + 4
+
+
+def test_each_broken_rule_has_its_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("quickstart", ["rollout.n=1", "trainer.mini_batch_groups=15"])
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["sampling.commit=completion_order", "sampling.max_staleness=1"],
+        ["sampling.commit=completion_order", "sampling.max_staleness=0"],
+        ["reward.overlong.enabled=false", "reward.overlong.buffer_tokens=4096"],
+        ["rollout.n=1", "sampling/filter=band"],
+        ["evaluation.top_p=0.7", "evaluation.temperature=0"],
+        ["evaluation.every=1", "evaluation.before=true", *FILES, "data.train_files=[a.parquet]"],
+        ["sampling.filter.metric=whatever_the_scorer_gives"],
+        [
+            "warm_start.demonstrations.guess_share=0.1",
+            "warm_start.demonstrations.working_share=0.9",
+        ],
+    ],
+)
+def test_what_only_looks_like_a_contradiction_passes(overrides: list[str]) -> None:
+    assert load_recipe("quickstart", overrides)

@@ -1,0 +1,116 @@
+"""The recipes that ship: each validates, says what it is for, and holds what was published."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from winnow.config.files import RECIPES
+from winnow.config.load import available_recipes, load_recipe
+from winnow.config.root import Config
+from winnow.config.warm_start import SftWarmStart
+from winnow.errors import ConfigError
+
+TO_COMPLETE = ["model.path=FOLDER", "data.train_files=[train.parquet]"]
+DAPO_INSTRUCTION = (
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem."
+    '\n\n{prompt}\n\nRemember to put your answer on its own line after "Answer:".'
+)
+
+
+def load(name: str) -> Config:
+    return load_recipe(name, TO_COMPLETE if name in ("dapo-math", "gsm8k") else [])
+
+
+def test_these_recipes_ship() -> None:
+    assert available_recipes() == ["dapo-math", "dapo_qwen2.5_32b", "gsm8k", "quickstart"]
+
+
+@pytest.mark.parametrize("name", available_recipes())
+def test_a_shipped_recipe_validates_and_says_what_it_is_for(name: str) -> None:
+    assert load(name)
+    text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    assert f"winnow train {name}" in text
+
+
+@pytest.mark.parametrize("name", ["dapo-math", "gsm8k"])
+def test_a_recipe_to_be_completed_says_what_it_lacks(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(name)
+    data, model = str(caught.value).splitlines()
+    assert "set data.train_files=[FILE.parquet]" in data
+    assert "set model.path=FOLDER" in model
+
+
+def test_the_quickstart_is_as_specified() -> None:
+    config = load("quickstart")
+    task, start, loss = config.data.task, config.warm_start, config.algorithm.policy_loss
+    assert (task.name, task.min_digits, task.max_digits) == ("sort_digits", 4, 8)
+    assert isinstance(start, SftWarmStart)
+    assert (start.steps, start.batch_size, start.lr, start.warmup_steps) == (1000, 32, 5e-3, 50)
+    assert (start.betas, start.grad_clip) == ((0.9, 0.98), 1)
+    mix = start.demonstrations
+    assert (mix.guess_share, mix.guess_noise, mix.working_share) == (0.5, 3, 0.25)
+    assert (mix.step_error, mix.repeat) == (0.01, 0.75)
+    assert (loss.name, loss.clip_low, loss.clip_high, loss.dual_clip) == ("ppo_clip", 0.2, 0.28, 10)
+    assert config.algorithm.aggregation == "token-mean"
+    assert (config.sampling.groups_per_step, config.rollout.n) == (64, 8)
+    assert config.trainer.mini_batch_groups == 16
+    assert (config.rollout.max_response_tokens, config.rollout.engine.slots) == (128, 512)
+    assert (config.reward.overlong.enabled, config.reward.overlong.buffer_tokens) == (True, 48)
+    assert (config.sampling.filter.name, config.sampling.filter.metric) == ("variance", "accuracy")
+    assert (config.sampling.max_staleness, config.trainer.steps) == (1, 80)
+    optim = config.optim
+    assert (optim.lr, optim.schedule, optim.final_lr_ratio) == (4e-4, "linear", 0)
+    assert (optim.warmup_steps, optim.weight_decay) == (5, 0)
+
+
+def test_dapo_math_asks_with_the_published_instruction() -> None:
+    assert load("dapo-math").data.prompt_template == {"*": DAPO_INSTRUCTION}
+
+
+def test_gsm8k_asks_for_the_answer_after_hashes() -> None:
+    config = load("gsm8k")
+    assert "####" in config.data.prompt_template["*"]
+    assert config.algorithm == load("dapo-math").algorithm
+
+
+def test_the_published_configuration_is_complete() -> None:
+    config = load("dapo_qwen2.5_32b")
+    assert (config.sampling.groups_per_step, config.rollout.n) == (512, 16)
+    assert config.trainer.mini_batch_groups == 32
+    assert config.sampling.max_groups_per_step == 10 * 3 * 512
+    assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (2048, 20480)
+    assert config.reward.overlong.buffer_tokens == 4096
+    optim, loss = config.optim, config.algorithm.policy_loss
+    assert (optim.lr, optim.warmup_steps, optim.weight_decay) == (1e-6, 20, 0.1)
+    assert (loss.name, loss.clip_low, loss.clip_high, loss.dual_clip) == ("ppo_clip", 0.2, 0.28, 10)
+    assert (config.evaluation.temperature, config.evaluation.top_p) == (1.0, 0.7)
+
+
+def test_every_published_value_names_its_source() -> None:
+    text = (RECIPES / "dapo_qwen2.5_32b.yaml").read_text(encoding="utf-8")
+    values = [line for line in text.splitlines() if re.match(r"\s+(\w+: \S|- )", line)]
+    source = re.compile(r"# .*\b(paper|Paper|script|verl|Winnow)\b")
+    lines = text.splitlines()
+    unsourced = [
+        line
+        for line in values
+        if not source.search(line)
+        and not source.search(lines[lines.index(line) - 1])
+        and not re.search(r"name: ppo_clip", line)
+    ]
+    assert unsourced == []
+
+
+def test_the_paths_of_the_published_configuration_follow_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = load("dapo_qwen2.5_32b")
+    assert config.model.path == "/home/ada/verl/models/Qwen2.5-32B"
+    monkeypatch.delenv("HOME")
+    assert load("dapo_qwen2.5_32b").data.train_files == ("/root/verl/data/dapo-math-17k.parquet",)
