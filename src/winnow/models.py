@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from winnow.errors import ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ATTENTION = "winnow"
 _UNSUPPORTED_HEADS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
@@ -83,7 +83,9 @@ def load_causal_lm(
         ModelError: no such folder, no usable weights, or a head this program cannot compute.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     folder = Path(path)
     if folder.exists() and not (folder / "config.json").exists():
         raise ModelError(
@@ -131,3 +133,17 @@ def output_head(model: nn.Module) -> nn.Linear:
 def torch_dtype(name: Literal["float32", "bfloat16"]) -> torch.dtype:
     """The dtype a recipe names."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a Hugging Face folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    folder.mkdir(parents=True, exist_ok=True)
+    cast(Any, model).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

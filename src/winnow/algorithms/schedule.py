@@ -18,11 +18,12 @@ def lr_at(
     """The learning rate of every update of `step`.
 
     Warm-up step k runs at lr * k / warmup_steps, so the peak is at step max(warmup_steps, 1).
-    From there linear and cosine fall to lr * final_lr_ratio at the last step.
+    From there linear and cosine fall to lr * final_lr_ratio, which they would reach one step after
+    the last, so that no step is spent on a rate of zero.
 
     Args:
         step: counted from 1, in steps (not updates).
-        total_steps: of the run; later steps keep the last one's rate.
+        total_steps: of the run; later steps have the final rate.
         lr: the peak.
 
     Raises:
@@ -37,6 +38,6 @@ def lr_at(
     if schedule == "constant":
         return lr
     peak = max(warmup_steps, 1)
-    done = min((step - peak) / max(total_steps - peak, 1), 1.0)
+    done = min((step - peak) / max(total_steps + 1 - peak, 1), 1.0)
     left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return lr * (final_lr_ratio + (1 - final_lr_ratio) * left)

@@ -1,0 +1,148 @@
+"""The command line. Imports torch and its kin only inside commands that need them.
+
+Exit codes: 0 done, 1 our mistake, 2 yours (one line says which field, which value, what to do),
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from winnow.errors import WinnowError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from winnow.config.root import Config
+
+app = typer.Typer(
+    name="winnow",
+    help="Train language models by reinforcement learning from verifiable rewards.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or a YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Settings over the recipe's, in Hydra's grammar."
+    ),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Make the warm start anew.")]
+Step = Annotated[int | None, typer.Option(help="Checkpoint to take; the last by default.")]
+HelpConfig = Annotated[
+    bool,
+    typer.Option(
+        "--help-config",
+        help="List every setting with its default and meaning; a prefix such as optim may follow.",
+    ),
+]
+
+
+@app.command(no_args_is_help=True)
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    help_config: HelpConfig = False,
+) -> None:
+    """Train a recipe, for instance: winnow train quickstart."""
+    if help_config:
+        _print_settings(recipe, overrides or [])
+        return
+    config = _load(recipe, overrides)
+    from winnow.trainer.session import run_training
+
+    run_training(config, recipe, fresh, _console())
+
+
+@app.command(no_args_is_help=True)
+def sft(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
+    """Make a recipe's warm start alone: supervised fine-tuning on demonstrations."""
+    config = _load(recipe, overrides)
+    from winnow.trainer.session import run_sft
+
+    typer.echo(f"Warm start: {run_sft(config, fresh, _console())}")
+
+
+@app.command("eval", no_args_is_help=True)
+def evaluate(
+    run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME.")],
+    overrides: Overrides = None,
+    step: Annotated[
+        int | None, typer.Option(help="Checkpoint to take; the last by default.")
+    ] = None,
+) -> None:
+    """Ask a run's model its held-out prompts (settings: evaluation.n=16, data.eval_files=[…])."""
+    from winnow.trainer.commands import run_evaluation
+
+    run_evaluation(run, step, overrides or [], _console())
+
+
+@app.command(no_args_is_help=True)
+def export(
+    run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME.")],
+    target: Annotated[str, typer.Argument(help="Folder to make.")],
+    step: Annotated[
+        int | None, typer.Option(help="Checkpoint to take; the last by default.")
+    ] = None,
+) -> None:
+    """Write a run's model as a Hugging Face folder that AutoModelForCausalLM loads."""
+    from winnow.trainer.commands import run_export
+
+    typer.echo(f"Exported to {run_export(run, target, step)}")
+
+
+@app.command()
+def recipes() -> None:
+    """List the shipped recipes."""
+    from winnow.config.load import available_recipes
+
+    for name in available_recipes():
+        typer.echo(name)
+
+
+def _load(recipe: str, overrides: list[str] | None) -> Config:
+    from winnow.config.load import load_recipe
+
+    return load_recipe(recipe, overrides or [])
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _print_settings(recipe: str, words: list[str]) -> None:
+    """Settings as the recipe and overrides resolve them, under the prefixes among `words`."""
+    from winnow.config.load import describe_config, resolve_recipe
+
+    prefixes = [word for word in words if "=" not in word]
+    config = resolve_recipe(recipe, [word for word in words if "=" in word])
+    lines = [line for prefix in prefixes or [""] for line in describe_config(config, prefix)]
+    for line in lines:
+        only = f" [only with {line.variant}]" if line.variant else ""
+        typer.echo(f"{line.key}={line.default}  ({line.type}){only}\n    {line.meaning}")
+
+
+def main() -> None:
+    """Entry point: errors for the user become one line and exit code 2."""
+    try:
+        app()
+    except WinnowError as error:
+        for line in str(error).splitlines():
+            print(f"winnow: {line}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("winnow: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

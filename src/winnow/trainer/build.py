@@ -1,0 +1,294 @@
+"""From a recipe to the objects of a run: the one place where concrete classes are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from winnow.algorithms.advantages import ADVANTAGES
+from winnow.algorithms.schedule import lr_at
+from winnow.checkpoint import save_checkpoint
+from winnow.config.root import Config
+from winnow.config.sampling import BandFilter, VarianceFilter
+from winnow.data.build import evaluation_prompts, training_prompts
+from winnow.data.loader import PromptLoader
+from winnow.data.text import decoder
+from winnow.data.tokenizer import load_tokenizer, stop_token_ids
+from winnow.errors import ConfigError, ModelError
+from winnow.models import load_causal_lm, save_model, torch_dtype
+from winnow.observe.rollouts import Decode, choose_text_groups, write_rollouts
+from winnow.observe.run_folder import RunFolder
+from winnow.observe.sinks import Sinks
+from winnow.rewards.service import RewardService
+from winnow.rollout.engine import SamplingParams
+from winnow.rollout.torch_engine import TorchEngine
+from winnow.sampling.report import Progress, StepGroups
+from winnow.sampling.stream import Sampler
+from winnow.trainer.evaluate import EvaluationSettings, Evaluator
+from winnow.trainer.learner import Learned, Learner, LearnerSettings
+from winnow.trainer.loop import Course, Parts, Schedule
+from winnow.trainer.record import rollout_groups
+from winnow.trainer.scoring import TrainingScores
+from winnow.workers.policy import Policy, PolicyObjective
+from winnow.workers.single import SingleStrategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Policies:
+    """A model in memory with all that reads and writes its tokens."""
+
+    path: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    decode: Decode
+    vocabulary: int
+    """Ids below it are the tokenizer's; the embedding may be padded beyond."""
+    stop_ids: tuple[int, ...]
+
+
+def use_machine(config: Config) -> torch.device:
+    """Set the number of threads, and choose the device.
+
+    Raises:
+        ConfigError: run.device is cuda and there is none.
+    """
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
+    if config.run.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda")
+
+
+def load_policy(config: Config, path: str, device: torch.device) -> Policies:
+    """The model and tokenizer of a folder.
+
+    Raises:
+        ModelError: one of them is missing, broken, or they do not fit each other.
+    """
+    tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code)
+    dtype = torch_dtype(config.model.dtype)
+    model = load_causal_lm(path, dtype, device, config.model.trust_remote_code)
+    vocabulary = len(tokenizer)
+    embedded = cast(int, model.config.vocab_size)
+    if vocabulary > embedded:
+        raise ModelError(
+            f"model.path {path}: the tokenizer has {vocabulary} tokens, the model only {embedded}; "
+            "give the tokenizer that belongs to the model in model.tokenizer"
+        )
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise ModelError(f"model.path {path}: {name} holds NaN or infinity; use another model")
+    stop_ids = stop_token_ids(tokenizer, path)
+    return Policies(path, model, tokenizer, decoder(tokenizer), vocabulary, stop_ids)
+
+
+def rollout_sampling(config: Config, policy: Policies) -> SamplingParams:
+    """How training answers are drawn."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop_token_ids=policy.stop_ids,
+        stop=rollout.stop,
+    )
+
+
+def make_engine(config: Config, policy: Policies) -> TorchEngine:
+    """The embedded engine over the policy's own weights."""
+    engine = config.rollout.engine
+    decode = cast(Any, policy.decode)
+    return TorchEngine(policy.model, engine.slots, engine.prefill_tokens, policy.vocabulary, decode)
+
+
+def make_evaluator(
+    config: Config,
+    policy: Policies,
+    engine: TorchEngine,
+    rewards: RewardService,
+    file_of: Callable[[int], Path],
+) -> Evaluator:
+    """Held-out prompts, checked against the scorers.
+
+    Raises:
+        DataError: the evaluation data is not usable.
+        RewardError: a source has no scorer.
+    """
+    held_out = evaluation_prompts(config.data, policy.tokenizer)
+    rewards.check_sources(held_out.data_sources)
+    sampling = rollout_sampling(config, policy)
+    return Evaluator(
+        engine,
+        held_out.prompts[: config.evaluation.max_prompts],
+        rewards,
+        EvaluationSettings.of(config.evaluation, sampling, config.run.seed),
+        policy.decode,
+        file_of,
+    )
+
+
+def make_learner(config: Config, policy: Policies) -> tuple[Learner, SingleStrategy]:
+    """The policy's optimizer side."""
+    optim, trainer, algorithm = config.optim, config.trainer, config.algorithm
+    strategy = SingleStrategy(
+        policy.model,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        grad_clip=optim.grad_clip,
+        temperature=config.rollout.temperature,
+        vocab_size=policy.vocabulary,
+        logprob_chunk_tokens=trainer.logprob_chunk_tokens,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+    )
+    objective = PolicyObjective(
+        policy_loss=algorithm.policy_loss.name,
+        options=algorithm.policy_loss.model_dump(exclude={"name"}),
+        aggregation=algorithm.aggregation,
+        norm_tokens=algorithm.aggregation_norm_tokens or config.rollout.max_response_tokens,
+        entropy_coef=algorithm.entropy_coef,
+    )
+    advantage = algorithm.advantage
+    learner = Learner(
+        Policy(strategy, objective),
+        partial(ADVANTAGES[advantage.name], **advantage.model_dump(exclude={"name"})),
+        partial(
+            lr_at,
+            total_steps=trainer.steps,
+            lr=optim.lr,
+            warmup_steps=optim.warmup_steps,
+            schedule=optim.schedule,
+            final_lr_ratio=optim.final_lr_ratio,
+        ),
+        LearnerSettings(
+            groups_per_update=trainer.mini_batch_groups or config.sampling.groups_per_step,
+            epochs=trainer.epochs,
+            microbatch_tokens=trainer.microbatch_tokens,
+            overlong_filtering=algorithm.overlong_filtering,
+            max_skipped_updates=optim.max_skipped_updates,
+            seed=config.run.seed,
+        ),
+    )
+    return learner, strategy
+
+
+@dataclass(frozen=True)
+class Built:
+    """A run that is ready to start."""
+
+    parts: Parts
+    course: Course
+    evaluator: Evaluator
+    notes: tuple[str, ...]
+    """What the user should know about the data before it starts."""
+
+
+def build(
+    config: Config,
+    policy: Policies,
+    folder: RunFolder,
+    sinks: Sinks,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Built:
+    """Everything that `loop.train` sequences.
+
+    Raises:
+        WinnowError: data, scorers and model do not fit what the recipe asks.
+    """
+    rewards = RewardService(config.reward, config.rollout.max_response_tokens)
+    source = training_prompts(config.data, policy.tokenizer, config.run.seed)
+    rewards.check_sources(source.data_sources)
+    if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
+        rewards.require_metric(config.sampling.filter.metric, source.data_sources)
+    loader = PromptLoader(source, config.run.seed, config.data.shuffle)
+    engine = make_engine(config, policy)
+    evaluator = make_evaluator(config, policy, engine, rewards, folder.evaluation)
+    step_answers = config.sampling.groups_per_step * config.rollout.n
+    scores = TrainingScores(rewards, policy.decode, check_every=step_answers)
+    sampler = Sampler(
+        config.sampling,
+        engine=engine,
+        next_prompt=loader.next,
+        give_back=loader.give_back,
+        score=scores,
+        n=config.rollout.n,
+        sampling=rollout_sampling(config, policy),
+        run_seed=config.run.seed,
+        drop_failed_scores=config.reward.on_failure == "drop_group",
+        on_progress=on_progress,
+    )
+    learner, strategy = make_learner(config, policy)
+
+    def save(step: int, state: Mapping[str, Any]) -> None:
+        whole = {**state, "loader": loader.state_dict(), "strategy": strategy.state_dict()}
+        save_checkpoint(
+            folder.checkpoints, step, partial(save_model, policy.model, policy.tokenizer), whole
+        )
+
+    parts = Parts(
+        sampler=sampler,
+        learner=learner,
+        engine=engine,
+        evaluator=evaluator,
+        sinks=sinks,
+        save=save,
+        keep_rollouts=_rollout_writer(config, folder, policy.decode),
+        check_scoring=scores.check,
+    )
+    steps = config.trainer.steps
+    has_evaluation = bool(evaluator.prompts)
+    course = Course(
+        first_step=1,
+        steps=steps,
+        evaluate_before=config.evaluation.before and has_evaluation,
+        evaluations=Schedule(config.evaluation.every, steps),
+        checkpoints=Schedule(config.trainer.save_every, steps),
+    )
+    return Built(parts, course, evaluator, tuple(_notes(source)))
+
+
+def _rollout_writer(
+    config: Config, folder: RunFolder, decode: Decode
+) -> Callable[[int, StepGroups, Learned], None]:
+    def write(step: int, sampled: StepGroups, learned: Learned) -> None:
+        groups = rollout_groups(sampled, learned)
+        chosen = choose_text_groups(
+            [entry.group.id for entry in groups],
+            config.observe.rollout_text_groups,
+            config.run.seed,
+            step,
+        )
+        write_rollouts(
+            folder.rollout(step),
+            step,
+            groups,
+            version=step - 1,
+            text_groups=chosen,
+            decode=decode,
+        )
+
+    return write
+
+
+def _notes(source: Any) -> list[str]:
+    report = getattr(source, "report", None)
+    if report is None:
+        return []
+    notes = [f"{report.rows:,} rows of training data"]
+    if report.filtered:
+        notes.append(f"{report.filtered:,} left out: longer than data.max_prompt_tokens")
+    if report.cut:
+        notes.append(f"{report.cut:,} cut to data.max_prompt_tokens")
+    return ["; ".join(notes)]

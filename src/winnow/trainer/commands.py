@@ -1,0 +1,84 @@
+"""What is done with a finished run: evaluate it again, export its model."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from winnow.checkpoint import Checkpoint, checkpoints_in, verify
+from winnow.config.load import load_recipe
+from winnow.errors import CheckpointError, ConfigError, DataError, WinnowError
+from winnow.observe.history import evaluations
+from winnow.observe.run_folder import RunFolder
+from winnow.observe.summary import Summary, print_summary
+from winnow.rewards.service import RewardService
+from winnow.trainer.build import load_policy, make_engine, make_evaluator, use_machine
+
+
+def find_checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
+    """A run's checkpoint of a step, or its last; its files are checked.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    found = checkpoints_in(folder.checkpoints)
+    chosen = [c for c in found if step is None or c.step == step]
+    if not chosen:
+        there = ", ".join(str(c.step) for c in found) or "none"
+        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        raise CheckpointError(f"{folder.path} has not {wanted}; there are: {there}")
+    verify(chosen[-1])
+    return chosen[-1]
+
+
+def run_evaluation(run: str, step: int | None, overrides: Sequence[str], console: Console) -> None:
+    """Evaluate a run's model on its held-out prompts and print the figures.
+
+    Raises:
+        WinnowError: no such run or checkpoint, or nothing to evaluate on.
+    """
+    folder = RunFolder.open(run)
+    checkpoint = find_checkpoint(folder, step)
+    config = load_recipe(str(folder.config), overrides)
+    policy = load_policy(config, str(checkpoint.model), use_machine(config))
+    rewards = RewardService(config.reward, config.rollout.max_response_tokens)
+    target = folder.evaluations / f"checkpoint-{checkpoint.step}.parquet"
+    evaluator = make_evaluator(
+        config, policy, make_engine(config, policy), rewards, lambda _: target
+    )
+    if not evaluator.prompts:
+        raise DataError("no held-out prompts: give data.eval_files=[FILE], or a data/task")
+    record = asyncio.run(evaluator.evaluate(checkpoint.step))
+    print_summary(
+        Summary(
+            f"{folder.name}, step {checkpoint.step}: {len(evaluator.prompts):,} held-out prompts",
+            after=evaluations(record),
+            paths={"answers": target},
+        ),
+        console,
+    )
+
+
+def run_export(run: str, target: str, step: int | None) -> Path:
+    """Copy a checkpoint's model folder to `target`.
+
+    Raises:
+        WinnowError: no such run or checkpoint, or the target is not a new folder.
+    """
+    checkpoint = find_checkpoint(RunFolder.open(run), step)
+    path = Path(target)
+    if path.exists():
+        raise ConfigError(f"{target} exists already; name a folder that does not")
+    draft = path.with_name(f".{path.name}.partial")
+    try:
+        shutil.copytree(checkpoint.model, draft)
+        draft.rename(path)
+    except OSError as error:
+        raise WinnowError(f"cannot write {target}: {error}; choose another folder") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return path

@@ -1,0 +1,182 @@
+"""A start made on the spot: a tiny model that imitates demonstrations of a generated task.
+
+Finished starts are cached under a hash of everything that decides their bits: configuration,
+seed, threads, versions, and the source code that makes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+
+import winnow
+from winnow.algorithms.schedule import lr_at
+from winnow.batching import MicroBatch, micro_batches, pack
+from winnow.config.data import SortDigitsTask
+from winnow.config.root import Config
+from winnow.config.warm_start import SftWarmStart
+from winnow.data.demonstrations import Demonstration, demonstrations
+from winnow.data.sort_digits import EOS_ID, PAD_ID, build_tokenizer
+from winnow.models import save_model, use_layout_attention
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
+from winnow.workers.single import SingleStrategy
+from winnow.workers.strategy import LossResult, Outputs
+
+_CODE = ("algorithms", "data", "workers", "batching.py", "models.py", "trainer/warm_start.py")
+_SEED_STREAM = 0x5F7
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Where a start lies, and whether it was there already."""
+
+    folder: Path
+    cached: bool
+
+
+def cache_folder(config: Config, warm: SftWarmStart) -> Path:
+    """Where the start of this configuration is kept."""
+    root = warm.cache_dir or os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow"
+    decides = {
+        "warm_start": warm.model_dump(exclude={"cache_dir", "seed"}),
+        "task": config.data.task.model_dump(exclude={"eval_problems"}),
+        "limit": config.rollout.max_response_tokens,
+        "seed": _seed(config, warm),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "code": _code_hash(),
+    }
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(root) / "warm-starts" / digest
+
+
+def make_warm_start(
+    config: Config,
+    warm: SftWarmStart,
+    fresh: bool,
+    log: Callable[[int, dict[str, float]], None],
+) -> WarmStart:
+    """The folder of a warm start: cached, or trained now.
+
+    Args:
+        fresh: train even if the cache has it.
+        log: called after each step with its number and loss.
+    """
+    target = cache_folder(config, warm)
+    if (target / "config.json").is_file() and not fresh:
+        return WarmStart(target, cached=True)
+    model, tokenizer = _train(config, warm, log)
+    draft = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        save_model(model, tokenizer, draft)
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return WarmStart(target, cached=False)
+
+
+def tiny_model(warm: SftWarmStart, vocabulary: int, positions: int, seed: int) -> PreTrainedModel:
+    """A Qwen3-architecture model with random weights of a seed."""
+    shape = warm.model
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.mlp_size,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+    )
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config)
+    torch.random.set_rng_state(state)
+    use_layout_attention(model)
+    return model.eval()
+
+
+def _train(
+    config: Config, warm: SftWarmStart, log: Callable[[int, dict[str, float]], None]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    assert isinstance(config.data.task, SortDigitsTask)
+    limit = config.rollout.max_response_tokens
+    seed = _seed(config, warm)
+    tokenizer = build_tokenizer()
+    positions = 1 << (limit + config.data.task.max_digits + 1).bit_length()
+    model = tiny_model(warm, len(tokenizer), positions, seed)
+    strategy = SingleStrategy(
+        model, betas=warm.betas, weight_decay=0.0, grad_clip=warm.grad_clip, temperature=1.0
+    )
+    rng = np.random.default_rng([seed, _SEED_STREAM])
+    shown = demonstrations(
+        warm.steps * warm.batch_size, warm.demonstrations, config.data.task, limit, rng
+    )
+    for step in range(1, warm.steps + 1):
+        part = shown[(step - 1) * warm.batch_size : step * warm.batch_size]
+        micro = _as_micro_batches(part, config.trainer.microbatch_tokens)
+        stats = strategy.forward_backward(micro, frozenset({"logprob"}), imitation_loss)
+        lr = lr_at(
+            step,
+            total_steps=warm.steps,
+            lr=warm.lr,
+            warmup_steps=warm.warmup_steps,
+            schedule="cosine",
+        )
+        strategy.optimizer_step(lr)
+        log(step, {"sft/loss": stats["loss"]})
+    return model, tokenizer
+
+
+def imitation_loss(micro: MicroBatch, outputs: Outputs) -> LossResult:
+    """Mean negative log-likelihood of the demonstrated tokens of the update, in nats."""
+    loss = -(outputs["logprob"] * micro.loss_mask).sum() / micro.counts.tokens
+    return LossResult(loss, {})
+
+
+def _as_micro_batches(part: Sequence[Demonstration], max_tokens: int) -> list[MicroBatch]:
+    """Demonstrations are answers that nobody scored."""
+    groups = [
+        Group(
+            i,
+            Prompt(str(i), demo.prompt_ids, "", "", None),
+            (Answer(_demonstrated(demo), Score(0.0, 0.0)),),
+        )
+        for i, demo in enumerate(part)
+    ]
+    batch = pack(groups)
+    return micro_batches(batch, range(batch.n_groups), max_tokens)
+
+
+def _demonstrated(demo: Demonstration) -> Trajectory:
+    logprobs = np.zeros(len(demo.response_ids), np.float32)
+    return Trajectory((Segment(demo.response_ids, logprobs, ()),), "stop")
+
+
+def _seed(config: Config, warm: SftWarmStart) -> int:
+    return config.run.seed if warm.seed is None else warm.seed
+
+
+def _code_hash() -> str:
+    root = Path(winnow.__file__).parent
+    digest = hashlib.sha256()
+    for name in _CODE:
+        path = root / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(str(file.relative_to(root)).encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
