@@ -100,12 +100,14 @@ def _hydra_left_as_found() -> Iterator[ConfigStore]:
 
 
 def _reason(error: Exception) -> str:
-    key = getattr(error, "full_key", None)
-    cause = error.__cause__ or error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    reason = lines[0] if lines else type(cause).__name__
-    place = f"{key}: " if key else ""
-    return f"{place}{reason[:1].lower()}{reason[1:]}; mend the value or its ${{…}}"
+    place = getattr(error, "full_key", None)
+    cause = error.__cause__
+    if not place and cause:
+        place = str(error).splitlines()[0]
+    lines = str(cause or error).splitlines() or [type(error).__name__]
+    reason = lines[0].rpartition("raised while resolving interpolation: ")[2].strip('"')
+    before = f"{place}: " if place else ""
+    return f"{before}{reason[:1].lower()}{reason[1:]}; mend the value or its ${{…}}"
 
 
 def _with_text_keys(value: Any) -> Any:

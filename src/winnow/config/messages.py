@@ -140,6 +140,6 @@ def _hint(path: Path, field: FieldInfo, want: str, value: Any) -> str:
         return f"; write {join(path)}=[{value}]"
     if isinstance(value, str) and value.lower() == "none" and "null" in want:
         return "; write null for none"
-    if isinstance(value, bool | int | float) and is_text(field):
+    if isinstance(value, bool | int | float) and is_text(field) and "a table" not in want:
         return "; put it in quotes"
     return ""

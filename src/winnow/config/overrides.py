@@ -119,8 +119,8 @@ def _choices_within(tree: Tree, path: Path, value: dict[Any, Any]) -> Iterator[t
     field, _ = tree.find(path)
     options = variants(field) if field else {}
     name = value.get("name")
-    if name in options and name != tree.variant(path):
-        yield path, str(name)
+    if isinstance(name, str) and name in options and name != tree.variant(path):
+        yield path, name
     for key, inner in value.items():
         if isinstance(inner, dict):
             yield from _choices_within(tree, (*path, str(key)), inner)

@@ -28,7 +28,7 @@ class BandFilter(Section):
 
     name: Literal["band"] = "band"
     metric: str = "accuracy"
-    """As for `variance`."""
+    """accuracy, task_reward, reward (shaped), or a number that the scorer gives."""
     low: float = 0.0
     """Lowest mean that passes."""
     high: float = 1.0

@@ -63,6 +63,19 @@ OVERRIDES = [
         ["optim.lr=${nowhere}"],
         "optim.lr: interpolation key 'nowhere' not found; mend the value or its ${…}",
     ),
+    (
+        ["optim.lr=${oc.env:WINNOW_NOPE}"],
+        "optim.lr: environment variable 'WINNOW_NOPE' not found; mend the value or its ${…}",
+    ),
+    (
+        ["optim.lr=${optim.eps}", "optim.eps=${optim.lr}"],
+        "optim.lr: recursive interpolation detected; mend the value or its ${…}",
+    ),
+    (
+        ["run.name='${x'"],
+        "Error merging override ++run.name='${x': no viable alternative at input '${x'; "
+        "mend the value or its ${…}",
+    ),
     # Keys
     (["optim.lrr=1"], f"optim.lrr is no known key {SHELL}; did you mean optim.lr?"),
     (

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hydra.core.config_store import ConfigStore
@@ -11,9 +14,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.version import VersionBase
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 
 from winnow.config.algorithm import PpoClipLoss, ReinforceLoss
 from winnow.config.base import Section
+from winnow.config.compose import compose
 from winnow.config.data import DataConfig, SortDigitsTask
 from winnow.config.load import (
     ABSENT,
@@ -24,11 +29,13 @@ from winnow.config.load import (
     load_recipe,
     resolve_recipe,
 )
+from winnow.config.overrides import ready
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.config.root import Config
 from winnow.config.run import RunConfig
 from winnow.config.sampling import BandFilter, VarianceFilter
 from winnow.config.schema import all_keys, default_tree, variants
+from winnow.config.tree import Tree
 from winnow.errors import ConfigError
 
 Write = Callable[..., str]
@@ -175,6 +182,77 @@ def test_every_variant_can_be_chosen(toy: str) -> None:
             for part in key.path:
                 node = getattr(node, part)
             assert node == variant()
+
+
+class Bell(Section):
+    """A variant of the inner union."""
+
+    name: Literal["bell"] = "bell"
+    pitch: int = 1
+
+
+class Drum(Section):
+    """The other one."""
+
+    name: Literal["drum"] = "drum"
+    size: int = 2
+
+
+class Band(Section):
+    """A variant of the outer union that holds a union."""
+
+    name: Literal["band"] = "band"
+    lead: Bell | Drum = Field(Drum(), discriminator="name")
+
+
+class Silence(Section):
+    """The other one."""
+
+    name: Literal["silence"] = "silence"
+
+
+class Concert(Section):
+    """Stands in for `Config`."""
+
+    music: Silence | Band = Field(Silence(), discriminator="name")
+
+
+@pytest.mark.parametrize(
+    ("typed", "overrides", "expected"),
+    [
+        ({}, [], {"name": "silence"}),
+        ({}, ["music=band"], {"name": "band", "lead": {"name": "drum", "size": 2}}),
+        (
+            {},
+            ["music/lead=bell", "music.lead.pitch=5", "music=band"],
+            {"name": "band", "lead": {"name": "bell", "pitch": 5}},
+        ),
+        (
+            {"music": {"name": "band", "lead": {"size": 9}}},
+            [],
+            {"name": "band", "lead": {"name": "drum", "size": 9}},
+        ),
+        (
+            {"music": {"name": "band", "lead": {"size": 9}}},
+            ["music.lead.name=bell"],
+            {"name": "band", "lead": {"name": "bell", "pitch": 1}},
+        ),
+        ({"music": {"name": "band", "lead": "bell"}}, ["music=silence"], {"name": "silence"}),
+    ],
+)
+def test_a_union_within_a_variant_is_replaced_whole_too(
+    typed: dict[str, object],
+    overrides: list[str],
+    expected: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("winnow.config.tree.Config", Concert)
+    monkeypatch.setattr("winnow.config.compose.Config", Concert)
+    tree = Tree()
+    tree.lay(typed, lambda _: "a file")
+    commands = ready(tree, overrides)
+    assert tree.problems == []
+    assert compose(tree.values, commands) == {"music": expected}
 
 
 # Tables
@@ -332,6 +410,12 @@ def test_differing_keys_are_named_with_both_values(toy: str) -> None:
 
 
 # Hydra in the same process
+
+
+def test_neither_hydra_nor_torch_is_imported_before_a_recipe_is_loaded() -> None:
+    code = "import sys, winnow.config.load; assert not {'hydra', 'torch'} & set(sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 def test_loading_leaves_hydra_as_it_was(toy: str) -> None:
