@@ -1,0 +1,287 @@
+"""One model in one process, on the CPU or one CUDA device: the plain strategy.
+
+Weights and activations have the model's dtype. A bf16 model is stepped on fp32 master weights:
+gradients of micro-batches are summed in fp32, AdamW works in fp32, and the result is rounded to
+bf16 after each step, so that updates smaller than a bf16 step are not lost.
+
+Shapes: `T` packed tokens of a micro-batch, `S` of them scored, `H` width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from winnow.algorithms.logprobs import token_logprobs
+from winnow.batching import MicroBatch
+from winnow.errors import CheckpointError, ModelError
+from winnow.models import hidden_states, output_head
+from winnow.workers.fusing import fuse
+from winnow.workers.packed import PackedLayout
+from winnow.workers.strategy import LossFn, Output, Stats
+
+_OFFERED: frozenset[Output] = frozenset({"logprob", "entropy"})
+
+
+class SingleStrategy:
+    """Holds a causal LM that `winnow.models` loaded, and AdamW for what of it requires gradients.
+
+    The model stays in evaluation mode (no dropout) and is changed in place, so that an engine in
+    this process may share it. On the CPU its norms and feed-forward layers are fused.
+
+    Args:
+        temperature: of the policy whose log-probs are asked for.
+        betas, eps, weight_decay: AdamW's; every trained parameter decays, as in torch.
+        grad_clip: bound on the norm of the whole gradient; None leaves it.
+        vocab_size: ids the tokenizer has, the rest of the head gets no probability; None means all.
+        logprob_chunk_tokens: tokens whose logits exist at once.
+        gradient_checkpointing: recompute activations in the backward pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        grad_clip: float | None = 1.0,
+        vocab_size: int | None = None,
+        logprob_chunk_tokens: int = 1024,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self._temperature, self._grad_clip = temperature, grad_clip
+        self._vocab_size, self._chunk_tokens = vocab_size, logprob_chunk_tokens
+        if self.device.type == "cpu":
+            fuse(model)
+        self._checkpointed = _enable_checkpointing(model) if gradient_checkpointing else []
+        self._masters = {
+            name: _master(parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        self._optimizer = torch.optim.AdamW(
+            self._masters.values(),
+            lr=0.0,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=True,
+        )
+
+    def forward(
+        self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output]
+    ) -> list[dict[Output, Tensor]]:
+        """Outputs without gradient, one dict a micro-batch, each value [T], 0 off gen_mask.
+
+        Raises:
+            ValueError: an output that a causal LM does not have.
+        """
+        with torch.no_grad():
+            return [self._run(micro.to(self.device), outputs) for micro in microbatches]
+
+    def forward_backward(
+        self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output], loss_fn: LossFn
+    ) -> Stats:
+        """Accumulate gradients of the summed losses; returns `loss` and the summed diagnostics.
+
+        Raises:
+            ValueError: an output that a causal LM does not have.
+        """
+        totals: dict[str, Tensor] = {}
+        for micro in microbatches:
+            here = micro.to(self.device)
+            with _recomputing(self._checkpointed):
+                result = loss_fn(here, self._run(here, outputs))
+                result.loss.backward()  # type: ignore[no-untyped-call]
+            for name, value in {"loss": result.loss, **result.sums}.items():
+                held = totals.get(name)
+                value = value.detach().double()
+                totals[name] = value if held is None else held + value
+        return {name: float(value) for name, value in totals.items()}
+
+    def optimizer_step(self, lr: float) -> Stats:
+        """Clip, step, clear the gradients. A non-finite gradient norm changes nothing.
+
+        Returns:
+            `grad_norm` (before clipping) and `skipped` (0 or 1).
+        """
+        gradients = [m.grad for m in self._masters.values() if m.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            if self._grad_clip is not None and norm > self._grad_clip:
+                torch._foreach_mul_(gradients, self._grad_clip / norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self._round_masters()
+        self._optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": norm, "skipped": float(skipped)}
+
+    def export_weights(
+        self, dtype: torch.dtype | None = None, adapter_only: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and tensors, tied ones once; without a cast they are live.
+
+        Raises:
+            ModelError: an adapter is asked for, and the model has none.
+        """
+        if adapter_only:
+            raise ModelError("the adapter alone was asked for, but the model has none; export all")
+        for name, tensor in _tensors(self.model).items():
+            cast_ = dtype if tensor.is_floating_point() else None
+            yield name, tensor.detach().to(cast_ or tensor.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights (fp32 masters where there are any) and optimizer state, by parameter name.
+
+        The tensors are live: write or copy them before the next step. Hyperparameters are not
+        in it; they come from the recipe.
+        """
+        masters = self._masters
+        weights = {n: masters.get(n, t).detach() for n, t in _tensors(self.model).items()}
+        states = self._optimizer.state
+        return {
+            "weights": weights,
+            "optimizer": {n: dict(states[m]) for n, m in masters.items() if m in states},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave; gradients gathered so far are dropped.
+
+        Raises:
+            CheckpointError: names, shapes or dtypes are not those of this model.
+        """
+        own = self.state_dict()["weights"]
+        _check_same("weights", state["weights"], own)
+        for name, moments in state["optimizer"].items():
+            if name not in self._masters:
+                raise CheckpointError(
+                    f"the checkpoint has optimizer state for {name}, which is not trained here; "
+                    "resume with the model and the trained parameters of the run that saved it"
+                )
+            for key, value in moments.items():
+                if key != "step":
+                    _check_same(f"optimizer state {key}", {name: value}, {name: own[name]})
+        for name, tensor in own.items():
+            tensor.copy_(state["weights"][name])
+        self._round_masters()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.state.clear()
+        for name, moments in state["optimizer"].items():
+            master = self._masters[name]
+            self._optimizer.state[master] = {
+                key: value.clone() if key == "step" else value.to(master.device, copy=True)
+                for key, value in moments.items()
+            }
+
+    def _run(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
+        if not outputs <= _OFFERED:
+            raise ValueError(
+                f"a causal LM gives {', '.join(sorted(_OFFERED))}; "
+                f"asked for {', '.join(sorted(outputs))}"
+            )
+        layout = PackedLayout(micro.lengths, self.device)
+        hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout)
+        scored, head = micro.scored_positions, output_head(self.model)
+        logprob, entropy = token_logprobs(
+            hidden.index_select(0, scored - 1),
+            head.weight,
+            micro.token_ids[scored],
+            self._temperature,
+            head.bias,
+            self._vocab_size,
+            with_entropy="entropy" in outputs,
+            chunk_tokens=self._chunk_tokens,
+        )
+        blank = torch.zeros(len(micro.token_ids), dtype=logprob.dtype, device=self.device)
+        found: dict[Output, Tensor] = {}
+        if "logprob" in outputs:
+            found["logprob"] = blank.index_copy(0, scored, logprob)
+        if entropy is not None:
+            found["entropy"] = blank.index_copy(0, scored, entropy)
+        return found
+
+    def _round_masters(self) -> None:
+        """Bring what the optimizer changed into the model, where the two are not the same."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                master = self._masters.get(name, parameter)
+                if master is not parameter:
+                    parameter.copy_(master)
+
+
+@contextlib.contextmanager
+def _recomputing(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Layers recompute their activations within the block; elsewhere they run as they are."""
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
+def _enable_checkpointing(model: nn.Module) -> list[nn.Module]:
+    """Let transformers checkpoint; returns the layers that do so when `training` is set.
+
+    The flag is set on the layers alone, not on what they hold, so dropout stays off.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
+    return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    """What the optimizer steps: the parameter itself, or for half precision an fp32 copy.
+
+    The copy takes over each gradient as soon as backward has it.
+    """
+    if parameter.dtype not in (torch.bfloat16, torch.float16):
+        return parameter
+    master = nn.Parameter(parameter.detach().float())
+
+    def take_over(owner: Tensor) -> None:
+        assert owner.grad is not None
+        gradient = owner.grad.float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        owner.grad = None
+
+    cast(Any, parameter).register_post_accumulate_grad_hook(take_over)
+    return master
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, tied ones under their first name, and the buffers that are saved with them."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {n: t for n, t in model.state_dict().items() if n not in known}
+    return parameters | buffers
+
+
+def _check_same(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    remedy = "resume with the model of the run that saved it"
+    if given.keys() != own.keys():
+        missing, extra = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+        raise CheckpointError(
+            f"the checkpoint's {what} are not this model's: it lacks {missing[:3] or 'none'} "
+            f"({len(missing)}) and has {extra[:3] or 'none'} ({len(extra)}) too many; {remedy}"
+        )
+    for name, tensor in own.items():
+        other = given[name]
+        if other.shape != tensor.shape or other.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"the checkpoint's {what}, {name}: {list(other.shape)} {other.dtype}, "
+                f"but the model has {list(tensor.shape)} {tensor.dtype}; {remedy}"
+            )
