@@ -24,6 +24,7 @@ from winnow.rollout.engine import (
 from winnow.types import Prompt, Segment, VersionSpan
 
 VOCABULARY = 64
+MASK = 2**64 - 1
 Key = tuple[int, int]
 """Group, answer."""
 
@@ -38,6 +39,14 @@ def uniforms(seed: int, start: int, stop: int) -> np.ndarray:
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z ^= z >> np.uint64(31)
     return (z >> np.uint64(11)) * 2.0**-53
+
+
+def uniform(seed: int, position: int) -> float:
+    """One of `uniforms`, faster."""
+    z = (seed + (position + 1) * 0x9E3779B97F4A7C15) & MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
+    return ((z ^ (z >> 31)) >> 11) * 2.0**-53
 
 
 def written(seed: int, start: int, stop: int, version: int) -> Segment:

@@ -1,0 +1,135 @@
+"""Whoever finishes first is short: the trained answers' lengths against all that qualified.
+
+The yardstick is every group admitted during the run that would qualify if all its answers
+were written to their end, trained or not. On the scripted engine these ends are known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines import VOCABULARY, Prompts, ScriptedEngine, uniform
+from winnow.config.sampling import SamplingConfig
+from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
+from winnow.rollout.single_turn import answer_seed
+from winnow.sampling.stream import Sampler
+from winnow.types import Prompt, Score, Trajectory
+
+N, ANSWERS, LIMIT, SEED = 32, 8, 512, 3
+
+
+def length_of(seed: int, uid: int) -> int:
+    """Log-logistic, 8 to 512 tokens: some prompts ask for long answers, some answers ramble."""
+    spread = odds(uniform(uid, 0)) * odds(uniform(seed, 0))
+    return int(min(max(60 * spread**0.35, 8), LIMIT))
+
+
+def odds(chance: float) -> float:
+    return chance / (1 - chance)
+
+
+def chance_of(uid: int, harder_is_longer: bool) -> float:
+    """That an answer is right."""
+    if harder_is_longer:
+        return (1 - uniform(uid, 0)) ** 3
+    return [0.0, 0.15, 0.5, 0.85, 1.0][uid % 5]
+
+
+def is_right(token: int, uid: int, harder_is_longer: bool) -> bool:
+    """Whether an answer is, told by its second token, which has nothing to do with its length."""
+    return token < VOCABULARY * chance_of(uid, harder_is_longer)
+
+
+@dataclass
+class Lengths:
+    trained: float
+    """Mean length of the trained answers."""
+    all_qualifying: float
+    """The same for all qualifying groups admitted, run to their end."""
+    tokens_per_group: float
+    """Generated per trained group."""
+
+    @property
+    def bias(self) -> float:
+        return self.trained / self.all_qualifying - 1
+
+
+def run(steps: int, harder_is_longer: bool = False, slots: int = 256, **settings: Any) -> Lengths:
+    uids: dict[int, int] = {}
+
+    def length(request: GroupRequest, answer: AnswerRequest) -> int:
+        uids[request.group_id] = int(request.prompt_ids[0])
+        return length_of(answer.seed, uids[request.group_id])
+
+    def score(prompt: Prompt, trajectory: Trajectory) -> Score:
+        right = is_right(trajectory.token_ids[1], int(prompt.uid), harder_is_longer)
+        return Score(float(right), float(right))
+
+    engine, prompts = ScriptedEngine(length, slots=slots), Prompts()
+    sampler = Sampler(
+        SamplingConfig(groups_per_step=N, **settings),
+        engine=engine,
+        next_prompt=prompts.next,
+        give_back=prompts.give_back,
+        score=score,
+        n=ANSWERS,
+        sampling=SamplingParams(max_tokens=LIMIT),
+        run_seed=SEED,
+    )
+
+    async def train() -> list[int]:
+        lengths = []
+        for version in range(steps):
+            await engine.load_weights(WeightUpdate(version))
+            step = await sampler.step(version)
+            lengths += [a.trajectory.generated_tokens for g in step.groups for a in g.answers]
+        return lengths
+
+    trained = asyncio.run(train())
+    qualifying = []
+    for group, uid in uids.items():
+        seeds = [answer_seed(SEED, group, index) for index in range(ANSWERS)]
+        tokens = [int(VOCABULARY * uniform(seed, 1)) for seed in seeds]
+        right = {is_right(token, uid, harder_is_longer) for token in tokens}
+        if len(right) == 2:
+            qualifying += [length_of(seed, uid) for seed in seeds]
+    generated = engine.status().generated_tokens
+    return Lengths(
+        float(np.mean(trained)),
+        float(np.mean(qualifying)),
+        generated / (len(trained) / ANSWERS),
+    )
+
+
+@pytest.mark.parametrize("harder_is_longer", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_staleness": 1}, {"max_staleness": 1, "lookahead": 1}, {"max_staleness": 0}],
+    ids=lambda settings: ",".join(f"{key}={value}" for key, value in settings.items()),
+)
+def test_in_admission_order_trained_answers_are_as_long_as_all_that_qualify(
+    settings: dict[str, Any], harder_is_longer: bool
+) -> None:
+    assert abs(run(60, harder_is_longer, **settings).bias) < 0.01
+
+
+@pytest.mark.parametrize("harder_is_longer", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_staleness": 0}, {"max_staleness": 1, "lookahead": 1}],
+    ids=lambda settings: ",".join(f"{key}={value}" for key, value in settings.items()),
+)
+def test_in_completion_order_trained_answers_are_too_short(
+    settings: dict[str, Any], harder_is_longer: bool
+) -> None:
+    assert run(30, harder_is_longer, commit="completion_order", **settings).bias < -0.03
+
+
+def test_carrying_groups_over_saves_the_tokens_that_dropping_them_wastes() -> None:
+    kept, dropped = (run(30, max_staleness=staleness).tokens_per_group for staleness in (1, 0))
+    assert kept < 0.95 * dropped

@@ -1,0 +1,520 @@
+"""The scheduler on the scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines import Prompts, ScriptedEngine, uniforms, written
+from winnow.config.sampling import SamplingConfig, VarianceFilter
+from winnow.errors import NoSignalError, RewardError, TrainingError
+from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
+from winnow.rollout.single_turn import answer_seed
+from winnow.sampling.report import Progress, StepGroups
+from winnow.sampling.stream import Sampler
+from winnow.types import Prompt, Score, Trajectory
+
+LIMIT = 60
+
+
+def ragged(request: GroupRequest, answer: AnswerRequest) -> int:
+    """Between 5 and 84 tokens, whatever the prompt."""
+    return 5 + int(80 * uniforms(answer.seed + 1, 0, 1)[0])
+
+
+def by_first_token(prompt: Prompt, trajectory: Trajectory) -> Score:
+    right = float(trajectory.token_ids[0] < 32)
+    return Score(2 * right - 1, right)
+
+
+def always(accuracy: float) -> Callable[[Prompt, Trajectory], Score]:
+    return lambda prompt, trajectory: Score(accuracy, accuracy)
+
+
+class Run:
+    """A sampler with everything it needs, and a trainer that only publishes."""
+
+    def __init__(
+        self,
+        engine: ScriptedEngine | None = None,
+        score: Any = by_first_token,
+        n: int = 2,
+        on_progress: Callable[[Progress], None] | None = None,
+        drop_failed_scores: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.engine = engine or ScriptedEngine(ragged, slots=16)
+        self.prompts = Prompts()
+        self.version = 0
+        self.sampler = Sampler(
+            SamplingConfig(**{"groups_per_step": 4, **settings}),
+            engine=self.engine,
+            next_prompt=self.prompts.next,
+            give_back=self.prompts.give_back,
+            score=score,
+            n=n,
+            sampling=SamplingParams(max_tokens=LIMIT),
+            run_seed=5,
+            drop_failed_scores=drop_failed_scores,
+            on_progress=on_progress,
+        )
+
+    async def step(self) -> StepGroups:
+        await self.engine.load_weights(WeightUpdate(self.version))
+        step = await self.sampler.step(self.version)
+        self.version += 1
+        return step
+
+    def steps(self, count: int) -> list[StepGroups]:
+        async def go() -> list[StepGroups]:
+            return [await self.step() for _ in range(count)]
+
+        return asyncio.run(go())
+
+
+def test_a_step_gives_n_whole_groups_that_qualify_in_admission_order() -> None:
+    ids: list[int] = []
+    for step in Run().steps(10):
+        assert len(step.groups) == 4
+        assert not step.short
+        for group in step.groups:
+            assert len(group.answers) == 2
+            assert {a.score.accuracy for a in group.answers} == {0, 1}
+        ids += [group.id for group in step.groups]
+    assert ids == sorted(ids)
+
+
+def test_the_account_agrees_with_the_engine() -> None:
+    run = Run()
+    steps = run.steps(10)
+    account = run.sampler.ledger.account.read()
+    assert account.generated == run.engine.status().generated_tokens
+    assert account.generated == account.settled + account.in_progress
+    assert sum(step.counts.tokens.generated for step in steps) == account.generated
+    assert account.trained == sum(g.generated_tokens for step in steps for g in step.groups)
+    assert account.truncated_tokens == LIMIT * account.truncated_answers > 0
+    assert account.failed == account.stale == account.surplus == 0
+
+
+def test_slots_are_refilled_while_a_step_runs() -> None:
+    run = Run(ScriptedEngine(ragged, slots=4), groups_per_step=8)
+    run.steps(3)
+    assert run.engine.most_running == 4
+    first = [r.group_id for r in run.engine.submitted]
+    assert len(set(first)) > 3 * 8
+
+
+def test_groups_go_to_the_engine_in_batches_by_admission_index() -> None:
+    run = Run()
+    run.steps(5)
+    assert all(r.priority == r.group_id for r in run.engine.submitted)
+
+
+def test_at_the_target_everything_is_aborted_and_resumed_first_in_the_next_step() -> None:
+    async def go() -> None:
+        run = Run()
+        carried = 0
+        for _ in range(8):
+            step = await run.step()
+            status = run.engine.status()
+            assert status.running == status.queued == 0
+            carried += step.counts.carried_open
+            waiting = sorted(run.sampler.ledger.lives.open)
+            run.engine.submitted.clear()
+            following = await run.step()
+            resumed = [r.group_id for r in run.engine.submitted][: len(waiting)]
+            assert resumed == waiting
+            assert following.counts.resumed_answers <= step.counts.aborted_answers
+        assert carried > 5
+
+    asyncio.run(go())
+
+
+def test_a_resumed_answer_is_token_for_token_the_undisturbed_one() -> None:
+    versions = set()
+    for step in Run().steps(12):
+        for group in step.groups:
+            for index, answer in enumerate(group.answers):
+                (segment,) = answer.trajectory.segments
+                alone = written(answer_seed(5, group.id, index), 0, len(segment), 0)
+                assert np.array_equal(segment.token_ids, alone.token_ids)
+                assert np.array_equal(segment.logprobs, alone.logprobs)
+                assert segment.spans[-1].stop == len(segment)
+                versions.add(len(segment.spans))
+    assert versions >= {1, 2}
+
+
+def test_every_prompt_is_used_once_and_none_is_skipped() -> None:
+    run = Run()
+    steps = run.steps(10)
+    ended = [s.group for step in steps for s in (*step.trained, *step.discarded)]
+    left = [*run.sampler.ledger.lives.open.values(), *run.sampler.ledger.lives.qualified.values()]
+    uids = sorted([int(g.prompt.uid) for g in ended] + [int(life.prompt.uid) for life in left])
+    assert uids == list(range(run.prompts.cursor))
+
+
+@pytest.mark.parametrize(("staleness", "lookahead"), [(1, 0), (1, 1), (2, 0), (3, 1.5)])
+def test_staleness_stays_within_its_bound(staleness: int, lookahead: float) -> None:
+    run = Run(max_staleness=staleness, lookahead=lookahead)
+    steps = run.steps(15)
+    oldest = max(step.counts.staleness_max for step in steps)
+    assert 0 < oldest <= staleness
+    for step in steps:
+        for settled in step.trained:
+            assert settled.staleness == step.version - settled.group.oldest_version
+
+
+def test_lookahead_keeps_more_groups_in_flight() -> None:
+    mean = {}
+    for lookahead in (0, 2):
+        seen: list[Progress] = []
+        Run(lookahead=lookahead, max_staleness=2, on_progress=seen.append).steps(12)
+        mean[lookahead] = sum(p.in_flight for p in seen) / len(seen)
+    assert mean[2] > 1.5 * mean[0]
+
+
+def test_with_no_staleness_nothing_is_carried_and_prompts_return_in_order() -> None:
+    run = Run(max_staleness=0)
+    returned = 0
+    for step in run.steps(10):
+        assert step.counts.carried_open == step.counts.carried_qualified == 0
+        assert step.counts.staleness_max == 0
+        assert all(
+            set(a.trajectory.versions) == {step.version} for g in step.groups for a in g.answers
+        )
+        last = step.groups[-1].prompt.uid
+        uids = [int(p.uid) for p in step.returned]
+        assert uids == sorted(uids)
+        assert all(uid > int(last) for uid in uids)
+        returned += len(uids)
+    assert returned > 5
+    account = run.sampler.ledger.account
+    assert account.booked["surplus"] > 0
+    assert account.in_progress == 0
+
+
+def test_a_returned_prompt_comes_again_as_a_new_group() -> None:
+    run = Run(max_staleness=0)
+    steps = run.steps(10)
+    trained = [int(g.prompt.uid) for step in steps for g in step.groups]
+    assert trained == sorted(trained)
+    ids = [g.id for step in steps for g in step.groups]
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_same_seed_gives_the_same_steps() -> None:
+    def fingerprint() -> list[object]:
+        return [
+            (step.counts, [a.trajectory.token_ids.tolist() for g in step.groups for a in g.answers])
+            for step in Run().steps(6)
+        ]
+
+    assert repr(fingerprint()) == repr(fingerprint())
+
+
+def test_a_run_goes_on_exactly_from_its_state() -> None:
+    def told(steps: list[StepGroups]) -> list[object]:
+        return [
+            (
+                repr(step.counts),
+                [
+                    (g.id, g.prompt.uid, a.trajectory.token_ids.tolist(), a.score.accuracy)
+                    for g in step.groups
+                    for a in g.answers
+                ],
+            )
+            for step in steps
+        ]
+
+    undisturbed = Run(lookahead=1).steps(8)
+    first = Run(lookahead=1)
+    before = first.steps(3)
+    saved = pickle.dumps(first.sampler.state_dict())
+    second = Run(lookahead=1)
+    second.sampler.load_state_dict(pickle.loads(saved))
+    second.prompts.cursor = first.prompts.cursor
+    second.version = first.version
+    assert told(before + second.steps(5)) == told(undisturbed)
+
+
+def test_scores_are_taken_side_by_side_and_entered_in_event_order() -> None:
+    running = peak = 0
+
+    async def slow(prompt: Prompt, trajectory: Trajectory) -> Score:
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
+        # The later the answer in the batch, the earlier its score.
+        await asyncio.sleep(0.002 / running)
+        running -= 1
+        return by_first_token(prompt, trajectory)
+
+    lengths = ScriptedEngine(lambda request, answer: 10, slots=16)
+    steps = Run(lengths, score=slow).steps(2)
+    assert peak == 16
+    plain = Run(ScriptedEngine(lambda request, answer: 10, slots=16)).steps(2)
+    assert [repr(s.counts) for s in steps] == [repr(s.counts) for s in plain]
+
+
+def test_a_scorers_error_ends_the_step_and_the_other_scorings() -> None:
+    cancelled = 0
+
+    async def score(prompt: Prompt, trajectory: Trajectory) -> Score:
+        nonlocal cancelled
+        if prompt.uid == "1":
+            raise RewardError("the scorer is broken")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled += 1
+            raise
+        raise AssertionError("not reached")
+
+    run = Run(ScriptedEngine(lambda request, answer: 10, slots=16), score=score)
+    with pytest.raises(RewardError, match="the scorer is broken"):
+        run.steps(1)
+    assert cancelled > 5
+
+
+def test_answers_finished_but_unscored_at_a_crash_are_scored_after_it() -> None:
+    def broken(prompt: Prompt, trajectory: Trajectory) -> Score:
+        if prompt.uid == "3":
+            raise RewardError("down")
+        return by_first_token(prompt, trajectory)
+
+    crashed = Run(score=broken)
+    with pytest.raises(RewardError):
+        crashed.steps(1)
+    healthy = Run()
+    healthy.sampler.load_state_dict(crashed.sampler.state_dict())
+    healthy.prompts.cursor = crashed.prompts.cursor
+    (step,) = healthy.steps(1)
+    assert len(step.groups) == 4
+
+
+def test_a_missing_metric_stops_the_run() -> None:
+    run = Run(filter=VarianceFilter(metric="style"))
+    with pytest.raises(RewardError, match="'style'"):
+        run.steps(1)
+
+
+# Bounds
+
+
+def test_at_the_bound_a_step_is_short_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(max_groups_per_step=6)
+    with caplog.at_level(logging.WARNING):
+        steps = run.steps(6)
+    short = [step for step in steps if step.short]
+    assert short
+    assert all(0 < len(step.groups) < 4 for step in short)
+    assert run.sampler.ledger.short_steps == len(short)
+    line = f"step {short[0].version} is short: {len(short[0].groups)} of 4 groups qualified"
+    assert line in caplog.text
+
+
+def test_bounds_without_a_qualified_group_are_no_step_and_three_in_a_row_stop() -> None:
+    run = Run(score=always(0.0), max_groups_per_step=6)
+    with pytest.raises(NoSignalError) as caught:
+        run.steps(1)
+    message = str(caught.value)
+    assert "met its bound 3 times in a row" in message
+    assert (
+        "of 18 groups looked at, 0 qualified, 18 were all wrong, 0 all right, 0 failed" in message
+    )
+    assert "mean accuracy 0.000" in message
+    assert "check that the scorer recognises a right answer" in message
+    assert "\n" not in message
+    assert run.sampler.ledger.account.booked["all_wrong"] > 0
+
+
+def test_what_to_do_follows_from_what_the_filter_saw() -> None:
+    long = ScriptedEngine(lambda request, answer: 1000)
+    broken = ScriptedEngine(ragged, fails=lambda group, answer, attempt: 3)
+    for run, remedy in [
+        (Run(score=always(1.0)), "the prompts are too easy"),
+        (Run(long, score=always(0.0)), "raise rollout.max_response_tokens"),
+        (Run(broken), r"failed in the engine or in scoring.*a scripted failure"),
+        (Run(score=always(0.3)), "the prompts are too hard, or sampling.filter is too narrow"),
+    ]:
+        with pytest.raises(NoSignalError, match=remedy):
+            run.steps(1)
+
+
+def test_an_empty_bound_followed_by_signal_is_one_step_with_both_on_its_books() -> None:
+    def score(prompt: Prompt, trajectory: Trajectory) -> Score:
+        return (
+            always(0.0)(prompt, trajectory)
+            if int(prompt.uid) < 12
+            else by_first_token(prompt, trajectory)
+        )
+
+    run = Run(score=score, max_groups_per_step=12)
+    (step,) = run.steps(1)
+    assert step.counts.empty_bounds == 1
+    assert {s.group.prompt.uid for s in step.discarded} >= {str(uid) for uid in range(12)}
+    assert run.sampler.ledger.tally.empty_bounds == 0
+
+
+def test_a_run_that_stops_at_the_bound_keeps_what_it_accepted() -> None:
+    run = Run(max_groups_per_step=5, on_bound="stop")
+    with pytest.raises(NoSignalError) as caught:
+        run.steps(20)
+    accepted = run.sampler.ledger.qualified
+    assert 0 < accepted < 4
+    message = str(caught.value)
+    assert message.startswith(f"sampling.on_bound is stop and {accepted} qualified groups do not")
+    assert "raise sampling.max_groups_per_step" in message
+    ids = sorted(run.sampler.ledger.lives.qualified)
+    wider = Run(max_groups_per_step=40, on_bound="stop")
+    wider.sampler.load_state_dict(pickle.loads(pickle.dumps(run.sampler.state_dict())))
+    wider.version = run.version
+    (step,) = wider.steps(1)
+    assert [g.id for g in step.groups][:accepted] == ids
+
+
+# Liveness
+
+
+def test_a_failed_answer_is_retried_behind_its_prefix_and_ends_the_same() -> None:
+    def fails(group: int, answer: int, attempt: int) -> int | None:
+        return 3 + attempt if answer == 0 and attempt < 3 else None
+
+    run = Run(ScriptedEngine(ragged, slots=16, fails=fails))
+    steps = run.steps(3)
+    plain = Run().steps(3)
+    assert [[g.id for g in s.groups] for s in steps] == [[g.id for g in s.groups] for s in plain]
+    for step in steps:
+        assert step.counts.retried_answers > 0
+        assert step.counts.fates["failed"] == 0
+        for group in step.groups:
+            tokens = group.answers[0].trajectory.token_ids
+            alone = written(answer_seed(5, group.id, 0), 0, len(tokens), 0)
+            assert np.array_equal(tokens, alone.token_ids)
+
+
+def test_a_group_whose_answer_fails_too_often_is_failed_and_the_step_goes_on() -> None:
+    def fails(group: int, answer: int, attempt: int) -> int | None:
+        return 4 if group % 5 == 0 and answer == 0 else None
+
+    run = Run(ScriptedEngine(ragged, slots=16, fails=fails))
+    steps = run.steps(5)
+    failed = {s.group.id for step in steps for s in step.discarded if s.fate == "failed"}
+    assert failed
+    assert all(group % 5 == 0 for group in failed)
+    assert all(len(step.groups) == 4 for step in steps)
+    account = run.sampler.ledger.account
+    assert account.booked["failed"] > 0
+    # Its other answers did not go on in vain.
+    assert failed & set(run.engine.aborted_groups)
+
+
+def test_a_failure_without_a_prefix_costs_what_was_written_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = ScriptedEngine(
+        ragged, fails=lambda g, a, attempt: 4 if attempt == 0 else None, keeps_prefix=False
+    )
+    with caplog.at_level(logging.WARNING):
+        (step,) = Run(engine).steps(1)
+    assert len(step.groups) == 4
+    assert "tokens that never came back" in caplog.text
+
+
+def test_an_engine_that_forgot_its_answers_gets_them_again() -> None:
+    async def go() -> StepGroups:
+        run = Run()
+        events = run.engine.events
+
+        async def forgetful() -> Any:
+            if run.engine.tick > 10 and not done:
+                done.append(True)
+                run.engine.forget()
+            return await events()
+
+        done: list[bool] = []
+        run.engine.events = forgetful  # type: ignore[method-assign]
+        return await run.step()
+
+    step = asyncio.run(go())
+    assert len(step.groups) == 4
+    assert step.counts.retried_answers > 0
+
+
+def test_a_stalled_engine_is_asked_again_behind_the_prefixes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Run(ScriptedEngine(ragged, slots=16, stalls=[8]), stall_timeout_s=0.05)
+    with caplog.at_level(logging.WARNING):
+        steps = run.steps(3)
+    assert steps[0].counts.retried_answers > 0
+    assert "sending answers again. sampling waits for the engine" in caplog.text
+    for step in steps:
+        for group in step.groups:
+            for index, answer in enumerate(group.answers):
+                tokens = answer.trajectory.token_ids
+                alone = written(answer_seed(5, group.id, index), 0, len(tokens), 0)
+                assert np.array_equal(tokens, alone.token_ids)
+
+
+def test_an_engine_that_never_writes_again_ends_the_run_with_its_name_on_it() -> None:
+    class Dead(ScriptedEngine):
+        async def abort(self, group_ids: Any) -> None:
+            return None
+
+    run = Run(Dead(ragged, stalls=[8]), stall_timeout_s=0.02)
+    with pytest.raises(TrainingError, match=r"wrote no token for 0.02 s, 4 times in a row .*the e"):
+        run.steps(1)
+
+
+def test_a_slow_scorer_is_no_stalled_engine() -> None:
+    async def slow(prompt: Prompt, trajectory: Trajectory) -> Score:
+        await asyncio.sleep(0.1)
+        return by_first_token(prompt, trajectory)
+
+    run = Run(ScriptedEngine(lambda r, a: 10, slots=64), score=slow, stall_timeout_s=0.02)
+    (step,) = run.steps(1)
+    assert step.counts.retried_answers == 0
+
+
+def test_cancelling_a_step_cancels_it() -> None:
+    async def go() -> None:
+        run = Run(ScriptedEngine(ragged, stalls=[8]))
+        step = asyncio.create_task(run.step())
+        await asyncio.sleep(0.01)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(go())
+
+
+def test_progress_is_told_once_a_turn() -> None:
+    seen: list[Progress] = []
+    run = Run(on_progress=seen.append)
+    run.steps(1)
+    assert seen[-1].wanted == 4
+    assert seen[-1].qualified >= 4
+    looked = [p.looked_at for p in seen]
+    assert looked == sorted(looked)
+    tokens = [p.generated_tokens for p in seen]
+    assert tokens == sorted(tokens)
+
+
+def test_a_failed_scoring_drops_its_group_when_asked() -> None:
+    def score(prompt: Prompt, trajectory: Trajectory) -> Score:
+        if int(prompt.uid) % 3 == 0:
+            return Score(0.0, 0.0, error="timed out")
+        return by_first_token(prompt, trajectory)
+
+    run = Run(score=score, drop_failed_scores=True)
+    steps = run.steps(4)
+    assert all(int(g.prompt.uid) % 3 for step in steps for g in step.groups)
+    assert sum(step.counts.fates["failed"] for step in steps) > 0
