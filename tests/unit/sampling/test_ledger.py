@@ -587,6 +587,19 @@ def test_a_failed_scoring_drops_its_group_when_asked() -> None:
         assert ledger.books.fates()[fate] == 1
 
 
+def test_staleness_counts_from_the_oldest_token_not_from_admission() -> None:
+    ledger = start(groups_per_step=1)
+    admit_all(ledger)
+    finish(ledger, 0, (0, 1))
+    halt(ledger, length=0)  # group 1 stood in the queue only
+    ledger.commit()
+    ledger.begin_step(1)
+    ledger.dispatch()
+    finish(ledger, 1, (0, 1))
+    (settled,) = ledger.commit().trained
+    assert (settled.admitted_version, settled.staleness) == (0, 0)
+
+
 def test_truncation_is_counted_beside_the_fates() -> None:
     ledger = start(groups_per_step=1)
     admit_all(ledger)
