@@ -26,6 +26,7 @@ is the evaluation before training.
 | eval/SOURCE/{length,truncated} | of the sampled held-out answers |
 | sft/loss | the warm-up |
 | time/PHASE_s, time/step_s | seconds; the phases and `time/other_s` add up to the step |
+| time/{rollout,old_logprobs,update}_us_per_token | microseconds a token of the phase |
 | throughput/{tokens_per_s,tokens_per_s_per_device,tflops,mfu} | |
 | memory/peak_gib | |
 """

@@ -34,6 +34,7 @@ from winnow.trainer.learner import Learned, Learner, LearnerSettings
 from winnow.trainer.loop import Course, Parts, Schedule
 from winnow.trainer.record import rollout_groups
 from winnow.trainer.scoring import TrainingScores
+from winnow.trainer.throughput import Throughput
 from winnow.workers.policy import Policy, PolicyObjective
 from winnow.workers.single import SingleStrategy
 
@@ -243,6 +244,12 @@ def build(
         engine=engine,
         evaluator=evaluator,
         sinks=sinks,
+        throughput=Throughput(
+            parameters=sum(p.numel() for p in policy.model.parameters()),
+            epochs=config.trainer.epochs,
+            device=next(policy.model.parameters()).device,
+            peak_tflops=config.observe.peak_tflops,
+        ),
         save=save,
         keep_rollouts=_rollout_writer(config, folder, policy.decode),
         check_scoring=scores.check,

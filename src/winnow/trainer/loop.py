@@ -22,6 +22,7 @@ from winnow.sampling.stream import Sampler
 from winnow.trainer.evaluate import Evaluator
 from winnow.trainer.learner import Learned, Learner
 from winnow.trainer.record import record_step
+from winnow.trainer.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Parts:
     engine: Engine
     evaluator: Evaluator
     sinks: Sinks
+    throughput: Throughput
     save: Callable[[int, Mapping[str, Any]], None]
     """Writes a checkpoint of a step with the loop's own state."""
     keep_rollouts: Callable[[int, StepGroups, Learned], None]
@@ -90,12 +92,7 @@ async def train(parts: Parts, course: Course) -> None:
         if course.checkpoints.due(step):
             with watch.phase("checkpoint"):
                 parts.save(step, {"sampler": parts.sampler.state_dict()})
-        parts.sinks.log(step, {**metrics.record(), **evaluation, **_times(metrics, watch)})
-
-
-def _times(metrics: Metrics, watch: Stopwatch) -> dict[str, Number]:
-    """Seconds by phase, and tokens a second over rollout and update."""
-    times = watch.lap()
-    generated = metrics.record().get("sampling/tokens/generated", 0)
-    busy = times["time/step_s"] - times.get("time/evaluate_s", 0.0)
-    return {**times, "throughput/tokens_per_s": generated / busy if busy else 0.0}
+        times = watch.lap()
+        generated, packed = sampled.counts.tokens.generated, len(learned.batch.token_ids)
+        work = parts.throughput.figures(generated, packed, times)
+        parts.sinks.log(step, {**metrics.record(), **evaluation, **times, **work})

@@ -50,6 +50,8 @@ class _FusedNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         if hidden_states.dtype not in _EXACT:
             return cast(Tensor, super().forward(hidden_states))
+        if not torch.is_grad_enabled():
+            return _normed(hidden_states, self.variance_epsilon)[0].mul_(self.weight)
         return cast(Tensor, _apply(_RMSNorm, hidden_states, self.weight, self.variance_epsilon))
 
 
@@ -62,6 +64,8 @@ class _FusedGatedMLP(nn.Module):
             return cast(Tensor, super().forward(x))
         own = cast(Any, self)
         weights = (own.gate_proj.weight, own.up_proj.weight, own.down_proj.weight)
+        if not torch.is_grad_enabled():
+            return _gated_mlp(x, *weights)
         return cast(Tensor, _apply(_GatedMLP, x, *weights))
 
 
@@ -70,10 +74,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        size = x.shape[-1]
-        scale: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = scale.square_().div_(size).add_(eps).rsqrt_()
-        normed = x * scale
+        normed, scale = _normed(x, eps)
         ctx.save_for_backward(normed, scale, weight)
         return normed * weight
 
@@ -93,26 +94,23 @@ class _GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        x_TH = x.reshape(-1, x.shape[-1])
-        y_TH = torch.empty_like(x_TH)
-        kept: list[Tensor] = []
-        for x_c, y_c in zip(_chunks(x_TH), _chunks(y_TH), strict=True):
-            gate_c, up_c = x_c @ gate.T, x_c @ up.T
-            torch.mm(F.silu(gate_c).mul_(up_c), down.T, out=y_c)
-            kept += [gate_c, up_c]
-        ctx.save_for_backward(x_TH, gate, up, down, *kept)
-        return y_TH.view(x.shape)
+        between: list[Tensor] = []
+        y = _gated_mlp(x, gate, up, down, between)
+        ctx.save_for_backward(x.reshape(-1, x.shape[-1]), gate, up, down, *between)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x_TH, gate, up, down, *kept = ctx.saved_tensors
+        x_TH, gate, up, down, *between = ctx.saved_tensors
         grad_TH = grad.reshape(-1, grad.shape[-1])
         grad_x_TH = torch.empty_like(x_TH)
         grad_gate, grad_up = torch.zeros_like(gate), torch.zeros_like(up)
         grad_down = torch.zeros_like(down)
         chunks = (_chunks(grad_TH), _chunks(x_TH), _chunks(grad_x_TH))
-        for grad_c, x_c, out_c, gate_c, up_c in zip(*chunks, kept[::2], kept[1::2], strict=True):
+        for grad_c, x_c, out_c, gate_c, up_c in zip(
+            *chunks, between[::2], between[1::2], strict=True
+        ):
             active_c = F.silu(gate_c)
             grad_product_c = torch.mm(grad_c, down)
             grad_gate_c = torch.ops.aten.silu_backward(grad_product_c * up_c, gate_c)
@@ -122,6 +120,27 @@ class _GatedMLP(torch.autograd.Function):
             grad_up.addmm_(grad_up_c.T, x_c)
             torch.mm(grad_gate_c, gate, out=out_c).addmm_(grad_up_c, up)
         return grad_x_TH.view(grad.shape), grad_gate, grad_up, grad_down
+
+
+def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / rms(x), and 1 / rms(x)."""
+    scale: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return x * scale, scale
+
+
+def _gated_mlp(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, between: list[Tensor] | None = None
+) -> Tensor:
+    """The layer's output; `between` takes what `gate` and `up` said of each chunk [C, M]."""
+    x_TH = x.reshape(-1, x.shape[-1])
+    y_TH = torch.empty_like(x_TH)
+    for x_c, y_c in zip(_chunks(x_TH), _chunks(y_TH), strict=True):
+        gate_c, up_c = x_c @ gate.T, x_c @ up.T
+        torch.mm(F.silu(gate_c).mul_(up_c), down.T, out=y_c)
+        if between is not None:
+            between += [gate_c, up_c]
+    return y_TH.view(x.shape)
 
 
 def _chunks(tensor: Tensor) -> Sequence[Tensor]:
