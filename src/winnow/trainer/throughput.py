@@ -1,0 +1,68 @@
+"""How much work a step was for the seconds it took: tokens, FLOP and memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from winnow.observe.names import Number
+
+_GIB = 2**30
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Counts 2 FLOP a parameter and token forwards, 4 backwards (arXiv 2001.08361, section 2.1).
+
+    The embedding counts once, as the output layer; attention scores are left out, so the figure
+    is a lower bound.
+    """
+
+    parameters: int
+    epochs: int
+    device: torch.device
+    peak_tflops: float | None
+
+    def figures(
+        self, generated_tokens: int, packed_tokens: int, times: Mapping[str, Number]
+    ) -> dict[str, Number]:
+        """Figures `throughput/…`, `memory/…` and `time/PHASE_us_per_token` of a step.
+
+        Args:
+            generated_tokens: written by the policy in the step.
+            packed_tokens: prompts and answers trained on.
+            times: as `Stopwatch.lap` gives them.
+        """
+        busy = times["time/step_s"] - times.get("time/evaluate_s", 0.0)
+        if busy <= 0:
+            return {}
+        passes = 2 * generated_tokens + 2 * packed_tokens + 6 * packed_tokens * self.epochs
+        tflops = self.parameters * passes / busy / 1e12
+        record: dict[str, Number] = {
+            "throughput/tokens_per_s": generated_tokens / busy,
+            "throughput/tokens_per_s_per_device": generated_tokens / busy,
+            "throughput/tflops": tflops,
+            "memory/peak_gib": self._peak_gib(),
+        }
+        if self.peak_tflops is not None:
+            record["throughput/mfu"] = tflops / self.peak_tflops
+        per_token = {
+            "rollout": generated_tokens,
+            "old_logprobs": packed_tokens,
+            "update": packed_tokens * self.epochs,
+        }
+        for phase, tokens in per_token.items():
+            if tokens:
+                seconds = times.get(f"time/{phase}_s", 0.0)
+                record[f"time/{phase}_us_per_token"] = seconds * 1e6 / tokens
+        return record
+
+    def _peak_gib(self) -> float:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / _GIB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / _GIB
