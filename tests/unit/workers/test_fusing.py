@@ -119,3 +119,12 @@ def test_fusing_twice_changes_nothing_more() -> None:
     model = nn.Sequential(TinyRMSNorm(12), TinyMLP(nn.SiLU()))
     assert fuse(model) == 2
     assert fuse(model) == 0
+
+
+def test_without_gradient_the_bits_are_the_same() -> None:
+    model = nn.Sequential(TinyRMSNorm(12), TinyMLP(nn.SiLU()))
+    fuse(model)
+    x = torch.randn(9, 12)
+    trained = model(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), trained)
