@@ -2,6 +2,9 @@
 
 The yardstick is every group admitted during the run that would qualify if all its answers
 were written to their end, trained or not. On the scripted engine these ends are known.
+
+`PYTHONPATH=src:tests python tests/unit/sampling/test_length_bias.py` prints the table of
+docs/sampling.md.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ class Lengths:
     """The same for all qualifying groups admitted, run to their end."""
     tokens_per_group: float
     """Generated per trained group."""
+    busy: float
+    """Share of the slots that wrote, over all ticks."""
 
     @property
     def bias(self) -> float:
@@ -103,6 +108,7 @@ def run(steps: int, harder_is_longer: bool = False, slots: int = 256, **settings
         float(np.mean(trained)),
         float(np.mean(qualifying)),
         generated / (len(trained) / ANSWERS),
+        generated / engine.tick / slots,
     )
 
 
@@ -133,3 +139,26 @@ def test_in_completion_order_trained_answers_are_too_short(
 def test_carrying_groups_over_saves_the_tokens_that_dropping_them_wastes() -> None:
     kept, dropped = (run(30, max_staleness=staleness).tokens_per_group for staleness in (1, 0))
     assert kept < 0.95 * dropped
+
+
+def print_table() -> None:
+    """The figures of docs/sampling.md."""
+    for commit in ("admission_order", "completion_order"):
+        for staleness, lookahead in [(1, 0), (1, 1), (2, 2), (0, 0)]:
+            for harder_is_longer in (False, True):
+                got = run(
+                    60,
+                    harder_is_longer,
+                    commit=commit,
+                    max_staleness=staleness,
+                    lookahead=lookahead,
+                )
+                print(
+                    f"{commit:16} staleness {staleness} lookahead {lookahead} "
+                    f"harder_is_longer {harder_is_longer!s:5} bias {got.bias:+7.2%} "
+                    f"tokens/group {got.tokens_per_group:5.0f} busy {got.busy:.0%}"
+                )
+
+
+if __name__ == "__main__":
+    print_table()
