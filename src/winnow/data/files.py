@@ -18,6 +18,22 @@ from winnow.errors import DataError
 
 _LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _PARQUET = ".parquet"
+DRIVERS = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "az": "adlfs",
+    "http": "requests aiohttp",
+    "https": "requests aiohttp",
+    "sftp": "paramiko",
+    "ssh": "paramiko",
+    "smb": "smbprotocol",
+}
+"""What pip calls the package through which fsspec reads a protocol. (hdfs comes with pyarrow, and
+asks for a Hadoop client on the machine.)"""
 
 
 def read_records(path: str) -> Iterator[tuple[int, Any]]:
@@ -54,17 +70,24 @@ def _read(path: str) -> bytes:
 def _read_remote(path: str) -> bytes:
     import fsspec
 
+    protocol = path.partition("://")[0].rpartition("::")[2]
     try:
         with fsspec.open(path, "rb") as stream:
             return bytes(stream.read())
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file; check the URL") from error
-    except (OSError, ValueError, ImportError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except ImportError as error:
+        package = DRIVERS.get(protocol, "what fsspec asks for")
         raise DataError(
-            f"{path}: cannot be read: {reason}; check the URL, and that the file system's package "
-            "for fsspec is installed (s3fs, gcsfs, …)"
+            f"{path}: {protocol}:// needs a package that is not installed; pip install {package}"
         ) from error
+    # Each file system has a family of errors of its own (botocore's, aiohttp's, httpx's).
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        remedy = "check the URL, the network and your credentials for it"
+        if protocol in ("hdfs", "arrow_hdfs") and "libjvm" in reason or "libhdfs" in reason:
+            remedy = "install Java and a Hadoop client; set JAVA_HOME, HADOOP_HOME and CLASSPATH"
+        raise DataError(f"{path}: cannot be read: {reason}; {remedy}") from error
 
 
 def _lines(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
@@ -103,35 +126,49 @@ def _lines(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
 
 def _parquet(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    try:
-        table = pq.read_table(io.BytesIO(content))
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DataError(
-            f"{path}: not a readable parquet file ({reason}); download or write it again"
-        ) from error
     number = 0
-    for batch in table.to_batches(max_chunksize=1024):
+    for batch in _batches(path, content):
+        names = batch.schema.names
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise DataError(f"{path}: two columns are called {repeated!r}; rename one of them")
         try:
             records = batch.to_pylist()
-        except UnicodeDecodeError:
-            _name_bad_text(path, batch, number)
-            raise
+        # Dates out of Python's range, text that is not UTF-8, and whatever a type may hold that
+        # Python cannot.
+        except (pa.ArrowException, ValueError, OverflowError, TypeError, LookupError) as error:
+            raise _bad_value(path, batch, number, error) from error
         for record in records:
             number += 1
             yield number, record
 
 
-def _name_bad_text(path: str, batch: Any, before: int) -> None:
-    """Find the first text in a batch that is not UTF-8."""
+def _batches(path: str, content: bytes) -> Iterator[Any]:
+    """A file's rows, a few at a time: many copies of a row take little space while packed."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        yield from pq.ParquetFile(io.BytesIO(content)).iter_batches(batch_size=1024)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"{path}: not a readable parquet file ({reason}); download or write it again"
+        ) from error
+
+
+def _bad_value(path: str, batch: Any, before: int, error: Exception) -> DataError:
+    """Which of a batch's values Python cannot take."""
     for i in range(batch.num_rows):
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             try:
                 column[i].as_py()
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path} row {before + i + 1}: {name} is not valid UTF-8; "
-                    "write the file again in UTF-8"
-                ) from error
+            except UnicodeDecodeError:
+                fault = "is not valid UTF-8; write the file again in UTF-8"
+            except type(error):
+                fault = f"holds a value of type {column.type} that cannot be read; write it as text"
+            else:
+                continue
+            return DataError(f"{path} row {before + i + 1}: {name} {fault}")
+    return DataError(f"{path}: not a readable parquet file ({error}); write it again")

@@ -51,13 +51,20 @@ def read_rows(paths: Sequence[str], prompt_key: str = "prompt") -> list[Row]:
         # Files of one name in different folders need the whole path to tell their rows apart.
         name = _file_name(path) if names[_file_name(path)] == 1 else path
         before = len(rows)
-        rows += (_row(record, name, path, number, prompt_key) for number, record in _records(path))
+        rows += (
+            to_row(record, path, number, name, prompt_key) for number, record in read_objects(path)
+        )
         if len(rows) == before:
             raise DataError(f"{path}: the file has no rows; leave it out or write it again")
     return rows
 
 
-def _records(path: str) -> Iterator[tuple[int, Record]]:
+def read_objects(path: str) -> Iterator[tuple[int, Record]]:
+    """Each record of a file with its number, seen to have columns.
+
+    Raises:
+        DataError: the file is not readable, or a record is no object.
+    """
     for number, record in read_records(path):
         if not isinstance(record, dict):
             raise _fault(
@@ -67,12 +74,19 @@ def _records(path: str) -> Iterator[tuple[int, Record]]:
         yield number, record
 
 
-def _row(record: Record, name: str, path: str, number: int, prompt_key: str) -> Row:
+def to_row(
+    record: Record, path: str, number: int, name: str = "", prompt_key: str = "prompt"
+) -> Row:
+    """A record, checked; its uid begins with `name`.
+
+    Raises:
+        DataError: a column is missing or holds something else.
+    """
     if _is_raw_gsm8k(record, prompt_key):
         record = _from_gsm8k(record, path, number, prompt_key)
     source = record.get("data_source")
     if not isinstance(source, str) or not source.strip():
-        raise _wrong_field(
+        raise wrong_field(
             path, number, "data_source", source, "a name that routes the answer to a scorer"
         )
     truth, reward_rest = _ground_truth(record, path, number)
@@ -98,13 +112,13 @@ def _ground_truth(record: Record, path: str, number: int) -> tuple[Any, dict[str
     """`reward_model.ground_truth`, and what else stands beside it."""
     reward_model = record.get("reward_model")
     if not isinstance(reward_model, dict):
-        raise _wrong_field(
+        raise wrong_field(
             path, number, "reward_model", reward_model, "an object with the key ground_truth"
         )
     rest = dict(reward_model)
     truth = rest.pop("ground_truth", None)
     if truth is None:
-        raise _wrong_field(
+        raise wrong_field(
             path, number, "reward_model.ground_truth", None, "what the scorer compares with"
         )
     return truth, rest
@@ -116,18 +130,16 @@ def _messages(record: Record, path: str, number: int, prompt_key: str) -> tuple[
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, list) or not prompt:
         remedy = "" if prompt_key in record else "; data.prompt_key names the column"
-        raise _wrong_field(
-            path, number, prompt_key, prompt, f"a text or a list of messages{remedy}"
-        )
+        raise wrong_field(path, number, prompt_key, prompt, f"a text or a list of messages{remedy}")
     messages = []
     for i, message in enumerate(prompt):
         if not isinstance(message, dict):
-            raise _wrong_field(
+            raise wrong_field(
                 path, number, f"{prompt_key}[{i}]", message, "an object with role and content"
             )
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise _wrong_field(
+                raise wrong_field(
                     path, number, f"{prompt_key}[{i}].{key}", message.get(key), "a text"
                 )
         # Parquet gives every message each key that any of them has.
@@ -146,9 +158,9 @@ def _from_gsm8k(record: Record, path: str, number: int, prompt_key: str) -> Reco
     """A row as openai/grade-school-math publishes it, in verl's schema."""
     question, answer = record["question"], record["answer"]
     if not isinstance(question, str) or not question:
-        raise _wrong_field(path, number, "question", question, "a text")
+        raise wrong_field(path, number, "question", question, "a text")
     if not isinstance(answer, str) or _GSM8K_MARK not in answer:
-        raise _wrong_field(
+        raise wrong_field(
             path, number, "answer", answer, f"a text with the final answer after {_GSM8K_MARK}"
         )
     final = answer.rpartition(_GSM8K_MARK)[2].strip().replace(",", "").replace("$", "")
@@ -171,7 +183,8 @@ def _fault(path: str, number: int, fault: str, remedy: str) -> DataError:
     return DataError(f"{path} row {number}: {fault}; {remedy}")
 
 
-def _wrong_field(path: str, number: int, name: str, value: Any, wanted: str) -> DataError:
+def wrong_field(path: str, number: int, name: str, value: Any, wanted: str) -> DataError:
+    """The error for a column that is missing or holds something else than is wanted."""
     fault = "is missing" if value is None else f"is {_kind(value)}"
     return DataError(f"{path} row {number}: {name} {fault}; it must be {wanted}")
 
