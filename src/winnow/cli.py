@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 our mistake, 2 yours (one line says which field, which val
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -131,8 +132,14 @@ def _print_settings(recipe: str, words: list[str]) -> None:
         typer.echo(f"{line.key}={line.default}  ({line.type}){only}\n    {line.meaning}")
 
 
+# Threads that wait for each other spinning make a run many times slower as soon as anything
+# else wants a core. Read once by OpenMP, so it must be set before torch is imported.
+_CALM_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def main() -> None:
     """Entry point: errors for the user become one line and exit code 2."""
+    os.environ.setdefault(*_CALM_THREADS)
     try:
         app()
     except WinnowError as error:

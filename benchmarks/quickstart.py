@@ -1,0 +1,93 @@
+"""The quickstart over seeds: what it learns, what it costs. Each seed has its own warm start.
+
+    python benchmarks/quickstart.py [--seeds 1 2 3] [--threads 1] [--out benchmarks/results/quickstart.md]
+
+Runs `winnow train quickstart` for each seed in a process of its own, one after another, with a
+fresh cache, and evaluates on 2,000 held-out problems with 16 answers each before and after.
+Seconds are those of this machine; the evaluations are not among the seconds of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from winnow.observe.jsonl import read_metrics
+
+PROBLEMS, ANSWERS = 2000, 16
+SOURCE = "eval/sort_digits"
+
+
+def run_seed(seed: int, threads: int, folder: Path, extra: list[str]) -> dict[str, float]:
+    """One whole run; returns its figures."""
+    command = [
+        *("winnow", "train", "quickstart", f"seed={seed}", f"run.threads={threads}"),
+        *(f"run.dir={folder}", f"run.name=seed-{seed}", f"data.task.eval_problems={PROBLEMS}"),
+        *(f"evaluation.n={ANSWERS}", "evaluation.every=null", "observe.console=off", *extra),
+    ]
+    command[0] = str(Path(sys.executable).with_name("winnow"))
+    environment = os.environ | {"WINNOW_CACHE": str(folder / "cache")}
+    cpu_before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.perf_counter()
+    subprocess.run(command, env=environment, check=True)
+    wall = time.perf_counter() - began
+    cpu_after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = sum(
+        getattr(cpu_after, key) - getattr(cpu_before, key) for key in ("ru_utime", "ru_stime")
+    )
+    records = read_metrics(folder / f"seed-{seed}" / "metrics.jsonl")
+    steps = [record for record in records if record["step"] > 0]
+    generated = sum(record["sampling/tokens/generated"] for record in steps)
+    trained = sum(record["sampling/groups/trained"] for record in steps)
+    busy = [record["time/step_s"] - record.get("time/evaluate_s", 0.0) for record in steps]
+    figures = {"wall_s": wall, "cpu_s": cpu, "tokens": generated, "per_group": generated / trained}
+    figures |= {"step_s": statistics.mean(busy), "rl_s": sum(busy)}
+    for when, record in (("before", records[0]), ("after", records[-1])):
+        for name in ("pass@1", "greedy", f"pass@{ANSWERS}", "truncated", "length"):
+            figures[f"{name} {when}"] = record[f"{SOURCE}/{name}"]
+    return figures
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """The rows as Markdown, with their mean."""
+    names = list(next(iter(rows.values())))
+    mean = {name: statistics.mean(row[name] for row in rows.values()) for name in names}
+    lines = ["| seed | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for seed, row in {**rows, "mean": mean}.items():
+        cells = [f"{row[n]:,.0f}" if abs(row[n]) >= 100 else f"{row[n]:.3f}" for n in names]
+        lines.append(f"| {seed} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the seeds and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--runs", type=Path, help="Keep the runs here.")
+    parser.add_argument("overrides", nargs="*", help="More settings, KEY=VALUE.")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (args.runs or Path(scratch)).resolve()
+        rows = {}
+        for seed in args.seeds:
+            rows[str(seed)] = run_seed(seed, args.threads, folder, args.overrides)
+            print(table({str(seed): rows[str(seed)]}), flush=True)
+    text = table(rows)
+    print(text)
+    if args.out is not None:
+        command = " ".join(["python", "benchmarks/quickstart.py", *sys.argv[1:]])
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(f"# The quickstart over seeds\n\nMade by `{command}`.\n\n{text}\n")
+
+
+if __name__ == "__main__":
+    main()
