@@ -10,16 +10,23 @@ Shapes: `T` tokens of a forward call, `H` width, `N` query heads, `K` key/value 
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 ATTENTION = "winnow"
 _UNSUPPORTED_HEADS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
@@ -80,26 +87,38 @@ def load_causal_lm(
     """A causal LM from a Hugging Face folder (or hub name), in evaluation mode, with our attention.
 
     Raises:
-        ModelError: no such folder, no usable weights, or a head this program cannot compute.
+        ModelError: no such folder, no usable or not all weights, or an attention or a head that
+            this program cannot compute.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     folder = Path(path)
     if folder.exists() and not (folder / "config.json").exists():
         raise ModelError(
             f"model.path {path}: the folder has no config.json; give a Hugging Face folder"
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="eager"
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        with quiet_transformers():
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                attn_implementation="eager",
+                ignore_mismatched_sizes=True,  # refused below, with a name
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = shorten(str(error), 200, placeholder=" …") or type(error).__name__
         raise ModelError(
-            f"model.path {path}: cannot load a causal language model: {reason}"
+            f"model.path {path}: cannot load a causal language model: {reason.rstrip('.')}; "
+            "give a complete Hugging Face folder"
         ) from error
+    _check_weights(path, loading)
+    if not model._supports_attention_backend:
+        raise ModelError(
+            f"model.path {path}: the attention of {type(model).__name__} cannot be replaced, which "
+            "packing and the embedded engine need; use a model of another architecture"
+        )
     for name in _UNSUPPORTED_HEADS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ModelError(
@@ -107,6 +126,36 @@ def load_causal_lm(
             )
     use_layout_attention(model)
     return cast("PreTrainedModel", model.to(device).eval())
+
+
+def _check_weights(path: str, loading: Mapping[str, Collection[Any]]) -> None:
+    """What a checkpoint lacks was drawn at random, which nobody would notice."""
+    misshapen = [key if isinstance(key, str) else key[0] for key in loading["mismatched_keys"]]
+    for names, fault in ((misshapen, "of another shape"), (loading["missing_keys"], "missing")):
+        if names:
+            raise ModelError(
+                f"model.path {path}: weights are {fault} ({len(names)}, such as {min(names)}); "
+                "give a folder whose weights belong to its config.json"
+            )
+    unused = loading["unexpected_keys"]
+    if unused:
+        log.warning(
+            "model.path %s: %d weights are not used, such as %s", path, len(unused), min(unused)
+        )
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars, and of what transformers logs the errors only: we say what matters."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def hidden_states(
@@ -141,9 +190,7 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Pat
     Raises:
         OSError: the folder cannot be written.
     """
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
-    cast(Any, model).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with quiet_transformers():
+        cast(Any, model).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)

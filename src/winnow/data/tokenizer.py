@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, cast
 
 from winnow.errors import ModelError
@@ -29,6 +30,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     """
     from transformers import AutoTokenizer
 
+    from winnow.models import quiet_transformers
+
     folder = Path(path).expanduser()
     is_folder = folder.is_dir()
     if not is_folder and not _may_be_hub_name(path):
@@ -41,13 +44,17 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
             "tokenizer's files from where the model comes from into it"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder) if is_folder else path, trust_remote_code=trust_remote_code
-        )
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(folder) if is_folder else path, trust_remote_code=trust_remote_code
+            )
     # A damaged tokenizer.json surfaces as a bare Exception of the tokenizers library.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"model.path {path}: cannot load its tokenizer: {reason}") from error
+        reason = shorten(str(error), 200, placeholder=" …") or type(error).__name__
+        remedy = "mend its files" if is_folder else "there is no such folder; give the right path"
+        raise ModelError(
+            f"model.path {path}: cannot load its tokenizer: {reason.rstrip('.')}; {remedy}"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"model.path {path}: its tokenizer has no end-of-sequence token, so no answer could "
@@ -84,5 +91,8 @@ def stop_token_ids(
 
 
 def _may_be_hub_name(path: str) -> bool:
-    """`name` or `owner/name`, as opposed to what can only be a path."""
-    return not path.startswith(("/", ".", "~")) and path.count("/") <= 1 and "\\" not in path
+    """`name` or `owner/name`, as opposed to what can only be a path, or is in a folder of ours."""
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1 or "\\" in path:
+        return False
+    owner, slash, _ = path.partition("/")
+    return not (slash and Path(owner).is_dir())

@@ -26,6 +26,7 @@ from winnow.config.root import Config
 from winnow.config.warm_start import SftWarmStart
 from winnow.data.demonstrations import Demonstration, demonstrations
 from winnow.data.sort_digits import EOS_ID, PAD_ID, build_tokenizer
+from winnow.errors import WinnowError
 from winnow.models import save_model, use_layout_attention
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 from winnow.workers.single import SingleStrategy
@@ -70,16 +71,26 @@ def make_warm_start(
     Args:
         fresh: train even if the cache has it.
         log: called after each step with its number and loss.
+
+    Raises:
+        WinnowError: the cache cannot be written to.
     """
     target = cache_folder(config, warm)
     if (target / "config.json").is_file() and not fresh:
         return WarmStart(target, cached=True)
-    model, tokenizer = _train(config, warm, log)
     draft = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
+        # Before the minute of training, not after it, a disk that cannot be written to is met.
+        draft.mkdir(parents=True, exist_ok=True)
+        model, tokenizer = _train(config, warm, log)
         save_model(model, tokenizer, draft)
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
+    except OSError as error:
+        raise WinnowError(
+            f"cannot keep the warm start in {target.parent}: {error.strerror or error}; "
+            "choose another folder in warm_start.cache_dir or WINNOW_CACHE"
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return WarmStart(target, cached=False)
