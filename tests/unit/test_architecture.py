@@ -40,6 +40,7 @@ LAYERS = {
     "checkpoint": 3,
     "trainer": 4,
     "cli": 5,
+    "data_cli": 5,
     "dashboard": 5,
     "plan": 5,
     "doctor": 5,

@@ -85,7 +85,7 @@ def _read_remote(path: str) -> bytes:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = "check the URL, the network and your credentials for it"
-        if protocol in ("hdfs", "arrow_hdfs") and "libjvm" in reason or "libhdfs" in reason:
+        if "libjvm" in reason or "libhdfs" in reason:
             remedy = "install Java and a Hadoop client; set JAVA_HOME, HADOOP_HOME and CLASSPATH"
         raise DataError(f"{path}: cannot be read: {reason}; {remedy}") from error
 

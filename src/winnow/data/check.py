@@ -1,0 +1,224 @@
+"""What a data file holds, and what is wrong with it as training data.
+
+The rules for "same" and "alike" are in `winnow.data.check_text`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from winnow.config.data import DataConfig
+from winnow.data.check_text import alike, excerpt, prompt_text, same
+from winnow.data.prompts import PromptRenderer
+from winnow.data.sources import Row, read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ANY_LENGTH = 10**9
+
+
+@dataclass(frozen=True)
+class SourceCount:
+    """The rows of a data source."""
+
+    source: str
+    rows: int
+    scorer: str | None
+    """None: no scorer is known for it."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long the prompts are."""
+
+    unit: str
+    """`tokens` (with the chat template, as training sends them) or `characters`."""
+    shortest: int
+    median: int
+    p95: int
+    longest: int
+    limit: int | None = None
+    beyond: int | None = None
+    """Prompts longer than the limit."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """One prompt with more than one label."""
+
+    prompt: str
+    """Its beginning."""
+    labels: tuple[str, ...]
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SharedPrompt:
+    """An evaluation prompt that is in the file too."""
+
+    source: str
+    """Of the evaluation row."""
+    prompt: str
+    """Its beginning."""
+    evaluation_row: int
+    rows: tuple[int, ...]
+    same_label: bool
+    """Whether some row of the file gives it the evaluation's label."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What a file shares with an evaluation file."""
+
+    file: str
+    rows: int
+    """Of the evaluation file."""
+    shared_by_source: Mapping[str, int]
+    """Evaluation prompts found in the file, for every source of the evaluation file."""
+    rows_affected: int
+    """Rows of the checked file that are such prompts."""
+    shared: tuple[SharedPrompt, ...]
+
+    @property
+    def total(self) -> int:
+        """Evaluation prompts found in the file."""
+        return sum(self.shared_by_source.values())
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """All there is to say about a file."""
+
+    file: str
+    rows: int
+    sources: tuple[SourceCount, ...]
+    """The largest first."""
+    lengths: Lengths
+    unique_prompts: int
+    copies: int
+    """Rows beyond the first with the same source, prompt and label."""
+    alike_prompts: int
+    """Unique prompts that are alike another one."""
+    conflicts: tuple[Conflict, ...]
+    overlap: Overlap | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return asdict(self)
+
+
+def check(
+    path: str,
+    scorer_of: Callable[[str], str | None],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    limit: int | None = None,
+    evaluation: str | None = None,
+    prompt_key: str = "prompt",
+) -> DataReport:
+    """Look at a file as training would see it.
+
+    Raises:
+        DataError: a file cannot be read, or a row of it is not usable.
+        ModelError: the chat template fails.
+    """
+    rows = read_rows([path], prompt_key)
+    others = read_rows([evaluation], prompt_key) if evaluation else []
+    by_prompt: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_prompt[same(row.messages)].append(row)
+    by_look: dict[str, list[Row]] = defaultdict(list)
+    for group in by_prompt.values():
+        by_look[alike(group[0].messages)] += group
+    sources = Counter(row.data_source for row in rows).most_common()
+    distinct = {
+        (row.data_source, prompt, label(row))
+        for prompt, group in by_prompt.items()
+        for row in group
+    }
+    return DataReport(
+        file=path,
+        rows=len(rows),
+        sources=tuple(SourceCount(name, count, scorer_of(name)) for name, count in sources),
+        lengths=_lengths(rows, tokenizer, limit),
+        unique_prompts=len(by_prompt),
+        copies=len(rows) - len(distinct),
+        alike_prompts=len(by_prompt) - len(by_look),
+        conflicts=tuple(_conflicts(by_prompt)),
+        overlap=_overlap(by_look, evaluation, others) if evaluation else None,
+    )
+
+
+def label(row: Row) -> str:
+    """The ground truth as a text to compare."""
+    return str(row.ground_truth).strip()
+
+
+def _conflicts(by_prompt: Mapping[str, Sequence[Row]]) -> list[Conflict]:
+    found = []
+    for prompt, group in by_prompt.items():
+        labels = tuple(dict.fromkeys(label(row) for row in group))
+        if len(labels) > 1:
+            found.append(Conflict(excerpt(prompt), labels, tuple(_number(r) for r in group)))
+    return found
+
+
+def _overlap(by_look: Mapping[str, Sequence[Row]], file: str, others: Sequence[Row]) -> Overlap:
+    """The evaluation prompts that occur; one that the evaluation file repeats counts once."""
+    shared: list[SharedPrompt] = []
+    counts = {name: 0 for name, _ in Counter(row.data_source for row in others).most_common()}
+    hit: dict[tuple[str, str], None] = {}
+    for other in others:
+        look = alike(other.messages)
+        if look not in by_look or (other.data_source, look) in hit:
+            continue
+        hit[other.data_source, look] = None
+        counts[other.data_source] += 1
+        group = by_look[look]
+        shared.append(
+            SharedPrompt(
+                source=other.data_source,
+                prompt=excerpt(same(other.messages)),
+                evaluation_row=_number(other),
+                rows=tuple(_number(row) for row in group),
+                same_label=label(other) in {label(row) for row in group},
+            )
+        )
+    affected = sum(len(by_look[look]) for look in {look for _, look in hit})
+    return Overlap(file, len(others), counts, affected, tuple(shared))
+
+
+def _lengths(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase | None, limit: int | None
+) -> Lengths:
+    if tokenizer is None:
+        lengths = sorted(len(prompt_text(row.messages)) for row in rows)
+        unit, limit = "characters", None
+    else:
+        config = DataConfig(max_prompt_tokens=_ANY_LENGTH)
+        rendered = PromptRenderer(tokenizer, config).render(rows)
+        lengths = sorted(len(prompt.token_ids) for prompt in rendered.prompts)
+        unit = "tokens"
+    return Lengths(
+        unit=unit,
+        shortest=lengths[0],
+        median=_quantile(lengths, 0.5),
+        p95=_quantile(lengths, 0.95),
+        longest=lengths[-1],
+        limit=limit,
+        beyond=None if limit is None else sum(length > limit for length in lengths),
+    )
+
+
+def _quantile(ordered: Sequence[int], share: float) -> int:
+    """The smallest value that at least this share of the values does not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def _number(row: Row) -> int:
+    return int(row.uid.rpartition(":")[2])
