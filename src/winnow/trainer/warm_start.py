@@ -6,11 +6,12 @@ seed, threads, versions, and the source code that makes them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,20 +81,28 @@ def make_warm_start(
         return WarmStart(target, cached=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        # Before the minute of training, not after it, a disk that cannot be written to is met.
-        draft.mkdir(parents=True, exist_ok=True)
+        # A disk that cannot be written to is met before the minute of training, not after it.
+        with _writing_to(target.parent):
+            draft.mkdir(parents=True, exist_ok=True)
         model, tokenizer = _train(config, warm, log)
-        save_model(model, tokenizer, draft)
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
-    except OSError as error:
-        raise WinnowError(
-            f"cannot keep the warm start in {target.parent}: {error.strerror or error}; "
-            "choose another folder in warm_start.cache_dir or WINNOW_CACHE"
-        ) from error
+        with _writing_to(target.parent):
+            save_model(model, tokenizer, draft)
+            shutil.rmtree(target, ignore_errors=True)
+            draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return WarmStart(target, cached=False)
+
+
+@contextlib.contextmanager
+def _writing_to(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WinnowError(
+            f"cannot keep the warm start in {cache}: {error.strerror or error}; "
+            "choose another folder in warm_start.cache_dir or WINNOW_CACHE"
+        ) from error
 
 
 def tiny_model(warm: SftWarmStart, vocabulary: int, positions: int, seed: int) -> PreTrainedModel:
