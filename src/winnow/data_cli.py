@@ -248,7 +248,7 @@ def _add_overlap(overlap: Overlap, table: _Table) -> None:
 
 
 def _show_conflicts(report: DataReport, console: Console) -> None:
-    from winnow.data.check_text import excerpt
+    from winnow.data.wording import excerpt
 
     if not report.conflicts:
         return

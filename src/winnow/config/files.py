@@ -203,6 +203,18 @@ class _RecipeLoader(yaml.SafeLoader):
             raise ConstructorError(None, None, "half a character (surrogate)", node.start_mark)
         return text
 
+    def construct_object(self, node: Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        # A number of thousands of digits, or a tag that its text does not fit (`!!int x`).
+        except (ValueError, LookupError):
+            shown = str(node.value)
+            shown = shown if len(shown) <= 40 else f"{shown[:39]}…"
+            kind = node.tag.removeprefix(_TAG)
+            raise ConstructorError(
+                None, None, f"{shown!r} cannot be read as {kind}", node.start_mark
+            ) from None
+
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:

@@ -70,7 +70,8 @@ def _parse(text: str) -> _Override:
         raise ConfigError(f"override {show(text)} is not valid UTF-8; type it anew")
     try:
         (parsed,) = OverridesParser.create().parse_overrides([text])
-    except HydraException as error:
+    # ValueError: a number of thousands of digits.
+    except (HydraException, ValueError, RecursionError) as error:
         said = [line.strip() for line in str(error).splitlines()]
         reasons = [line for line in said if text not in line and not line.startswith(("^", "See"))]
         because = f" ({reasons[0]})" if reasons and reasons[0].isprintable() else ""

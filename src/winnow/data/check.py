@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from winnow.config.data import DataConfig
-from winnow.data.check_text import alike, excerpt, prompt_text, same
+from winnow.data.check_text import alike, prompt_text, same
 from winnow.data.prompts import PromptRenderer
 from winnow.data.sources import Row, read_rows
+from winnow.data.wording import excerpt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

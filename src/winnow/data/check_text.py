@@ -37,10 +37,3 @@ def alike(messages: Sequence[Message]) -> str:
     text = _SIZES.sub("", same(messages)).translate(_MINUS)
     # A prompt of nothing but punctuation is like itself alone.
     return _NO_MATTER.sub("", text).casefold() or text
-
-
-def excerpt(text: str, characters: int = 100) -> str:
-    """The beginning of a text, on one line and safe to print."""
-    text = " ".join(text.split())
-    cut = text if len(text) <= characters else f"{text[: characters - 1]}…"
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cut)

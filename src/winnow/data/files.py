@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from winnow.data.wording import excerpt, said
 from winnow.errors import DataError
 
 _LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
@@ -83,7 +84,7 @@ def _read_remote(path: str) -> bytes:
         ) from error
     # Each file system has a family of errors of its own (botocore's, aiohttp's, httpx's).
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = said(error)
         remedy = "check the URL, the network and your credentials for it"
         if "libjvm" in reason or "libhdfs" in reason:
             remedy = "install Java and a Hadoop client; set JAVA_HOME, HADOOP_HOME and CLASSPATH"
@@ -96,7 +97,7 @@ def _lines(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(
-                f"{path}: not a whole gzip file ({error}); download or write it again"
+                f"{path}: not a whole gzip file ({said(error)}); download or write it again"
             ) from error
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
@@ -117,7 +118,7 @@ def _lines(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
                 "write the file again in UTF-8"
             ) from error
         except (ValueError, RecursionError) as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else said(error)
             raise DataError(
                 f"{path} row {number}: not valid JSON ({reason}); write one JSON object a line"
             ) from error
@@ -152,9 +153,8 @@ def _batches(path: str, content: bytes) -> Iterator[Any]:
     try:
         yield from pq.ParquetFile(io.BytesIO(content)).iter_batches(batch_size=1024)
     except (pa.ArrowException, OSError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"{path}: not a readable parquet file ({reason}); download or write it again"
+            f"{path}: not a readable parquet file ({said(error)}); download or write it again"
         ) from error
 
 
@@ -170,5 +170,5 @@ def _bad_value(path: str, batch: Any, before: int, error: Exception) -> DataErro
                 fault = f"holds a value of type {column.type} that cannot be read; write it as text"
             else:
                 continue
-            return DataError(f"{path} row {before + i + 1}: {name} {fault}")
-    return DataError(f"{path}: not a readable parquet file ({error}); write it again")
+            return DataError(f"{path} row {before + i + 1}: {excerpt(name)} {fault}")
+    return DataError(f"{path}: not a readable parquet file ({said(error)}); write it again")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from winnow.data.wording import said
 from winnow.errors import DataError
 
 _INSTEAD = "or download the file yourself and name it with --from"
@@ -82,8 +83,7 @@ def _reason(error: Exception) -> str:
         return "HF_HUB_OFFLINE is set; unset it"
     if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
         return f"{endpoint} answers {error.response.status_code}; try again later"
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
-        f"cannot be had from {endpoint} ({said}); check the network, HF_ENDPOINT and the disk "
-        "under HF_HOME"
+        f"cannot be had from {endpoint} ({said(error)}); check the network, HF_ENDPOINT and the "
+        "disk under HF_HOME"
     )

@@ -15,6 +15,7 @@ from typing import Any
 from winnow.data.prepare_instruction import bare
 from winnow.data.prepare_sets import NamedSet
 from winnow.data.sources import Record, to_row, wrong_field
+from winnow.data.wording import excerpt
 from winnow.errors import DataError
 
 _QUESTIONS = ("question", "problem", "Problem", "Question")
@@ -164,7 +165,9 @@ def _first(record: Record, columns: tuple[str, ...]) -> str | None:
 
 def nothing_belongs(named: NamedSet, origin: str, others: Mapping[str, int]) -> DataError:
     """The error where a file has rows, but of other sources only."""
-    seen = ", ".join(f"{source} ({count:,})" for source, count in others.items())
+    some = list(others.items())[:5]
+    seen = ", ".join(f"{excerpt(source, 60)} ({count:,})" for source, count in some)
+    seen += ", …" if len(others) > len(some) else ""
     return DataError(
         f"{origin}: no row belongs to {named.name}; their data_source is {seen}; choose another "
         "set or another file"

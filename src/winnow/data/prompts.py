@@ -16,6 +16,7 @@ import numpy as np
 
 from winnow.config.data import DataConfig
 from winnow.data.sources import Message, Row
+from winnow.data.wording import said
 from winnow.errors import ConfigError, DataError, ModelError
 from winnow.types import IntArray, Prompt
 
@@ -161,10 +162,9 @@ class PromptRenderer:
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ModelError(
-                f"{row.origin}: the tokenizer's chat template fails: {reason}; mend it, or set "
-                "data.chat_template=none"
+                f"{row.origin}: the tokenizer's chat template fails: {said(error)}; mend it, or "
+                "set data.chat_template=none"
             ) from error
         return cast(str, text)
 
