@@ -3,32 +3,42 @@
     checkpoints/step-80/
         model/          Hugging Face folder: config, tokenizer, weights
         state.pt        optimizer, sampler with its carried groups, loader, counters
-        manifest.json   step, files with size and checksum, versions
+        config.yaml     the recipe it was made with
+        manifest.json   step, place in metrics.jsonl, machine, each file's size and checksum
 
 A checkpoint is written beside its place and renamed when it is whole, so that a folder with
-this name is a complete one.
+this name is a complete one. Names that begin with a dot are drafts; `clean` deals with those
+that a crash left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import pickle
+import platform
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
+import transformers
+from safetensors import SafetensorError
 
 from winnow import __version__
 from winnow.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d+)$")
-_FORMAT = 1
+_REPLACED = re.compile(r"\.(step-\d+)\.replaced$")
+_FORMAT = 2
+MANIFEST = "manifest.json"
+CONFIG = "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -44,65 +54,111 @@ class Checkpoint:
         return self.path / "model"
 
 
-def save_checkpoint(
-    folder: Path, step: int, save_model: Callable[[Path], None], state: Mapping[str, Any]
-) -> Checkpoint:
-    """Write `folder/step-N` whole or not at all.
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
 
-    Args:
-        save_model: writes a Hugging Face folder at the path it is given.
-        state: what training goes on from; tensors, numpy arrays and plain values.
+    step: int
+    evaluated: bool
+    """False when the step's evaluation, and so its line of metrics, is still to come."""
+    metrics_bytes: int
+    """Where metrics.jsonl ended."""
+    figures: Mapping[str, float]
+    """The evaluation of the step, if there was one."""
+    machine: Mapping[str, str | int]
+    """What bits depend on beside the recipe."""
+    files: Mapping[str, Mapping[str, Any]]
+    """By path: bytes and sha256."""
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """A checkpoint to be written. The writer may be a thread: nothing in it changes any more."""
+
+    step: int
+    save_model: Callable[[Path], None]
+    """Writes a Hugging Face folder at the path it is given."""
+    state: Mapping[str, Any]
+    """What training goes on from: tensors, numpy arrays and plain values."""
+    config: str = ""
+    evaluated: bool = True
+    metrics_bytes: int = 0
+    figures: Mapping[str, float] = field(default_factory=dict)
+    machine: Mapping[str, str | int] = field(default_factory=dict)
+
+
+def this_machine(device: torch.device) -> dict[str, str | int]:
+    """What the bits of a run depend on beside its recipe."""
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return {
+        "winnow": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": numpy.__version__,
+        "device": f"{device.type} {name}",
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
+    """Write `folder/step-N` whole or not at all; a crash at any point leaves what was there.
 
     Raises:
         CheckpointError: the disk is full or not writable; nothing is left behind.
     """
-    target = folder / f"step-{step}"
-    draft = folder / f".{target.name}.{os.getpid()}.partial"
+    target = folder / f"step-{content.step}"
+    draft = folder / f".{target.name}.partial"
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        save_model(draft / "model")
-        torch.save(dict(state), draft / "state.pt")
-        files = {
-            str(path.relative_to(draft)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-            for path in sorted(draft.rglob("*"))
-            if path.is_file()
-        }
-        manifest = {
-            "format": _FORMAT,
-            "step": step,
-            "winnow": __version__,
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "files": files,
-        }
-        (draft / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-        _sync(draft)
-        if target.exists():
-            shutil.rmtree(target)
-        draft.rename(target)
-    except (OSError, RuntimeError) as error:
-        # torch reports a full disk as a RuntimeError of its zip writer.
+        content.save_model(draft / "model")
+        # Through a file of ours, so that a full disk is an OSError as everywhere else.
+        with (draft / "state.pt").open("wb") as file:
+            torch.save(dict(content.state), file)
+        (draft / CONFIG).write_text(content.config, encoding="utf-8")
+        _write_manifest(draft, content)
+        _sync_tree(draft)
+        _put_in_place(draft, target)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch reports a write that failed as a RuntimeError of its zip writer.
         if isinstance(error, RuntimeError) and "write" not in str(error):
             raise
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(
-            f"cannot save the checkpoint {target}: {error}; free space or choose another run.dir"
+            f"cannot save the checkpoint {target}: {cause}; free space or choose another run.dir"
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return Checkpoint(target, step)
+    return Checkpoint(target, content.step)
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """The complete checkpoints of a run, oldest first."""
+    """The checkpoints of a run, oldest first."""
     if not folder.is_dir():
         return []
     found = [
         Checkpoint(path, int(match[1]))
         for path in folder.iterdir()
-        if (match := _NAME.match(path.name)) and (path / "manifest.json").is_file()
+        if (match := _NAME.match(path.name))
     ]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint whose files are what was written, and what is wrong with newer ones."""
+    faults = []
+    for checkpoint in reversed(checkpoints_in(folder)):
+        try:
+            verify(checkpoint)
+        except CheckpointError as error:
+            faults.append(str(error).partition(";")[0])
+        else:
+            return checkpoint, faults
+    return None, faults
 
 
 def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -122,29 +178,162 @@ def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
     return state
 
 
-def verify(checkpoint: Checkpoint) -> None:
-    """See that every file is there and is what was written.
+def read_manifest(checkpoint: Checkpoint) -> Manifest:
+    """What a checkpoint says of itself.
+
+    Raises:
+        CheckpointError: the manifest is missing, damaged, or of another format.
+    """
+    path = checkpoint.path / MANIFEST
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        version, digest = entries.pop("format"), entries.pop("sha256")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a manifest"
+        raise CheckpointError(f"{path} cannot be read: {reason}; use another checkpoint") from error
+    if version != _FORMAT:
+        raise CheckpointError(
+            f"{path} has format {version}, this version reads {_FORMAT}; "
+            "use the version of winnow that wrote it"
+        )
+    if digest != _digest(entries):
+        raise CheckpointError(f"{path} is damaged (checksum differs); use another checkpoint")
+    return Manifest(**entries)
+
+
+def verify(checkpoint: Checkpoint) -> Manifest:
+    """See that every file is there and is what was written; returns the manifest.
 
     Raises:
         CheckpointError: names the file.
     """
-    path = checkpoint.path / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text())
-        files = manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; use another checkpoint") from error
-    if manifest.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest.get('format')}, this version reads {_FORMAT}; "
-            "use the version of winnow that wrote it"
-        )
-    for name, entry in files.items():
+    manifest = read_manifest(checkpoint)
+    for name, entry in manifest.files.items():
         part = checkpoint.path / name
-        if not part.is_file():
-            raise CheckpointError(f"{part} is missing; use another checkpoint")
-        if part.stat().st_size != entry["bytes"] or _sha256(part) != entry["sha256"]:
-            raise CheckpointError(f"{part} is damaged (checksum differs); use another checkpoint")
+        try:
+            if part.stat().st_size == entry["bytes"] and _sha256(part) == entry["sha256"]:
+                continue
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{part} is missing; use another checkpoint") from error
+        except OSError as error:
+            raise CheckpointError(
+                f"{part} cannot be read: {error.strerror}; use another checkpoint"
+            ) from error
+        raise CheckpointError(f"{part} is damaged (checksum differs); use another checkpoint")
+    return manifest
+
+
+def remove(checkpoints: Iterable[Checkpoint]) -> None:
+    """Delete checkpoints, each as one act: a crash leaves none of them half deleted.
+
+    Raises:
+        CheckpointError: the folder cannot be changed.
+    """
+    for checkpoint in checkpoints:
+        gone = checkpoint.path.with_name(f".{checkpoint.path.name}.partial")
+        try:
+            shutil.rmtree(gone, ignore_errors=True)
+            checkpoint.path.rename(gone)
+            shutil.rmtree(gone)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot delete {checkpoint.path}: {error.strerror}; "
+                "make the folder writable, or delete it yourself"
+            ) from error
+
+
+def clean(folder: Path) -> None:
+    """Undo what a crash, or an end at once, left half done."""
+    for path in folder.glob(".step-*"):
+        replaced = _REPLACED.match(path.name)
+        if replaced and not (folder / replaced[1]).exists():
+            path.rename(folder / replaced[1])
+            continue
+        # Renamed first: a writer that is still at it then finds its folder gone.
+        gone = path.with_name(f"{path.name}.gone")
+        with contextlib.suppress(OSError):
+            path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the last ones, every m-th, the best; the newest always."""
+
+    last: int | None
+    """How many of the newest; None keeps all."""
+    every: int | None = None
+    """Steps that are a multiple of it stay for good."""
+    best: str | None = None
+    """A figure of the evaluation, of which the largest value stays."""
+
+    def apply(self, folder: Path) -> None:
+        """Delete what need not stay. One that cannot be read stays: a person should see it.
+
+        Raises:
+            CheckpointError: the folder cannot be changed.
+        """
+        if self.last is None:
+            return
+        found = checkpoints_in(folder)
+        keep = set(found[-self.last :])
+        keep |= {c for c in found if self.every is not None and c.step % self.every == 0}
+        best: tuple[float, Checkpoint] | None = None
+        for checkpoint in found:
+            try:
+                figures = read_manifest(checkpoint).figures
+            except CheckpointError:
+                keep.add(checkpoint)
+                continue
+            value = figures.get(self.best or "", float("nan"))
+            if value == value and (best is None or value >= best[0]):
+                best = value, checkpoint
+        if best is not None:
+            keep.add(best[1])
+        remove(c for c in found if c not in keep)
+
+
+def sync(folder: Path) -> None:
+    """Flush a folder's entries to disk, so that a file renamed into it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_manifest(draft: Path, content: Content) -> None:
+    paths = (path for path in sorted(draft.rglob("*")) if path.is_file())
+    files = {
+        str(path.relative_to(draft)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in paths
+    }
+    manifest = Manifest(
+        content.step,
+        content.evaluated,
+        content.metrics_bytes,
+        dict(content.figures),
+        dict(content.machine),
+        files,
+    )
+    entries = asdict(manifest)
+    text = json.dumps({"format": _FORMAT, "sha256": _digest(entries), **entries}, indent=1)
+    (draft / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def _put_in_place(draft: Path, target: Path) -> None:
+    """Rename, and when the name is taken move that one aside first: `clean` would bring it back."""
+    old = target.with_name(f".{target.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    draft.rename(target)
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _digest(entries: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:
@@ -152,11 +341,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(folder: Path) -> None:
-    """Flush every file and folder to disk, so that the rename cannot outrun the contents."""
+def _sync_tree(folder: Path) -> None:
+    """Flush every file and folder, so that the rename cannot outrun the contents."""
     for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)

@@ -1,7 +1,7 @@
 """The command line. Imports torch and its kin only inside commands that need them.
 
 Exit codes: 0 done, 1 our mistake, 2 yours (one line says which field, which value, what to do),
-130 interrupted.
+75 stopped by SIGTERM (what was reached is saved; start it again), 130 interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ Overrides = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Make the warm start anew.")]
 Step = Annotated[int | None, typer.Option(help="Checkpoint to take; the last by default.")]
+HeartbeatPipe = Annotated[int | None, typer.Option("--heartbeat", hidden=True)]
+Continued = Annotated[str | None, typer.Option("--continued", hidden=True)]
 HelpConfig = Annotated[
     bool,
     typer.Option(
@@ -51,15 +53,32 @@ def train(
     overrides: Overrides = None,
     fresh: Fresh = False,
     help_config: HelpConfig = False,
+    heartbeat: HeartbeatPipe = None,
+    continued: Continued = None,
 ) -> None:
     """Train a recipe, for instance: winnow train quickstart."""
     if help_config:
         _print_settings(recipe, overrides or [])
         return
     config = _load(recipe, overrides)
-    from winnow.trainer.session import run_training
+    if continued is not None:
+        run = config.run.model_copy(update={"resume": continued})
+        config = config.model_copy(update={"run": run})
+    _train(config, recipe, fresh, heartbeat)
 
-    run_training(config, recipe, fresh, _console())
+
+@app.command(no_args_is_help=True)
+def resume(
+    run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME.")],
+    overrides: Overrides = None,
+) -> None:
+    """Go on with a run that was stopped or killed, from its newest checkpoint."""
+    from winnow.observe.run_folder import RunFolder
+
+    recipe = str(RunFolder.open(run).config)
+    config = _load(recipe, overrides)
+    settings = config.run.model_copy(update={"resume": run})
+    _train(config.model_copy(update={"run": settings}), recipe, fresh=False, heartbeat=None)
 
 
 @app.command(no_args_is_help=True)
@@ -106,6 +125,23 @@ def recipes() -> None:
 
     for name in available_recipes():
         typer.echo(name)
+
+
+def _train(config: Config, recipe: str, fresh: bool, heartbeat: int | None) -> None:
+    """Train in this process, and end with the exit code of what stopped it."""
+    from winnow.trainer.heartbeat import Heartbeat
+    from winnow.trainer.stopping import Stop, Stopped
+
+    stop = Stop()
+    try:
+        with stop.listening():
+            from winnow.trainer.session import run_training
+
+            code = run_training(config, recipe, fresh, _console(), stop, Heartbeat(heartbeat))
+    except Stopped as stopped:
+        print(f"winnow: stopped by {stopped.reason}", file=sys.stderr)
+        code = stopped.exit_code
+    raise typer.Exit(code)
 
 
 def _load(recipe: str, overrides: list[str] | None) -> Config:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
@@ -125,6 +126,10 @@ def load_causal_lm(
                 f"model.path {path}: its config sets {name}, which the log-prob kernel lacks"
             )
     use_layout_attention(model)
+    # Weights come as views of a file, placed as its header happens to end. In memory of torch's
+    # own they are aligned alike in every run, which the order of a product's sums may depend on.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
     return cast("PreTrainedModel", model.to(device).eval())
 
 
@@ -194,3 +199,29 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Pat
     with quiet_transformers():
         cast(Any, model).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def model_writer(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[dict[str, Tensor], Path], None]:
+    """Like `save_model`, with weights given by name, for a thread beside training.
+
+    The tokenizer is written now and only copied later: a fast one must not be saved while
+    another thread encodes with it.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as name:
+        tokenizer.save_pretrained(name)
+        root = Path(name)
+        files = {f.relative_to(root): f.read_bytes() for f in root.rglob("*") if f.is_file()}
+
+    def write(weights: dict[str, Tensor], folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        cast(Any, model).save_pretrained(folder, state_dict=weights)
+        for path, content in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+
+    return write

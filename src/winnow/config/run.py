@@ -16,6 +16,9 @@ class RunConfig(Section):
     """Name of the run's folder; null makes RECIPE-DATE-TIME."""
     dir: str = "runs"
     """Folder that holds all runs."""
+    resume: str = "auto"
+    """auto continues the run of that name if it is unfinished and its recipe the same; never
+    starts a new one; a run's or checkpoint's folder is continued."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seeds data order, sampling and shuffles."""
     threads: int | None = Field(None, ge=1)

@@ -20,5 +20,16 @@ class TrainerConfig(Section):
     """Packed tokens run at once; bounds memory, never changes what is learnt."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose logits exist at once."""
-    save_every: int | None = Field(None, ge=1)
-    """Steps between checkpoints; null saves only at the end."""
+    save_every: int | None = Field(10, ge=1)
+    """Steps between checkpoints, of which a crash costs what came after the last; null saves
+    only at the end."""
+    keep_last: int | None = Field(2, ge=1)
+    """Checkpoints kept, the newest ones; null keeps all."""
+    keep_every: int | None = Field(None, ge=1)
+    """Keep those of every so many steps as well."""
+    keep_best: str | None = None
+    """Keep that with the largest value of this figure as well, such as eval/SOURCE/pass@1."""
+    max_restarts: int = Field(0, ge=0)
+    """Times a run that was killed, crashed or hung is started again; 0 runs it unsupervised."""
+    stall_timeout_s: float = Field(1800.0, gt=0)
+    """Seconds without a token, an update or a step after which a supervised run has hung."""

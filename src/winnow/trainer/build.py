@@ -12,7 +12,8 @@ import torch
 
 from winnow.algorithms.advantages import ADVANTAGES
 from winnow.algorithms.schedule import lr_at
-from winnow.checkpoint import save_checkpoint
+from winnow.checkpoint import Content, Retention, sync, this_machine
+from winnow.config.load import dump_config
 from winnow.config.root import Config
 from winnow.config.sampling import BandFilter, VarianceFilter
 from winnow.data.build import evaluation_prompts, training_prompts
@@ -20,7 +21,8 @@ from winnow.data.loader import PromptLoader
 from winnow.data.text import decoder
 from winnow.data.tokenizer import load_tokenizer, stop_token_ids
 from winnow.errors import ConfigError, ModelError
-from winnow.models import load_causal_lm, save_model, torch_dtype
+from winnow.models import load_causal_lm, model_writer, torch_dtype
+from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import Decode, choose_text_groups, write_rollouts
 from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import Sinks
@@ -33,7 +35,10 @@ from winnow.trainer.evaluate import EvaluationSettings, Evaluator
 from winnow.trainer.learner import Learned, Learner, LearnerSettings
 from winnow.trainer.loop import Course, Parts, Schedule
 from winnow.trainer.record import rollout_groups
+from winnow.trainer.saver import Saver
 from winnow.trainer.scoring import TrainingScores
+from winnow.trainer.state import RunState, Stateful
+from winnow.trainer.stopping import Stop
 from winnow.trainer.throughput import Throughput
 from winnow.workers.policy import Policy, PolicyObjective
 from winnow.workers.single import SingleStrategy
@@ -196,11 +201,47 @@ class Built:
     """What the user should know about the data before it starts."""
 
 
+def make_saver(config: Config, folder: RunFolder) -> Saver:
+    """What writes checkpoints into a run's folder."""
+    trainer = config.trainer
+
+    def sync_folders() -> None:
+        for path in (folder.path, folder.rollouts, folder.evaluations):
+            if path.is_dir():
+                sync(path)
+
+    retention = Retention(trainer.keep_last, trainer.keep_every, trainer.keep_best)
+    return Saver(folder.checkpoints, retention, before=sync_folders)
+
+
+def make_state(
+    config: Config,
+    policy: Policies,
+    strategy: SingleStrategy,
+    parts: Mapping[str, Stateful],
+    metrics: MetricsLog,
+    saver: Saver,
+) -> RunState:
+    """What a checkpoint holds."""
+    return RunState(
+        strategy,
+        parts,
+        metrics.offset,
+        saver.save,
+        partial(Content, config=dump_config(config), machine=this_machine(strategy.device)),
+        model_writer(policy.model, policy.tokenizer),
+        config.trainer.keep_best,
+    )
+
+
 def build(
     config: Config,
     policy: Policies,
     folder: RunFolder,
     sinks: Sinks,
+    metrics: MetricsLog,
+    saver: Saver,
+    stop: Stop,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Built:
     """Everything that `loop.train` sequences.
@@ -232,12 +273,7 @@ def build(
     )
     learner, strategy = make_learner(config, policy)
 
-    def save(step: int, state: Mapping[str, Any]) -> None:
-        whole = {**state, "loader": loader.state_dict(), "strategy": strategy.state_dict()}
-        save_checkpoint(
-            folder.checkpoints, step, partial(save_model, policy.model, policy.tokenizer), whole
-        )
-
+    states: dict[str, Stateful] = {"sampler": sampler, "loader": loader, "learner": learner}
     parts = Parts(
         sampler=sampler,
         learner=learner,
@@ -250,7 +286,8 @@ def build(
             device=next(policy.model.parameters()).device,
             peak_tflops=config.observe.peak_tflops,
         ),
-        save=save,
+        state=make_state(config, policy, strategy, states, metrics, saver),
+        stop=stop,
         keep_rollouts=_rollout_writer(config, folder, policy.decode),
         check_scoring=scores.check,
     )

@@ -6,8 +6,9 @@ groups ─pack─► batch ─► advantages [B] ─spread─► [T]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -58,6 +59,16 @@ class Learner:
         self._policy, self._advantage, self._lr_of = policy, advantage, lr_of
         self._settings = settings
         self._skipped_in_a_row = 0
+        self.progress = 0
+        """Moves with each update."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters that outlive a step; the optimizer is the strategy's."""
+        return {"skipped_in_a_row": self._skipped_in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become what `state_dict` described."""
+        self._skipped_in_a_row = state["skipped_in_a_row"]
 
     def learn(
         self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
@@ -74,6 +85,7 @@ class Learner:
             batch.columns["advantages"] = spread(advantages, batch)
         with watch.phase("old_logprobs"):
             metrics.merge(self._policy.old_logprobs(batch, settings.microbatch_tokens))
+        self.progress += 1
         lr = self._lr_of(step)
         with watch.phase("update"):
             for epoch in range(settings.epochs):
@@ -82,6 +94,7 @@ class Learner:
                     micro = micro_batches(batch, update, settings.microbatch_tokens)
                     stats = self._policy.update(micro, lr)
                     metrics.merge(stats)
+                    self.progress += 1
                     self._count_skips(stats, step)
         metrics.spread("score/advantage", advantages.numpy())
         return Learned(batch, advantages.numpy().astype(np.float32))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.observe.names import Number
@@ -22,6 +21,8 @@ from winnow.sampling.stream import Sampler
 from winnow.trainer.evaluate import Evaluator
 from winnow.trainer.learner import Learned, Learner
 from winnow.trainer.record import record_step
+from winnow.trainer.state import RunState
+from winnow.trainer.stopping import Stop
 from winnow.trainer.throughput import Throughput
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,8 @@ class Parts:
     evaluator: Evaluator
     sinks: Sinks
     throughput: Throughput
-    save: Callable[[int, Mapping[str, Any]], None]
-    """Writes a checkpoint of a step with the loop's own state."""
+    state: RunState
+    stop: Stop
     keep_rollouts: Callable[[int, StepGroups, Learned], None]
     check_scoring: Callable[[], None]
     """Raises when too many of a step's scorings failed."""
@@ -65,34 +66,72 @@ class Course:
     evaluate_before: bool
     evaluations: Schedule
     checkpoints: Schedule
+    unfinished: Mapping[str, Number] | None = None
+    """Figures of the step before the first, when a stop came before its evaluation."""
 
 
 async def train(parts: Parts, course: Course) -> None:
-    """Run the steps of `course`. The weights after step k have version k."""
+    """Run the steps of `course`. The weights after step k have version k.
+
+    Raises:
+        Stopped: that was asked for; `parts.state` has the last boundary, saved or not.
+        WinnowError: the run cannot go on.
+    """
     watch = Stopwatch()
+    before = course.first_step - 1
+    await parts.engine.load_weights(WeightUpdate(version=before))
+    figures: Mapping[str, Number] = {}
     if course.evaluate_before:
         with watch.phase("evaluate"):
-            record = await parts.evaluator.evaluate(0)
-        parts.sinks.log(0, {**record, **watch.lap()})
+            figures = await parts.stop.interruptible(parts.evaluator.evaluate(before))
+        parts.sinks.log(before, {**figures, **watch.lap()})
+    parts.state.note(before, course.unfinished, figures)
+    if course.unfinished is not None:
+        await _finish(parts, course, before, course.unfinished, (0, 0), watch)
     for step in range(course.first_step, course.steps + 1):
-        metrics = Metrics()
-        with watch.phase("rollout"):
-            sampled = await parts.sampler.step(step - 1)
-        parts.check_scoring()
-        learned = parts.learner.learn(sampled.groups, step, metrics, watch)
-        with watch.phase("publish"):
-            await parts.engine.load_weights(WeightUpdate(version=step))
-        with watch.phase("write"):
-            parts.keep_rollouts(step, sampled, learned)
-        record_step(metrics, sampled, learned, parts.sampler.ledger.account.in_progress)
-        evaluation: Mapping[str, Number] = {}
-        if course.evaluations.due(step):
-            with watch.phase("evaluate"):
-                evaluation = await parts.evaluator.evaluate(step)
+        parts.stop.check()
+        record, tokens = await _learn(parts, step, watch)
+        await _finish(parts, course, step, record, tokens, watch)
+
+
+async def _learn(
+    parts: Parts, step: int, watch: Stopwatch
+) -> tuple[dict[str, Number], tuple[int, int]]:
+    """A step up to its new weights; returns its figures, and tokens generated and packed."""
+    metrics = Metrics()
+    with watch.phase("rollout"):
+        sampled = await parts.stop.interruptible(parts.sampler.step(step - 1))
+    parts.check_scoring()
+    learned = parts.learner.learn(sampled.groups, step, metrics, watch)
+    with watch.phase("publish"):
+        await parts.engine.load_weights(WeightUpdate(version=step))
+    with watch.phase("write"):
+        parts.keep_rollouts(step, sampled, learned)
+    record_step(metrics, sampled, learned, parts.sampler.ledger.account.in_progress)
+    tokens = sampled.counts.tokens.generated, len(learned.batch.token_ids)
+    return metrics.record(), tokens
+
+
+async def _finish(
+    parts: Parts,
+    course: Course,
+    step: int,
+    record: Mapping[str, Number],
+    tokens: tuple[int, int],
+    watch: Stopwatch,
+) -> None:
+    """Evaluate, log and save a step, each if it is due."""
+    figures: Mapping[str, Number] = {}
+    if course.evaluations.due(step):
+        # Evaluation may take longer than whoever stops this run will wait.
+        with watch.phase("checkpoint"):
+            parts.state.note(step, record)
+        with watch.phase("evaluate"):
+            figures = await parts.stop.interruptible(parts.evaluator.evaluate(step))
+    times = watch.lap()
+    work = parts.throughput.figures(*tokens, times)
+    parts.sinks.log(step, {**record, **figures, **times, **work})
+    with watch.phase("checkpoint"):
+        parts.state.note(step, None, figures)
         if course.checkpoints.due(step):
-            with watch.phase("checkpoint"):
-                parts.save(step, {"sampler": parts.sampler.state_dict()})
-        times = watch.lap()
-        generated, packed = sampled.counts.tokens.generated, len(learned.batch.token_ids)
-        work = parts.throughput.figures(generated, packed, times)
-        parts.sinks.log(step, {**metrics.record(), **evaluation, **times, **work})
+            parts.state.save()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from winnow.checkpoint import checkpoints_in
-from winnow.config.load import dump_config
+from winnow.checkpoint import checkpoints_in, load_state, this_machine
 from winnow.config.root import Config
 from winnow.config.warm_start import SftWarmStart
-from winnow.errors import ConfigError
+from winnow.errors import ConfigError, NoSignalError, RewardError
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.curve import draw_curve
 from winnow.observe.figures import duration
@@ -23,51 +23,146 @@ from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import RunInfo, Sinks
 from winnow.observe.summary import Sample, Summary, print_summary
 from winnow.sampling.report import Progress
-from winnow.trainer.build import build, load_policy, use_machine
+from winnow.trainer.build import Built, build, load_policy, make_saver, use_machine
 from winnow.trainer.evaluate import Evaluator
-from winnow.trainer.loop import train
+from winnow.trainer.heartbeat import Heartbeat
+from winnow.trainer.loop import Course, Parts, train
+from winnow.trainer.resume import Opened, opened_run
+from winnow.trainer.saver import Saver
+from winnow.trainer.state import seed_everything
+from winnow.trainer.stopping import Stop, Stopped
 from winnow.trainer.warm_start import WarmStart, make_warm_start
 
 log = logging.getLogger(__name__)
 
 
-def run_training(config: Config, recipe: str, fresh: bool, console: Console) -> Path:
-    """Train a recipe and show what came of it; returns the run's folder.
+def run_training(
+    config: Config,
+    recipe: str,
+    fresh: bool,
+    console: Console,
+    stop: Stop,
+    heartbeat: Heartbeat,
+) -> int:
+    """Train a recipe, or go on where a run of it was left, and show what came of it.
+
+    Returns:
+        The exit code: 0, or that of the request which stopped the run.
 
     Raises:
         WinnowError: what the user can mend; what the run had by then stays in its folder.
     """
     began = time.monotonic()
     device = use_machine(config)
-    folder = RunFolder.create(config.run.dir, config.run.name, recipe)
-    folder.save_config(dump_config(config))
-    sink = make_console(config.observe.console, console)
-    with folder.logging_to_file():
-        for line in introduction(config, recipe, folder):
-            sink.note(line)
-        warm_seconds: dict[str, float] = {}
-        path = config.model.path
-        if isinstance(config.warm_start, SftWarmStart):
-            path = str(run_warm_start(config, config.warm_start, fresh, sink).folder)
-            warm_seconds = {"warm-up": time.monotonic() - began}
-        assert path is not None, "checks.py asks for a model or a warm start"
+    seed_everything(config.run.seed)
+    with opened_run(config, recipe) as opened, opened.folder.logging_to_file():
+        folder = opened.folder
+        heartbeat.folder(folder.path)
+        sink = make_console(config.observe.console, console)
+        for note in opened.notes or introduction(config, recipe, folder):
+            sink.note(note)
+            log.info("%s", note)
+        if opened.is_finished(config.trainer.steps):
+            sink.note(f"{folder.path} is finished: nothing to do (a new run needs a new run.name)")
+            _close(config, recipe, folder, [], {}, console)
+            return 0
+        for difference in opened.differences(this_machine(device)):
+            sink.note(f"Warning: {difference}: the bits may differ from an undisturbed run's")
+        path, warm_seconds = _start_model(config, opened, fresh, sink, heartbeat)
         policy = load_policy(config, path, device)
         metrics = MetricsLog(folder.metrics)
-        sinks = Sinks([sink, metrics])
-        built = build(config, policy, folder, sinks, lambda p: sink.status(_in_words(p)))
-        for note in built.notes:
-            sink.note(note)
-        sinks.start(RunInfo(folder.name, config.trainer.steps, built.course.first_step))
-        try:
-            asyncio.run(train(built.parts, built.course))
-        finally:
-            sinks.close()
-        _close(config, recipe, folder, built.evaluator, warm_seconds, console)
+        sinks = Sinks([sink, metrics, heartbeat])
+        with make_saver(config, folder) as saver:
+            built = build(
+                config,
+                policy,
+                folder,
+                sinks,
+                metrics,
+                saver,
+                stop,
+                lambda p: sink.status(_in_words(p)),
+            )
+            for note in built.notes:
+                sink.note(note)
+            course = _resumed(opened, built)
+            opened.rewind(metrics)
+            heartbeat.watch(lambda: built.parts.engine.status().generated_tokens)
+            heartbeat.watch(lambda: built.parts.learner.progress)
+            sinks.start(RunInfo(folder.name, course.steps, course.first_step))
+            stopped = _train(config, built.parts, course, saver, stop)
+        if stopped is not None:
+            sink.note(_farewell(stopped, built.parts.state.step, folder))
+            return stopped.exit_code
+        shown = samples(built.evaluator, config.trainer.steps)
+        _close(config, recipe, folder, shown, warm_seconds, console)
         log.info("finished in %s", duration(time.monotonic() - began))
-    return folder.path
+    return 0
 
 
-def run_warm_start(config: Config, warm: SftWarmStart, fresh: bool, sink: ConsoleSink) -> WarmStart:
+def _start_model(
+    config: Config, opened: Opened, fresh: bool, sink: ConsoleSink, heartbeat: Heartbeat
+) -> tuple[str, dict[str, float]]:
+    """The model folder to begin from, and the seconds that making it took."""
+    began = time.monotonic()
+    if opened.checkpoint is not None:
+        return str(opened.checkpoint.model), {}
+    if isinstance(config.warm_start, SftWarmStart):
+        warm = run_warm_start(config, config.warm_start, fresh, sink, heartbeat.beat)
+        return str(warm.folder), {"warm-up": time.monotonic() - began}
+    assert config.model.path is not None, "checks.py asks for a model or a warm start"
+    return config.model.path, {}
+
+
+def _resumed(opened: Opened, built: Built) -> Course:
+    """The course from the checkpoint on, if there is one."""
+    checkpoint = opened.checkpoint
+    if checkpoint is None:
+        return built.course
+    unfinished = built.parts.state.restore(checkpoint.step, load_state(checkpoint))
+    return replace(
+        built.course,
+        first_step=checkpoint.step + 1,
+        evaluate_before=False,
+        unfinished=unfinished,
+    )
+
+
+def _train(
+    config: Config, parts: Parts, course: Course, saver: Saver, stop: Stop
+) -> Stopped | None:
+    """Train, and save what was reached when it is stopped or cannot go on."""
+    stopped = None
+    with stop.deferring():
+        try:
+            asyncio.run(train(parts, course))
+        except Stopped as request:
+            stopped = request
+            parts.state.save()
+        except (NoSignalError, RewardError) as error:
+            # Both come up while sampling, so weights are those of the boundary.
+            if isinstance(error, NoSignalError) and config.sampling.on_bound == "stop":
+                parts.state.note_sampling()
+            parts.state.save()
+            raise
+        finally:
+            parts.sinks.close()
+        saver.wait()
+    return stopped
+
+
+def _farewell(stopped: Stopped, step: int | None, folder: RunFolder) -> str:
+    saved = "before anything was to be saved" if step is None else f"after step {step}, saved"
+    return f"Stopped by {stopped.reason} {saved}. Go on with: winnow resume {folder.path}"
+
+
+def run_warm_start(
+    config: Config,
+    warm: SftWarmStart,
+    fresh: bool,
+    sink: ConsoleSink,
+    on_progress: Callable[[], None] = lambda: None,
+) -> WarmStart:
     """The cached start, or one made now with its progress shown."""
     started = False
 
@@ -77,6 +172,7 @@ def run_warm_start(config: Config, warm: SftWarmStart, fresh: bool, sink: Consol
             sink.start(RunInfo("warm-up", warm.steps, kind="warm_up"))
             started = True
         sink.log(step, dict(record))
+        on_progress()
 
     try:
         found = make_warm_start(config, warm, fresh, show)
@@ -132,7 +228,7 @@ def _close(
     config: Config,
     recipe: str,
     folder: RunFolder,
-    evaluator: Evaluator,
+    shown: Sequence[Sample],
     warm_seconds: Mapping[str, float],
     console: Console,
 ) -> None:
@@ -148,7 +244,7 @@ def _close(
     summary = Summary.of(
         f"{folder.name}: done",
         records,
-        samples=samples(evaluator, config.trainer.steps),
+        samples=shown,
         more_seconds=warm_seconds,
         paths=paths,
         commands=next_commands(config, recipe, folder),

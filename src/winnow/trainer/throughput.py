@@ -39,7 +39,7 @@ class Throughput:
             times: as `Stopwatch.lap` gives them.
         """
         busy = times["time/step_s"] - times.get("time/evaluate_s", 0.0)
-        if busy <= 0:
+        if busy <= 0 or not packed_tokens:  # resumed for an evaluation only
             return {}
         passes = 2 * generated_tokens + 2 * packed_tokens + 6 * packed_tokens * self.epochs
         tflops = self.parameters * passes / busy / 1e12
