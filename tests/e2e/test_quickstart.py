@@ -1,0 +1,358 @@
+"""`winnow train quickstart`, `eval` and `export`, as a newcomer types them; a shortened run.
+
+All tests of this file share one warm start and one trained run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from tests.winnow_command import Outcome, in_own_process, in_this_process
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from winnow.algorithms.schedule import lr_at
+from winnow.checkpoint import checkpoints_in
+from winnow.config.load import load_recipe
+from winnow.data.sort_digits import is_held_out, solution
+from winnow.observe.jsonl import read_metrics
+from winnow.observe.names import OUTCOMES
+from winnow.observe.rollouts import read_rollouts
+from winnow.observe.run_folder import RunFolder
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS, GROUPS, ANSWERS, HELD_OUT, EVALUATED = 16, 64, 8, 200, 2
+SETTINGS = [
+    f"trainer.steps={STEPS}",
+    "trainer.save_every=8",
+    "optim.warmup_steps=2",
+    f"data.task.eval_problems={HELD_OUT}",
+    f"evaluation.n={EVALUATED}",
+    "run.threads=1",
+]
+ONE_STEP = ["trainer.steps=1", "optim.warmup_steps=0", "evaluation.before=false", "run.threads=1"]
+PASS, GREEDY = "eval/sort_digits/pass@1", "eval/sort_digits/greedy"
+CLOCKED = ("time/", "throughput/", "memory/")
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where commands of these tests are typed, with a cache of warm starts of its own."""
+
+    path: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"WINNOW_CACHE": str(self.path / "cache")}
+
+    def winnow(self, *arguments: str) -> Outcome:
+        return in_this_process(*arguments, folder=self.path, environment=self.environment)
+
+    def run_of(self, name: str) -> Run:
+        return Run(RunFolder.open(self.path / "runs" / name))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder, read."""
+
+    folder: RunFolder
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        return [dict(record) for record in read_metrics(self.folder.metrics)]
+
+    @cached_property
+    def rollouts(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = read_rollouts(self.folder.rollouts).to_pylist()
+        return rows
+
+    def evaluation(self, name: str) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]]
+        rows = read_rollouts(self.folder.evaluations / f"{name}.parquet").to_pylist()
+        return rows
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="module")
+def screen(home: Home) -> Outcome:
+    """What the run printed."""
+    command = ["train", "quickstart", *SETTINGS, "run.name=demo"]
+    return in_own_process(*command, folder=home.path, environment=home.environment)
+
+
+@pytest.fixture(scope="module")
+def run(home: Home, screen: Outcome) -> Run:
+    screen.check()
+    return home.run_of("demo")
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def test_held_out_accuracy_rises_by_a_quarter_at_least(run: Run) -> None:
+    before, after = run.records[0], run.records[-1]
+    assert after[PASS] - before[PASS] >= 0.25
+    assert after[GREEDY] - before[GREEDY] >= 0.15
+    assert before[PASS] < 0.45, "the start is deliberately bad"
+
+
+def test_every_generated_token_is_accounted_for(run: Run) -> None:
+    total = defaultdict(int)
+    for record in run.records:
+        for name in ("generated", *OUTCOMES):
+            total[name] += record.get(f"sampling/tokens/{name}", 0)
+    in_progress = run.records[-1]["sampling/tokens/in_progress"]
+    assert total["generated"] == sum(total[name] for name in OUTCOMES) + in_progress
+    assert total["trained"] > 0.5 * total["generated"]
+
+
+def test_the_rollouts_hold_the_tokens_of_the_account_step_by_step(run: Run) -> None:
+    written: dict[tuple[int, str], int] = defaultdict(int)
+    for row in run.rollouts:
+        written[row["step"], row["outcome"]] += row["response_tokens"]
+    for record in run.records[1:]:
+        for name in OUTCOMES:
+            assert written[record["step"], name] == record[f"sampling/tokens/{name}"]
+
+
+def test_each_step_trains_the_wanted_number_of_whole_groups(run: Run) -> None:
+    groups: dict[int, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for row in run.rollouts:
+        if row["outcome"] == "trained":
+            groups[row["step"]][row["group"]].append(row)
+    assert sorted(groups) == list(range(1, STEPS + 1))
+    for by_group in groups.values():
+        assert len(by_group) == GROUPS
+        for rows in by_group.values():
+            assert [row["answer"] for row in rows] == list(range(ANSWERS))
+            assert 0 < sum(row["accuracy"] for row in rows) < ANSWERS, "no signal in this group"
+            assert sum(row["advantage"] for row in rows) == pytest.approx(0, abs=1e-4)
+            assert all(row["staleness"] in (0, 1) for row in rows)
+
+
+def test_a_reward_is_right_or_wrong_plus_a_penalty_for_length(run: Run) -> None:
+    for row in run.rollouts:
+        assert row["part/task"] == (1 if row["accuracy"] else -1)
+        assert -1 <= row["part/overlong"] <= 0
+        assert (row["part/overlong"] < 0) == (row["response_tokens"] > 128 - 48)
+        assert row["reward"] == pytest.approx(row["part/task"] + row["part/overlong"])
+
+
+def test_text_is_kept_of_a_few_groups_a_step_and_scalars_of_all(run: Run) -> None:
+    texts = defaultdict(set)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints_in(run.folder.checkpoints)[-1].model)
+    for row in run.rollouts:
+        if row["response"] is None:
+            assert row["token_ids"] is row["logprobs"] is row["prompt"] is None
+            continue
+        texts[row["step"]].add(row["group"])
+        assert len(row["token_ids"]) == len(row["logprobs"]) == row["response_tokens"]
+        assert all(logprob <= 0 for logprob in row["logprobs"])
+        assert tokenizer.decode(row["token_ids"], skip_special_tokens=True) == row["response"]
+        digits = row["prompt"].removesuffix(":")
+        assert not is_held_out(digits), "trained on a held-out problem"
+        assert bool(row["accuracy"]) == row["response"].endswith(f"#{solution(digits)}")
+    assert {len(groups) for groups in texts.values()} == {8}
+
+
+def test_the_saved_config_loads_back_to_an_equal_one(run: Run) -> None:
+    typed = load_recipe("quickstart", [*SETTINGS, "run.name=demo"])
+    assert load_recipe(str(run.folder.config)) == typed
+
+
+def test_metrics_hold_one_line_a_step(run: Run) -> None:
+    lines = run.folder.metrics.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(STEPS + 1))
+    for record in run.records[1:]:
+        assert record["actor/updates"] == 4
+        assert record["actor/skipped_updates"] == 0
+        assert np.isfinite([record["actor/loss"], record["actor/grad_norm"]]).all()
+        phases = [v for k, v in record.items() if k.startswith("time/") and k.endswith("_s")]
+        assert sum(phases) == pytest.approx(2 * record["time/step_s"], rel=1e-3)
+
+
+def test_the_learning_rate_warms_up_and_falls_to_zero(run: Run) -> None:
+    rates = [record["actor/lr"] for record in run.records[1:]]
+    course = [
+        lr_at(step, total_steps=STEPS, lr=4e-4, warmup_steps=2, schedule="linear")
+        for step in range(1, STEPS + 1)
+    ]
+    assert rates == pytest.approx(course)
+    assert rates[1] == max(rates)
+
+
+def test_evaluation_files_hold_the_answers_behind_the_figures(run: Run) -> None:
+    for step in (0, STEPS):
+        rows = run.evaluation(f"step-{step}")
+        assert len(rows) == HELD_OUT * EVALUATED
+        assert {row["outcome"] for row in rows} == {"held_out"}
+        assert np.mean([row["accuracy"] for row in rows]) == pytest.approx(run.records[step][PASS])
+        assert all(row["part/task"] == row["reward"] for row in rows), "shaped in training only"
+
+
+def test_each_checkpoint_is_whole(run: Run) -> None:
+    found = checkpoints_in(run.folder.checkpoints)
+    assert [checkpoint.step for checkpoint in found] == [8, STEPS]
+    for checkpoint in found:
+        manifest = json.loads((checkpoint.path / "manifest.json").read_text())
+        files = [p for p in checkpoint.path.rglob("*") if p.is_file() and p.name != "manifest.json"]
+        assert {str(f.relative_to(checkpoint.path)) for f in files} == set(manifest["files"])
+        for name, entry in manifest["files"].items():
+            content = (checkpoint.path / name).read_bytes()
+            assert (len(content), sha256(content).hexdigest()) == (entry["bytes"], entry["sha256"])
+    assert not list(run.folder.path.rglob("*.partial"))
+
+
+def test_the_curve_is_a_picture(run: Run) -> None:
+    assert run.folder.curve.read_bytes().startswith(b"\x89PNG")
+    picture = matplotlib.image.imread(run.folder.curve)
+    assert picture.shape[0] > 200
+    assert picture.shape[1] > 300
+    assert picture.std() > 0.01, "an empty picture"
+
+
+def test_the_log_says_when_it_finished(run: Run) -> None:
+    assert "finished in" in run.folder.log.read_text().splitlines()[-1]
+
+
+def test_the_first_lines_say_what_will_happen_and_how_long_it_takes(screen: Outcome) -> None:
+    first = screen.out.partition("\n     step")[0]
+    for words in ("runs/demo", "toy task", "bad", "Warm-up", "DAPO", "minutes"):
+        assert words in first
+    assert screen.err == ""
+
+
+def test_warm_up_and_training_show_figures_as_they_go(screen: Outcome) -> None:
+    assert "1000/1000" in screen.out, "the warm-up's progress"
+    for step in (1, STEPS):
+        assert f"{step}/{STEPS} " in screen.out
+    assert "held out, start: sort_digits" in screen.out
+    for title in ("accuracy", "reward", "kept", "length", "entropy", "tokens/s", "left"):
+        assert title in screen.out
+
+
+def test_the_closing_screen_sums_the_run_up(run: Run, screen: Outcome) -> None:
+    closing = screen.out[screen.out.rindex("demo: done") :]
+    before, after = run.records[0], run.records[-1]
+    figures = {line[:24].strip(): line[24:].split("  ") for line in closing.splitlines()}
+    for title, name in (("right, sampled (pass@1)", PASS), ("right, greedy", GREEDY)):
+        shown = [figure.strip() for figure in figures[title] if figure.strip()]
+        assert shown == [percent(before[name]), percent(after[name])]
+    trained = sum(record.get("sampling/tokens/trained", 0) for record in run.records)
+    for words in (
+        f"{HELD_OUT} held-out problems",
+        "A held-out problem: ",
+        "before  wrong  ",
+        "after   right  ",
+        "Tokens generated",
+        f"{trained:,}",
+        "in progress at the end",
+        "warm-up",
+        "rollout",
+        "update",
+        "runs/demo/curve.png",
+        "runs/demo/rollouts",
+        "winnow eval runs/demo",
+        "winnow train quickstart seed=1",
+        "winnow train quickstart --help-config",
+    ):
+        assert words in closing
+
+
+def test_evaluating_again_reproduces_the_last_evaluation(home: Home, run: Run) -> None:
+    said = home.winnow("eval", "runs/demo").check()
+    again, was = run.evaluation(f"checkpoint-{STEPS}"), run.evaluation(f"step-{STEPS}")
+    for figure in ("prompt_uid", "answer", "token_ids", "response_tokens", "accuracy", "pred"):
+        assert [row[figure] for row in again] == [row[figure] for row in was]
+    logprobs = [[x for row in rows for x in row["logprobs"] or []] for rows in (again, was)]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+    for words in (f"{HELD_OUT} held-out problems", percent(run.records[-1][PASS])):
+        assert words in said.out
+
+
+def test_an_earlier_checkpoint_can_be_evaluated_with_other_settings(home: Home, run: Run) -> None:
+    settings = ["evaluation.n=3", "evaluation.max_prompts=10", "evaluation.greedy=false"]
+    said = home.winnow("eval", "runs/demo", *settings, "--step", "8").check()
+    assert len(run.evaluation("checkpoint-8")) == 30
+    assert "right at least once in 3" in said.out
+    assert "greedy" not in said.out
+
+
+def test_an_exported_model_writes_in_transformers_what_it_wrote_here(home: Home, run: Run) -> None:
+    said = home.winnow("export", "runs/demo", "exported").check()
+    assert said.out == "Exported to exported\n"
+    greedy = ["evaluation.temperature=0", "evaluation.n=1", "evaluation.max_prompts=8"]
+    home.winnow("eval", "runs/demo", *greedy).check()
+    model = AutoModelForCausalLM.from_pretrained(home.path / "exported").eval()
+    tokenizer = AutoTokenizer.from_pretrained(home.path / "exported")
+    for row in run.evaluation(f"checkpoint-{STEPS}"):
+        asked = tokenizer(row["prompt"], return_tensors="pt")
+        assert asked["input_ids"][0].tolist() == row["prompt_ids"]
+        with torch.no_grad():
+            written = model.generate(**asked, do_sample=False, max_new_tokens=128)[0]
+        assert written[len(row["prompt_ids"]) :].tolist() == row["token_ids"]
+
+
+def test_a_second_run_takes_the_warm_start_from_the_cache(home: Home, run: Run) -> None:
+    said = home.winnow("train", "quickstart", *ONE_STEP, "run.name=second").check()
+    assert "Warm start: taken from" in said.out
+    assert "1000/1000" not in said.out
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(home: Home, run: Run) -> None:
+    def learnt(name: str, *more: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+        settings = [*ONE_STEP, "data.task.eval_problems=20", f"run.name={name}", *more]
+        home.winnow("train", "quickstart", *settings).check()
+        done = home.run_of(name)
+        records = [
+            {k: v for k, v in record.items() if not k.startswith(CLOCKED)}
+            for record in done.records
+        ]
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoints_in(done.folder.checkpoints)[-1].model
+        )
+        return records, model.state_dict()
+
+    records, weights = learnt("one")
+    same_records, same_weights = learnt("one-again")
+    other_records, other_weights = learnt("other", "run.seed=1", "warm_start.seed=0")
+    assert records == same_records
+    assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+    assert records != other_records
+    assert not all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def test_fresh_makes_the_warm_start_anew(home: Home) -> None:
+    command = ["sft", "quickstart", "warm_start.steps=3", "warm_start.warmup_steps=0"]
+    made, taken, anew = (
+        home.winnow(*command, "run.threads=1", *more).check().out for more in ([], [], ["--fresh"])
+    )
+    for said in (made, anew):
+        assert "3/3" in said
+        assert "taken from" not in said
+    assert "taken from" in taken
+    assert "3/3" not in taken
+    assert made.splitlines()[-1] == taken.splitlines()[-1] == anew.splitlines()[-1]
+
+
+def test_the_settings_of_a_section_are_listed_with_their_meaning(home: Home) -> None:
+    said = home.winnow("train", "quickstart", "--help-config", "optim").check().out
+    assert "optim.lr=0.0004  (" in said
+    assert "Peak learning rate." in said
+    assert all(line.startswith(("optim.", "    ")) for line in said.splitlines())
