@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -61,9 +61,11 @@ def train(
         _print_settings(recipe, overrides or [])
         return
     config = _load(recipe, overrides)
+    words = [*(["--fresh"] if fresh else []), recipe, *(overrides or [])]
+    if config.trainer.max_restarts and heartbeat is None:
+        _supervise(config, words, None)
     if continued is not None:
-        run = config.run.model_copy(update={"resume": continued})
-        config = config.model_copy(update={"run": run})
+        config = _continuing(config, continued)
     _train(config, recipe, fresh, heartbeat)
 
 
@@ -77,8 +79,9 @@ def resume(
 
     recipe = str(RunFolder.open(run).config)
     config = _load(recipe, overrides)
-    settings = config.run.model_copy(update={"resume": run})
-    _train(config.model_copy(update={"run": settings}), recipe, fresh=False, heartbeat=None)
+    if config.trainer.max_restarts:
+        _supervise(config, [recipe, *(overrides or [])], run)
+    _train(_continuing(config, run), recipe, fresh=False, heartbeat=None)
 
 
 @app.command(no_args_is_help=True)
@@ -125,6 +128,22 @@ def recipes() -> None:
 
     for name in available_recipes():
         typer.echo(name)
+
+
+def _continuing(config: Config, folder: str) -> Config:
+    run = config.run.model_copy(update={"resume": folder})
+    return config.model_copy(update={"run": run})
+
+
+def _supervise(config: Config, words: list[str], folder: str | None) -> NoReturn:
+    """Train in a child that is started again when it fails."""
+    from winnow.supervisor import Supervisor, winnow_command
+
+    trainer = config.trainer
+    supervisor = Supervisor(
+        winnow_command(words), trainer.max_restarts, trainer.stall_timeout_s, folder=folder
+    )
+    raise typer.Exit(supervisor.run())
 
 
 def _train(config: Config, recipe: str, fresh: bool, heartbeat: int | None) -> None:
