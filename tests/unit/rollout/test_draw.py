@@ -1,0 +1,115 @@
+"""Random numbers by key, and drawing from logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from winnow.rollout.draw import RowParams, draw, truncate, uniform
+from winnow.rollout.engine import SamplingParams
+
+MASK = (1 << 64) - 1
+
+
+def splitmix(seed: int, position: int) -> float:
+    """The same number with Python's unbounded integers."""
+    z = (seed + (position + 1) * 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    z ^= z >> 31
+    return (z >> 11) * 2.0**-53
+
+
+def params_of(rows: int, **sampling: float) -> RowParams:
+    params = RowParams(rows, torch.device("cpu"))
+    params.put(slice(0, rows), [SamplingParams(8, **sampling)] * rows)  # type: ignore[arg-type]
+    params.refresh(rows)
+    return params
+
+
+@settings(deadline=None)
+@given(st.integers(0, MASK), st.integers(0, 2**40))
+def test_a_number_is_the_splitmix_hash_of_its_seed_and_position(seed: int, position: int) -> None:
+    signed = np.array([seed], np.uint64).astype(np.int64)
+    got = uniform(torch.from_numpy(signed), torch.tensor([position]))
+    assert got.item() == splitmix(seed, position)
+    assert 0 <= got.item() < 1
+
+
+def test_numbers_of_neighbouring_keys_are_uniform_and_unrelated() -> None:
+    seeds, positions = torch.arange(200).repeat_interleave(200), torch.arange(200).repeat(200)
+    u = uniform(seeds, positions)
+    counts = torch.histc(u, 20, 0, 1)
+    # 40,000 numbers in 20 bins: 2,000 +- 6 standard deviations of 44.
+    assert (counts - 2000).abs().max() < 265
+    table = u.view(200, 200)
+    assert (
+        abs(torch.corrcoef(torch.stack([table[:, :-1].flatten(), table[:, 1:].flatten()]))[0, 1])
+        < 0.03
+    )
+    assert (
+        abs(torch.corrcoef(torch.stack([table[:-1].flatten(), table[1:].flatten()]))[0, 1]) < 0.03
+    )
+
+
+def test_tokens_come_as_often_as_their_probability_says() -> None:
+    logits = torch.tensor([[0.0, 1.0, -1.0, 2.0]]).repeat(40_000, 1)
+    u = uniform(torch.zeros(40_000, dtype=torch.long), torch.arange(40_000))
+    ids, logprobs = draw(logits, u, params_of(40_000, temperature=2.0))
+    p = torch.softmax(logits[0] / 2, -1)
+    share = torch.bincount(ids, minlength=4) / 40_000
+    # Six standard deviations.
+    assert ((share - p).abs() < 6 * (p * (1 - p) / 40_000).sqrt()).all()
+    torch.testing.assert_close(logprobs, p.log()[ids])
+
+
+@settings(deadline=None)
+@given(st.floats(0, 1, exclude_max=True), st.integers(1, 6), st.data())
+def test_a_token_without_probability_is_never_drawn(
+    u: float, alive: int, data: st.DataObject
+) -> None:
+    kept = data.draw(st.permutations(range(8)))[:alive]
+    logits = torch.full((1, 8), -torch.inf)
+    logits[0, kept] = torch.linspace(-30.0, 5.0, alive)
+    ids, logprobs = draw(logits, torch.tensor([u], dtype=torch.float64), params_of(1))
+    assert ids.item() in kept
+    assert torch.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "min_p", "kept"),
+    [
+        (1.0, 0, 0.0, [0, 1, 2, 3]),
+        (0.49, 0, 0.0, [0]),
+        (0.51, 0, 0.0, [0, 1]),
+        (0.79, 0, 0.0, [0, 1]),
+        (1.0, 3, 0.0, [0, 1, 2]),
+        (1.0, 0, 0.3, [0, 1]),
+        (0.95, 2, 0.1, [0, 1]),
+        (1e-9, 0, 0.0, [0]),
+    ],
+)
+def test_truncation_keeps_the_likeliest(
+    top_p: float, top_k: int, min_p: float, kept: list[int]
+) -> None:
+    order = [2, 0, 3, 1]
+    p = torch.tensor([0.5, 0.3, 0.125, 0.075])
+    logprobs = torch.empty(1, 4)
+    logprobs[0, order] = p.log()
+    got = truncate(logprobs, torch.tensor([top_p]), torch.tensor([top_k]), torch.tensor([min_p]))
+    want = torch.zeros(1, 4)
+    want[0, [order[i] for i in kept]] = p[kept]
+    torch.testing.assert_close(got, want)
+
+
+def test_a_greedy_row_beside_sampled_ones_takes_the_likeliest() -> None:
+    params = RowParams(2, torch.device("cpu"))
+    params.put(slice(0, 2), [SamplingParams(8), SamplingParams(8, temperature=0.0)])
+    params.refresh(2)
+    logits = torch.tensor([[0.0, 0.1], [0.0, 0.1]])
+    ids, logprobs = draw(logits, torch.tensor([0.01, 0.01], dtype=torch.float64), params)
+    assert ids.tolist() == [0, 1]
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1)[[0, 1], [0, 1]])
