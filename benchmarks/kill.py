@@ -1,0 +1,291 @@
+"""Kill a run with SIGKILL at random moments, resume it, and compare it with an undisturbed one.
+
+    python benchmarks/kill.py --times 50 [--seed 1] [--out benchmarks/results/kill.md]
+
+A trial is a small run (the quickstart's task) that is killed up to three times, resumed each
+time by the same command, and then left alone. Moments: anywhere between the first sign of the
+run's folder and its usual end; while a checkpoint is being written or put in place; just after a
+line of metrics; while a resumed run is reading and cutting back. Each trial must end with the
+same weights, optimizer, sampler, metrics (times aside), rollouts and evaluations, bit for bit,
+and with nothing left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from winnow.checkpoint import Checkpoint, checkpoints_in, load_state
+from winnow.errors import WinnowError
+
+STEPS = 6
+SETTINGS = (
+    *("data.task.min_digits=2", "data.task.max_digits=4", "data.task.eval_problems=8"),
+    *("warm_start.steps=150", "rollout.n=4", "rollout.max_response_tokens=48"),
+    *("rollout.engine.slots=32", "reward.overlong.buffer_tokens=16", "sampling.groups_per_step=8"),
+    *("trainer.mini_batch_groups=4", f"trainer.steps={STEPS}", "optim.warmup_steps=1"),
+    *("evaluation.every=3", "evaluation.n=1", "evaluation.greedy=false", "observe.console=off"),
+    "run.threads=1",
+)
+CLOCKED = ("time/", "throughput/", "memory/")
+MOMENTS = ("any", "any", "saving", "logged", "starting")
+LONGEST_S = 300.0
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A folder for runs and their warm start, and how long an undisturbed run takes."""
+
+    folder: Path
+    seconds: float = 0.0
+    """From the first sign of the run's folder to the end of the process."""
+
+    def run(self, name: str) -> Path:
+        """A run's folder."""
+        return self.folder / "runs" / name
+
+    def start(self, name: str, *settings: str) -> subprocess.Popen[bytes]:
+        """The command, in a process of its own."""
+        command = [sys.executable, "-m", "winnow.cli", "train", "quickstart", *SETTINGS]
+        command += [f"run.dir={self.folder / 'runs'}", f"run.name={name}", *settings]
+        more = {"OMP_NUM_THREADS": "1", "WINNOW_CACHE": str(self.folder / "cache")}
+        return subprocess.Popen(command, env=os.environ | more)
+
+    def undisturbed(self, name: str = "undisturbed") -> Lab:
+        """Run once with a fresh cache, once for the time; returns the lab that knows it."""
+        assert self.start("warm-up", "trainer.steps=1").wait() == 0
+        process = self.start(name, "trainer.save_every=1")
+        wait_for(process, lambda: self.run(name).is_dir())
+        began = time.monotonic()
+        assert process.wait(LONGEST_S) == 0
+        return Lab(self.folder, time.monotonic() - began)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One SIGKILL, and what the folder looked like after it."""
+
+    moment: str
+    delay_s: float
+    logged: int
+    """Steps with a line of metrics."""
+    saved: int
+    """Step of the newest checkpoint; -1 without one."""
+    drafts: int
+    """Half-written checkpoints and files."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run that was killed, resumed and compared."""
+
+    kills: list[Kill]
+    faults: list[str]
+    """What differs from the undisturbed run."""
+
+
+def wait_for(process: subprocess.Popen[bytes], sign: Callable[[], bool]) -> bool:
+    """Until the sign shows; False when the process ended first."""
+    while not sign():
+        if process.poll() is not None:
+            return False
+        time.sleep(0.0005)
+    return True
+
+
+def trial(lab: Lab, name: str, kills: int, rng: random.Random) -> Trial:
+    """Run `name` with up to `kills` kills, and compare it with the undisturbed run."""
+    done: list[Kill] = []
+    save_every = f"trainer.save_every={rng.choice([1, 1, 2])}"
+    for _ in range(kills):
+        process = lab.start(name, save_every)
+        kill = kill_at(lab, process, name, rng)
+        if kill is None:
+            break
+        done.append(kill)
+    code = lab.start(name, save_every).wait(LONGEST_S)
+    faults = [] if code == 0 else [f"the last resume ended with exit code {code}"]
+    faults += differences(lab.run("undisturbed"), lab.run(name))
+    return Trial(done, faults)
+
+
+def kill_at(
+    lab: Lab, process: subprocess.Popen[bytes], name: str, rng: random.Random
+) -> Kill | None:
+    """Kill the run at a random moment; None when it was over before."""
+    run = lab.run(name)
+    moment = rng.choice(MOMENTS)
+    lines, resumed = size(run / "metrics.jsonl"), size(run / "log.txt")
+    signs: dict[str, tuple[Callable[[], bool], float]] = {
+        "any": (lambda: True, lab.seconds),
+        "saving": (lambda: any_draft(run / "checkpoints"), 0.02),
+        "logged": (lambda: size(run / "metrics.jsonl") not in (0, lines), 0.03),
+        "starting": (lambda: True, 0.6),
+    }
+    sign, longest = signs[moment]
+    later = rng.randrange(3) if moment in ("saving", "logged") else 0
+    # The log grows once the folder is locked, and drafts of an earlier death are gone.
+    shown = wait_for(process, lambda: size(run / "log.txt") > resumed)
+    shown = shown and wait_for(process, sign)
+    for _ in range(later if shown else 0):  # not always the first save, or line
+        time.sleep(rng.uniform(0, lab.seconds / 4))
+        lines = size(run / "metrics.jsonl")
+        shown = shown and wait_for(process, sign)
+    delay = rng.uniform(0, longest)
+    if shown:
+        time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    if process.wait() != -signal.SIGKILL:
+        return None
+    found = checkpoints_in(run / "checkpoints")
+    return Kill(
+        moment,
+        delay,
+        logged=max(0, content(run / "metrics.jsonl").count(b"\n") - 1),
+        saved=found[-1].step if found else -1,
+        drafts=len(list(leftovers(run))),
+    )
+
+
+def differences(wanted: Path, run: Path) -> list[str]:
+    """What of a finished run is not as in the other one, bit for bit."""
+    faults = [f"left behind: {path.relative_to(run)}" for path in leftovers(run)]
+    if figures(wanted) != figures(run):
+        faults.append("metrics.jsonl")
+    for folder in ("rollouts", "eval"):
+        if contents(wanted / folder) != contents(run / folder):
+            faults.append(folder)
+    try:
+        ours, theirs = (
+            Checkpoint(r / "checkpoints" / f"step-{STEPS}", STEPS) for r in (wanted, run)
+        )
+        if contents(ours.model) != contents(theirs.model):
+            faults.append("model")
+        if not same(load_state(ours), load_state(theirs)):
+            faults.append("state")
+    except WinnowError as error:
+        faults.append(str(error))
+    return faults
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two states are equal in every bit."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and same(a.numpy(), b.numpy())
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+def figures(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what a clock or the operating system says."""
+    lines = [json.loads(line) for line in content(run / "metrics.jsonl").splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(CLOCKED)} for line in lines]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def leftovers(run: Path) -> Iterator[Path]:
+    """Drafts of checkpoints and of files."""
+    yield from run.glob("checkpoints/.*")
+    yield from run.glob("*.partial")
+    for folder in ("rollouts", "eval"):
+        yield from run.glob(f"{folder}/*.partial")
+
+
+def any_draft(folder: Path) -> bool:
+    """Whether a checkpoint is being written."""
+    try:
+        return any(entry.name[0] == "." for entry in os.scandir(folder))
+    except FileNotFoundError:
+        return False
+
+
+def content(path: Path) -> bytes:
+    """A file's bytes; none of a file that is not there."""
+    return path.read_bytes() if path.exists() else b""
+
+
+def size(path: Path) -> int:
+    """A file's bytes, counted."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def report(trials: list[Trial]) -> str:
+    """The trials as Markdown: a summary by moment, then each kill."""
+    kills = [kill for each in trials for kill in each.kills]
+    good = sum(not each.faults for each in trials)
+    by_moment = Counter(kill.moment for kill in kills)
+    counts = ", ".join(f"{number} {moment}" for moment, number in sorted(by_moment.items()))
+    lines = [
+        f"{len(kills)} kills in {len(trials)} runs ({counts}); "
+        f"{sum(kill.drafts > 0 for kill in kills)} left a draft behind, which the next start "
+        f"removed; {good} of {len(trials)} runs ended bit for bit as the undisturbed one.",
+        "",
+        "| run | kill | moment | after s | steps logged | newest checkpoint | drafts | the run |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for number, each in enumerate(trials, start=1):
+        for place, kill in enumerate(each.kills, start=1):
+            verdict = "" if place < len(each.kills) else "; ".join(each.faults) or "same bits"
+            saved = f"step {kill.saved}" if kill.saved >= 0 else "none"
+            lines.append(
+                f"| {number} | {place} | {kill.moment} | {kill.delay_s:.3f} | {kill.logged} "
+                f"| {saved} | {kill.drafts} | {verdict} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Kill as often as asked, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--runs", type=Path, help="Keep the runs here.")
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    trials: list[Trial] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        lab = Lab((args.runs or Path(scratch)).resolve()).undisturbed()
+        killed = 0
+        while killed < args.times:
+            trials.append(trial(lab, f"trial-{len(trials)}", min(3, args.times - killed), rng))
+            killed += len(trials[-1].kills)
+            print(f"{killed} kills; run {len(trials)}: {trials[-1].faults or 'same'}", flush=True)
+    text = report(trials)
+    print(text)
+    if args.out is not None:
+        command = " ".join(["python", "benchmarks/kill.py", *sys.argv[1:]])
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(f"# Killed and resumed\n\nMade by `{command}`.\n\n{text}\n")
+    sys.exit(any(each.faults for each in trials))
+
+
+if __name__ == "__main__":
+    main()
