@@ -22,8 +22,10 @@ _TOKENIZER_FILES = (
 )
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder (or of a hub name).
+def load_tokenizer(
+    path: str, trust_remote_code: bool = False, field: str = "model.path"
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder (or of a hub name), which `field` of the recipe gives.
 
     Raises:
         ModelError: no such folder, no tokenizer in it, or one without an end-of-sequence token.
@@ -36,13 +38,15 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     is_folder = folder.is_dir()
     if not is_folder and not _may_be_hub_name(path):
         raise ModelError(
-            f"model.path {path}: no such folder; give a Hugging Face model folder or a hub name"
+            f"{field} {path}: no such folder; give a Hugging Face model folder or a hub name"
         )
     if is_folder and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
-            f"model.path {path}: the folder has no tokenizer (such as tokenizer.json); copy the "
+            f"{field} {path}: the folder has no tokenizer (such as tokenizer.json); copy the "
             "tokenizer's files from where the model comes from into it"
         )
+    if not is_folder:
+        _check_hub(path, field)
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(
@@ -51,13 +55,13 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     # A damaged tokenizer.json surfaces as a bare Exception of the tokenizers library.
     except Exception as error:
         reason = shorten(str(error), 200, placeholder=" …") or type(error).__name__
-        remedy = "mend its files" if is_folder else "there is no such folder; give the right path"
+        remedy = "mend its files" if is_folder else "check the name and your access to it"
         raise ModelError(
-            f"model.path {path}: cannot load its tokenizer: {reason.rstrip('.')}; {remedy}"
+            f"{field} {path}: cannot load its tokenizer: {reason.rstrip('.')}; {remedy}"
         ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"model.path {path}: its tokenizer has no end-of-sequence token, so no answer could "
+            f"{field} {path}: its tokenizer has no end-of-sequence token, so no answer could "
             "end; set eos_token in tokenizer_config.json"
         )
     return cast("PreTrainedTokenizerBase", tokenizer)
@@ -88,6 +92,26 @@ def stop_token_ids(
             "mend or remove the file"
         )
     return tuple(dict.fromkeys([*ids, *more]))
+
+
+def _check_hub(name: str, field: str) -> None:
+    """Ask once whether there is such a model: transformers asks for a minute before it gives up."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+        is_known = isinstance(cached, str) or HfApi().repo_exists(name)
+    # Malformed names, offline mode, and the errors of whichever HTTP library is below.
+    except Exception as error:
+        reason = shorten(str(error), 200, placeholder=" …") or type(error).__name__
+        raise ModelError(
+            f"{field} {name}: no such folder, and the hub cannot be asked for it: "
+            f"{reason.rstrip('.')}; give a Hugging Face model folder"
+        ) from error
+    if not is_known:
+        raise ModelError(
+            f"{field} {name}: no such folder, and the hub has no such model; check the name"
+        )
 
 
 def _may_be_hub_name(path: str) -> bool:

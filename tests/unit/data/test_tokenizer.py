@@ -26,6 +26,32 @@ def test_a_missing_folder_is_refused_without_asking_a_hub(path: str) -> None:
     )
 
 
+def test_a_name_that_only_a_hub_could_know_is_asked_for_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("no-such-folder", "nobody/no-such-model", "not a name"):
+        message = error_of(name)
+        assert message.startswith(
+            f"model.path {name}: no such folder, and the hub cannot be asked for it: "
+        )
+        assert message.endswith("; give a Hugging Face model folder")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_name_in_a_folder_that_is_here_is_not_looked_for_on_a_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert error_of("models/qwen").startswith("model.path models/qwen: no such folder; give")
+
+
+def test_the_field_that_named_the_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^model\.tokenizer /nowhere: no such folder"):
+        load_tokenizer("/nowhere", field="model.tokenizer")
+
+
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert error_of(str(tmp_path)) == (
