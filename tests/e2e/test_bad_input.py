@@ -28,8 +28,8 @@ trainer: {steps: 2, mini_batch_groups: 2}
 evaluation: {before: false}
 run: {threads: 1}
 """
-NEVER_STARTED = {"config.yaml", "log.txt", "metrics.jsonl"}
-"""What a run that failed before its first step may leave; the last of them empty."""
+NEVER_STARTED = {"config.yaml", "log.txt", "metrics.jsonl", ".lock"}
+"""What a run that failed before its first step may leave, beside a whole checkpoint of step 0."""
 
 
 def row(digits: str, source: str = "sort_digits") -> dict[str, Any]:
@@ -115,8 +115,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_models(place)
     (place / "a-file").touch()
     (place / "a-folder").mkdir()
-    (place / "runs" / "taken").mkdir(parents=True)
-    (place / "runs" / "taken" / "config.yaml").write_text("run: {name: taken}\n")
+    taken = bad("taken", "reward.function.path=fine.py", says="")
+    in_this_process(*taken.argv, folder=place).check()
+    begun = place / "runs" / "begun"
+    begun.mkdir()
+    shutil.copy(place / "runs" / "taken" / "config.yaml", begun)
     return place
 
 
@@ -430,9 +433,19 @@ MODELS = [
 
 FOLDERS = [
     bad(
-        "name-taken", "run.name=taken",
+        "name-taken", "run.name=taken", "run.resume=never",
         says=plain("run.name=taken: runs/taken holds a run already; choose another run.name, or "
         "delete that folder"),
+    ),
+    bad(
+        "name-of-another-recipe", "run.name=taken", "reward.function.path=fine.py", "rollout.n=5",
+        says=plain("runs/taken was trained with another recipe: rollout.n was 4 and is 5; set that "
+        "back, or choose another run.name for a new run"),
+    ),
+    bad(
+        "resume-of-nothing", "run.resume=runs/never",
+        says=plain("run.resume=runs/never is neither a run's folder nor a checkpoint in one; give "
+        "runs/NAME or runs/NAME/checkpoints/step-N, or auto or never"),
     ),
     bad(
         "file-in-the-way", "run.dir=a-file",
@@ -465,8 +478,8 @@ FOLDERS = [
         "in runs/"),), ("eval", "runs/never"),
     ),
     Bad(
-        "eval-before-a-checkpoint", (), (r"runs/taken has .*checkpoint.*",),
-        ("eval", "runs/taken"),
+        "eval-before-a-checkpoint", (), (r"runs/begun has .*checkpoint.*; there are: none",),
+        ("eval", "runs/begun"),
     ),
     Bad(
         "export-of-nothing", (), (plain("a-folder is not a run's folder (no config.yaml); look in "
@@ -506,8 +519,11 @@ def check(case: Bad, place: Path, run: Callable[..., Outcome]) -> None:
     assert {path: after.get(path) for path in before} == before, "a file was lost or changed"
     left = place / "runs" / case.name
     added = {path for path in after.keys() - before.keys() if path != left}
-    assert added <= {left / name for name in NEVER_STARTED}
+    start = left / "checkpoints" / "step-0"
+    whole = {left / name for name in NEVER_STARTED} | {start, start.parent, *start.rglob("*")}
+    assert added <= whole
     assert after.get(left / "metrics.jsonl", 0) == 0
+    assert (start / "manifest.json").is_file() == start.exists()
 
 
 def test_the_table_has_no_two_cases_of_one_name() -> None:
