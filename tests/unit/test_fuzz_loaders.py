@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from winnow.config.data import DataConfig
 from winnow.config.load import available_recipes, load_recipe
 from winnow.config.root import Config
+from winnow.config.schema import all_keys
 from winnow.data.check import check
 from winnow.data.prepare import Request, prepare
 from winnow.data.prompts import PromptRenderer
@@ -242,6 +243,24 @@ GOOD_RECIPE = (
 )
 
 
+# Keys as Winnow knows them, with values that they may not take.
+PATHS = [key.path for key in all_keys()]
+
+
+def tree_of(leaves: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in leaves:
+        here = tree
+        for part in path[:-1]:
+            inner = here.setdefault(part, {})
+            here = inner if isinstance(inner, dict) else here
+        here[path[-1]] = value
+    return tree
+
+
+known_trees = st.lists(st.tuples(st.sampled_from(PATHS), recipe_trees), max_size=4).map(tree_of)
+
+
 def use_recipe(content: bytes, folder: Path) -> None:
     path = folder / "recipe.yaml"
     path.write_bytes(content)
@@ -265,7 +284,7 @@ def test_any_bytes_in_a_recipe(content: bytes, folder: Path) -> None:
 
 
 @fuzz
-@given(tree=st.dictionaries(recipe_keys | text, recipe_trees, max_size=4))
+@given(tree=known_trees | st.dictionaries(recipe_keys | text, recipe_trees, max_size=4))
 def test_any_tree_in_a_recipe(tree: dict[str, Any], folder: Path) -> None:
     use_recipe(yaml.safe_dump(tree, allow_unicode=True).encode("utf-8", "surrogatepass"), folder)
 
@@ -276,11 +295,18 @@ PIECES = [
     "true", "1e-5", "-1", "nan", "inf", "range(1,3)", "choice(a,b)", "glob(*)", "sort(3,2)", " ",
     "\n", "\t", "variance", "???", "${oc.env:HOME}", "${run.seed}", "\u2028", "\x00",
 ]  # fmt: skip
-overrides = st.lists(st.sampled_from(PIECES) | text, max_size=7).map("".join)
+pieces = st.lists(st.sampled_from(PIECES) | text, max_size=7).map("".join)
+known_overrides = st.builds(
+    lambda path, between, value: between.join(path) + "=" + value,
+    st.sampled_from(PATHS),
+    st.sampled_from([".", ".", "/"]),
+    pieces | recipe_trees.map(str),
+)
+overrides = pieces | text | known_overrides
 
 
 @fuzz
-@given(given_overrides=st.lists(overrides | text, max_size=3))
+@given(given_overrides=st.lists(overrides, max_size=3))
 @example(given_overrides=["optim.lr=" + "[" * 400])
 @example(given_overrides=["run.seed=" + "9" * 5_000])
 @example(given_overrides=["run.name=\ud800"])

@@ -136,7 +136,7 @@ def _fault(
 
 def _hint(path: Path, field: FieldInfo, want: str, value: Any) -> str:
     """What to write instead, where the range alone does not say it."""
-    if isinstance(value, str) and "a list of" in want:
+    if isinstance(value, str) and show(value) == f"'{value}'" and "a list of" in want:
         return f"; write {join(path)}=[{value}]"
     if isinstance(value, str) and value.lower() == "none" and "null" in want:
         return "; write null for none"

@@ -1,0 +1,201 @@
+"""`winnow data check`: what it finds, on small files and on the real ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+from typer.testing import CliRunner
+
+from winnow.data.check import DataReport, check
+from winnow.data.check_text import alike, same
+from winnow.data.prepare_instruction import with_dapo_instruction
+from winnow.data_cli import app
+from winnow.errors import DataError, ModelError
+
+from .conftest import CHAT_TEMPLATE, train_bpe
+
+WriteJsonl = Callable[..., str]
+
+
+def row(prompt: str, label: Any = "2", source: str = "gsm8k") -> dict[str, Any]:
+    return {"data_source": source, "prompt": prompt, "reward_model": {"ground_truth": label}}
+
+
+def look(path: str, evaluation: str | None = None) -> DataReport:
+    return check(path, {"gsm8k": "gsm8k"}.get, evaluation=evaluation)
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_rows_are_counted_by_source_and_sources_without_scorer_are_told(
+    write_jsonl: WriteJsonl,
+) -> None:
+    report = look(write_jsonl([row("a", source="x"), row("b"), row("c")]))
+    assert report.rows == 3
+    assert [(s.source, s.rows, s.scorer) for s in report.sources] == [
+        ("gsm8k", 2, "gsm8k"),
+        ("x", 1, None),
+    ]
+
+
+def test_lengths_without_a_tokenizer_are_characters(write_jsonl: WriteJsonl) -> None:
+    lengths = look(write_jsonl([row("a" * n) for n in range(1, 101)])).lengths
+    assert lengths.unit == "characters"
+    assert (lengths.shortest, lengths.median, lengths.p95, lengths.longest) == (1, 50, 95, 100)
+    assert lengths.beyond is None
+
+
+def test_lengths_under_a_tokenizer_hold_its_chat_template_and_are_held_against_the_limit(
+    write_jsonl: WriteJsonl,
+) -> None:
+    tokenizer = train_bpe(["What is 1 + 1?"], chat=CHAT_TEMPLATE)
+    path = write_jsonl([row("1"), row("1 + 1 1 + 1 1 + 1")])
+    lengths = check(path, lambda _: None, tokenizer=tokenizer, limit=20).lengths
+    short = tokenizer("<s>[user]1[assistant]", add_special_tokens=False)
+    assert lengths.unit == "tokens"
+    assert lengths.shortest == len(short["input_ids"]) <= 20 < lengths.longest
+    assert lengths.beyond == 1
+
+
+def test_copies_are_told_from_rows_that_share_a_prompt(write_jsonl: WriteJsonl) -> None:
+    report = look(write_jsonl([row("a"), row(" a\n"), row("a", 3), row("A"), row("a", "2", "x")]))
+    assert (report.unique_prompts, report.copies, report.alike_prompts) == (2, 1, 1)
+
+
+def test_conflicting_labels_are_listed_with_their_rows(write_jsonl: WriteJsonl) -> None:
+    report = look(write_jsonl([row("a", "2"), row("b"), row("a ", "3"), row("a", " 2 ")]))
+    (conflict,) = report.conflicts
+    assert (conflict.prompt, conflict.labels, conflict.rows) == ("a", ("2", "3"), (1, 3, 4))
+
+
+def test_a_problem_typed_again_is_found_in_the_evaluation_file(write_jsonl: WriteJsonl) -> None:
+    path = write_jsonl(
+        [row("Find  $\\left|x\\right|$ if x=1.5."), row("b"), row("find |x| if x=1.5")]
+    )
+    evaluation = write_jsonl(
+        [
+            row("Find $|x|$ if $x = 1.5$?.", "2", "MATH-500"),
+            row("Find $|x|$ if $x = 15$", "2", "MATH-500"),
+            row("find |x| if x=1.5", "7", "aime"),
+        ],
+        "eval.jsonl",
+    )
+    overlap = look(path, evaluation).overlap
+    assert overlap is not None
+    assert overlap.shared_by_source == {"MATH-500": 1, "aime": 1}
+    assert (overlap.total, overlap.rows_affected, overlap.rows) == (2, 2, 3)
+    first, second = overlap.shared
+    assert (first.rows, first.evaluation_row, first.same_label) == ((1, 3), 1, True)
+    assert not second.same_label
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("z^4 + z^2 + 1 = 0", "z^4 - z^2 + 1 = 0"),
+        ("3.5", "35"),
+        ("a < b", "a > b"),
+        ("x/2", "x*2"),
+        ("??", "!!"),
+    ],
+)
+def test_prompts_that_differ_in_what_matters_are_not_alike(one: str, other: str) -> None:
+    assert alike(user(one)) != alike(user(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("What is $x_1$?", "what is x_{1}"),
+        ("\\left( a \\right)", "(a)"),
+        ("1,000 \u2212 2", "1000 - 2"),
+        ("5.", "5"),
+    ],
+)
+def test_prompts_that_differ_in_form_are_alike(one: str, other: str) -> None:
+    assert alike(user(one)) == alike(user(other))
+
+
+def test_a_prompt_is_the_same_with_and_without_a_known_instruction() -> None:
+    assert same(user(with_dapo_instruction("1+1?"))) == same(user(" 1+1? "))
+    assert same(user("1+1?")) != same(user("1+1"))
+
+
+def test_the_real_dapo_file_shows_its_known_faults(shared_data: Path) -> None:
+    maths = shared_data / "math"
+    report = look(
+        str(maths / "dapo_math_17k.parquet"), str(maths / "aime24_aime25_math500.parquet")
+    )
+    assert (report.rows, report.unique_prompts) == (17_917, 17_255)
+    assert len(report.conflicts) == 12
+    assert report.conflicts[0].labels == ("64", "6")
+    assert report.overlap is not None
+    assert report.overlap.shared_by_source == {
+        "MATH-500": 7,
+        "AIME-2024-30": 0,
+        "AIME-2025-30": 0,
+    }
+    assert [shared.evaluation_row for shared in report.overlap.shared] == [
+        48, 205, 279, 281, 435, 506, 551,
+    ]  # fmt: skip
+    assert all(shared.same_label for shared in report.overlap.shared)
+
+
+def test_the_table_names_what_it_counts(write_jsonl: WriteJsonl) -> None:
+    path = write_jsonl([row("[red]a[/red]\x1b[2J", str(i), "MATH") for i in range(7)])
+    shown = CliRunner().invoke(app, ["check", path, "--eval", path]).output
+    assert "MATH 7 NO SCORER for it" in " ".join(shown.split())
+    assert "conflicting labels 1 prompts" in " ".join(shown.split())
+    assert "[red]a[/red]\ufffd[2J" in shown
+    assert "\x1b" not in shown
+
+
+def test_json_output_holds_the_whole_report(write_jsonl: WriteJsonl) -> None:
+    path = write_jsonl([row("a", i) for i in range(9)])
+    result = CliRunner().invoke(app, ["check", path, "--json", "--eval", path])
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report["rows"] == 9
+    assert report["sources"] == [{"source": "gsm8k", "rows": 9, "scorer": "gsm8k"}]
+    assert len(report["conflicts"][0]["labels"]) == 9
+    assert report["overlap"]["shared_by_source"] == {"gsm8k": 1}
+
+
+def test_a_tokenizer_folder_is_taken_from_the_command_line(
+    write_jsonl: WriteJsonl, bpe: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    bpe.save_pretrained(tmp_path / "model")
+    arguments = ["check", write_jsonl([row("a b c d")]), "--tokenizer", str(tmp_path / "model")]
+    report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert report["lengths"]["unit"] == "tokens"
+    assert (report["lengths"]["limit"], report["lengths"]["beyond"]) == (1024, 0)
+    shown = CliRunner().invoke(app, [*arguments, "--max-prompt-tokens", "1"]).output
+    assert "longer than 1 1 100.00 % of the rows" in " ".join(shown.split())
+
+
+def test_what_cannot_be_checked_is_said_on_one_line(write_jsonl: WriteJsonl) -> None:
+    path = write_jsonl([row("a"), {**row("b"), "reward_model": None}])
+    empty = write_jsonl([row("a")], "fine.jsonl")
+    for arguments, kind, message in [
+        ([path], DataError, "row 2: reward_model is missing; it must be an object with the key"),
+        ([empty, "--eval", path], DataError, "row 2: reward_model is missing"),
+        ([f"{path}.parquet"], DataError, "no such file; check the path"),
+        ([empty, "--prompt-key", "q"], DataError, "row 1: q is missing; it must be a text or a"),
+        (
+            [empty, "--max-prompt-tokens", "9"],
+            DataError,
+            "--max-prompt-tokens is 9, but tokens need a tokenizer; name a model folder with",
+        ),
+        ([empty, "--tokenizer", "/nowhere"], ModelError, "--tokenizer /nowhere: no such folder"),
+    ]:
+        error = CliRunner().invoke(app, ["check", *arguments]).exception
+        assert isinstance(error, kind)
+        assert message in str(error)
+        assert "\n" not in str(error)

@@ -1,0 +1,256 @@
+"""`winnow data prepare` from files and URLs: what is written, counted and refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from winnow.config.load import resolve_recipe
+from winnow.data.prepare import Prepared, Request, prepare
+from winnow.data.prepare_instruction import with_dapo_instruction
+from winnow.data.sort_digits import is_held_out, solution
+from winnow.data.sources import read_rows
+from winnow.data_cli import app
+from winnow.errors import DataError
+
+WriteJsonl = Callable[..., str]
+GSM8K = {"question": "How many?", "answer": "Two.\n#### 2"}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., Prepared]:
+    """Prepare into `out.parquet` of the test's folder."""
+
+    def make(name: str, *files: str, **options: Any) -> Prepared:
+        out = str(tmp_path / "out.parquet")
+        return prepare(Request(name, files=files, **{"out": out, **options}))
+
+    return make
+
+
+def test_the_file_has_verls_schema_and_is_read_back(
+    made: Callable[..., Prepared], write_jsonl: WriteJsonl
+) -> None:
+    done = made("gsm8k", write_jsonl([GSM8K, {**GSM8K, "question": "And?"}]))
+    assert (done.read, done.copies, done.written) == (2, 0, 2)
+    assert pq.read_table(done.out).to_pylist()[1] == {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "And?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {
+            "index": 1,
+            "split": "train",
+            "question": "And?",
+            "answer": "Two.\n#### 2",
+        },
+    }
+    assert [row.ground_truth for row in read_rows([done.out])] == ["2", "2"]
+
+
+def test_exact_copies_go_and_conflicting_labels_stay(
+    made: Callable[..., Prepared], write_jsonl: WriteJsonl
+) -> None:
+    def row(label: str, index: int) -> dict[str, Any]:
+        prompt = [{"role": "user", "content": with_dapo_instruction("1+1?")}]
+        truth = {"ground_truth": label, "style": "rule"}
+        info = {"index": f"id-{index}"}
+        return {
+            "data_source": "math_dapo", "prompt": prompt, "reward_model": truth, "extra_info": info
+        }  # fmt: skip
+
+    done = made("dapo-math-17k", write_jsonl([row("2", i) for i in range(99)] + [row("3", 99)]))
+    assert (done.read, done.copies, done.written) == (100, 98, 2)
+    assert done.instructions_removed == 100
+    rows = read_rows([done.out])
+    assert [row.messages[0]["content"] for row in rows] == ["1+1?", "1+1?"]
+    assert rows[1].extra["extra_info"] == {"index": 1, "split": "train", "original_index": "id-99"}
+
+
+def test_the_dapo_instruction_can_be_put_around_every_question(
+    made: Callable[..., Prepared], write_jsonl: WriteJsonl
+) -> None:
+    files = write_jsonl([{"problem": "p", "answer": 7}, {"problem": "q", "answer": "08"}])
+    done = made("aime-2025", files, instruction="dapo")
+    contents = [row.messages[0]["content"] for row in read_rows([done.out])]
+    assert contents == [with_dapo_instruction("p"), with_dapo_instruction("q")]
+
+
+def test_several_files_and_kinds_of_url_are_read_as_one(
+    made: Callable[..., Prepared], write_jsonl: WriteJsonl
+) -> None:
+    local = write_jsonl([GSM8K])
+    other = write_jsonl([{**GSM8K, "question": "b"}], "b.jsonl")
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/bucket/c.jsonl", b'{"question": "c", "answer": "#### 3"}\n')
+    try:
+        done = made("gsm8k", local, f"file://{other}", "memory://bucket/c.jsonl")
+    finally:
+        memory.rm("/bucket/c.jsonl")
+    assert done.written == 3
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_missing_file_system_package_is_named(scheme: str, made: Callable[..., Prepared]) -> None:
+    package = {"s3": "s3fs", "gs": "gcsfs"}[scheme]
+    if _installed(package):
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(DataError) as caught:
+        made("gsm8k", f"{scheme}://bucket/train.parquet")
+    assert str(caught.value) == (
+        f"{scheme}://bucket/train.parquet: {scheme}:// needs a package that is not installed; "
+        f"pip install {package}"
+    )
+
+
+def test_hdfs_without_java_says_what_it_needs(
+    made: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("JAVA_HOME", "HADOOP_HOME", "ARROW_LIBHDFS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(DataError, match=r"hdfs://host/f\.parquet: cannot be read: ") as caught:
+        made("gsm8k", "hdfs://host/f.parquet")
+    assert "\n" not in str(caught.value)
+    if "libjvm" in str(caught.value) or "libhdfs" in str(caught.value):
+        assert str(caught.value).endswith("set JAVA_HOME, HADOOP_HOME and CLASSPATH")
+
+
+def test_rows_of_other_sets_are_left_out_and_counted(
+    made: Callable[..., Prepared], shared_data: Path
+) -> None:
+    mixed = str(shared_data / "math" / "aime24_aime25_math500.parquet")
+    done = made("aime-2024", mixed)
+    assert (done.read, done.written) == (560, 30)
+    assert done.other_sources == {"MATH-500": 500, "AIME-2025-30": 30}
+    assert done.data_sources == {"AIME-2024-30": 30}
+    with pytest.raises(DataError, match="no row belongs to gsm8k; their data_source is MATH-500"):
+        made("gsm8k", mixed)
+
+
+def test_the_real_files_are_prepared(made: Callable[..., Prepared], shared_data: Path) -> None:
+    done = made("gsm8k", str(shared_data / "gsm8k" / "test.jsonl"), split="test")
+    assert (done.read, done.written, done.split) == (1_319, 1_319, "test")
+    done = made("dapo-math-17k", str(shared_data / "math" / "dapo_math_17k.parquet"))
+    assert (done.read, done.copies, done.written) == (17_917, 650, 17_267)
+    assert len(read_rows([done.out])) == 17_267
+
+
+def test_sort_digits_is_generated_and_training_never_meets_the_test(
+    made: Callable[..., Prepared],
+) -> None:
+    done = made("sort_digits", rows=300, seed=5)
+    digits = [row.extra["extra_info"]["digits"] for row in read_rows([done.out])]
+    assert done.read == 300 == done.written + done.copies
+    assert not any(map(is_held_out, digits))
+    first = read_rows([done.out])[0]
+    assert (first.data_source, first.ground_truth) == ("sort_digits", solution(digits[0]))
+    assert first.messages[0]["content"] == f"{digits[0]}:"
+    again = made("sort_digits", rows=300, seed=5)
+    assert [row.extra["extra_info"]["digits"] for row in read_rows([again.out])] == digits
+    test = made("sort_digits", split="test")
+    assert test.written == 400
+    assert all(is_held_out(row.extra["extra_info"]["digits"]) for row in read_rows([test.out]))
+
+
+def test_a_bad_row_leaves_the_file_that_was_there(
+    made: Callable[..., Prepared], write_jsonl: WriteJsonl
+) -> None:
+    before = Path(made("gsm8k", write_jsonl([GSM8K])).out).read_bytes()
+    bad = write_jsonl([GSM8K, {"question": "q", "answer": "none"}], "bad.jsonl")
+    with pytest.raises(DataError, match=r"bad\.jsonl row 2: answer is the text 'none'"):
+        made("gsm8k", bad)
+    out = Path(bad).with_name("out.parquet")
+    assert out.read_bytes() == before
+    assert sorted(path.name for path in out.parent.iterdir()) == [
+        "bad.jsonl", "out.parquet", "rows.jsonl",
+    ]  # fmt: skip
+
+
+def test_a_full_disk_is_told_with_a_remedy_that_fits(
+    made: Callable[..., Prepared], write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = write_jsonl([GSM8K])
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(DataError) as caught:
+        made("gsm8k", path)
+    monkeypatch.undo()
+    assert str(caught.value).endswith(
+        "out.parquet: No space left on device; choose another file with --out"
+    )
+
+
+def test_what_does_not_go_together_is_refused_before_any_work(
+    made: Callable[..., Prepared], tmp_path: Path
+) -> None:
+    for options, message in [
+        ({"name": "gsm9k"}, "gsm9k is no data set that can be prepared; there are gsm8k, math, "),
+        ({"split": "dev"}, "--split is dev, but gsm8k has train and test; choose one"),
+        ({"name": "aime-2024", "split": "train"}, "--split is train, but aime-2024 has test"),
+        ({"rows": 5}, "--rows is 5, but only sort_digits is generated; leave it out"),
+        ({"seed": 0}, "--seed is 0, but only sort_digits is generated; leave it out"),
+        ({"instruction": "x"}, "--instruction is x; it must be none or dapo"),
+        ({"instruction": "dapo"}, "--instruction is dapo, but gsm8k is not scored by a line"),
+        ({"files": ("a",), "revision": "v1"}, "--revision chooses from the hub and --from does"),
+        ({"out": "s3://b/f.parquet"}, "--out is s3://b/f.parquet; it must be a file on this"),
+        ({"out": "f.jsonl"}, "--out is f.jsonl; it must end in .parquet"),
+        ({"name": "sort_digits", "files": ("a",)}, "sort_digits is generated; leave out --from"),
+        ({"name": "sort_digits", "split": "dev"}, "--split is dev, but sort_digits has train"),
+    ]:
+        with pytest.raises(DataError) as caught:
+            prepare(Request(**{"name": "gsm8k", "out": str(tmp_path / "o.parquet"), **options}))
+        assert str(caught.value).startswith(message)
+        assert "\n" not in str(caught.value)
+    (tmp_path / "folder.parquet").mkdir()
+    with pytest.raises(DataError, match="which is a folder; name a file in it"):
+        made("gsm8k", "a", out=str(tmp_path / "folder.parquet"))
+    with pytest.raises(DataError, match="no such file; check the path"):
+        made("gsm8k", str(tmp_path / "none.jsonl"))
+
+
+def test_the_command_prints_counts_scorer_and_commands_that_parse(
+    write_jsonl: WriteJsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_jsonl([{"problem": "p", "solution": "\\boxed{2}"}] * 3)
+    result = CliRunner().invoke(app, ["prepare", "math", "--from", path])
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    assert lines[0] == f"math (train) from {path}"
+    assert lines[1:4] == [
+        "rows read 3", "exact copies removed 2", "rows written 1 data/math-train.parquet",
+    ]  # fmt: skip
+    assert (tmp_path / "data" / "math-train.parquet").is_file()
+    commands = [line.removeprefix("Next: ") for line in lines if "winnow " in line]
+    assert commands[0] == "winnow data check data/math-train.parquet"
+    words = shlex.split(commands[1])
+    assert words[:2] == ["winnow", "train"]
+    assert resolve_recipe(words[2], words[3:]).data.train_files == ("data/math-train.parquet",)
+
+
+def test_a_source_without_scorer_is_said_loudly(
+    write_jsonl: WriteJsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("winnow.rewards.routing.ROUTES", {"gsm8k": "gsm8k"})
+    path = write_jsonl([{"problem": "p", "answer": "2"}])
+    out = str(tmp_path / "o.parquet")
+    result = CliRunner().invoke(app, ["prepare", "math", "--from", path, "--out", out])
+    assert "data_source MATH has NO built-in scorer yet" in result.output
+    assert "reward.scorers.MATH=dapo_math" in result.output
+
+
+def _installed(package: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(package) is not None

@@ -1,0 +1,129 @@
+"""Questions and ground truths out of the layouts in which data sets are published."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from winnow.data.prepare_instruction import bare, with_dapo_instruction
+from winnow.data.prepare_rows import Item, last_boxed, to_item
+from winnow.data.prepare_sets import NAMES, SETS
+from winnow.errors import DataError
+
+
+def item(name: str, **record: Any) -> Item:
+    return to_item(record, "f.jsonl", 7, SETS[name])
+
+
+def error(name: str, **record: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        item(name, **record)
+    assert str(caught.value).startswith("f.jsonl row 7: ")
+    return str(caught.value).removeprefix("f.jsonl row 7: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so $\boxed{5}$.", "5"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\text{a} \\ {b}} c}", r"\text{a} \\ {b}"),
+        (r"\fbox{ 3 }", "3"),
+        (r"the answer is $\boxed 7$.", "7"),
+        (r"\boxed{12", None),
+        ("no box", None),
+        (r"\boxedtext{4}", None),
+    ],
+)
+def test_the_last_box_is_read_with_its_braces(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content
+
+
+def test_gsm8k_answers_follow_the_last_mark() -> None:
+    made = item("gsm8k", question=" How many? ", answer="2*600=<<2*600=1200>>\n#### $1,200")
+    assert made.ground_truth == "1200"
+    assert made.messages == (("user", "How many?"),)
+    assert made.data_source == "openai/gsm8k"
+    assert made.notes["question"] == " How many? "
+
+
+def test_math_answers_come_from_a_column_or_from_the_box_of_the_solution() -> None:
+    boxed = item("math", problem="p", solution=r"so \boxed{x^2}", level="Level 3", type="Algebra")
+    assert (boxed.ground_truth, boxed.data_source) == ("x^2", "MATH")
+    assert boxed.notes == {"level": "Level 3", "type": "Algebra"}
+    assert item("math", problem="p", solution=r"\boxed{1}", answer="2").ground_truth == "2"
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("033", "33"), (33, "33"), (33.0, "33"), ("$070$", "70"), (r"336^\circ", "336"), ("0", "0")],
+)
+def test_aime_answers_become_plain_integers(written: object, read: str) -> None:
+    assert item("aime-2025", problem="p", answer=written).ground_truth == read
+    assert item("aime-2024", Problem="p", Answer=written).ground_truth == read
+
+
+def test_rows_in_verls_schema_keep_their_source_and_lose_the_instruction() -> None:
+    made = item(
+        "dapo-math-17k",
+        data_source="math_dapo",
+        prompt=[{"role": "user", "content": with_dapo_instruction("1+1?")}],
+        reward_model={"ground_truth": "2", "style": "rule-lighteval/MATH_v2"},
+        extra_info={"index": "9a9b"},
+    )
+    assert made.data_source == "math_dapo"
+    assert made.messages == (("user", "1+1?"),)
+    assert made.instruction_removed
+    assert made.notes == {"original_index": "9a9b"}
+
+
+def test_the_dapo_authors_aime_file_gets_a_source_of_its_own() -> None:
+    row = {"data_source": "math_dapo", "prompt": "p", "reward_model": {"ground_truth": "5"}}
+    assert item("aime-2024", **row).data_source == "aime-2024"
+    assert item("aime-2024", **{**row, "data_source": "AIME-2024-30"}).data_source == "AIME-2024-30"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        with_dapo_instruction("1+1?"),
+        "1+1? Let's think step by step and output the final answer within \\boxed{}.",
+        '1+1? Let\'s think step by step and output the final answer after "####".',
+        "\n1+1? ",
+    ],
+)
+def test_known_instructions_come_off(prompt: str) -> None:
+    assert bare(prompt) == "1+1?"
+
+
+def test_a_row_that_does_not_fit_is_named_with_field_and_value() -> None:
+    assert error("gsm8k", answer="#### 1").startswith("question or problem is missing; it must be")
+    assert error("gsm8k", question="q", answer="1") == (
+        "answer is the text '1'; it must be a text with the final answer after ####"
+    )
+    assert error("gsm8k", question="q", answer="#### ").startswith("answer is the text '####'")
+    assert error("gsm8k", question=[], answer="#### 1").startswith("question is an empty list")
+    assert error("math", problem="p") == (
+        "answer or solution is missing; it must be the final answer, or a text with it"
+    )
+    assert error("math", problem="p", solution="none").endswith("the final answer in \\boxed{}")
+    assert error("math", problem="p", solution=True).startswith("solution is the bool True")
+    assert error("aime-2025", problem="p", answer="1/2") == (
+        "the answer is the text '1/2'; it must be an integer from 0 to 999"
+    )
+    assert error("dapo-math-17k", data_source="math_dapo", prompt="p", reward_model={}).startswith(
+        "reward_model.ground_truth is missing"
+    )
+    assert error("dapo-math-17k", prompt="p", reward_model={"ground_truth": ["1"]}).startswith(
+        "reward_model.ground_truth is the list ['1']"
+    )
+
+
+def test_every_set_says_where_it_lies_and_under_which_licence() -> None:
+    assert set(NAMES) == {*SETS, "sort_digits"}
+    for named in SETS.values():
+        assert named.repo.count("/") == 1
+        assert named.licence in ("MIT", "Apache-2.0")
+        assert all(named.files.values())
