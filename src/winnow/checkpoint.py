@@ -124,12 +124,13 @@ def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
         _sync_tree(draft)
         _put_in_place(draft, target)
     except (OSError, RuntimeError, SafetensorError) as error:
-        # torch reports a write that failed as a RuntimeError of its zip writer.
-        if isinstance(error, RuntimeError) and "write" not in str(error):
+        # After a write that failed, torch's zip writer fails at its closing, too.
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        if not isinstance(cause, OSError | SafetensorError):
             raise
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        reason = (isinstance(cause, OSError) and cause.strerror) or cause
         raise CheckpointError(
-            f"cannot save the checkpoint {target}: {cause}; free space or choose another run.dir"
+            f"cannot save the checkpoint {target}: {reason}; free space or choose another run.dir"
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

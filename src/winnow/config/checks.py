@@ -216,6 +216,21 @@ def _scorers(c: Config) -> str | None:
     )
 
 
+def _keep_best(c: Config) -> str | None:
+    best, save, evaluate = c.trainer.keep_best, c.trainer.save_every, c.evaluation.every
+    if best is None or (save is not None and evaluate is not None and evaluate % save == 0):
+        return None
+    pair = " and ".join(
+        f"{key}={'null' if value is None else value}"
+        for key, value in (("trainer.save_every", save), ("evaluation.every", evaluate))
+    )
+    return (
+        f"trainer.keep_best={best} asks for checkpoints of evaluated steps, but "
+        f"{pair} do not meet; "
+        "make evaluation.every a multiple of trainer.save_every, or set trainer.keep_best=null"
+    )
+
+
 RULES: tuple[Rule, ...] = (
     _groups_of_one,
     _overlong_buffer,
@@ -233,4 +248,5 @@ RULES: tuple[Rule, ...] = (
     _warmup,
     _warm_start_warmup,
     _scorers,
+    _keep_best,
 )

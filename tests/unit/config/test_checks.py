@@ -111,6 +111,11 @@ CASES = [
         ["reward.function.path=f.py", "reward.scorers (a)", "set reward.function.path=null"],
         ["reward.function.path=f.py"],
     ),
+    (
+        ["trainer.keep_best=eval/x/pass@1", "evaluation.every=15"],
+        ["trainer.keep_best=", "trainer.save_every=10", "evaluation.every=15", "a multiple of"],
+        ["trainer.keep_best=eval/x/pass@1", "evaluation.every=15", "trainer.save_every=5"],
+    ),
 ]
 
 
