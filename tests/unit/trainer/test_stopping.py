@@ -1,0 +1,122 @@
+"""Requests to stop, as real signals to this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from winnow.trainer.stopping import Stop, Stopped
+
+
+@pytest.fixture
+def stop() -> Iterator[Stop]:
+    stop = Stop()
+    with stop.listening():
+        yield stop
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(0)  # a bytecode boundary, at which the handler runs
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "reason"),
+    [
+        (signal.SIGINT, 130, "Ctrl-C"),
+        (signal.SIGTERM, 75, "SIGTERM"),
+        (signal.SIGHUP, 75, "SIGHUP"),
+    ],
+)
+def test_outside_of_training_a_request_ends_at_once(
+    number: int, code: int, reason: str, stop: Stop
+) -> None:
+    with pytest.raises(Stopped) as caught:
+        send(number)
+    assert (caught.value.exit_code, caught.value.reason) == (code, reason)
+
+
+def test_a_deferred_request_waits_for_a_check(stop: Stop) -> None:
+    with stop.deferring():
+        stop.check()
+        send(signal.SIGTERM)
+        with pytest.raises(Stopped):
+            stop.check()
+
+
+def test_what_may_be_broken_off_is_broken_off_at_once(stop: Stop) -> None:
+    cleaned = []
+
+    async def endless() -> None:
+        try:
+            for turn in range(10_000):
+                if turn == 3:
+                    send(signal.SIGINT)
+                await asyncio.sleep(0.001)
+        finally:
+            cleaned.append(turn)
+
+    async def go() -> None:
+        await stop.interruptible(endless())
+
+    with stop.deferring(), pytest.raises(Stopped):
+        asyncio.run(go())
+    assert cleaned[0] < 10
+
+
+def test_a_request_from_before_breaks_off_the_next_one(stop: Stop) -> None:
+    async def go() -> None:
+        await stop.interruptible(asyncio.sleep(100))
+
+    with stop.deferring():
+        send(signal.SIGTERM)
+        with pytest.raises(Stopped):
+            asyncio.run(go())
+
+
+def test_an_error_of_the_work_is_not_taken_for_a_stop(stop: Stop) -> None:
+    async def fails() -> None:
+        raise ValueError("mine")
+
+    async def go() -> None:
+        await stop.interruptible(fails())
+
+    with pytest.raises(ValueError, match="mine"):
+        asyncio.run(go())
+
+
+def test_undisturbed_work_gives_its_result(stop: Stop) -> None:
+    async def go() -> int:
+        return await stop.interruptible(asyncio.sleep(0, 7))
+
+    assert asyncio.run(go()) == 7
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_while_stopping_ends_at_once(first: int, stop: Stop) -> None:
+    with stop.deferring():
+        send(first)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_a_second_sigterm_changes_nothing(stop: Stop) -> None:
+    with stop.deferring():
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+
+
+def test_ignored_signals_stay_ignored_and_handlers_come_back() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop().listening():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
