@@ -285,6 +285,7 @@ def test_any_bytes_in_a_recipe(content: bytes, folder: Path) -> None:
 
 @fuzz
 @given(tree=known_trees | st.dictionaries(recipe_keys | text, recipe_trees, max_size=4))
+@example(tree={"data": {"train_files": "\x1f"}})
 def test_any_tree_in_a_recipe(tree: dict[str, Any], folder: Path) -> None:
     use_recipe(yaml.safe_dump(tree, allow_unicode=True).encode("utf-8", "surrogatepass"), folder)
 
