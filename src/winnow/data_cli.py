@@ -62,9 +62,7 @@ def prepare_command(
             "of the published DAPO files."
         ),
     ] = "none",
-    rows: Annotated[
-        int | None, typer.Option(min=1, help="How many problems, for sort_digits.")
-    ] = None,
+    rows: Annotated[int | None, typer.Option(help="How many problems, for sort_digits.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the problems, for sort_digits.")] = None,
 ) -> None:
     """Write a data set as parquet in verl's schema, without copies of a row."""
@@ -96,12 +94,14 @@ def check_command(
     ] = None,
     max_prompt_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Count longer prompts; data.max_prompt_tokens by default."),
+        typer.Option(help="Count longer prompts; data.max_prompt_tokens by default."),
     ] = None,
     prompt_key: Annotated[str, typer.Option(help="Column with the prompt.")] = "prompt",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Say what a data file holds: sources, lengths, duplicates, conflicting labels, overlap."""
+    if max_prompt_tokens is not None and max_prompt_tokens < 1:
+        raise DataError(f"--max-prompt-tokens is {max_prompt_tokens}; it must be at least 1")
     if max_prompt_tokens is not None and tokenizer is None:
         raise DataError(
             f"--max-prompt-tokens is {max_prompt_tokens}, but tokens need a tokenizer; name a "

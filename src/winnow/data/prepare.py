@@ -76,6 +76,8 @@ def prepare(request: Request) -> Prepared:
     """
     if request.instruction not in INSTRUCTIONS:
         raise DataError(f"--instruction is {request.instruction}; it must be none or dapo")
+    if request.rows is not None and request.rows < 1:
+        raise DataError(f"--rows is {request.rows}; it must be at least 1")
     if request.name == GENERATED:
         return _generate(request)
     named = named_set(request.name)

@@ -193,6 +193,7 @@ def test_what_cannot_be_checked_is_said_on_one_line(write_jsonl: WriteJsonl) -> 
             DataError,
             "--max-prompt-tokens is 9, but tokens need a tokenizer; name a model folder with",
         ),
+        ([empty, "--max-prompt-tokens", "0"], DataError, "--max-prompt-tokens is 0; it must be at"),
         ([empty, "--tokenizer", "/nowhere"], ModelError, "--tokenizer /nowhere: no such folder"),
     ]:
         error = CliRunner().invoke(app, ["check", *arguments]).exception

@@ -199,6 +199,7 @@ def test_what_does_not_go_together_is_refused_before_any_work(
         ({"split": "dev"}, "--split is dev, but gsm8k has train and test; choose one"),
         ({"name": "aime-2024", "split": "train"}, "--split is train, but aime-2024 has test"),
         ({"rows": 5}, "--rows is 5, but only sort_digits is generated; leave it out"),
+        ({"name": "sort_digits", "rows": 0}, "--rows is 0; it must be at least 1"),
         ({"seed": 0}, "--seed is 0, but only sort_digits is generated; leave it out"),
         ({"instruction": "x"}, "--instruction is x; it must be none or dapo"),
         ({"instruction": "dapo"}, "--instruction is dapo, but gsm8k is not scored by a line"),
