@@ -1,6 +1,6 @@
 """The quickstart over seeds: what it learns, what it costs. Each seed has its own warm start.
 
-    python benchmarks/quickstart.py [--seeds 1 2 3] [--threads 1] [--out benchmarks/results/quickstart.md]
+    python benchmarks/quickstart.py [--seeds 1 2 3] [--threads 1] [--out FILE] [KEY=VALUE ...]
 
 Runs `winnow train quickstart` for each seed in a process of its own, one after another, with a
 fresh cache, and evaluates on 2,000 held-out problems with 16 answers each before and after.
