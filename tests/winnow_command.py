@@ -32,11 +32,19 @@ class Outcome:
 
 
 def in_own_process(
-    *arguments: str, folder: Path, environment: Mapping[str, str] | None = None
+    *arguments: str,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    largest_file: int | None = None,
 ) -> Outcome:
-    """The installed command, started in `folder`."""
+    """The installed command, started in `folder`.
+
+    Args:
+        largest_file: bytes after which the system refuses to write on, as a full disk does.
+    """
+    limit = [] if largest_file is None else ["prlimit", f"--fsize={largest_file}"]
     done = subprocess.run(
-        [WINNOW, *arguments],
+        [*limit, WINNOW, *arguments],
         cwd=folder,
         env={**os.environ, **_ENVIRONMENT, **(environment or {})},
         capture_output=True,
