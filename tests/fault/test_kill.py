@@ -7,7 +7,6 @@ The moments are drawn from a seed, but what is under way at them is the machine'
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 from benchmarks.kill import Lab, Trial, trial
@@ -17,11 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 KILLS = 10
 
 
-def test_killed_at_random_moments_a_run_ends_with_the_bits_of_an_undisturbed_one(
-    tmp_path: Path,
-) -> None:
+def test_killed_at_random_moments_a_run_ends_with_the_bits_of_an_undisturbed_one(lab: Lab) -> None:
     rng = random.Random(20)
-    lab = Lab(tmp_path).undisturbed()
     trials: list[Trial] = []
     while sum(len(each.kills) for each in trials) < KILLS:
         trials.append(trial(lab, f"trial-{len(trials)}", 3, rng))

@@ -1,0 +1,177 @@
+"""Runs that are repeated, cut off and continued, in this process: the same bits each time.
+
+A run that was killed after step k is a run's folder without its later checkpoints: everything
+else that is later must not matter.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.kill import SETTINGS, STEPS, contents, differences, figures
+from tests.winnow_command import Outcome, in_this_process
+
+from winnow.checkpoint import Checkpoint, checkpoints_in, load_state
+from winnow.observe.jsonl import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where these commands are typed."""
+
+    path: Path
+
+    def winnow(self, *arguments: str) -> Outcome:
+        cache = {"WINNOW_CACHE": str(self.path / "cache")}
+        return in_this_process(*arguments, folder=self.path, environment=cache)
+
+    def train(self, name: str, *settings: str) -> Outcome:
+        return self.winnow(
+            *("train", "quickstart", *SETTINGS, f"run.name={name}", "trainer.save_every=1"),
+            *("trainer.keep_last=null", "observe.console=plain", *settings),
+        )
+
+    def run(self, name: str) -> Path:
+        return self.path / "runs" / name
+
+    def cut_off(self, name: str, copy: str, step: int) -> Path:
+        """A copy of a run that died after `step` was saved."""
+        run = self.run(copy)
+        shutil.copytree(self.run(name), run)
+        for checkpoint in checkpoints_in(run / "checkpoints"):
+            if checkpoint.step > step:
+                shutil.rmtree(checkpoint.path)
+        return run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keep_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    home = Home(tmp_path_factory.mktemp("home"))
+    home.train("calm").check()
+    return home
+
+
+def test_the_same_seed_gives_the_same_bits(home: Home) -> None:
+    home.train("again").check()
+    assert differences(home.run("calm"), home.run("again")) == []
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_a_run_continued_after_any_step_ends_with_the_same_bits(step: int, home: Home) -> None:
+    run = home.cut_off("calm", f"from-{step}", step)
+    said = home.train(run.name).check().out
+    assert f"Continuing runs/{run.name} after step {step} of {STEPS}" in said
+    assert differences(home.run("calm"), run) == []
+
+
+def test_a_run_can_be_continued_by_its_folder_alone(home: Home) -> None:
+    run = home.cut_off("calm", "by-folder", 3)
+    home.winnow("resume", f"runs/{run.name}").check()
+    assert differences(home.run("calm"), run) == []
+
+
+def test_a_checkpoint_can_be_chosen(home: Home) -> None:
+    run = home.cut_off("calm", "chosen", STEPS)
+    said = home.train("chosen", f"run.resume=runs/{run.name}/checkpoints/step-2").check()
+    assert "after step 2" in said.out
+    assert differences(home.run("calm"), run) == []
+    said = home.winnow("resume", f"runs/{run.name}/checkpoints/step-4").check()
+    assert "after step 4" in said.out
+    assert differences(home.run("calm"), run) == []
+
+
+def test_a_damaged_newest_checkpoint_costs_one_step_and_no_bit(home: Home) -> None:
+    run = home.cut_off("calm", "damaged", 4)
+    path = run / "checkpoints/step-4/model/model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    said = home.train(run.name).check().out
+    assert "step-4/model/model.safetensors is damaged" in said
+    assert "going on from step 3" in said
+    assert differences(home.run("calm"), run) == []
+
+
+def test_another_recipe_is_refused_and_nothing_is_lost(home: Home) -> None:
+    run = home.cut_off("calm", "other", 3)
+    before = contents(run)
+    said = home.train(run.name, "optim.lr=1e-3")
+    assert said.code == 2
+    assert said.err.count("\n") == 1
+    assert "optim.lr was 0.0004 and is 0.001" in said.err
+    assert contents(run) == before | {".lock": contents(run)[".lock"]}
+
+
+def test_a_finished_run_says_so_and_changes_nothing(home: Home) -> None:
+    run = home.cut_off("calm", "finished", STEPS)
+    said = home.train(run.name).check().out
+    assert f"runs/{run.name} is finished: nothing to do" in said
+    assert differences(home.run("calm"), run) == []
+
+
+def test_evaluation_leaves_no_trace_in_training(home: Home) -> None:
+    home.train("unwatched", "evaluation.every=null", "evaluation.before=false").check()
+    calm, unwatched = home.run("calm"), home.run("unwatched")
+    assert contents(calm / "rollouts") == contents(unwatched / "rollouts")
+    model = f"checkpoints/step-{STEPS}/model/model.safetensors"
+    assert (calm / model).read_bytes() == (unwatched / model).read_bytes()
+
+
+def test_a_half_precision_model_goes_on_from_its_full_precision_weights(home: Home) -> None:
+    home.train("half", "model.dtype=bfloat16").check()
+    state = load_state(Checkpoint(home.run("half") / "checkpoints/step-3", 3))
+    assert {tensor.dtype for tensor in state["masters"].values()} == {torch.float32}
+    run = home.cut_off("half", "half-again", 3)
+    home.train(run.name, "model.dtype=bfloat16").check()
+    assert differences(home.run("half"), run) == []
+
+
+@pytest.mark.parametrize("settings", [["sampling.max_staleness=0"], ["sampling.lookahead=1"]])
+def test_dropped_and_carried_groups_come_back_as_they_were(settings: list[str], home: Home) -> None:
+    name = "-".join(settings).replace("=", "-")
+    home.train(name, *settings).check()
+    run = home.cut_off(name, f"{name}-again", 3)
+    home.train(run.name, *settings).check()
+    assert differences(home.run(name), run) == []
+
+
+def test_groups_accepted_before_the_bound_are_kept_for_when_it_is_raised(home: Home) -> None:
+    tight = ["sampling.max_groups_per_step=9", "sampling.on_bound=stop"]
+    said = home.train("bound", *tight)
+    assert said.code == 2
+    assert "sampling.on_bound is stop" in said.err
+    run = home.run("bound")
+    (*_, last) = checkpoints_in(run / "checkpoints")
+    accepted = load_state(last)["sampler"]["ledger"]["lives"]["qualified"]
+    assert accepted
+    home.train("bound", "sampling.max_groups_per_step=200", "sampling.on_bound=stop").check()
+    first = next(r for r in read_metrics(run / "metrics.jsonl") if r["step"] == last.step + 1)
+    assert first["sampling/groups/trained"] == 8
+    assert len(figures(run)) == STEPS + 1
+
+
+def test_only_as_many_checkpoints_stay_as_asked_and_the_best(home: Home) -> None:
+    best = "trainer.keep_best=eval/sort_digits/pass@1"
+    home.train("kept", "trainer.keep_last=1", best, "trainer.keep_every=2").check()
+    kept = [c.step for c in checkpoints_in(home.run("kept") / "checkpoints")]
+    assert {2, 4, 6} <= set(kept) <= {2, 3, 4, 6}
+
+
+def test_a_best_figure_that_no_evaluation_has_is_refused_before_training(home: Home) -> None:
+    said = home.train("misnamed", "trainer.keep_best=eval/sort_digits/pass@9")
+    assert said.code == 2
+    assert "trainer.keep_best=eval/sort_digits/pass@9 is no figure" in said.err
+    assert "eval/sort_digits/pass@1" in said.err
+    assert not (home.run("misnamed") / "rollouts").exists()

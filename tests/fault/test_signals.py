@@ -1,0 +1,152 @@
+"""Signals, hangs and crashes of real processes: what they leave, and how the run goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from benchmarks.kill import STEPS, Lab, any_draft, differences, leftovers, size, wait_for
+
+from winnow.checkpoint import checkpoints_in, verify
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SCORER = """
+import os, signal, time
+
+calls = 0
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, what="", flag=""):
+    global calls
+    calls += 1
+    if calls == 200 and flag and not os.path.exists(flag):
+        open(flag, "w").close()
+        if what == "hang":
+            time.sleep(1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0 if solution_str.rpartition("#")[2] == ground_truth else -1.0
+"""
+
+
+def lines(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def ended_by(lab: Lab, name: str, number: int, *settings: str, pause_s: float = 0.1) -> int:
+    """Start a run, send it a signal a little after its second step; its exit code."""
+    process = lab.start(name, *settings)
+    assert wait_for(process, lambda: lines(lab.run(name)) >= 3)
+    time.sleep(pause_s)
+    process.send_signal(number)
+    return process.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)]
+)
+def test_a_request_to_stop_saves_what_was_reached_and_the_run_goes_on_exactly(
+    number: int, code: int, lab: Lab
+) -> None:
+    name = f"signal-{number}"
+    run = lab.run(name)
+    # No checkpoint is due before the end: only the stop saves one.
+    assert ended_by(lab, name, number, "trainer.save_every=100") == code
+    assert list(leftovers(run)) == []
+    (saved,) = checkpoints_in(run / "checkpoints")
+    assert 2 <= saved.step < STEPS
+    verify(saved)
+    assert lab.start(name, "trainer.save_every=1").wait(120) == 0
+    assert differences(lab.run("undisturbed"), run) == []
+
+
+def test_a_stop_in_evaluation_keeps_the_step_and_the_evaluation_comes_later(lab: Lab) -> None:
+    more = ["data.task.eval_problems=900", "evaluation.n=4", "evaluation.before=false"]
+    calm, run = lab.run("long-evaluation"), lab.run("stopped-evaluation")
+    assert lab.start(calm.name, *more).wait(240) == 0
+    process = lab.start(run.name, *more, "trainer.save_every=100")
+    assert wait_for(process, (run / "rollouts" / "step-3.parquet").exists)
+    time.sleep(0.4)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 75
+    assert [c.step for c in checkpoints_in(run / "checkpoints")] == [3]
+    assert lines(run) == 2
+    assert lab.start(run.name, *more, "trainer.save_every=1").wait(240) == 0
+    assert differences(calm, run) == []
+
+
+def test_ctrl_c_twice_ends_at_once_and_leaves_no_draft(lab: Lab) -> None:
+    run = lab.run("twice")
+    process = lab.start(run.name, "trainer.save_every=1")
+    assert wait_for(process, lambda: lines(run) >= 3 and any_draft(run / "checkpoints"))
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(15) == 130
+    assert list(leftovers(run)) == []
+    assert lab.start(run.name, "trainer.save_every=1").wait(120) == 0
+    assert differences(lab.run("undisturbed"), run) == []
+
+
+def test_a_stop_before_the_first_step_leaves_a_run_that_can_begin_again(lab: Lab) -> None:
+    run = lab.run("early")
+    process = lab.start(run.name)
+    assert wait_for(process, lambda: size(run / "log.txt") > 0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 75
+    assert list(leftovers(run)) == []
+    assert lab.start(run.name, "trainer.save_every=1").wait(120) == 0
+    assert differences(lab.run("undisturbed"), run) == []
+
+
+@pytest.mark.parametrize("what", ["killed", "hang"])
+def test_a_supervised_run_survives_and_ends_with_the_same_bits(
+    what: str, lab: Lab, tmp_path: Path
+) -> None:
+    scorer, flag = tmp_path / "scorer.py", tmp_path / "flag"
+    scorer.write_text(SCORER)
+    # The flag's file is there for the undisturbed run.
+    flag.touch()
+    reward = [
+        f"reward.function.path={scorer}",
+        f"+reward.function.kwargs={{what: {what}, flag: '{flag}'}}",
+        "trainer.save_every=1",
+    ]
+    calm, run = lab.run(f"calm-{what}"), lab.run(f"supervised-{what}")
+    assert lab.start(calm.name, *reward).wait(120) == 0
+    flag.unlink()
+    watch = ["trainer.max_restarts=3", "trainer.stall_timeout_s=15"]
+    assert lab.start(run.name, *reward, *watch).wait(240) == 0
+    assert flag.exists()
+    assert differences(calm, run) == []
+
+
+def test_a_supervised_run_stops_when_its_parent_is_asked_or_gone(lab: Lab) -> None:
+    run = lab.run("parent")
+    assert ended_by(lab, run.name, signal.SIGTERM, "trainer.max_restarts=2") == 75
+    assert checkpoints_in(run / "checkpoints")
+    process = lab.start(run.name, "trainer.max_restarts=2", "trainer.save_every=1")
+    before = size(run / "log.txt")
+    assert wait_for(process, lambda: size(run / "log.txt") > before)
+    (child,) = children(process)
+    process.kill()
+    process.wait()
+    for _ in range(1500):
+        if not Path(f"/proc/{child}").exists():
+            break
+        time.sleep(0.02)
+    else:
+        os.kill(child, signal.SIGKILL)
+        pytest.fail("the child outlived its parent")
+    assert lab.start(run.name, "trainer.save_every=1").wait(120) == 0
+    assert differences(lab.run("undisturbed"), run) == []
+
+
+def children(process: subprocess.Popen[bytes]) -> list[int]:
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(word) for word in path.read_text().split()]
