@@ -238,12 +238,15 @@ def micro_batches(batch: Batch, groups: Iterable[int], max_tokens: int) -> list[
     samples = np.flatnonzero(wanted[groups_B])
     lengths_B = np.diff(batch.offsets.numpy())
     samples = samples[np.argsort(-lengths_B[samples], kind="stable")]
-    tokens_B = sample_tokens(batch).numpy()
-    group_tokens = np.bincount(groups_B, tokens_B, minlength=batch.n_groups).astype(np.int64)
+    # Of these samples alone: a step has as many updates as it has mini-batches, and counting the
+    # whole batch for each would take time by the square of its size.
+    tokens = sample_tokens(batch, samples)
+    group_tokens = np.zeros(batch.n_groups, dtype=np.int64)
+    np.add.at(group_tokens, groups_B[samples], tokens)
     counts = Counts(
-        tokens=int(group_tokens[wanted].sum()),
-        samples=int((tokens_B[samples] > 0).sum()),
-        groups=int((group_tokens[wanted] > 0).sum()),
+        tokens=int(tokens.sum()),
+        samples=int((tokens > 0).sum()),
+        groups=int((group_tokens > 0).sum()),
     )
     parts = _by_budget(samples, lengths_B, max_tokens)
     return [_slice(batch, part, lengths_B, group_tokens[groups_B[part]], counts) for part in parts]
@@ -276,11 +279,12 @@ def spread(values: Tensor, batch: Batch, dtype: torch.dtype = torch.float32) -> 
     return values.to(dtype).repeat_interleave(lengths).masked_fill_(~batch.gen_mask, 0.0)
 
 
-def sample_tokens(batch: Batch) -> Tensor:
-    """[B] int64: how many tokens of each sample are in loss_mask."""
-    before = torch.zeros(len(batch.token_ids) + 1, dtype=torch.int64)
-    torch.cumsum(batch.loss_mask, 0, out=before[1:])
-    return before[batch.offsets].diff()
+def sample_tokens(batch: Batch, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[len(samples)] how many tokens of each of these samples are in loss_mask."""
+    source, offsets = _tokens_of(batch, samples, np.diff(batch.offsets.numpy())[samples])
+    before = np.zeros(len(source) + 1, dtype=np.int64)
+    np.cumsum(batch.loss_mask.numpy()[source], out=before[1:])
+    return np.diff(before[offsets])
 
 
 def _by_budget(
@@ -297,6 +301,15 @@ def _by_budget(
     return np.split(samples, cuts) if len(samples) else []
 
 
+def _tokens_of(
+    batch: Batch, samples: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[T] where the tokens of these samples are in the batch, and [B+1] their offsets there."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    starts = batch.offsets.numpy()[samples]
+    return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths), offsets
+
+
 def _slice(
     batch: Batch,
     samples: NDArray[np.int64],
@@ -305,9 +318,8 @@ def _slice(
     counts: Counts,
 ) -> MicroBatch:
     lengths = lengths_B[samples]
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    starts = batch.offsets.numpy()[samples]
-    source = torch.from_numpy(np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths))
+    source_T, offsets = _tokens_of(batch, samples, lengths)
+    source = torch.from_numpy(source_T)
     gen_mask = batch.gen_mask[source]
     return MicroBatch(
         token_ids=batch.token_ids[source],

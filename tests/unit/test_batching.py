@@ -104,7 +104,7 @@ def test_overlong_filtering_takes_truncated_answers_out_of_the_loss_only() -> No
     batch = pack(TWO_GROUPS, overlong_filtering=True)
     assert batch.gen_mask.nonzero()[:, 0].tolist() == [3, 4, 8, 10, 13]
     assert batch.loss_mask.nonzero()[:, 0].tolist() == [3, 4, 10, 13]
-    assert sample_tokens(batch).tolist() == [2, 0, 2]
+    assert sample_tokens(batch, np.arange(batch.n_samples)).tolist() == [2, 0, 2]
     counts = micro_batches(batch, [0, 1], 100)[0].counts
     assert counts == Counts(tokens=4, samples=2, groups=2)
 
@@ -186,7 +186,7 @@ def test_micro_batches_hold_each_sample_of_the_update_once(
 
 def check_micro_batch(micro: MicroBatch, batch: Batch, update: list[int]) -> None:
     """Every field against a loop over the samples."""
-    counted = sample_tokens(batch).tolist()
+    counted = sample_tokens(batch, np.arange(batch.n_samples)).tolist()
     of_update = [b for b in range(batch.n_samples) if int(batch.groups[b]) in update]
     assert micro.counts == Counts(
         tokens=sum(counted[b] for b in of_update),
