@@ -20,6 +20,17 @@ from winnow.checkpoint import Checkpoint, checkpoints_in, load_state
 from winnow.observe.jsonl import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+LATE_SCORER = """
+import asyncio, random
+
+dice = random.SystemRandom()
+
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None, delay=0):
+    if dice.random() < 0.5:
+        await asyncio.sleep(dice.uniform(0, delay))
+    return 1.0 if solution_str.rpartition("#")[2] == ground_truth else -1.0
+"""
 
 
 @dataclass(frozen=True)
@@ -136,6 +147,19 @@ def test_a_half_precision_model_goes_on_from_its_full_precision_weights(home: Ho
     run = home.cut_off("half", "half-again", 3)
     home.train(run.name, "model.dtype=bfloat16").check()
     assert differences(home.run("half"), run) == []
+
+
+def test_a_scorer_of_random_delays_changes_no_bit(home: Home, tmp_path: Path) -> None:
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(LATE_SCORER)
+    for name, delay in (("prompt", 0), ("late", 0.003), ("late-again", 0.003)):
+        home.train(
+            name,
+            f"reward.function.path={scorer}",
+            f"+reward.function.kwargs={{delay: {delay}}}",
+        ).check()
+    assert differences(home.run("prompt"), home.run("late")) == []
+    assert differences(home.run("late"), home.run("late-again")) == []
 
 
 @pytest.mark.parametrize("settings", [["sampling.max_staleness=0"], ["sampling.lookahead=1"]])
