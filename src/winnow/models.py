@@ -93,7 +93,9 @@ def load_causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
-    folder = Path(path)
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        path = str(folder)
     if folder.exists() and not (folder / "config.json").exists():
         raise ModelError(
             f"model.path {path}: the folder has no config.json; give a Hugging Face folder"

@@ -158,6 +158,22 @@ def test_slots_and_neighbours_do_not_change_an_answer(make_engine: Callable[...,
         np.testing.assert_array_equal(event.segment.token_ids, wide[key].segment.token_ids)
 
 
+def test_prompts_of_very_different_lengths_share_a_prefill(
+    make_engine: Callable[..., Engine],
+) -> None:
+    rng = np.random.default_rng(0)
+    sampling = SamplingParams(max_tokens=4, stop_token_ids=STOPS)
+    groups = [
+        GroupRequest(g, rng.integers(3, VOCAB, length), (AnswerRequest(0, g),), sampling, g)
+        for g, length in enumerate([10, 200, 3, 90])
+    ]
+    narrow = drain(make_engine(model_of("qwen3"), slots=1, prefill_tokens=4096), groups)
+    for group in groups:
+        alone = drain(make_engine(model_of("qwen3")), [group])
+        key = (group.group_id, 0)
+        np.testing.assert_array_equal(narrow[key].segment.token_ids, alone[key].segment.token_ids)
+
+
 def test_an_aborted_answer_resumes_exactly_and_keeps_its_versions(
     make_engine: Callable[..., Engine],
 ) -> None:

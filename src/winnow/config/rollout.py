@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -39,8 +39,8 @@ class RolloutConfig(Section):
     """Most likely tokens kept; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Least probability relative to the likeliest token."""
-    stop: tuple[str, ...] = ()
-    """Strings that end an answer, beside the tokenizer's EOS."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end an answer, special tokens too, beside the tokenizer's EOS."""
     support: Literal["error", "ignore"] = "error"
     """What to do when top_p, top_k or min_p truncate the sampler's support: refuse, or train
     on although old and behaviour policies then differ."""

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def decoder(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase, special_tokens: bool = False
 ) -> Callable[[IntArray | Sequence[int]], str]:
-    """A function from ids to text without special tokens.
+    """A function from ids to text, with or without special tokens.
 
     Fast tokenizers are asked directly: the wrapper around them costs several times as much,
     and a step decodes each of its answers.
@@ -26,6 +26,6 @@ def decoder(
 
     def decode(ids: IntArray | Sequence[int]) -> str:
         numbers = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-        return cast(str, inner.decode(numbers, skip_special_tokens=True))
+        return cast(str, inner.decode(numbers, skip_special_tokens=not special_tokens))
 
     return decode

@@ -4,7 +4,7 @@ eval/step-N.parquet, the answers to held-out prompts after step N, has the same 
 
 | columns | meaning |
 |---|---|
-| step, group, answer | group is the admission index, answer its index within the group |
+| step, group, answer | group is the admission index, answer the place among its finished ones |
 | prompt_uid, data_source | the row of data |
 | outcome | trained, all_right, all_wrong, surplus, stale, failed; held_out, held_out_greedy |
 | prompt_tokens, response_tokens | lengths |

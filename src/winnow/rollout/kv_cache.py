@@ -80,7 +80,10 @@ class SlotCache:
         return new
 
     def fill(self, block: PromptBlock, prompts: Tensor, rows: Tensor, lengths: Tensor) -> None:
-        """Put prompts `prompts` of a block into rows `rows`; `lengths` of them are real."""
+        """Put prompts `prompts` of a block into rows `rows`; `lengths` of them are real.
+
+        A block may be wider than the cache is long: what lies beyond is padding of these rows.
+        """
         if not self.layers:
             # Zeros, not garbage: masked keys still enter a product with weight 0.
             self.layers = [
@@ -90,10 +93,10 @@ class SlotCache:
                 )
                 for k, v in block.layers
             ]
-        width = block.layers[0][0].shape[2]
+        width = min(block.layers[0][0].shape[2], self.length)
         for (cache_k, cache_v), (k, v) in zip(self.layers, block.layers, strict=True):
-            cache_k[rows, :, :width] = k[prompts]
-            cache_v[rows, :, :width] = v[prompts]
+            cache_k[rows, :, :width] = k[prompts, :, :width]
+            cache_v[rows, :, :width] = v[prompts, :, :width]
         visible = torch.arange(self.length, device=self.device) < lengths[:, None]
         self.bias[rows] = torch.where(visible, 0.0, -torch.inf).to(self.dtype)
 

@@ -84,7 +84,7 @@ def load_policy(config: Config, path: str, device: torch.device) -> Policies:
     tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code)
     dtype = torch_dtype(config.model.dtype)
     model = load_causal_lm(path, dtype, device, config.model.trust_remote_code)
-    vocabulary = len(tokenizer)
+    vocabulary = max(tokenizer.get_vocab().values()) + 1
     embedded = cast(int, model.config.vocab_size)
     if vocabulary > embedded:
         raise ModelError(
@@ -94,8 +94,25 @@ def load_policy(config: Config, path: str, device: torch.device) -> Policies:
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise ModelError(f"model.path {path}: {name} holds NaN or infinity; use another model")
+    _check_positions(config, path, model)
     stop_ids = stop_token_ids(tokenizer, path)
     return Policies(path, model, tokenizer, decoder(tokenizer), vocabulary, stop_ids)
+
+
+def _check_positions(config: Config, path: str, model: PreTrainedModel) -> None:
+    """Refuse what cannot fit: an answer alone, or, with learned positions, any longest sequence."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        return
+    answer = config.rollout.max_response_tokens
+    is_rotary = getattr(model.config, "rope_parameters", None) is not None
+    longest = answer + (0 if is_rotary else config.data.max_prompt_tokens)
+    if longest >= positions:
+        prompt = "" if is_rotary else f" and data.max_prompt_tokens {config.data.max_prompt_tokens}"
+        raise ModelError(
+            f"rollout.max_response_tokens {answer}{prompt} do not fit the model's {positions} "
+            f"positions ({path}); lower them, or use a model with a longer context"
+        )
 
 
 def rollout_sampling(config: Config, policy: Policies) -> SamplingParams:
@@ -115,7 +132,8 @@ def rollout_sampling(config: Config, policy: Policies) -> SamplingParams:
 def make_engine(config: Config, policy: Policies) -> TorchEngine:
     """The embedded engine over the policy's own weights."""
     engine = config.rollout.engine
-    decode = cast(Any, policy.decode)
+    # A stop string may be a special token, such as a chat template's end of a turn.
+    decode = decoder(policy.tokenizer, special_tokens=True)
     return TorchEngine(policy.model, engine.slots, engine.prefill_tokens, policy.vocabulary, decode)
 
 
@@ -123,7 +141,6 @@ def make_evaluator(
     config: Config,
     policy: Policies,
     engine: TorchEngine,
-    rewards: RewardService,
     file_of: Callable[[int], Path],
 ) -> Evaluator:
     """Held-out prompts, checked against the scorers.
@@ -132,6 +149,7 @@ def make_evaluator(
         DataError: the evaluation data is not usable.
         RewardError: a source has no scorer.
     """
+    rewards = RewardService(config.reward, config.rollout.max_response_tokens)
     held_out = evaluation_prompts(config.data, policy.tokenizer)
     rewards.check_sources(held_out.data_sources)
     sampling = rollout_sampling(config, policy)
@@ -256,9 +274,9 @@ def build(
         rewards.require_metric(config.sampling.filter.metric, source.data_sources)
     loader = PromptLoader(source, config.run.seed, config.data.shuffle)
     engine = make_engine(config, policy)
-    evaluator = make_evaluator(config, policy, engine, rewards, folder.evaluation)
+    evaluator = make_evaluator(config, policy, engine, folder.evaluation)
     step_answers = config.sampling.groups_per_step * config.rollout.n
-    scores = TrainingScores(rewards, policy.decode, check_every=step_answers)
+    scores = TrainingScores(rewards, policy.decode, patience=step_answers)
     sampler = Sampler(
         config.sampling,
         engine=engine,
@@ -289,7 +307,7 @@ def build(
         state=make_state(config, policy, strategy, states, metrics, saver),
         stop=stop,
         keep_rollouts=_rollout_writer(config, folder, policy.decode),
-        check_scoring=scores.check,
+        check_scoring=scores.end_step,
     )
     steps = config.trainer.steps
     has_evaluation = bool(evaluator.prompts)

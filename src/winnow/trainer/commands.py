@@ -15,7 +15,6 @@ from winnow.errors import CheckpointError, ConfigError, DataError, WinnowError
 from winnow.observe.history import evaluations
 from winnow.observe.run_folder import RunFolder
 from winnow.observe.summary import Summary, print_summary
-from winnow.rewards.service import RewardService
 from winnow.trainer.build import load_policy, make_engine, make_evaluator, use_machine
 
 
@@ -45,11 +44,8 @@ def run_evaluation(run: str, step: int | None, overrides: Sequence[str], console
     checkpoint = find_checkpoint(folder, step)
     config = load_recipe(str(folder.config), overrides)
     policy = load_policy(config, str(checkpoint.model), use_machine(config))
-    rewards = RewardService(config.reward, config.rollout.max_response_tokens)
     target = folder.evaluations / f"checkpoint-{checkpoint.step}.parquet"
-    evaluator = make_evaluator(
-        config, policy, make_engine(config, policy), rewards, lambda _: target
-    )
+    evaluator = make_evaluator(config, policy, make_engine(config, policy), lambda _: target)
     if not evaluator.prompts:
         raise DataError("no held-out prompts: give data.eval_files=[FILE], or a data/task")
     record = asyncio.run(evaluator.evaluate(checkpoint.step))

@@ -7,6 +7,7 @@ difference between two of them.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from winnow.rollout.engine import Engine, SamplingParams
 from winnow.rollout.generate import generate
 from winnow.rollout.single_turn import group_request
 from winnow.trainer.evaluation_math import PromptAnswers, as_record, summarise
-from winnow.types import Answer, Group, Prompt
+from winnow.types import Answer, Group, Prompt, Trajectory
 
 _SEED_STREAM = 0x0E7A1
 
@@ -50,7 +51,11 @@ class EvaluationSettings:
 
 
 class Evaluator:
-    """Asks the held-out prompts and scores the answers, without shaping."""
+    """Asks the held-out prompts and scores the answers, without shaping.
+
+    Args:
+        rewards: this evaluator's own, because it counts failures.
+    """
 
     def __init__(
         self,
@@ -66,6 +71,7 @@ class Evaluator:
         self._settings, self._file_of = settings, file_of
         self.decode = decode
         self._text_groups = text_groups
+        self._scorings = 0
         self.greedy_answers: dict[int, tuple[Answer, ...]] = {}
         """By step, in the order of the prompts (or the first sampled answer of each)."""
 
@@ -77,7 +83,10 @@ class Evaluator:
     async def evaluate(self, step: int) -> dict[str, Number]:
         """Figures `eval/SOURCE/…`; nothing where there are no held-out prompts.
 
-        Writes the sampled answers to the run's evaluation file of the step.
+        Writes all answers to the run's evaluation file of the step.
+
+        Raises:
+            RewardError: scoring failed for more than `reward.max_failure_share` of them.
         """
         if not self._prompts:
             return {}
@@ -89,8 +98,9 @@ class Evaluator:
             shown = await self._answer(replace(settings.sampling, temperature=0.0), 1)
             greedy = summarise([_statistics_of(group) for group in shown], settings.seed)
         self.greedy_answers[step] = tuple(group.answers[0] for group in shown)
-        self._write(step, groups)
+        self._write(step, groups, shown if settings.greedy else [])
         sampled = summarise([_statistics_of(group) for group in groups], settings.seed)
+        self._check_scoring()
         return {**as_record(sampled, greedy), **_lengths(groups)}
 
     async def _answer(self, sampling: SamplingParams, n: int) -> list[Group]:
@@ -103,21 +113,33 @@ class Evaluator:
         done = await generate(self._engine, requests)
         groups = []
         for place, prompt in enumerate(self._prompts):
-            answers = []
-            for index in range(n):
-                trajectory = done[place, index]
-                text = self.decode(trajectory.token_ids)
-                score = await self._rewards.score(prompt, trajectory, text, training=False)
-                answers.append(Answer(trajectory, score))
+            # All answers of a prompt at once: a scorer may wait for another machine.
+            answers = await asyncio.gather(
+                *(self._scored(prompt, done[place, index]) for index in range(n))
+            )
             groups.append(Group(place, prompt, tuple(answers)))
         return groups
 
-    def _write(self, step: int, groups: Sequence[Group]) -> None:
+    async def _scored(self, prompt: Prompt, trajectory: Trajectory) -> Answer:
+        text = self.decode(trajectory.token_ids)
+        score = await self._rewards.score(prompt, trajectory, text, training=False)
+        self._scorings += 1
+        return Answer(trajectory, score)
+
+    def _check_scoring(self) -> None:
+        try:
+            self._rewards.check_failures(self._scorings)
+        finally:
+            self._rewards.reset_failures()
+            self._scorings = 0
+
+    def _write(self, step: int, groups: Sequence[Group], greedy: Sequence[Group]) -> None:
         ids = [group.id for group in groups]
         write_rollouts(
             self._file_of(step),
             step,
-            [RolloutGroup(group, "held_out") for group in groups],
+            [RolloutGroup(group, "held_out") for group in groups]
+            + [RolloutGroup(group, "held_out_greedy") for group in greedy],
             version=step,
             text_groups=choose_text_groups(ids, self._text_groups, self._settings.seed, step),
             decode=self.decode,
@@ -125,10 +147,15 @@ class Evaluator:
 
 
 def _statistics_of(group: Group) -> PromptAnswers:
-    said = [answer.score.extra.get("pred") for answer in group.answers]
+    said = [_vote(answer.score.extra.get("pred")) for answer in group.answers]
     parsed = said if any("pred" in answer.score.extra for answer in group.answers) else None
     accuracies = [answer.score.accuracy for answer in group.answers]
     return PromptAnswers(group.prompt.data_source, accuracies, parsed)
+
+
+def _vote(pred: object) -> str | None:
+    """What an answer says, for the majority; None where nothing could be read."""
+    return None if pred is None or pred == "" else pred if isinstance(pred, str) else repr(pred)
 
 
 def _lengths(groups: Sequence[Group]) -> dict[str, Number]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from winnow.errors import RewardError
 from winnow.observe.rollouts import Decode
 from winnow.rewards.service import RewardService
 from winnow.types import Prompt, Score, Trajectory
@@ -15,28 +16,29 @@ class TrainingScores:
     """What the sampler calls for each finished answer.
 
     Args:
-        check_every: answers after which failures are held against the limit, so that a broken
-            scorer is found within a step's worth of answers even when no group qualifies.
+        patience: answers after which failures are held against the limit before the step ends,
+            so that a broken scorer is found even when no group qualifies.
     """
 
-    def __init__(self, rewards: RewardService, decode: Decode, check_every: int) -> None:
-        self._rewards, self._decode, self._check_every = rewards, decode, check_every
+    def __init__(self, rewards: RewardService, decode: Decode, patience: int) -> None:
+        self._rewards, self._decode, self._patience = rewards, decode, patience
         self._scored = 0
 
     async def __call__(self, prompt: Prompt, trajectory: Trajectory) -> Score:
         """Score one answer.
 
         Raises:
-            RewardError: too many failed.
+            RewardError: too many of this step's scorings failed.
         """
-        if self._scored >= self._check_every:
-            self.check()
-        self._scored += 1
         text = self._decode(trajectory.token_ids)
-        return await self._rewards.score(prompt, trajectory, text, training=True)
+        score = await self._rewards.score(prompt, trajectory, text, training=True)
+        self._scored += 1
+        if self._scored >= self._patience:
+            self._check()
+        return score
 
-    def check(self) -> None:
-        """Hold the failures since the last check against the limit, and start anew.
+    def end_step(self) -> None:
+        """Hold the step's failures against the limit, and start anew.
 
         Raises:
             RewardError: their share is above `reward.max_failure_share`.
@@ -44,13 +46,21 @@ class TrainingScores:
         report = self._rewards.failure_report
         if report.count:
             log.warning(
-                "scoring failed for %d of %d answers; the first failure:\n%s",
+                "scoring failed for %d of %d answers; the first failure: %s",
                 report.count,
                 self._scored,
-                report.first_traceback or report.first_error,
+                report.first_error,
             )
         try:
-            self._rewards.check_failures(self._scored)
+            self._check()
         finally:
             self._rewards.reset_failures()
             self._scored = 0
+
+    def _check(self) -> None:
+        try:
+            self._rewards.check_failures(self._scored)
+        except RewardError:
+            report = self._rewards.failure_report
+            log.error("%s", report.first_traceback or report.first_error)
+            raise

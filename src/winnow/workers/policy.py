@@ -113,7 +113,8 @@ class Policy:
             figures does not hide those of the others.
         """
         metrics = Metrics()
-        if not microbatches:
+        # Without a counted token the gradient is zero, and momentum and decay alone would step.
+        if not microbatches or microbatches[0].counts.tokens == 0:
             return metrics
         sums = self.strategy.forward_backward(microbatches, self.objective.outputs, self.objective)
         step = self.strategy.optimizer_step(lr)

@@ -180,8 +180,7 @@ class SingleStrategy:
         for name, moments in state["optimizer"].items():
             master = self._masters[name]
             self._optimizer.state[master] = {
-                key: value.clone() if key == "step" else value.to(master.device, copy=True)
-                for key, value in moments.items()
+                key: value.to(master.device, copy=True) for key, value in moments.items()
             }
 
     def _run(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:

@@ -32,13 +32,13 @@ def test_flop_are_two_forwards_and_four_backwards_a_weight_and_token() -> None:
     assert 0.01 < figures["memory/peak_gib"] < 1000
 
 
-def scores_with(tmp_path: object, body: str, check_every: int = 100) -> TrainingScores:
+def scores_with(tmp_path: object, body: str, patience: int = 100) -> TrainingScores:
     file = tmp_path / "reward.py"  # type: ignore[operator]
     file.write_text(
         f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n{body}"
     )
     rewards = RewardService(RewardConfig(function=UserFunction(path=str(file))), 16)
-    return TrainingScores(rewards, lambda ids: "#" + "".join(map(str, ids)), check_every)
+    return TrainingScores(rewards, lambda ids: "#" + "".join(map(str, ids)), patience)
 
 
 def score(scores: TrainingScores, times: int) -> list[Score]:
@@ -56,14 +56,21 @@ def test_the_scorer_gets_the_decoded_answer(tmp_path: object) -> None:
 def test_a_broken_scorer_stops_the_run_within_a_steps_worth_of_answers(
     tmp_path: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scores = scores_with(tmp_path, "    raise KeyError('nothing')\n", check_every=8)
-    assert all(one.error for one in score(scores, 8))
+    scores = scores_with(tmp_path, "    raise KeyError('nothing')\n", patience=8)
+    assert all(one.error for one in score(scores, 7))
     with (
-        caplog.at_level(logging.WARNING),
+        caplog.at_level(logging.ERROR),
         pytest.raises(RewardError, match=r"scoring failed for 8 of 8 answers.*max_failure_share"),
     ):
         score(scores, 1)
     assert "Traceback" in caplog.text
+
+
+def test_a_step_is_judged_by_all_its_answers_not_by_its_last_ones(tmp_path: object) -> None:
+    count = "    compute_score.n = getattr(compute_score, 'n', 0) + 1\n"
+    scores = scores_with(tmp_path, f"{count}    return 1 / (compute_score.n - 9)\n", patience=8)
+    assert sum(bool(one.error) for one in score(scores, 10)) == 1
+    scores.end_step()
 
 
 def test_failures_below_the_limit_are_forgotten_at_the_next_check(tmp_path: object) -> None:
@@ -72,4 +79,4 @@ def test_failures_below_the_limit_are_forgotten_at_the_next_check(tmp_path: obje
     scores = scores_with(tmp_path, body)
     for _ in range(5):
         assert sum(bool(one.error) for one in score(scores, 10)) == 1
-        scores.check()
+        scores.end_step()
