@@ -182,7 +182,11 @@ def hidden_states(
 def output_head(model: nn.Module) -> nn.Linear:
     """The layer from hidden states to logits; may be tied to the embeddings."""
     head = cast(Any, model).get_output_embeddings()
-    assert isinstance(head, nn.Linear)
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"the output layer of {type(model).__name__} is {type(head).__name__}, not a linear "
+            "layer; use a model of another architecture"
+        )
     return head
 
 

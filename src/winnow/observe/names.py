@@ -2,24 +2,26 @@
 
 A name is a path, `part/what/which`; the unit stands at the end (`_s`, `_per_s`, `_gib`), tokens
 and shares of 1 have none. SPREAD stands for `/mean`, `/max` and `/min`. What a run does not have
-(a critic, a KL term) is absent. A line of metrics.jsonl is `{"step": 7, NAME: NUMBER, …}`; step 0
+is absent. A line of metrics.jsonl is `{"step": 7, NAME: NUMBER, …}`; step 0
 is the evaluation before training.
 
 | name | meaning |
 |---|---|
-| score/{reward,task_reward,accuracy,advantage,return} SPREAD | over the answers trained on |
+| score/{reward,task_reward,accuracy,advantage} SPREAD | over the answers trained on |
 | sampling/accuracy | over all answers of the groups closed in the step, before the filter |
 | sampling/keep_rate | share of the closed groups that passed the filter |
-| sampling/groups/{generated,trained,all_right,all_wrong,surplus,stale,failed} | groups closed |
-| sampling/tokens/{the same}, sampling/tokens/in_progress | the token account of the step |
-| sampling/tokens/{truncated,aborted} | flags beside the account |
-| sampling/staleness SPREAD | weight versions between sampling and training |
+| sampling/groups/{trained,all_right,all_wrong,surplus,stale,failed} | groups whose life ended |
+| sampling/groups/{admitted,looked_at,carried_qualified,carried_open} | groups of the step |
+| sampling/qualify_rate, sampling/empty_bounds | the estimate p̂; bounds met with nothing |
+| sampling/answers/{truncated,resumed,aborted,retried} | answers of the step |
+| sampling/tokens/{generated,trained,…,failed}, sampling/tokens/in_progress | the token account |
+| sampling/tokens/truncated | a flag beside the account |
+| sampling/staleness/{mean,max} | weight versions between sampling and training |
 | length/response, length/prompt SPREAD | tokens, over the answers trained on |
-| length/truncated, length/aborted | share of the answers at the limit, stopped from outside |
-| actor/{loss,policy_loss,entropy,kl_loss,approx_kl,mean_prob} | means over the updates |
+| length/truncated | share of the answers that the limit ended |
+| actor/{loss,policy_loss,entropy,approx_kl,mean_prob} | means over the updates |
 | actor/{clip_low,clip_high,dual_clip} | share of tokens where the bound binds |
 | actor/{grad_norm,lr,updates,skipped_updates} | the optimizer |
-| critic/{loss,explained_variance}, critic/value SPREAD | |
 | mismatch/{abs_delta,max_delta,pearson,k1,k3,chi2,ess,outside,…} | sampler against trainer |
 | eval/SOURCE/{avg@N,pass@K,maj@K,std@N,greedy,prompts} | held-out prompts of a data source |
 | eval/SOURCE/{avg@N_se,greedy_se} | their standard errors |

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 
 def overlong_penalty(
-    length_tokens: int,
-    limit_tokens: int,
-    buffer_tokens: int,
-    factor: float = 1.0,
-    form: Literal["paper", "verl"] = "paper",
+    length_tokens: int, limit_tokens: int, buffer_tokens: int, factor: float = 1.0
 ) -> float:
-    """DAPO's soft overlong penalty: 0 up to `limit - buffer`, then falling to -factor at the limit.
+    """DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13), no answer being over the limit.
 
-    Beyond the limit the paper stays at -factor and verl goes on falling; up to it they agree.
+    0 up to `limit - buffer`, then falling linearly to -factor at the limit.
     """
     over = length_tokens - (limit_tokens - buffer_tokens)
-    if over <= 0:
-        return 0.0
-    share = over / buffer_tokens
-    return -factor * (min(share, 1.0) if form == "paper" else share)
+    return -factor * min(max(over, 0) / buffer_tokens, 1.0)
