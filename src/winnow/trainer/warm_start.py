@@ -80,6 +80,7 @@ def make_warm_start(
     if (target / "config.json").is_file() and not fresh:
         return WarmStart(target, cached=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    _clean(target)
     try:
         # A disk that cannot be written to is met before the minute of training, not after it.
         with _writing_to(target.parent):
@@ -92,6 +93,24 @@ def make_warm_start(
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return WarmStart(target, cached=False)
+
+
+def _clean(target: Path) -> None:
+    """Delete what processes that are gone left half made of this start."""
+    for path in target.parent.glob(f".{target.name}.*.partial"):
+        owner = path.name.split(".")[-2]
+        if owner.isdecimal() and not _is_alive(int(owner)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 @contextlib.contextmanager
