@@ -199,3 +199,14 @@ def test_a_best_figure_that_no_evaluation_has_is_refused_before_training(home: H
     assert "trainer.keep_best=eval/sort_digits/pass@9 is no figure" in said.err
     assert "eval/sort_digits/pass@1" in said.err
     assert not (home.run("misnamed") / "rollouts").exists()
+
+
+def test_a_run_whose_machine_is_lost_goes_on_from_its_copy(home: Home, tmp_path: Path) -> None:
+    url = f"trainer.checkpoint_url=file://{tmp_path}/copies"
+    home.train("lost", url).check()
+    shutil.rmtree(home.run("lost"))
+    for step in (4, 5, 6):
+        shutil.rmtree(tmp_path / "copies" / "lost" / "checkpoints" / f"step-{step}")
+    said = home.train("lost", url).check().out
+    assert "Continuing runs/lost after step 3" in said
+    assert differences(home.run("calm"), home.run("lost")) == []

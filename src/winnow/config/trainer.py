@@ -29,6 +29,9 @@ class TrainerConfig(Section):
     """Keep those of every so many steps as well."""
     keep_best: str | None = None
     """Keep that with the largest value of this figure as well, such as eval/SOURCE/pass@1."""
+    checkpoint_url: str | None = None
+    """Where the run's folder is copied after each checkpoint, and fetched from when it is not
+    here: s3://BUCKET/PATH, gs://, hdfs://, file://."""
     max_restarts: int = Field(0, ge=0)
     """Times a run that was killed, crashed or hung is started again; 0 runs it unsupervised."""
     stall_timeout_s: float = Field(1800.0, gt=0)

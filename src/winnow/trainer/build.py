@@ -34,6 +34,7 @@ from winnow.sampling.stream import Sampler
 from winnow.trainer.evaluate import EvaluationSettings, Evaluator
 from winnow.trainer.learner import Learned, Learner, LearnerSettings
 from winnow.trainer.loop import Course, Parts, Schedule
+from winnow.trainer.mirror import Mirror
 from winnow.trainer.record import rollout_groups
 from winnow.trainer.saver import Saver
 from winnow.trainer.scoring import TrainingScores
@@ -229,7 +230,10 @@ def make_saver(config: Config, folder: RunFolder) -> Saver:
                 sync(path)
 
     retention = Retention(trainer.keep_last, trainer.keep_every, trainer.keep_best)
-    return Saver(folder.checkpoints, retention, before=sync_folders)
+    if trainer.checkpoint_url is None:
+        return Saver(folder.checkpoints, retention, before=sync_folders)
+    mirror = Mirror(trainer.checkpoint_url, folder.path)
+    return Saver(folder.checkpoints, retention, before=sync_folders, after=mirror.push)
 
 
 def make_state(

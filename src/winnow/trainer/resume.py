@@ -39,6 +39,7 @@ from winnow.observe.jsonl import MetricsLog
 from winnow.observe.lock import LOCK_FILE, locked
 from winnow.observe.rollouts import drop_rollouts_after
 from winnow.observe.run_folder import RunFolder
+from winnow.trainer.mirror import Mirror
 
 HARMLESS = frozenset(
     {
@@ -53,6 +54,7 @@ HARMLESS = frozenset(
         "trainer.keep_last",
         "trainer.keep_every",
         "trainer.keep_best",
+        "trainer.checkpoint_url",
         "trainer.max_restarts",
         "trainer.stall_timeout_s",
         "observe.console",
@@ -120,6 +122,9 @@ def opened_run(config: Config, recipe: str) -> Iterator[Opened]:
     """
     resume = config.run.resume
     named = _named(config)
+    url = config.trainer.checkpoint_url
+    if resume == "auto" and url is not None and named is not None and not named.exists():
+        Mirror(url, named).fetch()
     if resume not in ("auto", "never"):
         path, wanted = _asked_for(resume)
         with locked(path):
