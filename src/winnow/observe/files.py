@@ -50,7 +50,9 @@ def write_atomic(path: Path, data: bytes) -> None:
         finally:
             os.close(descriptor)
         os.replace(partial, path)
-    except OSError as error:
+    except BaseException as error:  # Ctrl-C leaves nothing half-written either
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise disk_error(path, error) from error
+        if isinstance(error, OSError):
+            raise disk_error(path, error) from error
+        raise
