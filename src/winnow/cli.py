@@ -32,9 +32,7 @@ app.add_typer(data_app, name="data")
 Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or a YAML file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...", help="Settings over the recipe's, in Hydra's grammar."
-    ),
+    typer.Argument(metavar="KEY=VALUE", help="Settings over the recipe's, in Hydra's grammar."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Make the warm start anew.")]
 Step = Annotated[int | None, typer.Option(help="Checkpoint to take; the last by default.")]

@@ -82,7 +82,9 @@ def load_policy(config: Config, path: str, device: torch.device) -> Policies:
     Raises:
         ModelError: one of them is missing, broken, or they do not fit each other.
     """
-    tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code)
+    given = config.model.tokenizer
+    field = "model.tokenizer" if given else "model.path"
+    tokenizer = load_tokenizer(given or path, config.model.trust_remote_code, field)
     dtype = torch_dtype(config.model.dtype)
     model = load_causal_lm(path, dtype, device, config.model.trust_remote_code)
     vocabulary = max(tokenizer.get_vocab().values()) + 1

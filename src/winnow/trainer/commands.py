@@ -13,8 +13,10 @@ from winnow.checkpoint import Checkpoint, checkpoints_in, verify
 from winnow.config.load import load_recipe
 from winnow.errors import CheckpointError, ConfigError, DataError, WinnowError
 from winnow.observe.history import evaluations
+from winnow.observe.names import Number
 from winnow.observe.run_folder import RunFolder
 from winnow.observe.summary import Summary, print_summary
+from winnow.rollout.engine import WeightUpdate
 from winnow.trainer.build import load_policy, make_engine, make_evaluator, use_machine
 
 
@@ -28,8 +30,8 @@ def find_checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
     chosen = [c for c in found if step is None or c.step == step]
     if not chosen:
         there = ", ".join(str(c.step) for c in found) or "none"
-        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        raise CheckpointError(f"{folder.path} has not {wanted}; there are: {there}")
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise CheckpointError(f"{folder.path} has no {wanted}; there are: {there}")
     verify(chosen[-1])
     return chosen[-1]
 
@@ -45,10 +47,16 @@ def run_evaluation(run: str, step: int | None, overrides: Sequence[str], console
     config = load_recipe(str(folder.config), overrides)
     policy = load_policy(config, str(checkpoint.model), use_machine(config))
     target = folder.evaluations / f"checkpoint-{checkpoint.step}.parquet"
-    evaluator = make_evaluator(config, policy, make_engine(config, policy), lambda _: target)
+    engine = make_engine(config, policy)
+    evaluator = make_evaluator(config, policy, engine, lambda _: target)
     if not evaluator.prompts:
         raise DataError("no held-out prompts: give data.eval_files=[FILE], or a data/task")
-    record = asyncio.run(evaluator.evaluate(checkpoint.step))
+
+    async def evaluate() -> dict[str, Number]:
+        await engine.load_weights(WeightUpdate(version=checkpoint.step))
+        return await evaluator.evaluate(checkpoint.step)
+
+    record = asyncio.run(evaluate())
     print_summary(
         Summary(
             f"{folder.name}, step {checkpoint.step}: {len(evaluator.prompts):,} held-out prompts",

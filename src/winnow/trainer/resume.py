@@ -35,7 +35,7 @@ from winnow.config.messages import show
 from winnow.config.root import Config
 from winnow.errors import CheckpointError, ConfigError
 from winnow.observe.files import PARTIAL
-from winnow.observe.jsonl import MetricsLog
+from winnow.observe.jsonl import METRICS_FILE, MetricsLog
 from winnow.observe.lock import LOCK_FILE, locked
 from winnow.observe.rollouts import drop_rollouts_after
 from winnow.observe.run_folder import RunFolder
@@ -65,6 +65,8 @@ HARMLESS = frozenset(
 REMEDIES = frozenset({"sampling.on_bound", "sampling.max_groups_per_step"})
 """Keys that may change because a run that stopped at its bound asks for it."""
 _SHOWN = 4
+_BEFORE_THE_START = {LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE}
+"""What a run makes before there is anything to lose."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def opened_run(config: Config, recipe: str) -> Iterator[Opened]:
         path, wanted = _asked_for(resume)
         with locked(path):
             yield _continued(config, RunFolder.open(path), wanted)
-    elif resume == "auto" and named is not None and RunFolder(named).config.is_file():
+    elif resume == "auto" and named is not None and _has_begun(named):
         with locked(named):
             yield _continued(config, RunFolder(named), None)
     else:
@@ -146,11 +148,20 @@ def _named(config: Config) -> Path | None:
     return None if config.run.name is None else Path(config.run.dir) / config.run.name
 
 
+def _has_begun(path: Path) -> bool:
+    """Whether a run has anything to lose; one that failed before may come with another recipe."""
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        return False
+    has_figures = folder.metrics.is_file() and folder.metrics.stat().st_size > 0
+    return has_figures or not {each.name for each in path.iterdir()} <= _BEFORE_THE_START
+
+
 def _created(config: Config, recipe: str, named: Path | None) -> RunFolder:
     if named is not None and named.is_dir():
-        # A run that died before it had a recipe holds nothing.
+        # A run that ended before its first figures holds nothing.
         left = {path.name for path in named.iterdir()}
-        if left <= {LOCK_FILE, "log.txt"} or left <= {LOCK_FILE, "log.txt", f"{CONFIG}{PARTIAL}"}:
+        if left <= _BEFORE_THE_START and not _has_begun(named):
             with locked(named):
                 for name in left - {LOCK_FILE}:
                     (named / name).unlink(missing_ok=True)
