@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,19 +23,18 @@ from winnow.data.tokenizer import load_tokenizer, stop_token_ids
 from winnow.errors import ConfigError, ModelError
 from winnow.models import load_causal_lm, model_writer, torch_dtype
 from winnow.observe.jsonl import MetricsLog
-from winnow.observe.rollouts import Decode, choose_text_groups, write_rollouts
+from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import Sinks
 from winnow.rewards.service import RewardService
 from winnow.rollout.engine import SamplingParams
 from winnow.rollout.torch_engine import TorchEngine
-from winnow.sampling.report import Progress, StepGroups
+from winnow.sampling.report import Progress
 from winnow.sampling.stream import Sampler
 from winnow.trainer.evaluate import EvaluationSettings, Evaluator
-from winnow.trainer.learner import Learned, Learner, LearnerSettings
+from winnow.trainer.learner import Learner, LearnerSettings
 from winnow.trainer.loop import Course, Parts, Schedule
 from winnow.trainer.mirror import Mirror
-from winnow.trainer.record import rollout_groups
 from winnow.trainer.saver import Saver
 from winnow.trainer.scoring import TrainingScores
 from winnow.trainer.state import RunState, Stateful
@@ -329,9 +328,8 @@ def build(
 
 def _rollout_writer(
     config: Config, folder: RunFolder, decode: Decode
-) -> Callable[[int, StepGroups, Learned], None]:
-    def write(step: int, sampled: StepGroups, learned: Learned) -> None:
-        groups = rollout_groups(sampled, learned)
+) -> Callable[[int, Sequence[RolloutGroup]], None]:
+    def write(step: int, groups: Sequence[RolloutGroup]) -> None:
         chosen = choose_text_groups(
             [entry.group.id for entry in groups],
             config.observe.rollout_text_groups,

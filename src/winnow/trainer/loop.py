@@ -9,18 +9,18 @@ short script over the same objects.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.observe.names import Number
+from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import Engine, WeightUpdate
-from winnow.sampling.report import StepGroups
 from winnow.sampling.stream import Sampler
 from winnow.trainer.evaluate import Evaluator
-from winnow.trainer.learner import Learned, Learner
-from winnow.trainer.record import record_step
+from winnow.trainer.learner import Learner
+from winnow.trainer.record import record_step, rollout_groups
 from winnow.trainer.state import RunState
 from winnow.trainer.stopping import Stop
 from winnow.trainer.throughput import Throughput
@@ -52,7 +52,7 @@ class Parts:
     throughput: Throughput
     state: RunState
     stop: Stop
-    keep_rollouts: Callable[[int, StepGroups, Learned], None]
+    keep_rollouts: Callable[[int, Sequence[RolloutGroup]], None]
     check_scoring: Callable[[], None]
     """Raises when too many of a step's scorings failed."""
 
@@ -106,7 +106,7 @@ async def _learn(
     with watch.phase("publish"):
         await parts.engine.load_weights(WeightUpdate(version=step))
     with watch.phase("write"):
-        parts.keep_rollouts(step, sampled, learned)
+        parts.keep_rollouts(step, rollout_groups(sampled, learned))
     record_step(metrics, sampled, learned, parts.sampler.ledger.account.in_progress)
     tokens = sampled.counts.tokens.generated, len(learned.batch.token_ids)
     return metrics.record(), tokens

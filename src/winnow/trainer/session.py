@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from rich.console import Console
 from winnow.checkpoint import checkpoints_in, load_state, this_machine
 from winnow.config.root import Config
 from winnow.config.warm_start import SftWarmStart
-from winnow.errors import ConfigError, NoSignalError, RewardError
+from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.curve import draw_curve
 from winnow.observe.figures import duration
 from winnow.observe.jsonl import MetricsLog, read_metrics
+from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import RunInfo, Sinks
 from winnow.observe.summary import Sample, Summary, print_summary
@@ -55,7 +57,7 @@ def run_training(
     began = time.monotonic()
     device = use_machine(config)
     seed_everything(config.run.seed)
-    with opened_run(config, recipe) as opened, opened.folder.logging_to_file():
+    with opened_run(config, recipe) as opened, opened.folder.logging_to_file(), _errors_logged():
         folder = opened.folder
         heartbeat.folder(folder.path)
         sink = make_console(config.observe.console, console)
@@ -98,6 +100,19 @@ def run_training(
         _close(config, recipe, folder, shown, warm_seconds, console)
         log.info("finished in %s", duration(time.monotonic() - began))
     return 0
+
+
+@contextlib.contextmanager
+def _errors_logged() -> Iterator[None]:
+    """What ends a run stands in its log, too."""
+    try:
+        yield
+    except WinnowError as error:
+        log.error("%s", error)
+        raise
+    except Exception:
+        log.exception("this is a mistake of winnow's")
+        raise
 
 
 def _start_model(
@@ -143,6 +158,9 @@ def _train(
             # Both come up while sampling, so weights are those of the boundary.
             if isinstance(error, NoSignalError) and config.sampling.on_bound == "stop":
                 parts.state.note_sampling()
+            # The answers that taught nothing are what there is to look at now.
+            seen = [RolloutGroup(s.group, s.fate) for s in parts.sampler.ledger.books.settled]
+            parts.keep_rollouts((parts.state.step or 0) + 1, seen)
             parts.state.save()
             raise
         finally:
