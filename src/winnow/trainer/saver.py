@@ -47,6 +47,11 @@ class Saver:
         )
         self._thread.start()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Until what was begun is on disk.
 
