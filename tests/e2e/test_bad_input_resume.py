@@ -404,20 +404,9 @@ def spoken(case: Case, place: Path) -> Outcome:
     return Outcome(said.code, said.out, said.err.replace(f"{place}/", ""))
 
 
-KNOWN_FAULTS = {"manifest-missing", "recipe-of-the-run-cut", "recipe-of-the-run-empty"}
-"""Answered wrongly still, in files that others are changing: see the report of issue 3."""
-
-
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(
-            case,
-            id=case.name,
-            marks=[pytest.mark.skip("a known fault")] * (case.name in KNOWN_FAULTS),
-        )
-        for case in CASES
-    ],
+    [pytest.param(case, id=case.name) for case in CASES],
 )
 def test_wrong_input_is_answered_in_one_line(case: Case, place: Path) -> None:
     if case.unprivileged and os.geteuid() == 0 and shutil.which("setpriv") is None:
@@ -462,8 +451,7 @@ def main(target: Path) -> None:
             line = said.err.strip() or "; ".join(
                 text.strip() for text in said.out.splitlines() if "Warning" in text
             )
-            if case.name not in KNOWN_FAULTS:
-                rows.append(f"| {case.name} | `{line.removeprefix('winnow: ')}` | {said.code} |")
+            rows.append(f"| {case.name} | `{line.removeprefix('winnow: ')}` | {said.code} |")
     target.write_text(
         f"# Bad input\n\n{len(first.CASES)} kinds in `tests/e2e/test_bad_input.py`, "
         f"{len(CASES)} in `tests/e2e/test_bad_input_resume.py`; those of the second, by "

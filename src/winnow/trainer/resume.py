@@ -21,7 +21,6 @@ from pathlib import Path
 
 from winnow.checkpoint import (
     CONFIG,
-    MANIFEST,
     Checkpoint,
     Manifest,
     checkpoints_in,
@@ -173,12 +172,12 @@ def _asked_for(resume: str) -> tuple[Path, Checkpoint | None]:
     """The run's folder in `run.resume`, and the checkpoint if it is one's folder."""
     path = Path(resume).expanduser()
     path = path if len(path.parts) > 2 else path.absolute()
-    if (path / CONFIG).is_file() and not (path / MANIFEST).exists():
-        return path, None
     own = [c for c in checkpoints_in(path.parent) if c.path == path]
     run = path.parent.parent
     if own and (run / CONFIG).is_file():
         return run, own[0]
+    if (path / CONFIG).is_file():
+        return path, None
     raise ConfigError(
         f"run.resume={resume} is neither a run's folder nor a checkpoint in one; "
         "give runs/NAME or runs/NAME/checkpoints/step-N, or auto or never"
@@ -186,7 +185,7 @@ def _asked_for(resume: str) -> tuple[Path, Checkpoint | None]:
 
 
 def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> Opened:
-    saved = load_recipe(str(folder.config))
+    saved = _saved_recipe(folder)
     _check_recipe(config, saved, folder.path)
     kept = config.model_copy(update={"run": saved.run})
     clean(folder.checkpoints)
@@ -208,6 +207,18 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
         _check_checkpoint(config, load_recipe(str(made_with)), checkpoint)
     notes.append(f"Continuing {folder.path} after step {checkpoint.step} of {config.trainer.steps}")
     return Opened(folder, kept, checkpoint, manifest, tuple(notes))
+
+
+def _saved_recipe(folder: RunFolder) -> Config:
+    """The recipe that a run was begun with."""
+    try:
+        return load_recipe(str(folder.config))
+    except ConfigError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{folder.config} is damaged ({reason}); put back the config.yaml of one of the run's "
+            "checkpoints"
+        ) from error
 
 
 def _check_recipe(config: Config, saved: Config, folder: Path) -> None:
