@@ -99,7 +99,11 @@ def test_everything_of_a_run_lies_in_its_folder(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_logged_and_warned_goes_to_the_log_while_the_block_runs(tmp_path: Path) -> None:
+def test_what_is_logged_and_warned_goes_to_the_log_while_the_block_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pytest keeps what reaches the root logger, and xdist cannot send half a character on.
+    monkeypatch.setattr(logging.getLogger("winnow"), "propagate", False)
     folder = RunFolder.create(tmp_path, "mine", "quickstart")
     logger = logging.getLogger("winnow.sampling")
     with folder.logging_to_file():
