@@ -38,15 +38,13 @@ from winnow.batching import MicroBatch
 from winnow.checkpoint import Content, Retention
 from winnow.config.sampling import SamplingConfig
 from winnow.observe.jsonl import MetricsLog
-from winnow.observe.rollouts import choose_text_groups, write_rollouts
+from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
-from winnow.sampling.report import StepGroups
 from winnow.sampling.stream import Sampler
 from winnow.trainer.evaluate import Evaluator
-from winnow.trainer.learner import Learned, Learner, LearnerSettings
+from winnow.trainer.learner import Learner, LearnerSettings
 from winnow.trainer.loop import Course, Parts, Schedule, train
-from winnow.trainer.record import rollout_groups
 from winnow.trainer.saver import Saver
 from winnow.trainer.state import RunState
 from winnow.trainer.stopping import Stop
@@ -219,8 +217,7 @@ class Run:
             check_scoring=lambda: None,
         )
 
-    def _keep_rollouts(self, step: int, sampled: StepGroups, learned: Learned) -> None:
-        closed = rollout_groups(sampled, learned)
+    def _keep_rollouts(self, step: int, closed: Sequence[RolloutGroup]) -> None:
         shown = choose_text_groups([entry.group.id for entry in closed], 64, 1, step)
         path = self.folder / "rollouts" / f"step-{step}.parquet"
         write_rollouts(path, step, closed, version=step - 1, text_groups=shown, decode=words)

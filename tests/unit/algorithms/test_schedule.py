@@ -19,14 +19,14 @@ def test_the_quickstarts_course() -> None:
         "schedule": "linear",
     }
     at = [lr_at(step, **course) for step in range(1, 81)]
-    assert at[:6] == pytest.approx([8e-5, 1.6e-4, 2.4e-4, 3.2e-4, 4e-4, 4e-4 * 74 / 75])
-    assert at[79] == 0.0
+    assert at[:6] == pytest.approx([8e-5, 1.6e-4, 2.4e-4, 3.2e-4, 4e-4, 4e-4 * 75 / 76])
+    assert at[79] == pytest.approx(4e-4 / 76)
     assert lr_at(81, **course) == 0.0
 
 
-def test_cosine_is_halfway_in_the_middle_and_ends_at_its_floor() -> None:
+def test_cosine_is_halfway_in_the_middle_and_would_reach_its_floor_after_the_last_step() -> None:
     course: dict[str, Any] = {
-        "total_steps": 21,
+        "total_steps": 20,
         "lr": 1.0,
         "schedule": "cosine",
         "final_lr_ratio": 0.1,
@@ -65,8 +65,16 @@ def test_it_rises_to_the_peak_then_never_rises(
     assert at[:peak] == sorted(at[:peak])
     assert at[peak - 1 :] == sorted(at[peak - 1 :], reverse=True)
     assert all(0 <= rate <= 1 for rate in at)
-    if schedule != "constant" and total > peak:
-        assert at[-1] == pytest.approx(floor)
+    if schedule != "constant":
+        after = lr_at(
+            max(total, peak) + 1,
+            total_steps=max(total, peak),
+            lr=1.0,
+            warmup_steps=warmup,
+            schedule=schedule,
+            final_lr_ratio=floor,
+        )
+        assert after == pytest.approx(floor)
 
 
 def test_wrong_arguments_are_named() -> None:
