@@ -156,11 +156,12 @@ def _train(
             parts.state.save()
         except (NoSignalError, RewardError) as error:
             # Both come up while sampling, so weights are those of the boundary.
-            if isinstance(error, NoSignalError) and config.sampling.on_bound == "stop":
-                parts.state.note_sampling()
-            # The answers that taught nothing are what there is to look at now.
-            seen = [RolloutGroup(s.group, s.fate) for s in parts.sampler.ledger.books.settled]
-            parts.keep_rollouts((parts.state.step or 0) + 1, seen)
+            if isinstance(error, NoSignalError):
+                if config.sampling.on_bound == "stop":
+                    parts.state.note_sampling()
+                # The answers that taught nothing are what there is to look at now.
+                seen = [RolloutGroup(s.group, s.fate) for s in parts.sampler.ledger.books.settled]
+                parts.keep_rollouts((parts.state.step or 0) + 1, seen)
             parts.state.save()
             raise
         finally:
