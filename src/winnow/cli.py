@@ -188,7 +188,8 @@ def _print_settings(recipe: str, words: list[str]) -> None:
 
 
 # Threads that wait for each other spinning make a run many times slower as soon as anything
-# else wants a core. Read once by OpenMP, so it must be set before torch is imported.
+# else wants a core; asleep they cost some speed on an idle machine, where the user may say ACTIVE.
+# Read once by OpenMP, so it must be set before torch is imported.
 _CALM_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
 
 
