@@ -226,7 +226,7 @@ def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
         lines += [
             "A toy task on purpose: sort 4-8 digits step by step, with a model of 0.1 M weights.",
             "1. Warm-up: it imitates bad examples (guesses, ramblings, slips). 20 to 60 s, cached.",
-            "2. DAPO: from this bad start it learns by rewards alone. about 3 minutes on two cores.",
+            "2. DAPO: from this bad start it learns by rewards alone, in about 3 minutes.",
         ]
     lines.append(
         f"{config.trainer.steps} steps of {config.sampling.groups_per_step} prompts x "
