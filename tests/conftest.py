@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Set before torch is imported: the run is parallel already, one process a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +21,11 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 NO_GPU = "needs a GPU"
 NO_SHARED_DATA = "shared data absent"
 EXEMPT_REASONS = (NO_GPU, NO_SHARED_DATA)
+
+# The strict run gives one verdict for one commit; other runs go on looking for new examples.
+settings.register_profile("strict", derandomize=True, deadline=None, print_blob=True)
+if os.environ.get("WINNOW_STRICT") == "1":
+    settings.load_profile("strict")
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
