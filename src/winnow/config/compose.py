@@ -13,8 +13,12 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from hydra.version import VersionBase
-from omegaconf import OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import Container, Node, OmegaConf
+from omegaconf.errors import (
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 from winnow.config.base import Section
 from winnow.config.files import RECIPES
@@ -23,8 +27,12 @@ from winnow.config.schema import default_tree, section, variants
 from winnow.errors import ConfigError
 
 _ROOT = "_winnow_"
+_EACH = 1000
 _AS_LAID = "_as_laid_"
 """The option of a group that holds what the recipe says, beside its variants."""
+MOST_CHARACTERS = 1_000_000
+"""That the `${…}` of a recipe may write out. Each of them counts as a thousand more, for the time
+that it takes."""
 
 
 def compose(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -38,6 +46,7 @@ def compose(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]
             _store(store, Config, tree, "", _ROOT)
             with hydra.initialize_config_dir(str(RECIPES), version_base="1.3"):
                 composed = hydra.compose(_ROOT, overrides=list(overrides))
+        with _counting():
             resolved = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} has no default; add {error.full_key}=VALUE") from None
@@ -97,6 +106,46 @@ def _hydra_left_as_found() -> Iterator[ConfigStore]:
         yield store
     finally:
         store.repo, version.version_base = repo, base
+
+
+class _TooMuch(InterpolationResolutionError):
+    """The `${…}` write out more than any recipe needs."""
+
+
+@contextmanager
+def _counting() -> Iterator[None]:
+    """Break off when `${…}` that name one another would fill the memory ("billion laughs").
+
+    OmegaConf writes a value out as often as it is named, in each value around it again, and has
+    no bound of its own.
+    """
+    resolve, written = Container.resolve_parse_tree, 0
+
+    def counted(self: Container, *given: Any, **named: Any) -> Any:
+        nonlocal written
+        value = resolve(self, *given, **named)
+        written += _EACH + _size(value)
+        if written > MOST_CHARACTERS:
+            raise _TooMuch(f"its ${{…}} write out more than {MOST_CHARACTERS:,} characters")
+        return value
+
+    Container.resolve_parse_tree = counted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Container.resolve_parse_tree = resolve  # type: ignore[method-assign]
+
+
+def _size(value: Any) -> int:
+    """Characters of a text, about; of a list or table what stands in it, unresolved."""
+    if isinstance(value, Container):
+        value = OmegaConf.to_container(value, resolve=False)
+    if isinstance(value, Mapping):
+        return 10 + sum(_size(inner) for inner in value.values())
+    if isinstance(value, list):
+        return 10 + sum(_size(inner) for inner in value)
+    plain = value._value() if isinstance(value, Node) else value
+    return 10 + (len(plain) if isinstance(plain, str) else 0)
 
 
 def _reason(error: Exception) -> str:

@@ -21,6 +21,12 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from winnow.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+MOST_BYTES = 1_000_000
+"""Of one file; the longest that ships has 4,000."""
+MOST_NODES = 20_000
+"""Keys, values and lists of one file, each as often as anchors repeat it."""
+MOST_FILES = 100
+"""That a recipe may take in, each as often as it is included."""
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -50,9 +56,19 @@ def read_layers(recipe: str) -> list[Layer]:
     """The file of a recipe and all it includes, in the order in which they apply.
 
     Raises:
-        ConfigError: a file is missing, unreadable, no YAML, or includes itself.
+        ConfigError: a file is missing, unreadable, no YAML, includes itself, or asks for more
+            than any recipe needs.
     """
-    return list(_layers(_find(recipe), ()))
+    layers = []
+    # Files that include one another twice each grow as anchors do: they are counted as they come.
+    for layer in _layers(_find(recipe), ()):
+        layers.append(layer)
+        if len(layers) > MOST_FILES:
+            raise ConfigError(
+                f"recipe {recipe} includes more than {MOST_FILES} recipes, the last of them "
+                f"{layer.source}; include each only once in `defaults`"
+            )
+    return layers
 
 
 def is_encodable(text: str) -> bool:
@@ -87,6 +103,11 @@ def _choices(recipe: str) -> str:
 
 
 def _layers(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
+    if len(including) > MOST_FILES:
+        raise ConfigError(
+            f"recipe {path} is included by more than {MOST_FILES} recipes, one in the other; "
+            "include fewer in `defaults`"
+        )
     resolved = path.resolve()
     if resolved in including:
         chain = " -> ".join(p.name for p in (*including[including.index(resolved) :], resolved))
@@ -140,7 +161,13 @@ def _variant_tree(entry: Any, where: str) -> dict[str, Any]:
 
 def _read(path: Path) -> Layer:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ConfigError(
+                f"recipe {path} has more than {MOST_BYTES:,} bytes; give a recipe, not data"
+            )
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"recipe {path} is not UTF-8 (byte {error.start}); save it as UTF-8"
@@ -172,26 +199,52 @@ def _parse(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
         node = loader.get_single_node()
         if node is None:
             return {}, {}
-        lines = dict(_lines(node, (), ()))
+        _count(node)
+        lines = dict(_lines(node, ()))
         return loader.construct_document(node), lines
     finally:
         loader.dispose()
 
 
-def _lines(
-    node: Node, path: tuple[str, ...], parents: tuple[Node, ...]
-) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Line of each key; refuses anchors that hold themselves."""
-    if node in parents:
-        raise ConstructorError(None, None, "an anchor contains itself", node.start_mark)
+def _count(root: Node) -> None:
+    """Refuses anchors that hold themselves, and those that make a short file a giant.
+
+    An anchor stands in the tree once and is written out as often as it is named, in each anchor
+    around it again ("billion laughs"); so it is counted once and multiplied.
+    """
+    sizes: dict[Node, int] = {}
+
+    def size(node: Node, around: frozenset[Node]) -> int:
+        if node in around:
+            raise ConstructorError(None, None, "an anchor contains itself", node.start_mark)
+        if node not in sizes:
+            inside = around | {node}
+            children: list[Node] = []
+            if isinstance(node, SequenceNode):
+                children = node.value
+            elif isinstance(node, MappingNode):
+                children = [part for pair in node.value for part in pair]
+            sizes[node] = 1 + sum(size(child, inside) for child in children)
+            if sizes[node] > MOST_NODES:
+                problem = (
+                    f"more than {MOST_NODES:,} values, anchors written out; repeat fewer anchors"
+                )
+                raise ConstructorError(None, None, problem, node.start_mark)
+        return sizes[node]
+
+    size(root, frozenset())
+
+
+def _lines(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Line of each key."""
     if isinstance(node, SequenceNode):
         for item in node.value:
-            yield from _lines(item, (*path, "[]"), (*parents, node))
+            yield from _lines(item, (*path, "[]"))
     elif isinstance(node, MappingNode):
         for key, value in node.value:
             here = (*path, key.value) if isinstance(key, ScalarNode) else path
             yield here, key.start_mark.line + 1
-            yield from _lines(value, here, (*parents, node))
+            yield from _lines(value, here)
 
 
 class _RecipeLoader(yaml.SafeLoader):
