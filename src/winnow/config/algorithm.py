@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from winnow.config.aggregation import Aggregation
 from winnow.config.base import Section
 
 
@@ -39,15 +40,6 @@ class ReinforceLoss(Section):
 
 
 PolicyLoss = Annotated[PpoClipLoss | ReinforceLoss, Field(discriminator="name")]
-
-Aggregation = Literal[
-    "token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "token-sum",
-    "seq-mean-token-sum-norm",
-    "prompt-mean-token-mean",
-]
 
 
 class AlgorithmConfig(Section):
