@@ -11,9 +11,12 @@ Shapes: `T` tokens of a forward call, `H` width, `N` query heads, `K` key/value 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
@@ -84,8 +87,12 @@ def load_causal_lm(
     dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool = False,
+    field: str = "model.path",
 ) -> PreTrainedModel:
     """A causal LM from a Hugging Face folder (or hub name), in evaluation mode, with our attention.
+
+    Args:
+        field: the key of the recipe that gave `path`, for messages.
 
     Raises:
         ModelError: no such folder, no usable or not all weights, or an attention or a head that
@@ -93,40 +100,85 @@ def load_causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
+    where = checked_folder(path, field)
+    model, loading = load_pretrained(
+        AutoModelForCausalLM,
+        where,
+        "a causal language model",
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
+    check_weights(where, loading)
+    for name in _UNSUPPORTED_HEADS:
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise ModelError(f"{where}: its config sets {name}, which the log-prob kernel lacks")
+    return settled(model, where, device)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from, and which key of the recipe says so."""
+
+    path: str
+    field: str
+
+    def __str__(self) -> str:
+        return f"{self.field} {self.path}"
+
+
+def checked_folder(path: str, field: str) -> Source:
+    """A Hugging Face folder or hub name.
+
+    Raises:
+        ModelError: a folder without config.json.
+    """
     folder = Path(path).expanduser()
-    if folder.is_dir():
-        path = str(folder)
+    where = Source(str(folder) if folder.is_dir() else path, field)
     if folder.exists() and not (folder / "config.json").exists():
-        raise ModelError(
-            f"model.path {path}: the folder has no config.json; give a Hugging Face folder"
-        )
+        raise ModelError(f"{where}: the folder has no config.json; give a Hugging Face folder")
+    return where
+
+
+def load_pretrained(
+    auto_class: Any, where: Source, what: str, **options: Any
+) -> tuple[PreTrainedModel, Mapping[str, Collection[Any]]]:
+    """`auto_class.from_pretrained`, and what it says of weights that do not fit.
+
+    Args:
+        what: is loaded, for messages.
+
+    Raises:
+        ModelError: whatever transformers raises.
+    """
     try:
         with quiet_transformers():
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
+            model, loading = auto_class.from_pretrained(
+                where.path,
                 attn_implementation="eager",
-                ignore_mismatched_sizes=True,  # refused below, with a name
+                ignore_mismatched_sizes=True,  # refused by `check_weights`, with a name
                 output_loading_info=True,
+                **options,
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = shorten(str(error), 200, placeholder=" …") or type(error).__name__
         raise ModelError(
-            f"model.path {path}: cannot load a causal language model: {reason.rstrip('.')}; "
+            f"{where}: cannot load {what}: {reason.rstrip('.')}; "
             "give a complete Hugging Face folder"
         ) from error
-    _check_weights(path, loading)
+    return model, loading
+
+
+def settled(model: PreTrainedModel, where: Source, device: torch.device) -> PreTrainedModel:
+    """The model with our attention, in evaluation mode, on its device.
+
+    Raises:
+        ModelError: its attention cannot be replaced.
+    """
     if not model._supports_attention_backend:
         raise ModelError(
-            f"model.path {path}: the attention of {type(model).__name__} cannot be replaced, which "
+            f"{where}: the attention of {type(model).__name__} cannot be replaced, which "
             "packing and the embedded engine need; use a model of another architecture"
         )
-    for name in _UNSUPPORTED_HEADS:
-        if getattr(model.config, name, None) not in (None, 1, 1.0):
-            raise ModelError(
-                f"model.path {path}: its config sets {name}, which the log-prob kernel lacks"
-            )
     use_layout_attention(model)
     # Weights come as views of a file, placed as its header happens to end. In memory of torch's
     # own they are aligned alike in every run, which the order of a product's sums may depend on.
@@ -135,20 +187,22 @@ def load_causal_lm(
     return cast("PreTrainedModel", model.to(device).eval())
 
 
-def _check_weights(path: str, loading: Mapping[str, Collection[Any]]) -> None:
-    """What a checkpoint lacks was drawn at random, which nobody would notice."""
+def check_weights(where: Source, loading: Mapping[str, Collection[Any]]) -> None:
+    """What a checkpoint lacks was drawn at random, which nobody would notice.
+
+    Raises:
+        ModelError: weights are missing, or of another shape.
+    """
     misshapen = [key if isinstance(key, str) else key[0] for key in loading["mismatched_keys"]]
     for names, fault in ((misshapen, "of another shape"), (loading["missing_keys"], "missing")):
         if names:
             raise ModelError(
-                f"model.path {path}: weights are {fault} ({len(names)}, such as {min(names)}); "
+                f"{where}: weights are {fault} ({len(names)}, such as {min(names)}); "
                 "give a folder whose weights belong to its config.json"
             )
     unused = loading["unexpected_keys"]
     if unused:
-        log.warning(
-            "model.path %s: %d weights are not used, such as %s", path, len(unused), min(unused)
-        )
+        log.warning("%s: %d weights are not used, such as %s", where, len(unused), min(unused))
 
 
 @contextlib.contextmanager
@@ -188,6 +242,41 @@ def output_head(model: nn.Module) -> nn.Linear:
             "layer; use a model of another architecture"
         )
     return head
+
+
+def head_logits(head: nn.Linear, hidden: Tensor, fp32: bool = False) -> Tensor:
+    """Logits [T, V] in fp32 of hidden states [T, H].
+
+    Args:
+        fp32: of a half-precision model, compute the product in fp32 too, from the same weights.
+    """
+    if not fp32 or hidden.dtype == torch.float32:
+        return cast(Tensor, head(hidden)).float()
+    bias = None if head.bias is None else head.bias.float()
+    return nn.functional.linear(hidden.float(), head.weight.float(), bias)
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Train none of the parameters whose names match; a tied one has two names.
+
+    Raises:
+        ModelError: a pattern matches no name, or nothing is left to train.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        chosen = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
+        if not chosen:
+            near = difflib.get_close_matches(pattern.strip("*."), named, n=3, cutoff=0.0)
+            raise ModelError(
+                f"model.freeze: {pattern} matches none of the model's weights; "
+                f"the nearest names are {', '.join(near)}"
+            )
+        for parameter in chosen:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise ModelError(
+            f"model.freeze={list(patterns)} leaves nothing to train; take a pattern out of it"
+        )
 
 
 def torch_dtype(name: Literal["float32", "bfloat16"]) -> torch.dtype:

@@ -29,6 +29,7 @@ LAYERS = {
     "config": 0,
     "observe": 0,
     "models": 1,
+    "value_models": 1,
     "algorithms": 1,
     "data": 1,
     "rewards": 1,

@@ -21,6 +21,7 @@ from winnow.algorithms.policy_loss import POLICY_DIAGNOSTICS, POLICY_LOSSES
 from winnow.batching import Batch, MicroBatch, all_micro_batches, gather_tokens
 from winnow.observe.metrics import Metrics
 from winnow.workers.strategy import LossResult, Output, Outputs, Stats, Strategy
+from winnow.workers.updating import run_update
 
 LOG_RATIO_BOUND = 20.0
 
@@ -112,17 +113,8 @@ class Policy:
             `actor/…`. Of an update that was skipped only the counts, so that a NaN among its
             figures does not hide those of the others.
         """
-        metrics = Metrics()
-        # Without a counted token the gradient is zero, and momentum and decay alone would step.
-        if not microbatches or microbatches[0].counts.tokens == 0:
-            return metrics
-        sums = self.strategy.forward_backward(microbatches, self.objective.outputs, self.objective)
-        step = self.strategy.optimizer_step(lr)
-        metrics.sum("actor/updates", 1)
-        metrics.sum("actor/skipped_updates", int(step["skipped"]))
-        metrics.last("actor/lr", lr)
-        if not step["skipped"]:
-            metrics.mean("actor/grad_norm", step["grad_norm"])
+        metrics, sums = run_update(self.strategy, self.objective, microbatches, lr, "actor")
+        if sums is not None:
             _book(metrics, sums, microbatches[0].counts.tokens)
         return metrics
 

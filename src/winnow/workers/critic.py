@@ -1,0 +1,122 @@
+"""The critic's part of a step: values once, then updates towards the returns.
+
+    values ──► advantages and returns (GAE) ──► updates on the micro-batches of the policy's
+
+Shapes: `T` packed tokens, `B` samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from winnow.algorithms.aggregation import aggregate
+from winnow.batching import Batch, MicroBatch, all_micro_batches, gather_tokens
+from winnow.observe.metrics import Metrics
+from winnow.workers.strategy import LossResult, Output, Outputs, Strategy
+from winnow.workers.updating import run_update
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """What an update of the critic minimizes; a loss function for a strategy.
+
+    Micro-batches must bring the columns `values`, those before the step, and `returns`.
+    """
+
+    clip: float | None = 0.5
+    """How far from its old value a value may move and still lower the loss."""
+    aggregation: str = "token-mean"
+    """A key of `AGGREGATIONS`."""
+    norm_tokens: float | None = None
+    """The constant length of seq-mean-token-sum-norm."""
+
+    @property
+    def outputs(self) -> frozenset[Output]:
+        """What the strategy must compute."""
+        return frozenset({"value"})
+
+    def __call__(self, micro: MicroBatch, outputs: Outputs) -> LossResult:
+        """The micro-batch's share of the update's loss, with `clip_share`, a sum over loss_mask."""
+        terms = (outputs["value"], micro.columns["values"], micro.columns["returns"], self.clip)
+        counts = micro.counts
+        loss = aggregate(
+            _value_loss(*terms),
+            micro.loss_mask,
+            micro.sample_index,
+            self.aggregation,
+            group_tokens=micro.group_tokens,
+            tokens=counts.tokens,
+            samples=counts.samples,
+            groups=counts.groups,
+            norm_tokens=self.norm_tokens,
+        )
+        with torch.no_grad():
+            sums = {"clip_share": (_is_clipped(*terms) & micro.loss_mask).sum()}
+        return LossResult(loss, sums)
+
+
+class Critic:
+    """A value model, in the role of the critic."""
+
+    def __init__(self, strategy: Strategy, objective: ValueObjective) -> None:
+        self.strategy, self.objective = strategy, objective
+
+    def values(self, batch: Batch, microbatch_tokens: int) -> None:
+        """Fill `batch.columns["values"]` [T]: V before each written token; 0 off gen_mask."""
+        micro = all_micro_batches(batch, microbatch_tokens)
+        found = self.strategy.forward(micro, frozenset({"value"}))
+        batch.columns["values"] = gather_tokens(batch, micro, [each["value"] for each in found])
+
+    def update(self, microbatches: Sequence[MicroBatch], lr: float) -> Metrics:
+        """One optimizer step on one mini-batch.
+
+        Returns:
+            `critic/…`; of an update that was skipped only the counts.
+        """
+        metrics, sums = run_update(self.strategy, self.objective, microbatches, lr, "critic")
+        if sums is not None:
+            metrics.mean("critic/value_loss", sums["loss"])
+            tokens = microbatches[0].counts.tokens
+            metrics.mean_of("critic/clip_share", sums["clip_share"], tokens)
+        return metrics
+
+
+def value_figures(batch: Batch) -> Metrics:
+    """What the critic knew of the returns before it learnt from them, over loss_mask.
+
+    Explained variance is 1 - var(return - value) / var(return): 1 for perfect values, 0 for a
+    constant, negative for worse; absent where all returns are equal.
+
+    Returns:
+        `critic/value` and `critic/return` as spreads, `critic/explained_variance`.
+    """
+    metrics = Metrics()
+    values = batch.columns["values"][batch.loss_mask].double()
+    returns = batch.columns["returns"][batch.loss_mask].double()
+    metrics.spread("critic/value", values.numpy())
+    metrics.spread("critic/return", returns.numpy())
+    if returns.numel() > 1 and (spread := float(returns.var())) > 0.0:
+        left = float((returns - values).var())
+        metrics.mean("critic/explained_variance", 1 - left / spread, returns.numel())
+    return metrics
+
+
+def _value_loss(value: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """[T] 0.5 max((V - R)^2, (clip(V, V_old +- c) - R)^2)."""
+    loss = (value - returns).square()
+    if clip is not None:
+        near = old + (value - old).clamp(-clip, clip)
+        loss = torch.maximum(loss, (near - returns).square())
+    return 0.5 * loss
+
+
+def _is_clipped(value: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """[T] bool: the clipped term is the larger one, so the token has no gradient."""
+    if clip is None:
+        return torch.zeros_like(value, dtype=torch.bool)
+    near = old + (value - old).clamp(-clip, clip)
+    return (near - returns).square() > (value - returns).square()
