@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperOption
 
 from winnow.data_cli import app as data_app
 from winnow.errors import WinnowError
@@ -197,14 +198,44 @@ def main() -> None:
     """Entry point: errors for the user become one line and exit code 2."""
     os.environ.setdefault(*_CALM_THREADS)
     try:
-        app()
+        sys.exit(app(standalone_mode=False) or 0)
     except WinnowError as error:
         for line in str(error).splitlines():
             print(f"winnow: {line}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except _UsageError as error:
+        # Without words it is the help of a command without arguments, which is shown already.
+        if error.format_message():
+            print(f"winnow: {_usage_line(error)}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("winnow: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+_UsageError: Any = typer.BadParameter.__base__
+"""What typer raises for a command line that it cannot read; it has no name of its own there."""
+
+
+def _usage_line(error: Any) -> str:
+    """What is wrong with the words typed, the value where there is one, and where to read on."""
+    said = " ".join(error.format_message().split()).rstrip(".")
+    option = getattr(error, "param", None)
+    typed = _typed_for(option.opts) if isinstance(option, TyperOption) else None
+    got = "" if typed is None else f", got {typed!r}"
+    command = "winnow" if error.ctx is None else error.ctx.command_path
+    end = "" if said.endswith("?") else ";"
+    return f"{said[:1].lower()}{said[1:]}{got}{end} see `{command} --help`"
+
+
+def _typed_for(names: list[str]) -> str | None:
+    """What was typed for an option, in either way: `--step 3`, `--step=3`."""
+    words = sys.argv[1:]
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name in names:
+            return value if equals else following
+    return None
 
 
 if __name__ == "__main__":
