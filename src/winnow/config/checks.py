@@ -185,6 +185,19 @@ def _band(c: Config) -> str | None:
     )
 
 
+def _band_of_one(c: Config) -> str | None:
+    band = c.sampling.filter
+    if c.rollout.n > 1 or not isinstance(band, BandFilter) or band.metric != "accuracy":
+        return None
+    if not 0 < band.low <= band.high < 1:
+        return None
+    return (
+        f"rollout.n=1 leaves one answer, right or wrong, to the mean accuracy between "
+        f"sampling.filter.low={band.low:g} and sampling.filter.high={band.high:g}, so no group "
+        "could pass; set rollout.n to 2 or more, or choose sampling/filter=none"
+    )
+
+
 def _warmup(c: Config) -> str | None:
     warmup, steps = c.optim.warmup_steps, c.trainer.steps
     if warmup <= steps:
@@ -218,6 +231,11 @@ def _scorers(c: Config) -> str | None:
 
 def _keep_best(c: Config) -> str | None:
     best, save, evaluate = c.trainer.keep_best, c.trainer.save_every, c.evaluation.every
+    if best is not None and not c.data.eval_files and isinstance(c.data.task, NoTask):
+        return (
+            f"trainer.keep_best={best} is a figure of an evaluation, but data.eval_files is empty; "
+            "set data.eval_files=[FILE], or trainer.keep_best=null"
+        )
     if best is None or (save is not None and evaluate is not None and evaluate % save == 0):
         return None
     pair = " and ".join(
@@ -245,6 +263,7 @@ RULES: tuple[Rule, ...] = (
     _digits,
     _demonstration_shares,
     _band,
+    _band_of_one,
     _warmup,
     _warm_start_warmup,
     _scorers,

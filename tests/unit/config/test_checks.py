@@ -97,6 +97,11 @@ CASES = [
         ["sampling/filter=band", "sampling.filter.low=0.5", "sampling.filter.high=0.5"],
     ),
     (
+        ["rollout.n=1", "sampling.filter={name: band, low: 0.2, high: 0.8}"],
+        ["rollout.n=1", "sampling.filter.low=0.2", "sampling.filter.high=0.8", "no group could"],
+        ["rollout.n=1", "sampling.filter={name: band, low: 0.2, high: 1}"],
+    ),
+    (
         ["optim.warmup_steps=81"],
         ["optim.warmup_steps=81", "trainer.steps=80", "80 or less"],
         ["optim.warmup_steps=80"],
@@ -116,6 +121,14 @@ CASES = [
         ["trainer.keep_best=", "trainer.save_every=10", "evaluation.every=15", "a multiple of"],
         ["trainer.keep_best=eval/x/pass@1", "evaluation.every=15", "trainer.save_every=5"],
     ),
+    (
+        ["trainer.keep_best=eval/x/pass@1", *FILES, "data.train_files=[a.parquet]"],
+        ["trainer.keep_best=eval/x/pass@1", "data.eval_files is empty", "keep_best=null"],
+        [
+            *("trainer.keep_best=eval/x/pass@1", *FILES, "data.train_files=[a.parquet]"),
+            "data.eval_files=[b.parquet]",
+        ],
+    ),
 ]
 
 
@@ -132,8 +145,8 @@ def test_a_contradiction_names_both_fields_and_the_way_out(
 
 
 def test_every_rule_has_a_case() -> None:
-    # Two rules have two cases, for their two sides; the start has three.
-    assert len(CASES) == len(RULES) + 4
+    # Three rules have two cases, for their two sides; the start has three.
+    assert len(CASES) == len(RULES) + 5
 
 
 def test_each_broken_rule_has_its_line() -> None:
@@ -149,6 +162,7 @@ def test_each_broken_rule_has_its_line() -> None:
         ["sampling.commit=completion_order", "sampling.max_staleness=0"],
         ["reward.overlong.enabled=false", "reward.overlong.buffer_tokens=4096"],
         ["rollout.n=1", "sampling/filter=band"],
+        ["rollout.n=1", "sampling.filter={name: band, metric: reward, low: 0.2, high: 0.8}"],
         ["evaluation.top_p=0.7", "evaluation.temperature=0"],
         ["evaluation.every=1", "evaluation.before=true", *FILES, "data.train_files=[a.parquet]"],
         ["sampling.filter.metric=whatever_the_scorer_gives"],
