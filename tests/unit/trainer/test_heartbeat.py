@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,8 +60,20 @@ def test_it_names_the_folder_and_each_step(pipe: tuple[int, int], tmp_path: Path
     assert not os.get_inheritable(writer)
 
 
-def test_without_a_supervisor_it_is_silent(tmp_path: Path) -> None:
+def test_without_a_supervisor_it_writes_nowhere_and_watches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("winnow.trainer.heartbeat._INTERVAL_S", 0.01)
+    asked = []
+    threads = threading.active_count()
     heartbeat = Heartbeat(None)
+    heartbeat.watch(lambda: asked.append("asked"))
     heartbeat.folder(tmp_path)
+    heartbeat.start(RunInfo("a", 9))
     heartbeat.log(1, {})
     heartbeat.beat()
+    time.sleep(0.1)
+    assert threading.active_count() == threads
+    assert asked == []
+    assert capfd.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []

@@ -105,10 +105,39 @@ def test_ctrl_c_while_stopping_ends_at_once(first: int, stop: Stop) -> None:
             send(signal.SIGINT)
 
 
-def test_a_second_sigterm_changes_nothing(stop: Stop) -> None:
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_second_request_but_ctrl_c_changes_nothing(
+    first: int, code: int, second: int, stop: Stop
+) -> None:
     with stop.deferring():
-        send(signal.SIGTERM)
-        send(signal.SIGTERM)
+        send(first)
+        send(second)  # neither ends the saving that is under way, nor takes the place of the first
+        with pytest.raises(Stopped) as caught:
+            stop.check()
+    assert caught.value.exit_code == code
+    assert caught.value.args == (first,)
+    send(second)  # nor when the run is past deferring: it is on its way out
+
+
+def test_a_second_sigterm_does_not_break_off_what_cleans_up(stop: Stop) -> None:
+    cleaned = []
+
+    async def endless() -> None:
+        try:
+            send(signal.SIGTERM)
+            await asyncio.sleep(100)
+        finally:
+            send(signal.SIGTERM)
+            await asyncio.sleep(0.01)
+            cleaned.append("all")
+
+    async def go() -> None:
+        await stop.interruptible(endless())
+
+    with stop.deferring(), pytest.raises(Stopped):
+        asyncio.run(go())
+    assert cleaned == ["all"]
 
 
 def test_ignored_signals_stay_ignored_and_handlers_come_back() -> None:
