@@ -6,19 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from winnow.config.advantage import Advantage, GrpoAdvantage
 from winnow.config.aggregation import Aggregation
 from winnow.config.base import Section
-
-
-class GrpoAdvantage(Section):
-    """Group-relative advantage (R - mean) / std over the answers of a prompt."""
-
-    name: Literal["grpo"] = "grpo"
-    std_normalization: Literal["group", "batch", "none"] = "group"
-    """Divide by the group's std, the batch's std (Lite PPO), or not at all (Dr. GRPO)."""
-
-
-Advantage = GrpoAdvantage
 
 
 class PpoClipLoss(Section):
