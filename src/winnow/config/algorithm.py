@@ -9,6 +9,8 @@ from pydantic import Field
 from winnow.config.advantage import Advantage, GrpoAdvantage
 from winnow.config.aggregation import Aggregation
 from winnow.config.base import Section
+from winnow.config.correction import CorrectionConfig
+from winnow.config.kl import KlConfig
 
 
 class PpoClipLoss(Section):
@@ -45,5 +47,9 @@ class AlgorithmConfig(Section):
     """Constant length of seq-mean-token-sum-norm; null takes the response limit."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+    kl: KlConfig = KlConfig()
+    """KL to the reference policy, in the reward or in the loss."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """What makes up for a sampler that is not the policy before the update."""
     overlong_filtering: bool = False
     """Take truncated answers out of the loss; they stay in their group's statistics."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from winnow.config.algorithm import AlgorithmConfig
 from winnow.config.base import Section
+from winnow.config.critic import CriticConfig
 from winnow.config.data import DataConfig
 from winnow.config.evaluation import EvaluationConfig
 from winnow.config.model import ModelConfig
 from winnow.config.observe import ObserveConfig
 from winnow.config.optim import OptimConfig
+from winnow.config.reference import ReferenceConfig
 from winnow.config.reward import RewardConfig
 from winnow.config.rollout import RolloutConfig
 from winnow.config.run import RunConfig
@@ -36,6 +38,10 @@ class Config(Section):
     """Which groups are trained."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """The loss."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """The frozen policy that KL terms measure from."""
+    critic: CriticConfig = CriticConfig()
+    """The value model that GAE needs."""
     optim: OptimConfig = OptimConfig()
     """The optimizer."""
     trainer: TrainerConfig = TrainerConfig()
