@@ -304,19 +304,29 @@ def model_writer(
     The tokenizer is written now and only copied later: a fast one must not be saved while
     another thread encodes with it.
     """
+    files = tokenizer_files(tokenizer)
+
+    def write(weights: dict[str, Tensor], folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        cast(Any, model).save_pretrained(folder, state_dict=weights)
+        write_files(files, folder)
+
+    return write
+
+
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[Path, bytes]:
+    """What saving a tokenizer writes, by path within its folder."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as name:
         tokenizer.save_pretrained(name)
         root = Path(name)
-        files = {f.relative_to(root): f.read_bytes() for f in root.rglob("*") if f.is_file()}
+        return {f.relative_to(root): f.read_bytes() for f in root.rglob("*") if f.is_file()}
 
-    def write(weights: dict[str, Tensor], folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        cast(Any, model).save_pretrained(folder, state_dict=weights)
-        for path, content in files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(content)
 
-    return write
+def write_files(files: Mapping[Path, bytes], folder: Path) -> None:
+    """Write files by their paths within `folder`."""
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)

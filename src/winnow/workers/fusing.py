@@ -101,12 +101,13 @@ class _GatedMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_TH, gate, up, down, *between = ctx.saved_tensors
         grad_TH = grad.reshape(-1, grad.shape[-1])
         grad_x_TH = torch.empty_like(x_TH)
-        grad_gate, grad_up = torch.zeros_like(gate), torch.zeros_like(up)
-        grad_down = torch.zeros_like(down)
+        is_trained = any(ctx.needs_input_grad[1:])
+        weights = (gate, up, down) if is_trained else ()
+        grads = [torch.zeros_like(weight) for weight in weights]
         chunks = (_chunks(grad_TH), _chunks(x_TH), _chunks(grad_x_TH))
         for grad_c, x_c, out_c, gate_c, up_c in zip(
             *chunks, between[::2], between[1::2], strict=True
@@ -115,11 +116,12 @@ class _GatedMLP(torch.autograd.Function):
             grad_product_c = torch.mm(grad_c, down)
             grad_gate_c = torch.ops.aten.silu_backward(grad_product_c * up_c, gate_c)
             grad_up_c = grad_product_c.mul_(active_c)
-            grad_down.addmm_(grad_c.T, active_c.mul_(up_c))
-            grad_gate.addmm_(grad_gate_c.T, x_c)
-            grad_up.addmm_(grad_up_c.T, x_c)
+            if is_trained:
+                grads[0].addmm_(grad_gate_c.T, x_c)
+                grads[1].addmm_(grad_up_c.T, x_c)
+                grads[2].addmm_(grad_c.T, active_c.mul_(up_c))
             torch.mm(grad_gate_c, gate, out=out_c).addmm_(grad_up_c, up)
-        return grad_x_TH.view(grad.shape), grad_gate, grad_up, grad_down
+        return grad_x_TH.view(grad.shape), *(grads or (None, None, None))
 
 
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

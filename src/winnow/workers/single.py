@@ -4,7 +4,7 @@ Weights and activations have the model's dtype. A bf16 model is stepped on fp32 
 gradients of micro-batches are summed in fp32, AdamW works in fp32, and the result is rounded to
 bf16 after each step, so that updates smaller than a bf16 step are not lost.
 
-Shapes: `T` packed tokens of a micro-batch, `S` of them scored, `H` width.
+Shapes: `T` packed tokens of a micro-batch, `H` width.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from winnow.algorithms.logprobs import token_logprobs
 from winnow.batching import MicroBatch
 from winnow.errors import CheckpointError, ModelError
-from winnow.models import hidden_states, output_head
+from winnow.models import hidden_states
+from winnow.workers import lora
 from winnow.workers.fusing import fuse
 from winnow.workers.packed import PackedLayout
+from winnow.workers.readout import readout_of
 from winnow.workers.strategy import LossFn, Output, Stats
-
-_OFFERED: frozenset[Output] = frozenset({"logprob", "entropy"})
 
 
 class SingleStrategy:
-    """Holds a causal LM that `winnow.models` loaded, and AdamW for what of it requires gradients.
+    """Holds a model that `winnow.models` or `value_models` loaded, and AdamW for what it trains.
 
-    The model stays in evaluation mode (no dropout) and is changed in place, so that an engine in
-    this process may share it. On the CPU its norms and feed-forward layers are fused.
+    That is what requires gradients; a frozen model has no optimizer state. The model stays in
+    evaluation mode (no dropout but an adapter's own) and is changed in place, so that an engine
+    in this process may share it. On the CPU its norms and feed-forward layers are fused.
+
+    A causal LM offers `logprob` and `entropy`, a value model `value`, a reward model `score`.
 
     Args:
         temperature: of the policy whose log-probs are asked for.
@@ -41,6 +43,7 @@ class SingleStrategy:
         vocab_size: ids the tokenizer has, the rest of the head gets no probability; None means all.
         logprob_chunk_tokens: tokens whose logits exist at once.
         gradient_checkpointing: recompute activations in the backward pass.
+        fp32_head: compute a half-precision model's logits in fp32.
     """
 
     def __init__(
@@ -55,21 +58,25 @@ class SingleStrategy:
         vocab_size: int | None = None,
         logprob_chunk_tokens: int = 1024,
         gradient_checkpointing: bool = False,
+        fp32_head: bool = False,
     ) -> None:
         self.model = model
         self.device = next(model.parameters()).device
-        self._temperature, self._grad_clip = temperature, grad_clip
-        self._vocab_size, self._chunk_tokens = vocab_size, logprob_chunk_tokens
+        self._grad_clip = grad_clip
+        self._readout = readout_of(model, temperature, vocab_size, logprob_chunk_tokens, fp32_head)
         if self.device.type == "cpu":
             fuse(model)
-        self._checkpointed = _enable_checkpointing(model) if gradient_checkpointing else []
+        self._training_only = lora.adapter_dropouts(model)
+        if gradient_checkpointing:
+            self._training_only += _enable_checkpointing(model)
         self._masters = {
             name: _master(parameter)
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
         self._optimizer = torch.optim.AdamW(
-            self._masters.values(),
+            # An optimizer of nothing wants a group, and steps it in vain.
+            [{"params": list(self._masters.values())}],
             lr=0.0,
             betas=betas,
             eps=eps,
@@ -80,10 +87,10 @@ class SingleStrategy:
     def forward(
         self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output]
     ) -> list[dict[Output, Tensor]]:
-        """Outputs without gradient, one dict a micro-batch, each value [T], 0 off gen_mask.
+        """Outputs without gradient, one dict a micro-batch, each value [T]; see `Strategy.forward`.
 
         Raises:
-            ValueError: an output that a causal LM does not have.
+            ValueError: an output that this kind of model does not have.
         """
         with torch.no_grad():
             return [self._run(micro.to(self.device), outputs) for micro in microbatches]
@@ -94,12 +101,12 @@ class SingleStrategy:
         """Accumulate gradients of the summed losses; returns `loss` and the summed diagnostics.
 
         Raises:
-            ValueError: an output that a causal LM does not have.
+            ValueError: an output that this kind of model does not have.
         """
         totals: dict[str, Tensor] = {}
         for micro in microbatches:
             here = micro.to(self.device)
-            with _recomputing(self._checkpointed):
+            with _in_training(self._training_only):
                 result = loss_fn(here, self._run(here, outputs))
                 result.loss.backward()  # type: ignore[no-untyped-call]
             for name, value in {"loss": result.loss, **result.sums}.items():
@@ -132,23 +139,46 @@ class SingleStrategy:
     ) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and tensors, tied ones once; without a cast they are live.
 
+        An adapter is merged into copies of the weights it belongs to; alone it has PEFT's names.
+
         Raises:
             ModelError: an adapter is asked for, and the model has none.
         """
-        if adapter_only:
+        if adapter_only and not self.has_adapter:
             raise ModelError("the adapter alone was asked for, but the model has none; export all")
-        for name, tensor in _tensors(self.model).items():
+        if adapter_only:
+            found = lora.adapter_weights(self.model)
+        else:
+            found = lora.merged_weights(_tensors(self.model), self.model)
+        for name, tensor in found:
             cast_ = dtype if tensor.is_floating_point() else None
-            yield name, tensor.detach().to(cast_ or tensor.dtype)
+            yield name, tensor.to(cast_ or tensor.dtype)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained in the place of the model's own weights."""
+        return lora.has_adapter(self.model)
+
+    def adapter_off(self) -> contextlib.AbstractContextManager[None]:
+        """The model answers as it did before training, within the block.
+
+        Raises:
+            ModelError: it has no adapter.
+        """
+        return lora.adapter_off(self.model)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights (fp32 masters where there are any) and optimizer state, by parameter name.
 
-        The tensors are live: write or copy them before the next step. Hyperparameters are not
-        in it; they come from the recipe.
+        Of an adapted model the adapter's weights alone. The tensors are live: write or copy them
+        before the next step. Hyperparameters are not in it; they come from the recipe.
         """
         masters = self._masters
-        weights = {n: masters.get(n, t).detach() for n, t in _tensors(self.model).items()}
+        weights = {
+            name: masters.get(name, tensor).detach()
+            for name, tensor in _tensors(self.model).items()
+            if not self.has_adapter or lora.is_adapters(name)
+        }
         states = self._optimizer.state
         return {
             "weights": weights,
@@ -184,31 +214,9 @@ class SingleStrategy:
             }
 
     def _run(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
-        if not outputs <= _OFFERED:
-            raise ValueError(
-                f"a causal LM gives {', '.join(sorted(_OFFERED))}; "
-                f"asked for {', '.join(sorted(outputs))}"
-            )
         layout = PackedLayout(micro.lengths, self.device)
         hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout)
-        scored, head = micro.scored_positions, output_head(self.model)
-        logprob, entropy = token_logprobs(
-            hidden.index_select(0, scored - 1),
-            head.weight,
-            micro.token_ids[scored],
-            self._temperature,
-            head.bias,
-            self._vocab_size,
-            with_entropy="entropy" in outputs,
-            chunk_tokens=self._chunk_tokens,
-        )
-        blank = torch.zeros(len(micro.token_ids), dtype=logprob.dtype, device=self.device)
-        found: dict[Output, Tensor] = {}
-        if "logprob" in outputs:
-            found["logprob"] = blank.index_copy(0, scored, logprob)
-        if entropy is not None:
-            found["entropy"] = blank.index_copy(0, scored, entropy)
-        return found
+        return self._readout(hidden, micro, outputs)
 
     def _round_masters(self) -> None:
         """Bring what the optimizer changed into the model, where the two are not the same."""
@@ -220,8 +228,8 @@ class SingleStrategy:
 
 
 @contextlib.contextmanager
-def _recomputing(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Layers recompute their activations within the block; elsewhere they run as they are."""
+def _in_training(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Layers recompute their activations, or drop inputs, within the block and nowhere else."""
     for layer in layers:
         layer.training = True
     try:

@@ -7,6 +7,7 @@ token is aligned with `MicroBatch.token_ids`: entry t is about token t given tho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -39,7 +40,12 @@ class Strategy(Protocol):
     def forward(
         self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output]
     ) -> list[dict[Output, Tensor]]:
-        """Outputs without gradient, one dict a micro-batch, each value [T]."""
+        """Outputs without gradient, one dict a micro-batch, each value [T].
+
+        `logprob`, `entropy` (nats) and `value` are about written tokens and 0 off gen_mask: the
+        value at token t is that of the state before t is written, read off the hidden state at
+        t - 1 as its log-prob is. `score` stands at the last token of each sample, 0 elsewhere.
+        """
         ...
 
     def forward_backward(
@@ -61,7 +67,14 @@ class Strategy(Protocol):
     def export_weights(
         self, dtype: torch.dtype | None = None, adapter_only: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and tensors, one bucket alive at a time."""
+        """Hugging Face names and tensors, one bucket alive at a time.
+
+        An adapter is merged; alone it has PEFT's names.
+        """
+        ...
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """The model answers without its adapter, as it did before training, within the block."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""What a model says of its hidden states, per token.
+
+Shapes: `T` packed tokens of a micro-batch, `S` of them scored, `B` its samples, `H` width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from winnow.algorithms.logprobs import token_logprobs
+from winnow.batching import MicroBatch
+from winnow.models import output_head
+from winnow.value_models import is_reward_model, is_value_model, scalar_head
+from winnow.workers.strategy import Output
+
+Found = dict[Output, Tensor]
+
+
+@dataclass(frozen=True)
+class Readout:
+    """How a kind of model turns hidden states into outputs."""
+
+    model: str
+    """The kind of model, for messages."""
+    offered: frozenset[Output]
+    read: Callable[[Tensor, MicroBatch, frozenset[Output]], Found]
+    """Hidden states [T, H] to what is asked for, each [T]."""
+
+    def __call__(self, hidden: Tensor, micro: MicroBatch, outputs: frozenset[Output]) -> Found:
+        """The outputs asked for, each [T].
+
+        Raises:
+            ValueError: an output that this kind of model does not have.
+        """
+        if not outputs <= self.offered:
+            raise ValueError(
+                f"{self.model} gives {', '.join(sorted(self.offered))}; "
+                f"asked for {', '.join(sorted(outputs))}"
+            )
+        return self.read(hidden, micro, outputs)
+
+
+def readout_of(
+    model: nn.Module,
+    temperature: float,
+    vocab_size: int | None,
+    chunk_tokens: int,
+    fp32_head: bool,
+) -> Readout:
+    """The one that fits the model; a causal LM's takes the settings, which other kinds ignore."""
+    if is_value_model(model):
+        return Readout("a value model", frozenset({"value"}), _Values(model).read)
+    if is_reward_model(model):
+        return Readout("a reward model", frozenset({"score"}), _Scores(model).read)
+    causal = _Logprobs(model, temperature, vocab_size, chunk_tokens, fp32_head)
+    return Readout("a causal LM", frozenset({"logprob", "entropy"}), causal.read)
+
+
+@dataclass(frozen=True)
+class _Logprobs:
+    model: nn.Module
+    temperature: float
+    vocab_size: int | None
+    chunk_tokens: int
+    fp32_head: bool
+
+    def read(self, hidden: Tensor, micro: MicroBatch, outputs: frozenset[Output]) -> Found:
+        scored, head = micro.scored_positions, output_head(self.model)
+        logprob, entropy = token_logprobs(
+            hidden.index_select(0, scored - 1),
+            head.weight,
+            micro.token_ids[scored],
+            self.temperature,
+            head.bias,
+            self.vocab_size,
+            with_entropy="entropy" in outputs,
+            chunk_tokens=self.chunk_tokens,
+        )
+        found: Found = {}
+        if "logprob" in outputs:
+            found["logprob"] = _placed(logprob, scored, micro)
+        if entropy is not None:
+            found["entropy"] = _placed(entropy, scored, micro)
+        return found
+
+
+@dataclass(frozen=True)
+class _Values:
+    model: nn.Module
+
+    def read(self, hidden: Tensor, micro: MicroBatch, outputs: frozenset[Output]) -> Found:
+        # As a log-prob of token t comes from the state at t - 1, so does the value before it.
+        scored = micro.scored_positions
+        values = _one_number(self.model, hidden.index_select(0, scored - 1))
+        return {"value": _placed(values, scored, micro)}
+
+
+@dataclass(frozen=True)
+class _Scores:
+    model: nn.Module
+
+    def read(self, hidden: Tensor, micro: MicroBatch, outputs: frozenset[Output]) -> Found:
+        last = micro.offsets[1:] - 1
+        return {
+            "score": _placed(_one_number(self.model, hidden.index_select(0, last)), last, micro)
+        }
+
+
+def _one_number(model: nn.Module, hidden: Tensor) -> Tensor:
+    head = scalar_head(model)
+    return nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)[:, 0]
+
+
+def _placed(values: Tensor, positions: Tensor, micro: MicroBatch) -> Tensor:
+    """Values of some positions as [T], 0 elsewhere."""
+    blank = torch.zeros(len(micro.token_ids), dtype=values.dtype, device=values.device)
+    return blank.index_copy(0, positions, values)
