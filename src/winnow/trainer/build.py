@@ -21,7 +21,7 @@ from winnow.data.loader import PromptLoader
 from winnow.data.text import decoder
 from winnow.data.tokenizer import load_tokenizer, stop_token_ids
 from winnow.errors import ConfigError, ModelError
-from winnow.models import load_causal_lm, model_writer, torch_dtype
+from winnow.models import model_writer
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.run_folder import RunFolder
@@ -33,6 +33,7 @@ from winnow.sampling.report import Progress
 from winnow.sampling.stream import Sampler
 from winnow.trainer.evaluate import EvaluationSettings, Evaluator
 from winnow.trainer.learner import Learner, LearnerSettings
+from winnow.trainer.loading import load_policy_model
 from winnow.trainer.loop import Course, Parts, Schedule
 from winnow.trainer.mirror import Mirror
 from winnow.trainer.saver import Saver
@@ -40,6 +41,7 @@ from winnow.trainer.scoring import TrainingScores
 from winnow.trainer.state import RunState, Stateful
 from winnow.trainer.stopping import Stop
 from winnow.trainer.throughput import Throughput
+from winnow.workers.lora import adapter_writer
 from winnow.workers.policy import Policy, PolicyObjective
 from winnow.workers.single import SingleStrategy
 
@@ -84,8 +86,7 @@ def load_policy(config: Config, path: str, device: torch.device) -> Policies:
     given = config.model.tokenizer
     field = "model.tokenizer" if given else "model.path"
     tokenizer = load_tokenizer(given or path, config.model.trust_remote_code, field)
-    dtype = torch_dtype(config.model.dtype)
-    model = load_causal_lm(path, dtype, device, config.model.trust_remote_code)
+    model = load_policy_model(config.model, path, device, config.run.seed)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     embedded = cast(int, model.config.vocab_size)
     if vocabulary > embedded:
@@ -178,6 +179,7 @@ def make_learner(config: Config, policy: Policies) -> tuple[Learner, SingleStrat
         vocab_size=policy.vocabulary,
         logprob_chunk_tokens=trainer.logprob_chunk_tokens,
         gradient_checkpointing=config.model.gradient_checkpointing,
+        fp32_head=config.model.fp32_head,
     )
     objective = PolicyObjective(
         policy_loss=algorithm.policy_loss.name,
@@ -246,13 +248,14 @@ def make_state(
     saver: Saver,
 ) -> RunState:
     """What a checkpoint holds."""
+    writer = adapter_writer if strategy.has_adapter else model_writer
     return RunState(
         strategy,
         parts,
         metrics.offset,
         saver.save,
         partial(Content, config=dump_config(config), machine=this_machine(strategy.device)),
-        model_writer(policy.model, policy.tokenizer),
+        writer(policy.model, policy.tokenizer),
         config.trainer.keep_best,
     )
 

@@ -114,8 +114,10 @@ class RunState:
         key = boundary.step, boundary.unfinished is None
         if key == self._saved:
             return True
-        weights = {n: _copied(t) for n, t in self._strategy.export_weights()}
-        live = dict(self._strategy.export_weights())
+        only = self._strategy.has_adapter
+        live = dict(self._strategy.export_weights(adapter_only=only))
+        weights = {name: _copied(tensor) for name, tensor in live.items()}
+        in_folder = {tensor.data_ptr() for tensor in live.values()}
         own = self._strategy.state_dict()
         state = {
             **boundary.states,
@@ -124,7 +126,7 @@ class RunState:
             "masters": {
                 name: _copied(tensor)
                 for name, tensor in own["weights"].items()
-                if tensor.data_ptr() != live[name].data_ptr()
+                if tensor.data_ptr() not in in_folder
             },
             "optimizer": {
                 name: {key: _copied(value) for key, value in moments.items()}
@@ -153,7 +155,7 @@ class RunState:
         Raises:
             CheckpointError: it belongs to other data or another model.
         """
-        weights = {**dict(self._strategy.export_weights()), **state["masters"]}
+        weights = {**self._strategy.state_dict()["weights"], **state["masters"]}
         self._strategy.load_state_dict({"weights": weights, "optimizer": state["optimizer"]})
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
