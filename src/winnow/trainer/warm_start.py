@@ -7,9 +7,12 @@ seed, threads, versions, and the source code that makes them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import platform
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 import winnow
@@ -54,7 +58,11 @@ def cache_folder(config: Config, warm: SftWarmStart) -> Path:
         "limit": config.rollout.max_response_tokens,
         "seed": _seed(config, warm),
         "threads": torch.get_num_threads(),
+        "microbatch_tokens": config.trainer.microbatch_tokens,  # how gradients are summed
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": np.__version__,
         "code": _code_hash(),
     }
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
@@ -77,9 +85,9 @@ def make_warm_start(
         WinnowError: the cache cannot be written to.
     """
     target = cache_folder(config, warm)
-    if (target / "config.json").is_file() and not fresh:
+    if _is_whole(target) and not fresh:
         return WarmStart(target, cached=True)
-    draft = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    draft = _scratch(target)
     _clean(target)
     try:
         # A disk that cannot be written to is met before the minute of training, not after it.
@@ -88,16 +96,43 @@ def make_warm_start(
         model, tokenizer = _train(config, warm, log)
         with _writing_to(target.parent):
             save_model(model, tokenizer, draft)
-            shutil.rmtree(target, ignore_errors=True)
-            draft.rename(target)
+            _put_in_place(draft, target, replace=fresh or not _is_whole(target))
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return WarmStart(target, cached=False)
 
 
+def _put_in_place(draft: Path, target: Path, replace: bool) -> None:
+    """Rename; when another run has made the same start meanwhile, its bits are these."""
+    old = _scratch(target)
+    if replace:
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(old)
+    try:
+        draft.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_whole(target: Path) -> bool:
+    return (target / "config.json").is_file()
+
+
+def _scratch(target: Path) -> Path:
+    """A name beside the target that no other process, on this machine or another, has."""
+    token = secrets.token_hex(4)
+    return target.with_name(f".{target.name}.{token}.{_host()}.{os.getpid()}.partial")
+
+
+def _host() -> str:
+    return platform.node().replace(".", "-")
+
+
 def _clean(target: Path) -> None:
-    """Delete what processes that are gone left half made of this start."""
-    for path in target.parent.glob(f".{target.name}.*.partial"):
+    """Delete what processes of this machine that are gone left half made of this start."""
+    for path in target.parent.glob(f".{target.name}.*.{_host()}.*.partial"):
         owner = path.name.split(".")[-2]
         if owner.isdecimal() and not _is_alive(int(owner)):
             shutil.rmtree(path, ignore_errors=True)

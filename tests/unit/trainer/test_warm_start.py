@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
+import numpy
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.config.load import load_recipe
@@ -69,6 +76,7 @@ def test_fresh_ignores_the_cache_and_gives_the_same_bits(tmp_path: Path) -> None
         ("warm_start.demonstrations.step_error=0.5", False),
         ("rollout.max_response_tokens=100", False),
         ("data.task.max_digits=7", False),
+        ("trainer.microbatch_tokens=100", False),
         ("optim.lr=1e-5", True),
         ("data.task.eval_problems=7", True),
     ],
@@ -78,6 +86,92 @@ def test_what_decides_the_start_decides_its_place(
 ) -> None:
     plain, other = config_of(tmp_path), config_of(tmp_path, override)
     assert (cache_folder(plain, warm(plain)) == cache_folder(other, warm(other))) is same
+
+
+@pytest.mark.parametrize("library", [torch, transformers, numpy])
+def test_other_versions_have_a_place_of_their_own(
+    library: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    before = cache_folder(config, warm(config))
+    monkeypatch.setattr(library, "__version__", "99")
+    assert cache_folder(config, warm(config)) != before
+
+
+TWO = """
+import sys, time
+from pathlib import Path
+from winnow.config.load import load_recipe
+from winnow.trainer.warm_start import cache_folder, make_warm_start
+
+place, role, steps = Path(sys.argv[1]), sys.argv[2], 4
+config = load_recipe("quickstart", [
+    f"warm_start.steps={steps}", "warm_start.warmup_steps=1", f"warm_start.cache_dir={place}",
+])
+target = cache_folder(config, config.warm_start)
+
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.005)
+
+def log(step, record):
+    if role == "first" and step == 1:
+        wait_for(place / "second is at it")
+    if role == "second" and step == 1:
+        (place / "second is at it").touch()
+    if role == "second" and step == steps:
+        wait_for(target)
+
+made = make_warm_start(config, config.warm_start, False, log)
+print(made.cached, made.folder, (target / "model.safetensors").stat().st_ino)
+"""
+
+
+def test_of_two_processes_that_make_the_same_start_the_first_wins(tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO, str(tmp_path), role],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for role in ("first", "second")
+    ]
+    said = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    config = config_of(tmp_path)
+    folder = cache_folder(config, warm(config))
+    inode = (folder / "model.safetensors").stat().st_ino
+    assert said == [f"False {folder} {inode}\n"] * 2, "both trained, and read the same file"
+    assert weights(folder)
+    assert [path for path in folder.parent.iterdir() if path != folder] == []
+
+
+def test_a_start_that_is_not_whole_is_made_anew(tmp_path: Path) -> None:
+    made, _ = make(config_of(tmp_path))
+    (made.folder / "config.json").unlink()
+    again, losses = make(config_of(tmp_path))
+    assert (again.folder, again.cached, len(losses)) == (made.folder, False, 4)
+    assert weights(again.folder)
+    assert [path for path in made.folder.parent.iterdir() if path != made.folder] == []
+
+
+def test_drafts_of_the_dead_are_deleted_and_those_of_other_machines_stay(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    target = cache_folder(config, warm(config))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    host = platform.node().replace(".", "-")
+    names = {
+        "dead": f".{target.name}.0a.{host}.{gone.pid}.partial",
+        "alive": f".{target.name}.0b.{host}.{os.getpid()}.partial",
+        "elsewhere": f".{target.name}.0c.{host}x.{gone.pid}.partial",
+    }
+    for name in names.values():
+        (target.parent / name).mkdir(parents=True)
+    make(config)
+    left = {path.name for path in target.parent.iterdir()}
+    assert left == {target.name, names["alive"], names["elsewhere"]}
 
 
 def test_the_folder_holds_a_model_and_its_tokenizer(tmp_path: Path) -> None:
