@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from winnow.algorithms.aggregation import aggregate
+from winnow.algorithms.value_loss import explained_variance, value_diagnostics, value_loss
 from winnow.batching import Batch, MicroBatch, all_micro_batches, gather_tokens
 from winnow.observe.metrics import Metrics
 from winnow.workers.strategy import LossResult, Output, Outputs, Strategy
@@ -41,10 +39,10 @@ class ValueObjective:
 
     def __call__(self, micro: MicroBatch, outputs: Outputs) -> LossResult:
         """The micro-batch's share of the update's loss, with `clip_share`, a sum over loss_mask."""
-        terms = (outputs["value"], micro.columns["values"], micro.columns["returns"], self.clip)
+        terms = (outputs["value"], micro.columns["values"], micro.columns["returns"])
         counts = micro.counts
         loss = aggregate(
-            _value_loss(*terms),
+            value_loss(*terms, clip=self.clip),
             micro.loss_mask,
             micro.sample_index,
             self.aggregation,
@@ -54,9 +52,8 @@ class ValueObjective:
             groups=counts.groups,
             norm_tokens=self.norm_tokens,
         )
-        with torch.no_grad():
-            sums = {"clip_share": (_is_clipped(*terms) & micro.loss_mask).sum()}
-        return LossResult(loss, sums)
+        sums = value_diagnostics(*terms, micro.loss_mask, clip=self.clip)
+        return LossResult(loss, {"clip_share": sums["clip_share"]})
 
 
 class Critic:
@@ -88,35 +85,20 @@ class Critic:
 def value_figures(batch: Batch) -> Metrics:
     """What the critic knew of the returns before it learnt from them, over loss_mask.
 
-    Explained variance is 1 - var(return - value) / var(return): 1 for perfect values, 0 for a
-    constant, negative for worse; absent where all returns are equal.
+    Values and returns are those of the whole step, as its advantages were made of them.
 
     Returns:
-        `critic/value` and `critic/return` as spreads, `critic/explained_variance`.
+        `critic/value` and `critic/return` as spreads, `critic/explained_variance`; nothing for no
+        tokens.
     """
-    metrics = Metrics()
-    values = batch.columns["values"][batch.loss_mask].double()
-    returns = batch.columns["returns"][batch.loss_mask].double()
-    metrics.spread("critic/value", values.numpy())
-    metrics.spread("critic/return", returns.numpy())
-    if returns.numel() > 1 and (spread := float(returns.var())) > 0.0:
-        left = float((returns - values).var())
-        metrics.mean("critic/explained_variance", 1 - left / spread, returns.numel())
+    metrics, tokens = Metrics(), int(batch.loss_mask.sum())
+    if tokens == 0:
+        return metrics
+    values, returns = batch.columns["values"], batch.columns["returns"]
+    metrics.spread("critic/value", values[batch.loss_mask].numpy())
+    metrics.spread("critic/return", returns[batch.loss_mask].numpy())
+    sums = value_diagnostics(values, values, returns, batch.loss_mask, clip=None)
+    del sums["clip_share"]
+    explained = explained_variance(tokens, **{name: float(x) for name, x in sums.items()})
+    metrics.mean("critic/explained_variance", explained, tokens)
     return metrics
-
-
-def _value_loss(value: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """[T] 0.5 max((V - R)^2, (clip(V, V_old +- c) - R)^2)."""
-    loss = (value - returns).square()
-    if clip is not None:
-        near = old + (value - old).clamp(-clip, clip)
-        loss = torch.maximum(loss, (near - returns).square())
-    return 0.5 * loss
-
-
-def _is_clipped(value: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """[T] bool: the clipped term is the larger one, so the token has no gradient."""
-    if clip is None:
-        return torch.zeros_like(value, dtype=torch.bool)
-    near = old + (value - old).clamp(-clip, clip)
-    return (near - returns).square() > (value - returns).square()

@@ -53,9 +53,7 @@ def add_lora(model: PreTrainedModel, adapter: LoraAdapter, seed: int) -> None:
         task_type="CAUSAL_LM",
         base_model_name_or_path=_base_name(model),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        _inject(model, config)
+    _inject(model, config, seed)
 
 
 def load_lora(model: PreTrainedModel, folder: Path) -> None:
@@ -67,7 +65,7 @@ def load_lora(model: PreTrainedModel, folder: Path) -> None:
     if not has_adapter(model):
         config = _peft().LoraConfig.from_pretrained(str(folder))
         config.inference_mode = False
-        _inject(model, config)
+        _inject(model, config, seed=0)
     try:
         given = load_file(folder / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -212,9 +210,11 @@ def _peft() -> Any:
     return peft
 
 
-def _inject(model: PreTrainedModel, config: Any) -> None:
+def _inject(model: PreTrainedModel, config: Any, seed: int) -> None:
     device = next(model.parameters()).device
-    _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
     model.to(device).eval()
 
 
