@@ -91,9 +91,9 @@ class ClockedEngine(ScriptedEngine):
             notes.clear()  # a test's, which would grow for ever
         self.seconds += time.process_time() - began
 
-    async def events(self) -> Sequence[CompletionEvent]:
+    async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
         began = time.process_time()
-        found = await super().events()
+        found = await super().events(until)
         self.seconds += time.process_time() - began
         return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -94,6 +94,7 @@ class ScriptedEngine:
         fails: tokens at which an answer fails on its k-th submission (from 0), or None.
         keeps_prefix: whether a failure reports what was written.
         stalls: ticks at which the engine writes nothing more until something is aborted.
+        live_updates: takes new weights while answers run.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class ScriptedEngine:
         fails: Callable[[int, int, int], int | None] = lambda group, answer, attempt: None,
         keeps_prefix: bool = True,
         stalls: Collection[int] = (),
+        live_updates: bool = False,
     ) -> None:
         self.version = 0
         self.tick = 0
@@ -115,6 +117,7 @@ class ScriptedEngine:
         self._fails = fails
         self._keeps_prefix = keeps_prefix
         self._stalls = sorted(stalls)
+        self._live_updates = live_updates
         self._attempts: dict[Key, int] = {}
         self._queue: list[tuple[int, int, Job]] = []
         self._running: dict[Key, Job] = {}
@@ -138,17 +141,22 @@ class ScriptedEngine:
                 heapq.heappush(self._queue, (request.priority, self._next_serial(), job))
         self._fill()
 
-    async def events(self) -> Sequence[CompletionEvent]:
-        if not self._pending:
-            self._run_to_next_end()
+    async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
         while not self._pending and (self._running or self._queue):
+            if until is not None and self.tick >= until:
+                break
             if self._stalls and self.tick >= self._stalls[0]:
                 self._woken.clear()
                 await self._woken.wait()
             else:
-                self._run_to_next_end()
+                self._run_to_next_end(until)
         events, self._pending = self._pending, []
         return events
+
+    async def progress(self) -> Sequence[CompletionEvent]:
+        events, self._pending = self._pending, []
+        running = [self._event(self._running[key], "running") for key in sorted(self._running)]
+        return [*events, *running]
 
     async def abort(self, group_ids: Collection[int]) -> None:
         groups = set(group_ids)
@@ -170,8 +178,12 @@ class ScriptedEngine:
         self._fill()
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        assert not self._running
-        assert not self._queue
+        assert self._live_updates or not self._running
+        assert self._live_updates or not self._queue
+        for job in self._running.values():
+            segment = self._event(job, "running").segment
+            job.answer = replace(job.answer, prefix=segment)
+            job.started = self.tick
         self.version = update.version
 
     def status(self) -> EngineStatus:
@@ -183,6 +195,7 @@ class ScriptedEngine:
             generated_tokens=self._generated,
             masked_probability=0.0,
             tick=self.tick,
+            live_updates=self._live_updates,
         )
 
     async def close(self) -> None:
@@ -207,12 +220,12 @@ class ScriptedEngine:
             heapq.heappush(self._ends, (end, job.key, id(job)))
         self.most_running = max(self.most_running, len(self._running))
 
-    def _run_to_next_end(self) -> None:
+    def _run_to_next_end(self, limit: int | None) -> None:
         while self._ends and self._is_gone(self._ends[0]):
             heapq.heappop(self._ends)
         if not self._ends:
             return
-        until = self._ends[0][0]
+        until = self._ends[0][0] if limit is None else min(self._ends[0][0], limit)
         if self._stalls:
             until = min(until, max(self._stalls[0], self.tick))
         self._generated += (until - self.tick) * len(self._running)
@@ -231,6 +244,9 @@ class ScriptedEngine:
         return job is None or id(job) != entry[2]
 
     def _end(self, job: Job, kind: str) -> None:
+        self._pending.append(self._event(job, kind))
+
+    def _event(self, job: Job, kind: str) -> CompletionEvent:
         stop = job.behind + self.tick - job.started
         segment = written(job.answer.seed, job.behind, stop, self.version)
         if job.answer.prefix is not None:
@@ -240,8 +256,7 @@ class ScriptedEngine:
         truncated = job.length == job.request.sampling.max_tokens
         reason = ("length" if truncated else "stop") if kind == "finished" else "aborted"
         error = "a scripted failure" if kind == "failed" else ""
-        event = CompletionEvent(*job.key, kind, segment, reason, self.tick, error)  # type: ignore[arg-type]
-        self._pending.append(event)
+        return CompletionEvent(*job.key, kind, segment, reason, self.tick, error)  # type: ignore[arg-type]
 
 
 class Prompts:

@@ -21,6 +21,10 @@ class RunConfig(Section):
     starts a new one; a run's or checkpoint's folder is continued."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seeds data order, sampling and shuffles."""
+    deterministic: bool = True
+    """The same seed gives the same bits, however long anything takes. false: scores count as soon
+    as they are there, and answers under way go on across new weights without a new prefill; a
+    resumed run then has the same prompts, groups and counters, but not the same bits."""
     threads: int | None = Field(None, ge=1)
     """CPU threads for tensor work; null takes all cores. Bits depend on it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -60,14 +60,15 @@ class GroupRequest:
 
 @dataclass(frozen=True, eq=False)
 class CompletionEvent:
-    """What became of one answer."""
+    """What became of one answer, or, asked by `Engine.progress`, how far it is."""
 
     group_id: int
     answer: int
-    kind: Literal["finished", "aborted", "failed"]
+    kind: Literal["finished", "aborted", "failed", "running"]
     segment: Segment
     """Everything written, the request's prefix included; may be empty unless finished."""
     finish_reason: FinishReason
+    """`aborted` unless finished."""
     tick: int
     """Decode tick of the engine at which it happened."""
     error: str = ""
@@ -87,6 +88,9 @@ class EngineStatus:
     masked_probability: float
     """Probability of ids beyond the tokenizer, which are never drawn, summed over tokens."""
     tick: int
+    live_updates: bool = False
+    """Whether new weights may come while answers run, which then go on with the keys and values
+    they have."""
     healthy: bool = True
 
 
@@ -105,8 +109,19 @@ class Engine(Protocol):
         """Queue groups; lowest priority number first, prefixes before fresh answers."""
         ...
 
-    async def events(self) -> Sequence[CompletionEvent]:
-        """Wait until something happened and return it, in a fixed order; [] when idle."""
+    async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
+        """Wait until something happened and return it, in a fixed order; [] when idle.
+
+        Returns at decode tick `until` at the latest, with [] if nothing happened. An engine
+        without ticks of its own takes no notice. A call that is cancelled loses no event.
+        """
+        ...
+
+    async def progress(self) -> Sequence[CompletionEvent]:
+        """What happened and is not reported yet, then a `running` event for each answer under way.
+
+        Does not wait, and interrupts nothing. Answers that wait in the queue are left out.
+        """
         ...
 
     async def abort(self, group_ids: Collection[int]) -> None:
@@ -114,7 +129,10 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Take new weights. Whatever is running must have been aborted before."""
+        """Take new weights.
+
+        Whatever runs must have been aborted before, unless `status` says `live_updates`.
+        """
         ...
 
     def status(self) -> EngineStatus:

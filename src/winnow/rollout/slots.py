@@ -7,7 +7,7 @@ last one. Shapes: `S` longest context and answer of a row, in tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -31,6 +31,11 @@ class PendingAnswer:
     block: PromptBlock | None = None
     """Where its context was prefilled, until it has a row."""
     block_row: int = 0
+    spans: tuple[VersionSpan, ...] = field(init=False)
+    """Of what earlier weights wrote of it."""
+
+    def __post_init__(self) -> None:
+        self.spans = self.prefix.spans
 
     @property
     def prefix(self) -> Segment:
@@ -62,6 +67,8 @@ class Slots:
         self.lengths = np.zeros(count, np.int64)
         """`at` + 1, known to the host without asking the device."""
         self.params = RowParams(count, device)
+        self.with_stop_strings: list[int] = []
+        """Live rows whose answers stop strings may end."""
         self.rows = torch.arange(count, device=device)
 
     def __len__(self) -> int:
@@ -95,8 +102,12 @@ class Slots:
         self.lengths[here] = lengths
         self.params.put(here, [answer.group.sampling for answer in answers])
         self.answers.extend(answers)
-        self.params.refresh(len(self.answers))
+        self._refresh()
         return self.rows[here]
+
+    def _refresh(self) -> None:
+        self.params.refresh(len(self.answers))
+        self.with_stop_strings = [r for r, a in enumerate(self.answers) if a.group.sampling.stop]
 
     def _reserve(self, length: int) -> None:
         grow = length - self.ids.shape[1]
@@ -112,21 +123,44 @@ class Slots:
         self.ids[rows, at] = ids
         self.logprobs[rows, at] = logprobs
 
-    def written(self, row: int, version: int) -> Segment:
-        """Everything a row's answer has so far, its prefix included; new tokens are `version`'s."""
-        answer = self.answers[row]
-        begin, end = len(answer.group.prompt_ids), int(self.lengths[row])
-        spans = answer.prefix.spans
-        if end - begin > len(answer.prefix):
-            if spans and spans[-1].version == version:
-                spans = spans[:-1]
-            spans = (*spans, VersionSpan(version, end - begin))
-        # Copies: the row is written over by the next answer.
-        return Segment(
-            np.array(self.ids[row, begin:end].cpu().numpy()),
-            np.array(self.logprobs[row, begin:end].cpu().numpy()),
-            spans,
-        )
+    def tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
+        """The newest ids of rows, at most `width` of each and none of the prompt."""
+        here = torch.tensor(rows, device=self.device)
+        back = torch.arange(1 - width, 1, device=self.device)
+        places = (self.at[here, None] + back).clamp_(min=0)
+        ids = self.ids[here].gather(1, places).tolist()
+        answers = [self._answer_length(row) for row in rows]
+        return [row_ids[-min(n, width) :] for row_ids, n in zip(ids, answers, strict=True)]
+
+    def _answer_length(self, row: int) -> int:
+        return int(self.lengths[row]) - len(self.answers[row].group.prompt_ids)
+
+    def written(self, rows: Sequence[int], version: int) -> list[Segment]:
+        """All that rows' answers have so far, prefixes included; what is new is `version`'s."""
+        here = torch.tensor(rows, dtype=torch.long, device=self.device)
+        ids, logprobs = self.ids[here].cpu().numpy(), self.logprobs[here].cpu().numpy()
+        segments = []
+        for place, row in enumerate(rows):
+            end = int(self.lengths[row])
+            part = place, slice(end - self._answer_length(row), end)
+            # Copies: a view would keep the whole block alive.
+            spans = self._spans(row, version)
+            segments.append(Segment(ids[part].copy(), logprobs[part].copy(), spans))
+        return segments
+
+    def close_spans(self, version: int) -> None:
+        """What is written by now is `version`'s; what follows is another's."""
+        for row, answer in enumerate(self.answers):
+            answer.spans = self._spans(row, version)
+
+    def _spans(self, row: int, version: int) -> tuple[VersionSpan, ...]:
+        answer, length = self.answers[row], self._answer_length(row)
+        spans = answer.spans
+        if length <= (spans[-1].stop if spans else len(answer.prefix)):
+            return spans
+        if spans and spans[-1].version == version:
+            spans = spans[:-1]
+        return (*spans, VersionSpan(version, length))
 
     def leave(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, int] | None:
         """Free rows and move the last ones into the holes.
@@ -151,5 +185,5 @@ class Slots:
             for old, new in zip(source, target, strict=True):
                 self.answers[new] = self.answers[old]
         del self.answers[live:]
-        self.params.refresh(live)
+        self._refresh()
         return moved

@@ -8,7 +8,8 @@
 
 Time is the decode tick. Nothing here depends on a clock, so the same submissions give the
 same tokens at the same ticks. Weights are the trainer's own tensors unless an update brings
-some; whatever runs must be aborted before they change, which the scheduler does.
+some. Whatever runs must be aborted before they change, unless the engine was made for live
+updates: then answers go on with the keys and values that the older weights left.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from winnow.models import hidden_states, output_head
+from winnow.models import head_logits, hidden_states, output_head
 from winnow.rollout.draw import draw, uniform
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest, WeightUpdate
 from winnow.rollout.kv_cache import DecodeLayout, PrefillLayout, PromptBlock, SlotCache
@@ -44,6 +45,8 @@ class TorchEngine:
         prefill_tokens: most padded prompt tokens in one prefill.
         vocab_size: ids at or beyond it are never drawn (padding of the embedding).
         decode: token ids to text; needed only where requests carry stop strings.
+        live_updates: take new weights while answers run.
+        fp32_head: compute a half-precision model's logits in fp32.
     """
 
     def __init__(
@@ -53,17 +56,21 @@ class TorchEngine:
         prefill_tokens: int,
         vocab_size: int | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
+        live_updates: bool = False,
+        fp32_head: bool = False,
     ) -> None:
         self._model = model
         self._head = output_head(model)
         self._vocab = min(vocab_size or self._head.out_features, self._head.out_features)
         self._prefill_tokens, self._decode = prefill_tokens, decode
+        self._fp32_head = fp32_head
         weight = self._head.weight
         self._device = weight.device
         self._slots = Slots(slots, self._device)
         self._cache = SlotCache(slots, weight.dtype, self._device)
         self._queue: list[_QueueEntry] = []
-        self._aborted: list[CompletionEvent] = []
+        self._events: list[CompletionEvent] = []  # that nobody has taken yet
+        self._live_updates = live_updates
         self._is_stop = torch.zeros(self._vocab, dtype=torch.bool, device=self._device)
         self._stop_ids: tuple[int, ...] = ()
         self._version = self._tick = self._generated = self._submitted = 0
@@ -101,43 +108,53 @@ class TorchEngine:
         self._is_stop.zero_()
         self._is_stop[[i for i in stop_ids if i < self._vocab]] = True
 
-    async def events(self) -> Sequence[CompletionEvent]:
-        """See `Engine.events`: ticks until an answer is finished; aborted ones come first."""
-        if self._aborted:
-            aborted, self._aborted = self._aborted, []
-            return aborted
-        while len(self._slots) or self._queue:
+    async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
+        """See `Engine.events`: ticks until an answer is finished."""
+        while not self._events and (len(self._slots) or self._queue):
+            if until is not None and self._tick >= until:
+                break
             with torch.inference_mode():
                 self._refill()
-                finished = self._run_tick()
+                self._events += self._run_tick()
             # Scorers and other coroutines get their turn between ticks.
             await asyncio.sleep(0)
-            if finished:
-                return finished
-        return []
+        events, self._events = self._events, []
+        return events
+
+    async def progress(self) -> Sequence[CompletionEvent]:
+        """See `Engine.progress`."""
+        events, self._events = self._events, []
+        segments = self._slots.written(range(len(self._slots)), self._version)
+        running = [
+            self._event(answer, "running", segment, "aborted")
+            for answer, segment in zip(self._slots.answers, segments, strict=True)
+        ]
+        return [*events, *sorted(running, key=lambda e: (e.group_id, e.answer))]
 
     async def abort(self, group_ids: Collection[int]) -> None:
         """See `Engine.abort`; answers not yet begun come back with the prefix they brought."""
         wanted = set(group_ids)
         running = [r for r, a in enumerate(self._slots.answers) if a.group.group_id in wanted]
         queued = [entry[-1] for entry in self._queue if entry[-1].group.group_id in wanted]
+        segments = self._slots.written(running, self._version)
         events = [
-            self._event(self._slots.answers[row], "aborted", self._written(row), "aborted")
-            for row in running
+            self._event(self._slots.answers[row], "aborted", segment, "aborted")
+            for row, segment in zip(running, segments, strict=True)
         ]
         events += [self._event(a, "aborted", a.prefix, "aborted") for a in queued]
         self._leave(running)
         self._queue = [e for e in self._queue if e[-1].group.group_id not in wanted]
         heapify(self._queue)
-        self._aborted += sorted(events, key=lambda e: (e.group_id, e.answer))
+        self._events += sorted(events, key=lambda e: (e.group_id, e.answer))
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """See `Engine.load_weights`.
 
         Raises:
-            ValueError: answers are still running, or a tensor has no place or another shape.
+            ValueError: answers are still running in an engine without live updates, or a tensor
+                has no place or another shape.
         """
-        if len(self._slots) or self._queue:
+        if (len(self._slots) or self._queue) and not self._live_updates:
             raise ValueError("abort what runs before new weights: its cache is of the old ones")
         if update.tensors is not None:
             own = dict(self._model.named_parameters())
@@ -145,6 +162,9 @@ class TorchEngine:
                 if name not in own or own[name].shape != tensor.shape:
                     raise ValueError(f"weight update: {name} {tuple(tensor.shape)} does not fit")
                 own[name].data.copy_(tensor)
+        self._slots.close_spans(self._version)
+        for *_, answer in self._queue:
+            answer.block = None  # whoever has not begun begins with the new weights
         self._version = update.version
 
     def status(self) -> EngineStatus:
@@ -157,11 +177,13 @@ class TorchEngine:
             generated_tokens=self._generated,
             masked_probability=self._masked,
             tick=self._tick,
+            live_updates=self._live_updates,
         )
 
     async def close(self) -> None:
         """Drop queue, rows and cache."""
         self._queue.clear()
+        self._events.clear()
         self._slots = Slots(self._slots.count, self._device)
         self._cache = SlotCache(self._slots.count, self._cache.dtype, self._device)
 
@@ -230,7 +252,7 @@ class TorchEngine:
         self._cache.bias[rows, at] = 0.0
         layout = DecodeLayout(self._cache, rows, at, length)
         hidden = hidden_states(self._model, slots.ids[rows, at], at, layout)
-        logits = self._head(hidden).float()
+        logits = head_logits(self._head, hidden, self._fp32_head)
         if self._vocab < logits.shape[1]:
             logits = self._mask(logits)
         u = uniform(slots.seed[:count], at + 1 - slots.start[:count])
@@ -239,9 +261,12 @@ class TorchEngine:
         self._tick += 1
         self._generated += count
         reasons = self._finished(ids)
+        if not reasons:
+            return []
+        segments = slots.written(list(reasons), self._version)
         events = [
-            self._event(slots.answers[row], "finished", self._written(row), reason)
-            for row, reason in reasons.items()
+            self._event(slots.answers[row], "finished", segment, reason)
+            for (row, reason), segment in zip(reasons.items(), segments, strict=True)
         ]
         self._leave(list(reasons))
         return sorted(events, key=lambda e: (e.group_id, e.answer))
@@ -256,22 +281,21 @@ class TorchEngine:
             done = ended.nonzero().flatten()
             for row, stop in zip(done.tolist(), stopped[done].tolist(), strict=True):
                 reasons[row] = "stop" if stop else "length"
-        if self._decode is not None:
-            for row, answer in enumerate(self._slots.answers):
-                if answer.group.sampling.stop and self._has_stop_string(row):
-                    reasons[row] = "stop"
+        reasons |= dict.fromkeys(self._with_stop_string(), "stop")
         return reasons
 
-    def _has_stop_string(self, row: int) -> bool:
-        """Whether the newest tokens of a row complete one of its stop strings."""
+    def _with_stop_string(self) -> list[int]:
+        """Rows whose newest tokens complete one of their stop strings."""
+        rows = self._slots.with_stop_strings
+        if not rows:
+            return []
         assert self._decode is not None
-        answer = self._slots.answers[row]
-        stops, end = answer.group.sampling.stop, int(self._slots.lengths[row])
+        stops = [self._slots.answers[row].group.sampling.stop for row in rows]
         # A character takes at most four byte-level tokens.
-        window = 4 * max(map(len, stops)) + 4
-        begin = max(len(answer.group.prompt_ids), end - window)
-        text = self._decode(self._slots.ids[row, begin:end].tolist())
-        return any(stop in text for stop in stops)
+        width = 4 * max(len(stop) for each in stops for stop in each) + 4
+        texts = map(self._decode, self._slots.tails(rows, width))
+        found = zip(rows, stops, texts, strict=True)
+        return [row for row, each, text in found if any(stop in text for stop in each)]
 
     def _mask(self, logits: Tensor) -> Tensor:
         """Leave out ids that no tokenizer knows, and book the probability they had."""
@@ -280,13 +304,10 @@ class TorchEngine:
         self._masked += float(lost.clamp_min(0).sum())
         return valid
 
-    def _written(self, row: int) -> Segment:
-        return self._slots.written(row, self._version)
-
     def _event(
         self,
         answer: PendingAnswer,
-        kind: Literal["finished", "aborted"],
+        kind: Literal["finished", "aborted", "running"],
         segment: Segment,
         reason: FinishReason,
     ) -> CompletionEvent:

@@ -59,7 +59,7 @@ class Ledger:
 
         Only `commit=completion_order` ever drops here: it lets later groups overtake.
         """
-        assert not self.lives.running, "abort what runs before new weights come"
+        assert self.may_keep_running or not self.lives.running, "abort what runs before"
         self.version = version
         if self._in_order:
             return []
@@ -97,6 +97,12 @@ class Ledger:
         return batch
 
     # What the engine and the scorers report
+
+    def wrote(self, group_id: int, index: int, segment: Segment) -> None:
+        """An answer that goes on has this by now: it is booked, and where a restart resumes."""
+        answer = self.lives.at_engine(group_id, index)
+        if self._write(answer, len(segment)):
+            answer.prefix = segment
 
     def finished(self, group_id: int, index: int, trajectory: Trajectory) -> None:
         """An answer is complete; it awaits its score."""
@@ -176,11 +182,12 @@ class Ledger:
     def commit(self) -> StepGroups:
         """Take the step: settle what is trained, carry or drop everything later.
 
-        Call it when a cut is due and nothing runs. With max_staleness 0 all later groups are
-        dropped, closed ones included, and their prompts come back in admission order.
+        Call it when a cut is due; nothing may run unless `may_keep_running`. With max_staleness 0
+        all later groups are dropped, closed ones included, and their prompts come back in
+        admission order.
         """
         assert self.cut_is_due()
-        assert not self.lives.running
+        assert self.may_keep_running or not self.lives.running
         cut = [self._queue.popleft() for _ in range(self.committable)]
         for group_id in cut:
             self.books.settle(self.lives.qualified.pop(group_id), "trained", self.version)
@@ -216,6 +223,11 @@ class Ledger:
     def tally(self) -> Tally:
         """Counts since the last commit."""
         return self.books.tally
+
+    @property
+    def may_keep_running(self) -> bool:
+        """Whether no group is dropped at a cut, so that the engine may go on writing across it."""
+        return self._in_order and self.config.max_staleness > 0
 
     @property
     def committable(self) -> int:

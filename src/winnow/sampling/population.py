@@ -67,12 +67,18 @@ class Population:
     def come_back(self, group_id: int, index: int) -> tuple[GroupLife, AnswerLife]:
         """The engine has an answer no longer."""
         life = self.open.get(group_id) or self.doomed[group_id]
-        answer = life.answers[index]
-        assert answer.running, f"answer {index} of group {group_id} was not with the engine"
+        answer = self.at_engine(group_id, index)
         answer.running = False
         life.running -= 1
         self.running -= 1
         return life, answer
+
+    def at_engine(self, group_id: int, index: int) -> AnswerLife:
+        """An answer that the engine has."""
+        life = self.open.get(group_id) or self.doomed[group_id]
+        answer = life.answers[index]
+        assert answer.running, f"answer {index} of group {group_id} was not with the engine"
+        return answer
 
     def waiting_for_cut(self) -> list[GroupLife]:
         """Open and qualified groups, in admission order."""

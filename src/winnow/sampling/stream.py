@@ -2,17 +2,19 @@
 
     next_prompt -> admit -> engine -> events -> score -> ledger -> cut -> abort, commit
 
-One turn of the loop is one batch of engine events. Within a turn nothing depends on the
-clock: the same events and scores lead to the same decisions. What runs when a step is cut
-comes back as prefixes (new weights are about to come) and is the first to go on in the
-next step.
+One turn of the loop is one batch of engine events. In deterministic mode nothing depends on
+the clock: the same events and scores lead to the same decisions, a score is seen at a fixed
+tick, and what runs when a step is cut comes back as prefixes (new weights are about to come),
+which are the first to go on in the next step. In free mode a turn also ends when a score
+arrives, no score is waited for while the engine has work, and what runs at a cut goes on under
+the new weights where rule and engine allow it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from winnow.config.sampling import SamplingConfig
@@ -27,8 +29,9 @@ from winnow.sampling.report import (
     stop_message,
     what_the_filter_saw,
 )
+from winnow.sampling.scores import Key, Scorer, Scores
 from winnow.sampling.watchdog import Watchdog
-from winnow.types import Prompt, Score, Trajectory
+from winnow.types import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +46,12 @@ class Sampler:
         engine: Engine,
         next_prompt: Callable[[], Prompt],
         give_back: Callable[[Sequence[Prompt]], None],
-        score: Callable[[Prompt, Trajectory], Score | Awaitable[Score]],
+        score: Scorer,
         n: int,
         sampling: SamplingParams,
         run_seed: int,
         drop_failed_scores: bool = False,
+        deterministic: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> None:
         """Bind the collaborators.
@@ -63,6 +67,7 @@ class Sampler:
             sampling: how tokens are drawn.
             run_seed: seeds every answer, with its group and index.
             drop_failed_scores: a failed scoring fails its group.
+            deterministic: what happens does not depend on how long anything takes.
             on_progress: called once a turn.
         """
         self.ledger = Ledger(config, n, drop_failed_scores=drop_failed_scores)
@@ -70,7 +75,8 @@ class Sampler:
         self._engine = engine
         self._next_prompt = next_prompt
         self._give_back = give_back
-        self._score = score
+        self._scores = Scores(score)
+        self._deterministic = deterministic
         self._sampling = sampling
         self._run_seed = run_seed
         self._on_progress = on_progress
@@ -79,8 +85,9 @@ class Sampler:
     async def step(self, version: int) -> StepGroups:
         """Sample with weights `version` until a step can be cut.
 
-        Nothing runs in the engine before or after, so weights may be loaded in between. An
-        error leaves everything accepted in the ledger, and so in `state_dict`.
+        Weights may be loaded in between: in deterministic mode nothing runs in the engine then,
+        in free mode only where it takes them live. An error leaves everything accepted in the
+        ledger, and so in `state_dict`.
 
         Raises:
             NoSignalError: the bound came too often without a qualified group, or once
@@ -91,13 +98,12 @@ class Sampler:
         if stale:
             self._give_back(stale)
         written = self._engine.status().generated_tokens - self.ledger.account.generated
-        async with self._watchdog.guard():
-            await self._make_visible(self.ledger.lives.unscored())
-            while not await self._full():
-                await self._submit()
-                await self._take(await self._events(), stalled=True)
-                self._report()
-            await self._halt()
+        try:
+            async with self._watchdog.guard():
+                await self._sample()
+        except BaseException:
+            await self._scores.cancel()
+            raise
         lost = self._engine.status().generated_tokens - self.ledger.account.generated - written
         if lost:
             log.warning("step %d: the engine wrote %d tokens that never came back", version, lost)
@@ -114,6 +120,15 @@ class Sampler:
             self._give_back(step.returned)
         return step
 
+    async def halt(self) -> None:
+        """Turn everything that runs into prefixes, for whoever needs the engine to himself."""
+        lives = self.ledger.lives
+        running = list(dict.fromkeys(group_id for group_id, _ in lives.with_engine()))
+        if running:
+            await self._engine.abort(running)
+        while lives.running:
+            await self._take(await self._events(), stalled=False)
+
     def state_dict(self) -> dict[str, Any]:
         """Groups, counters, p̂ and histories, as plain Python and numpy."""
         return {"ledger": self.ledger.state_dict()}
@@ -122,6 +137,28 @@ class Sampler:
         """Become what `state_dict` described, with an engine that has nothing running."""
         self.ledger.load_state_dict(state["ledger"])
         self.ledger.forget_engine()
+
+    async def _sample(self) -> None:
+        """Turn after turn until a step can be cut."""
+        tick = self._engine.status().tick
+        unscored = self.ledger.lives.unscored()
+        self._begin_scoring([key for key in unscored if key not in self._scores], tick)
+        if self._deterministic:
+            await self._see(unscored)
+            await self._see(None)  # of groups that have ended
+        else:
+            await self._see(self._scores.ready())
+        while not await self._full():
+            await self._submit()
+            events = await (self._events() if self._deterministic else self._events_or_scores())
+            await self._take(events, stalled=True)
+            await self._see_what_is_due()
+            self._report()
+        live = self._engine.status().live_updates
+        if self._deterministic or not live or not self.ledger.may_keep_running:
+            await self.halt()
+        else:
+            await self._take(await self._engine.progress(), stalled=False)
 
     async def _full(self) -> bool:
         """Whether to cut; deals with a bound that was met too early."""
@@ -132,13 +169,13 @@ class Sampler:
             return True
         tally, fates = ledger.tally, ledger.books.fates()
         if self._config.on_bound == "stop":
-            await self._halt()
+            await self.halt()
             raise NoSignalError(stop_message(tally, fates, self._config, ledger.bound))
         if ledger.committable:
             return True
         ledger.pass_bound()
         if tally.empty_bounds >= self._config.max_empty_steps:
-            await self._halt()
+            await self.halt()
             raise NoSignalError(no_signal_message(tally, fates))
         log.warning("nothing qualified within the bound: %s", what_the_filter_saw(tally, fates))
         return False
@@ -156,8 +193,10 @@ class Sampler:
             await self._engine.submit(requests)
 
     async def _events(self) -> Sequence[CompletionEvent]:
+        """The engine's, up to the tick at which a score is due."""
+        until = self._scores.next_due if self._deterministic else None
         with self._watchdog.waiting_for_engine():
-            events = await self._engine.events()
+            events = await self._engine.events(until)
         if not events and self.ledger.lives.running:
             status = self._engine.status()
             if not status.running + status.queued:
@@ -165,45 +204,65 @@ class Sampler:
             await asyncio.sleep(0)
         return events
 
+    async def _events_or_scores(self) -> Sequence[CompletionEvent]:
+        """The engine's events, or none as soon as there is a score to see."""
+        if not self._scores:
+            return await self._events()
+        news = asyncio.ensure_future(self._scores.news())
+        engine = asyncio.ensure_future(self._events()) if self.ledger.lives.running else None
+        waiting = [news] if engine is None else [engine, news]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        return [] if engine is None or engine.cancelled() else engine.result()
+
     async def _take(self, events: Sequence[CompletionEvent], *, stalled: bool) -> None:
-        """Enter a turn's events and scores; `stalled` tells what an abort means now."""
+        """Enter a turn's events; `stalled` tells what an abort means now."""
         ledger = self.ledger
-        finished = []
         for event in events:
+            key = event.group_id, event.answer
             if event.kind == "finished":
-                ledger.finished(event.group_id, event.answer, trajectory_of(event))
-                finished.append((event.group_id, event.answer))
+                ledger.finished(*key, trajectory_of(event))
+                self._begin_scoring([key], event.tick)
+            elif event.kind == "running":
+                ledger.wrote(*key, event.segment)
             elif event.kind == "aborted":
-                ledger.aborted(event.group_id, event.answer, event.segment, stalled=stalled)
+                ledger.aborted(*key, event.segment, stalled=stalled)
             else:
-                ledger.failed(event.group_id, event.answer, event.segment, event.error)
-        await self._make_visible(finished)
-        failing = [life.id for life in ledger.lives.doomed.values() if life.running]
+                ledger.failed(*key, event.segment, event.error)
+
+    def _begin_scoring(self, keys: Iterable[Key], tick: int) -> None:
+        """Score answers that finished at `tick`, unless their groups have ended."""
+        lives = self.ledger.lives
+        for key in keys:
+            if key[0] in lives.open:
+                due = tick + self._config.score_lag_ticks
+                self._scores.begin(key, *lives.finished_answer(*key), due)
+
+    async def _see_what_is_due(self) -> None:
+        """Enter the scores that this turn may know of.
+
+        The one place that decides when a score is seen. Deterministic: at its tick, or when the
+        engine has nothing left to write. Free: what is there.
+        """
+        if not self._deterministic:
+            await asyncio.sleep(0)  # whoever needs no time is done then
+            await self._see(self._scores.ready())
+        else:
+            tick = self._engine.status().tick
+            await self._see(self._scores.due(tick) if self.ledger.lives.running else None)
+        failing = [life.id for life in self.ledger.lives.doomed.values() if life.running]
         if failing:
             await self._engine.abort(failing)
 
-    async def _make_visible(self, finished: Sequence[tuple[int, int]]) -> None:
-        """Score these answers at once and enter the scores in this order.
-
-        The one place that decides when a score is seen: at the end of the turn in which its
-        answer finished, however long the scorer takes.
-        """
-        lives = self.ledger.lives
-        wanted = [key for key in finished if key[0] in lives.open]
-        if not wanted:
-            return
-        scores = await _all_of([self._score(*lives.finished_answer(*key)) for key in wanted])
-        for (group_id, index), score in zip(wanted, scores, strict=True):
-            self.ledger.scored(group_id, index, score)
-
-    async def _halt(self) -> None:
-        """Turn everything that runs into prefixes."""
-        lives = self.ledger.lives
-        running = list(dict.fromkeys(group_id for group_id, _ in lives.with_engine()))
-        if running:
-            await self._engine.abort(running)
-        while lives.running:
-            await self._take(await self._events(), stalled=False)
+    async def _see(self, keys: Iterable[Key] | None) -> None:
+        """Enter scores in this order; None: all that are under way."""
+        keys = list(self._scores) if keys is None else list(keys)
+        for key, score in zip(keys, await self._scores.take(keys), strict=True):
+            self.ledger.scored(*key, score)
 
     def _report(self) -> None:
         if self._on_progress is None:
@@ -218,16 +277,3 @@ class Sampler:
                 generated_tokens=ledger.account.generated,
             )
         )
-
-
-async def _all_of(given: Sequence[Score | Awaitable[Score]]) -> list[Score]:
-    """The scores in order; a task each only for those that are not there yet."""
-    tasks = [asyncio.ensure_future(score) for score in given if not isinstance(score, Score)]
-    try:
-        late = iter(await asyncio.gather(*tasks) if tasks else [])
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-    return [score if isinstance(score, Score) else next(late) for score in given]

@@ -127,6 +127,7 @@ async def _finish(
         with watch.phase("checkpoint"):
             parts.state.note(step, record)
         with watch.phase("evaluate"):
+            await parts.sampler.halt()
             figures = await parts.stop.interruptible(parts.evaluator.evaluate(step))
     times = watch.lap()
     work = parts.throughput.figures(*tokens, times)

@@ -443,11 +443,11 @@ def test_an_engine_that_forgot_its_answers_gets_them_again() -> None:
         run = Run()
         events = run.engine.events
 
-        async def forgetful() -> Any:
+        async def forgetful(until: int | None = None) -> Any:
             if run.engine.tick > 10 and not done:
                 done.append(True)
                 run.engine.forget()
-            return await events()
+            return await events(until)
 
         done: list[bool] = []
         run.engine.events = forgetful  # type: ignore[method-assign]

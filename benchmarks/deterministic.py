@@ -1,0 +1,187 @@
+"""What deterministic mode costs against the free mode, on the quickstart's warm start.
+
+    OMP_NUM_THREADS=1 python benchmarks/deterministic.py [--steps 30] [--seeds 1 2] [--out FILE]
+
+All variants run in one process, a step of each in turn, in an order that rotates; each has its own
+model, engine and sampler, learns as the quickstart does, and is timed apart. Two scorers: the
+quickstart's own, which answers at once, and the same behind a sleep of 0 to 20 ms (uniform, seeded)
+that holds up nobody else. `lag` is `sampling.score_lag_ticks`. The first steps warm up and are not
+counted. Ratios are deterministic over free, per generated token; their spread is the standard
+error over steps, paired as they ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from winnow.config.load import load_recipe
+from winnow.config.root import Config
+from winnow.config.warm_start import SftWarmStart
+from winnow.data.build import training_prompts
+from winnow.data.loader import PromptLoader
+from winnow.observe.metrics import Metrics, Stopwatch
+from winnow.rewards.service import RewardService
+from winnow.rollout.engine import WeightUpdate
+from winnow.sampling.stream import Sampler
+from winnow.trainer.build import load_policy, make_engine, make_learner, rollout_sampling
+from winnow.trainer.scoring import TrainingScores
+from winnow.trainer.warm_start import make_warm_start
+from winnow.types import Prompt, Score, Trajectory
+
+SLEEP_S = 0.02
+WARM_UP_STEPS = 4
+
+
+@dataclass
+class Variant:
+    """One way to run, and what its steps took."""
+
+    name: str
+    overrides: tuple[str, ...]
+    sleeps: bool
+    rows: list[tuple[float, float, float, int]] = field(default_factory=list)
+    """A step's rollout wall seconds, rollout CPU seconds, wall seconds in all, tokens."""
+
+
+def variants(lags: Sequence[int]) -> list[Variant]:
+    """Free and deterministic, with each lag, under both scorers."""
+    made = []
+    for sleeps in (False, True):
+        made.append(Variant("free", ("run.deterministic=false",), sleeps))
+        for lag in lags:
+            made.append(Variant(f"lag {lag}", (f"sampling.score_lag_ticks={lag}",), sleeps))
+    return made
+
+
+class Runner:
+    """The quickstart's loop without anything that writes."""
+
+    def __init__(self, config: Config, path: str, sleeps: bool) -> None:
+        policy = load_policy(config, path, torch.device("cpu"))
+        rewards = RewardService(config.reward, config.rollout.max_response_tokens)
+        scores = TrainingScores(rewards, policy.decode, patience=1 << 30)
+        rng = random.Random(config.run.seed)
+
+        async def slow(prompt: Prompt, trajectory: Trajectory) -> Score:
+            await asyncio.sleep(rng.uniform(0, SLEEP_S))
+            return await scores(prompt, trajectory)
+
+        source = training_prompts(config.data, policy.tokenizer, config.run.seed)
+        loader = PromptLoader(source, config.run.seed, config.data.shuffle)
+        self.engine = make_engine(config, policy)
+        self.sampler = Sampler(
+            config.sampling,
+            engine=self.engine,
+            next_prompt=loader.next,
+            give_back=loader.give_back,
+            score=slow if sleeps else scores,
+            n=config.rollout.n,
+            sampling=rollout_sampling(config, policy),
+            run_seed=config.run.seed,
+            deterministic=config.run.deterministic,
+        )
+        self.learner, _ = make_learner(config, policy)
+
+    async def step(self, step: int) -> tuple[float, float, float, int]:
+        """See `Variant.rows`."""
+        await self.engine.load_weights(WeightUpdate(version=step - 1))
+        wall, cpu = time.perf_counter(), time.process_time()
+        sampled = await self.sampler.step(step - 1)
+        rollout_wall, rollout_cpu = time.perf_counter() - wall, time.process_time() - cpu
+        self.learner.learn(sampled.groups, step, Metrics(), Stopwatch())
+        tokens = sampled.counts.tokens.generated
+        return rollout_wall, rollout_cpu, time.perf_counter() - wall, tokens
+
+
+async def run(seed: int, steps: int, cases: Sequence[Variant], scratch: str) -> None:
+    """All cases with one seed, step by step in turn."""
+    runners = []
+    for case in cases:
+        config = load_recipe(
+            "quickstart",
+            [f"seed={seed}", "run.threads=1", f"run.dir={scratch}", *case.overrides],
+        )
+        assert isinstance(config.warm_start, SftWarmStart)
+        warm = make_warm_start(config, config.warm_start, False, lambda step, record: None)
+        runners.append(Runner(config, str(warm.folder), case.sleeps))
+    for step in range(1, steps + 1):
+        turn = [(step + i) % len(cases) for i in range(len(cases))]
+        for place in turn if step % 2 else reversed(turn):
+            row = await runners[place].step(step)
+            if step > WARM_UP_STEPS:
+                cases[place].rows.append(row)
+
+
+def table(cases: Sequence[Variant]) -> str:
+    """Markdown, with the ratios to the free mode under the same scorer."""
+    lines = [
+        "| scorer | mode | tokens a step | tokens/s | rollout s/step (CPU s) | s/step "
+        "| per token, wall, to free | CPU |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for case in cases:
+        free = next(c for c in cases if c.name == "free" and c.sleeps == case.sleeps)
+        rows, base = np.array(case.rows), np.array(free.rows)
+        wall, cpu, whole, tokens = rows.mean(0)
+        ratios = ["1", "1"]
+        if case is not free:
+            ratios = [_ratio(rows[:, [k, 3]], base[:, [k, 3]]) for k in (0, 1)]
+        scorer = f"sleeps 0 to {SLEEP_S * 1000:.0f} ms" if case.sleeps else "at once"
+        mode = case.name if case is free else f"deterministic, {case.name}"
+        lines.append(
+            f"| {scorer} | {mode} | {tokens:,.0f} | {tokens / wall:,.0f} | {wall:.3f} ({cpu:.3f}) "
+            f"| {whole:.3f} | {ratios[0]} | {ratios[1]} |"
+        )
+    return "\n".join(lines)
+
+
+def _ratio(rows: np.ndarray, base: np.ndarray) -> str:
+    """Seconds per token over those of the base; [steps, (seconds, tokens)] each, jackknife error."""
+
+    def of(keep: np.ndarray) -> float:
+        ours, theirs = rows[keep].sum(0), base[keep].sum(0)
+        return float(ours[0] / ours[1] / (theirs[0] / theirs[1]))
+
+    count = len(rows)
+    without = np.array([of(np.arange(count) != i) for i in range(count)])
+    error = np.sqrt((count - 1) * without.var())
+    return f"{of(np.ones(count, bool)):.3f} ± {error:.3f}"
+
+
+def main() -> None:
+    """Run the cases and print or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 4, 8])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = variants(args.lags)
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in args.seeds:
+            asyncio.run(run(seed, args.steps, cases, scratch))
+    text = table(cases)
+    print(text)
+    if args.out is not None:
+        command = " ".join(["python", "benchmarks/deterministic.py", *sys.argv[1:]])
+        counted = (args.steps - WARM_UP_STEPS) * len(args.seeds)
+        args.out.write_text(
+            f"# What deterministic mode costs\n\nMade by `{command}`: {counted} steps a row, one "
+            f"thread.\n\n{text}\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
