@@ -17,7 +17,7 @@ from winnow.algorithms.advantages import grpo
 from winnow.algorithms.aggregation import AGGREGATIONS, aggregate
 from winnow.algorithms.kl import KL_ESTIMATORS
 from winnow.algorithms.logprobs import token_logprobs
-from winnow.algorithms.policy_loss import ppo_clip
+from winnow.algorithms.policy_loss import POLICY_LOSSES, LossTokens
 from winnow.batching import (
     Batch,
     Counts,
@@ -253,13 +253,15 @@ def gradient(
     for original in micro_batches(batch, range(len(groups)), budget):
         micro = disturb(original)
         at = micro.scored_positions
-        logprob, entropy = token_logprobs(
+        logprob, entropy, _ = token_logprobs(
             table[micro.token_ids[at - 1]], head, micro.token_ids[at], 1.3, chunk_tokens=2
         )
         assert entropy is not None
         zeros = torch.zeros(len(micro.token_ids), dtype=torch.float64)
         logp = zeros.index_put((at,), logprob)
-        loss = ppo_clip(logp, micro.behav.double(), micro.columns["advantages"], clip_high=0.28)
+        tokens = LossTokens(micro.loss_mask, micro.sample_index, len(micro.samples))
+        terms = (logp, micro.behav.double(), micro.columns["advantages"], tokens)
+        loss = POLICY_LOSSES["ppo_clip"].function(*terms, clip_high=0.28)
         loss = loss + 0.1 * KL_ESTIMATORS["k3+"](logp, micro.behav.double())
         loss = loss - 0.01 * zeros.index_put((at,), entropy)
         aggregate(

@@ -1,120 +1,101 @@
-"""Policy losses a token, and apart from them what the metrics say about each.
+"""Policy losses by name, each with what the metrics say about it and what it asks of others.
 
-A loss takes logp, old and advantage [T] first, its options by keyword, and returns [T];
-`aggregation` turns that into a number. Its diagnostics take the same and a mask, and return
+A loss is called as `function(logp, old, advantage, tokens, **options)` and returns [T], 0 outside
+`tokens.mask`; `aggregation` turns that into a number. Its diagnostics take the same and return
 sums over the mask without gradient, to be divided by the update's count of tokens.
 
 Shapes: `T` packed tokens. logp is the current policy, old the one before the first update of
-the step, both in nats; r = exp(logp - old).
+the step, both in nats. What stands outside the mask is never read; a log-prob in it that is NaN
+is a fault of the model and shows as NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are held within +-20 nats: exp stays finite, and beyond it the gradient is 0."""
+from winnow.algorithms.clip_loss import (
+    cispo,
+    cispo_diagnostics,
+    dppo_kl,
+    dppo_kl_diagnostics,
+    dppo_tv,
+    dppo_tv_diagnostics,
+    ppo_clip,
+    ppo_clip_diagnostics,
+    sapo,
+)
+from winnow.algorithms.covariance_loss import (
+    clip_cov,
+    clip_cov_diagnostics,
+    clip_cov_select,
+    kl_cov,
+    kl_cov_diagnostics,
+    kl_cov_select,
+)
+from winnow.algorithms.loss_tokens import LossTokens, counted, drift_diagnostics, keyed_draws
+from winnow.algorithms.sequence_loss import gmpo, gmpo_diagnostics, gspo, gspo_diagnostics
+
+__all__ = ["POLICY_LOSSES", "LossTokens", "PolicyLoss", "dro", "keyed_draws", "reinforce"]
+
+SEQUENCE_MEAN = ("seq-mean-token-mean",)
 
 
-def ratio(logp: Tensor, old: Tensor) -> Tensor:
-    """exp(logp - old) [T], the log-ratio held within +-`LOG_RATIO_BOUND`."""
-    return (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss and what belongs to it."""
+
+    function: Callable[..., Tensor]
+    """(logp, old, advantage, tokens, **options) -> [T]."""
+    diagnostics: Callable[..., dict[str, Tensor]]
+    """The same arguments -> scalars, sums over the mask without gradient."""
+    aggregations: tuple[str, ...] = ()
+    """The keys of `AGGREGATIONS` that it may be aggregated with; empty stands for all."""
+    select: Callable[..., Tensor] | None = None
+    """(old, advantage, mask, draws, **options) -> [T] bool, over the whole mini-batch, once an
+    update; for `LossTokens.selected` where the option `selection` is "update"."""
+    uses_old: bool = True
+    """Whether `old` enters the loss; the diagnostics' `approx_kl` reads it in any case."""
 
 
-def ppo_clip(
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = 3.0,
-) -> Tensor:
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), for A < 0 at most -A dual_clip.
+def reinforce(logp: Tensor, old: Tensor, advantage: Tensor, tokens: LossTokens) -> Tensor:
+    """-A logp [T]: the plain policy gradient (Williams, 1992); `old` does not enter.
 
-    PPO (arXiv 1707.06347, eq. 7) with DAPO's clip-higher (arXiv 2503.14476, eq. 8: 0.28) and
-    dual clip (arXiv 1912.09729, eq. 5).
-
-    Args:
-        logp, old, advantage: [T]; only logp should carry a gradient.
-        clip_low, clip_high: how far the ratio may fall and rise.
-        dual_clip: bound > 1 on the ratio of a negative advantage; None leaves it out.
-
-    Returns:
-        [T] loss.
+    It is the loss of GPG (arXiv 2504.02546, eq. 4) too, which differs in its advantage.
     """
-    loss, clipped, bound = _ppo_terms(logp, old, advantage, clip_low, clip_high, dual_clip)
-    loss = torch.maximum(loss, clipped)
-    if bound is None:
-        return loss
-    return torch.where(advantage < 0, torch.minimum(loss, bound), loss)
-
-
-def reinforce(logp: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-    """-A logp [T]: the plain policy gradient (Williams, 1992); `old` does not enter."""
+    logp, advantage = counted(tokens, logp, advantage)
     return -advantage * logp
 
 
-def ppo_clip_diagnostics(
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = 3.0,
-) -> dict[str, Tensor]:
-    """Sums over `mask` [T] of: where a clip decides the loss, and old - logp.
+def dro(
+    logp: Tensor, old: Tensor, advantage: Tensor, tokens: LossTokens, *, beta: float = 0.05
+) -> Tensor:
+    """-(A logp - beta/2 (logp - old)^2) [T]: a quadratic pull towards old in place of a ratio.
 
-    Returns:
-        Scalars. `clip_share`: the ratio's clip binds; `clip_high_share`: those of them above
-        1 + clip_high; `dual_clip_share`: the dual clip binds; `approx_kl`: old - logp in nats.
+    DRO (arXiv 2405.19107); the log-ratio is not held, since its gradient is what pulls back.
+
+    Args:
+        logp, old, advantage: [T].
+        tokens: of the micro-batch.
+        beta: > 0, strength of the pull.
     """
-    with torch.no_grad():
-        loss, clipped, bound = _ppo_terms(logp, old, advantage, clip_low, clip_high, dual_clip)
-        binds = mask & (clipped > loss)
-        sums = {
-            "clip_share": binds.sum(),
-            "clip_high_share": (binds & (advantage > 0)).sum(),
-            **drift_diagnostics(logp, old, advantage, mask),
-        }
-        if bound is not None:
-            beyond = torch.maximum(loss, clipped) > bound
-            sums["dual_clip_share"] = (mask & beyond & (advantage < 0)).sum()
-    return sums
+    logp, old, advantage = counted(tokens, logp, old, advantage)
+    return -(advantage * logp - 0.5 * beta * (logp - old).square())
 
 
-def drift_diagnostics(
-    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor
-) -> dict[str, Tensor]:
-    """Sum over `mask` [T] of old - logp (`approx_kl`, nats), which any loss has."""
-    with torch.no_grad():
-        return {"approx_kl": torch.where(mask, old - logp, 0.0).sum()}
-
-
-POLICY_LOSSES: Mapping[str, Callable[..., Tensor]] = {
-    "ppo_clip": ppo_clip,
-    "reinforce": reinforce,
+POLICY_LOSSES: Mapping[str, PolicyLoss] = {
+    "ppo_clip": PolicyLoss(ppo_clip, ppo_clip_diagnostics),
+    "gspo": PolicyLoss(gspo, gspo_diagnostics, SEQUENCE_MEAN),
+    "cispo": PolicyLoss(cispo, cispo_diagnostics),
+    "sapo": PolicyLoss(sapo, drift_diagnostics, SEQUENCE_MEAN),
+    "gmpo": PolicyLoss(gmpo, gmpo_diagnostics, SEQUENCE_MEAN),
+    "clip_cov": PolicyLoss(clip_cov, clip_cov_diagnostics, select=clip_cov_select),
+    "kl_cov": PolicyLoss(kl_cov, kl_cov_diagnostics, select=kl_cov_select),
+    "dppo_tv": PolicyLoss(dppo_tv, dppo_tv_diagnostics),
+    "dppo_kl": PolicyLoss(dppo_kl, dppo_kl_diagnostics),
+    "dro": PolicyLoss(dro, drift_diagnostics),
+    "gpg": PolicyLoss(reinforce, drift_diagnostics, uses_old=False),
+    "reinforce": PolicyLoss(reinforce, drift_diagnostics, uses_old=False),
 }
-POLICY_DIAGNOSTICS: Mapping[str, Callable[..., dict[str, Tensor]]] = {
-    "ppo_clip": ppo_clip_diagnostics,
-    "reinforce": drift_diagnostics,
-}
-
-
-def _ppo_terms(
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """-A r, -A clip(r) and -A dual_clip, each [T]."""
-    r = ratio(logp, old)
-    clipped = -advantage * r.clamp(1 - clip_low, 1 + clip_high)
-    return -advantage * r, clipped, None if dual_clip is None else -advantage * dual_clip

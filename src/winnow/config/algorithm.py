@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
 from pydantic import Field
 
 from winnow.config.advantage import Advantage, GrpoAdvantage
@@ -11,27 +9,7 @@ from winnow.config.aggregation import Aggregation
 from winnow.config.base import Section
 from winnow.config.correction import CorrectionConfig
 from winnow.config.kl import KlConfig
-
-
-class PpoClipLoss(Section):
-    """Clipped surrogate with its own bounds above and below, and dual clip."""
-
-    name: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """Ratio may fall to 1 - clip_low."""
-    clip_high: float = Field(0.2, gt=0)
-    """Ratio may rise to 1 + clip_high; DAPO's clip-higher is 0.28."""
-    dual_clip: float | None = Field(3.0, gt=1)
-    """Bound c on the loss of a negative advantage (-A*c); null leaves it out."""
-
-
-class ReinforceLoss(Section):
-    """Plain policy gradient -A*logp, without a ratio."""
-
-    name: Literal["reinforce"] = "reinforce"
-
-
-PolicyLoss = Annotated[PpoClipLoss | ReinforceLoss, Field(discriminator="name")]
+from winnow.config.policy_loss import PolicyLoss, PpoClipLoss
 
 
 class AlgorithmConfig(Section):

@@ -10,6 +10,9 @@ from winnow.config.load import load_recipe
 from winnow.errors import ConfigError
 
 SHELL = "(set by the command line)"
+LOSSES = (
+    "ppo_clip, gspo, cispo, sapo, gmpo, clip_cov, kl_cov, dppo_tv, dppo_kl, dro, gpg, reinforce"
+)
 OVERRIDES = [
     # Values
     (["optim.lr=-1"], f"optim.lr must be a number greater than 0, got -1 {SHELL}"),
@@ -89,7 +92,8 @@ OVERRIDES = [
     (["optim.wd=1"], f"optim.wd is no known key {SHELL}; did you mean optim.weight_decay?"),
     (
         ["algorithm/polcy_loss=x"],
-        f"algorithm.polcy_loss is no known key {SHELL}; did you mean algorithm/policy_loss?",
+        f"algorithm.polcy_loss is no known key {SHELL}; did you mean algorithm/policy_loss "
+        "or algorithm.policy_loss.beta or algorithm.policy_loss.coef?",
     ),
     (
         ["xyzzy=1"],
@@ -107,27 +111,28 @@ OVERRIDES = [
     (["~reward.scorers.x"], "~reward.scorers.x has nothing to remove; leave it out"),
     # Variants
     (
-        ["algorithm/policy_loss=gspo"],
-        f"algorithm.policy_loss must be one of ppo_clip, reinforce, got 'gspo' {SHELL}",
+        ["algorithm/policy_loss=ppo"],
+        f"algorithm.policy_loss must be one of {LOSSES}, got 'ppo' {SHELL}",
     ),
     (
-        ["algorithm.policy_loss.name=gspo"],
-        f"algorithm.policy_loss must be one of ppo_clip, reinforce, got 'gspo' {SHELL}",
+        ["algorithm.policy_loss.name=ppo"],
+        f"algorithm.policy_loss must be one of {LOSSES}, got 'ppo' {SHELL}",
     ),
     (
         ["algorithm.policy_loss=null"],
-        f"algorithm.policy_loss must be one of ppo_clip, reinforce, got null {SHELL}",
+        f"algorithm.policy_loss must be one of {LOSSES}, got null {SHELL}",
     ),
     (["rollout.engine=vllm"], f"rollout.engine must be torch, got 'vllm' {SHELL}"),
     (
-        ["algorithm/policy_loss=reinforce", "algorithm.policy_loss.clip_low=0.1"],
-        f"algorithm.policy_loss.clip_low is no key of algorithm/policy_loss=reinforce {SHELL}; "
+        ["algorithm/policy_loss=reinforce", "algorithm.policy_loss.dual_clip=4"],
+        f"algorithm.policy_loss.dual_clip is no key of algorithm/policy_loss=reinforce {SHELL}; "
         "choose algorithm/policy_loss=ppo_clip, or leave the key out",
     ),
     (
         ["algorithm.policy_loss.clip_low=0.1", "algorithm.policy_loss.name=reinforce"],
         f"algorithm.policy_loss.clip_low is no key of algorithm/policy_loss=reinforce {SHELL}; "
-        "choose algorithm/policy_loss=ppo_clip, or leave the key out",
+        "choose algorithm/policy_loss=clip_cov or algorithm/policy_loss=gmpo or "
+        "algorithm/policy_loss=gspo or algorithm/policy_loss=ppo_clip, or leave the key out",
     ),
     (
         ["sampling/filter=band", "sampling.filter.lo=0.1"],

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
-from winnow.config.algorithm import PpoClipLoss, ReinforceLoss
 from winnow.config.base import Section
 from winnow.config.compose import compose
 from winnow.config.data import DataConfig, SortDigitsTask
@@ -30,6 +29,7 @@ from winnow.config.load import (
     resolve_recipe,
 )
 from winnow.config.overrides import ready
+from winnow.config.policy_loss import PpoClipLoss, ReinforceLoss
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.config.root import Config
 from winnow.config.run import RunConfig
