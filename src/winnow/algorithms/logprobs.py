@@ -11,15 +11,35 @@ Shapes: `T` tokens, `H` width, `V` vocabulary, `C` tokens of a chunk. Log-probs 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-SMALL_CHUNK_LOGITS = 1 << 22
-"""Logits (16 MiB in fp32) that a chunk may always hold: small vocabularies run in one piece."""
+CHUNK_LOGITS = 1 << 24
+"""Logits (64 MiB in fp32, held twice) that a chunk has where no number of tokens is given."""
+MIN_CHUNK_TOKENS = 32
+"""Below this a product re-reads the head more than it computes."""
 ROWS_AT_ONCE = 8192
+
+
+class TokenLogprobs(NamedTuple):
+    """What the policy says of the given tokens; fp32 or fp64, as the arithmetic was."""
+
+    logprob: Tensor
+    """[T] nats"""
+    entropy: Tensor | None
+    """[T] nats; None where it was not asked for."""
+    prob_square_sum: Tensor | None
+    """[T] sum over the vocabulary of squared probabilities, without gradient; None where it was
+    not asked for."""
+
+
+def chunk_size(vocab_size: int, chunk_tokens: int | None = None) -> int:
+    """Tokens of a chunk: those given, else as many as have `CHUNK_LOGITS` logits together."""
+    return chunk_tokens or max(CHUNK_LOGITS // vocab_size, MIN_CHUNK_TOKENS)
 
 
 def token_logprobs(
@@ -30,8 +50,11 @@ def token_logprobs(
     bias: Tensor | None = None,
     vocab_size: int | None = None,
     with_entropy: bool = True,
-    chunk_tokens: int = 1024,
-) -> tuple[Tensor, Tensor | None]:
+    chunk_tokens: int | None = None,
+    *,
+    with_prob_square_sum: bool = False,
+    head_dtype: torch.dtype | None = None,
+) -> TokenLogprobs:
     """Log-prob of each label, and entropy, under softmax((hidden weight' + bias) / temperature).
 
     Products run in the inputs' dtype, everything after them in fp32 (fp64 for fp64 inputs), as
@@ -39,43 +62,46 @@ def token_logprobs(
 
     Args:
         hidden: [T, H], the states that predict the labels.
-        weight: [V, H] of the head, in hidden's dtype; may be tied to the embeddings.
+        weight: [V, H] of the head, in hidden's dtype or in head_dtype; may be tied to the
+            embeddings.
         labels: [T] int64, in [0, vocab_size).
         temperature: of the policy, > 0.
         bias: [V] of the head.
         vocab_size: ids from here on have probability 0 (a head wider than its tokenizer, of
             which the engine never samples the rest); None means V.
         with_entropy: False saves its cost.
-        chunk_tokens: at most chunk_tokens x V logits exist at once (or 4 Mi, if that is more).
-
-    Returns:
-        Log-probs [T] and entropies [T] (None without), in nats, fp32 or fp64.
+        chunk_tokens: at most so many x V logits exist at once; None is `chunk_size`'s choice.
+        with_prob_square_sum: ask for it; it is for weights, which take no gradient.
+        head_dtype: run the products in this one instead, on states and weights that are cast
+            piece by piece (an FP32 head on a bf16 model). Gradients keep the inputs' dtypes.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or a number out of its range.
     """
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden must be [T, H] and weight [V, H], got {list(hidden.shape)} and "
-            f"{list(weight.shape)}"
-        )
-    if labels.shape != hidden.shape[:1]:
-        raise ValueError(f"labels must be [{len(hidden)}], got {list(labels.shape)}")
-    if weight.dtype != hidden.dtype:
-        raise ValueError(
-            f"weight must have hidden's dtype {hidden.dtype}, got {weight.dtype}; cast one of them"
-        )
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    _check(hidden, weight, labels, temperature, chunk_tokens, head_dtype)
     size = weight.shape[0] if vocab_size is None else vocab_size
     if not 1 <= size <= weight.shape[0]:
         raise ValueError(f"vocab_size must lie in [1, {weight.shape[0]}], got {size}")
-    chunk = max(chunk_tokens, SMALL_CHUNK_LOGITS // size)
-    apply = cast(Any, _TokenLogprobs).apply
-    logprob, entropy = apply(hidden, weight, bias, labels, temperature, size, with_entropy, chunk)
-    return logprob, entropy
+    settings = _Settings(
+        temperature,
+        size,
+        chunk_size(size, chunk_tokens),
+        head_dtype or hidden.dtype,
+        with_entropy,
+        with_prob_square_sum,
+    )
+    return TokenLogprobs(*cast(Any, _TokenLogprobs).apply(hidden, weight, bias, labels, settings))
+
+
+@dataclass(frozen=True)
+class _Settings:
+    temperature: float
+    vocab_size: int
+    chunk: int
+    product: torch.dtype
+    """In which matrices are multiplied."""
+    with_entropy: bool
+    with_prob_square_sum: bool
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -86,15 +112,13 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        temperature: float,
-        vocab_size: int,
-        with_entropy: bool,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor | None]:
-        head = _Head(hidden, weight, bias, temperature, vocab_size, chunk)
+        settings: _Settings,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        head = _Head(hidden, weight, bias, settings)
         logprob = hidden.new_empty(len(hidden), dtype=head.exact)
         lse = torch.empty_like(logprob)
-        entropy = torch.empty_like(logprob) if with_entropy else None
+        entropy = torch.empty_like(logprob) if settings.with_entropy else None
+        square_sum = torch.empty_like(logprob) if settings.with_prob_square_sum else None
         for part in head.parts():
             logits_CV, logp_CV = head.logits(part)
             labels_C1 = labels[part, None]
@@ -103,22 +127,28 @@ class _TokenLogprobs(torch.autograd.Function):
             logprob_C1 = logp_CV.gather(1, labels_C1)
             logprob[part] = logprob_C1[:, 0]
             lse[part] = (chosen_C1 - logprob_C1)[:, 0]
+            if entropy is None and square_sum is None:
+                continue
+            p_CV = torch.exp(logp_CV, out=logits_CV)
+            if square_sum is not None:
+                square_sum[part] = torch.linalg.vector_norm(p_CV, dim=1).square_()
             if entropy is not None:
-                p_CV = torch.exp(logp_CV, out=logits_CV)
                 entropy[part] = p_CV.mul_(logp_CV).sum(1).neg_()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropy)
-        ctx.settings = (temperature, vocab_size, chunk)
-        return logprob, entropy
+        ctx.settings = settings
+        if square_sum is not None:
+            ctx.mark_non_differentiable(square_sum)
+        return logprob, entropy, square_sum
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, lse, entropy = ctx.saved_tensors
-        temperature, size, chunk = ctx.settings
-        head = _Head(hidden, weight, bias, temperature, size, chunk)
+        size, scale = ctx.settings.vocab_size, 1 / ctx.settings.temperature
+        head = _Head(hidden, weight, bias, ctx.settings)
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=head.exact) if for_weight else None
@@ -130,61 +160,66 @@ class _TokenLogprobs(torch.autograd.Function):
                 logp_CV,
                 p_CV,
                 labels[part, None],
-                _scaled(grad_logprob, part, 1 / temperature),
-                _scaled(grad_entropy, part, 1 / temperature),
+                _scaled(grad_logprob, part, scale),
+                _scaled(grad_entropy, part, scale),
                 None if entropy is None else entropy[part, None],
             )
             if grad_bias is not None:
                 grad_bias[:size] += grad_CV.sum(0)
             grad_CV = head.rounded(grad_CV)
             if grad_hidden is not None:
-                torch.mm(grad_CV, weight[:size], out=grad_hidden[part])
+                head.times_weight(grad_CV, grad_hidden[part])
             if grad_weight is not None:
-                _add_product(grad_weight[:size], grad_CV.T, hidden[part])
+                _add_product(grad_weight[:size], grad_CV.T, head.states(part))
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 class _Head:
     """The head's logits chunk by chunk, in two buffers [C, V] that every chunk uses again.
 
-    (Fresh ones of this size cost more time in page faults than the arithmetic does.)
+    (Fresh ones of this size cost more time in page faults than the arithmetic does.) A weight of
+    another dtype than the products' is cast by rows, into a third, small buffer.
     """
 
     def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        temperature: float,
-        vocab_size: int,
-        chunk: int,
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings
     ) -> None:
-        self.exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        size, product = settings.vocab_size, settings.product
+        self.exact = torch.float64 if product == torch.float64 else torch.float32
         self._hidden = hidden
-        self._weight = weight[:vocab_size]
-        self._bias = None if bias is None else bias[:vocab_size]
-        self._temperature = temperature
-        self._chunk = chunk
-        shape = (min(chunk, len(hidden)), vocab_size)
+        self._weight = weight[:size]
+        self._bias = None if bias is None else bias[:size]
+        self._temperature = settings.temperature
+        self._chunk = settings.chunk
+        shape = (min(settings.chunk, len(hidden)), size)
         self._first = hidden.new_empty(shape, dtype=self.exact)
         self._second = hidden.new_empty(shape, dtype=self.exact)
-        same = hidden.dtype == self.exact
-        self._product = self._first if same else hidden.new_empty(shape)
+        same = product == self.exact
+        self._product = self._first if same else hidden.new_empty(shape, dtype=product)
+        self._room: Tensor | None = None
+        if weight.dtype != product:
+            self._room = weight.new_empty((min(size, ROWS_AT_ONCE), weight.shape[1]), dtype=product)
 
     def parts(self) -> Iterator[slice]:
         """The chunks of the tokens."""
         for start in range(0, len(self._hidden), self._chunk):
             yield slice(start, min(start + self._chunk, len(self._hidden)))
 
+    def states(self, part: slice) -> Tensor:
+        """The hidden states of a chunk [C, H] in the products' dtype."""
+        return self._hidden[part].to(self._product.dtype)
+
     def logits(self, part: slice) -> tuple[Tensor, Tensor]:
         """z of a chunk [C, V] in fp32 or fp64, and the other buffer; both the caller's to use."""
         size = part.stop - part.start
-        product = torch.mm(self._hidden[part], self._weight.T, out=self._product[:size])
-        logits = self._first[:size]
+        product, logits = self._product[:size], self._first[:size]
+        states = self.states(part)
+        for rows, weight in self._rows():
+            torch.mm(states, weight.T, out=product[:, rows])
         if product.dtype != self.exact:
             logits.copy_(product)
         if self._bias is not None:
@@ -194,10 +229,59 @@ class _Head:
         return logits, self._second[:size]
 
     def rounded(self, values: Tensor) -> Tensor:
-        """`values` [C, V] in the inputs' dtype, valid until the next chunk."""
+        """`values` [C, V] in the products' dtype, valid until the next chunk."""
         if self._product.dtype == self.exact:
             return values
         return self._product[: len(values)].copy_(values)
+
+    def times_weight(self, values: Tensor, out: Tensor) -> None:
+        """Fill `out` [C, H] with values [C, V] times the weight, summed in the products' dtype."""
+        if self._room is None and out.dtype == self._product.dtype:
+            torch.mm(values, self._weight, out=out)
+            return
+        total = torch.zeros_like(out, dtype=self._product.dtype)
+        for rows, weight in self._rows():
+            total.addmm_(values[:, rows], weight)
+        out.copy_(total)
+
+    def _rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """The weight in the products' dtype: whole, or rows of it that are valid one by one."""
+        if self._room is None:
+            yield slice(None), self._weight
+            return
+        for start in range(0, len(self._weight), ROWS_AT_ONCE):
+            rows = slice(start, min(start + ROWS_AT_ONCE, len(self._weight)))
+            yield rows, self._room[: rows.stop - start].copy_(self._weight[rows])
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    chunk_tokens: int | None,
+    head_dtype: torch.dtype | None,
+) -> None:
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be [T, H] and weight [V, H], got {list(hidden.shape)} and "
+            f"{list(weight.shape)}"
+        )
+    if labels.shape != hidden.shape[:1]:
+        raise ValueError(f"labels must be [{len(hidden)}], got {list(labels.shape)}")
+    product = head_dtype or hidden.dtype
+    if weight.dtype not in (hidden.dtype, product):
+        raise ValueError(
+            f"weight must have hidden's dtype {hidden.dtype}, got {weight.dtype}; cast one of them"
+        )
+    if torch.promote_types(hidden.dtype, product) != product:
+        raise ValueError(
+            f"head_dtype must hold hidden's {hidden.dtype}, got {head_dtype}; leave it out"
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
 
 
 def _grad_logits(

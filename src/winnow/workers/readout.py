@@ -48,7 +48,7 @@ def readout_of(
     model: nn.Module,
     temperature: float,
     vocab_size: int | None,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     fp32_head: bool,
 ) -> Readout:
     """The one that fits the model; a causal LM's takes the settings, which other kinds ignore."""
@@ -65,12 +65,13 @@ class _Logprobs:
     model: nn.Module
     temperature: float
     vocab_size: int | None
-    chunk_tokens: int
+    chunk_tokens: int | None
     fp32_head: bool
 
     def read(self, hidden: Tensor, micro: MicroBatch, outputs: frozenset[Output]) -> Found:
         scored, head = micro.scored_positions, output_head(self.model)
-        logprob, entropy = token_logprobs(
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        logprob, entropy, _ = token_logprobs(
             hidden.index_select(0, scored - 1),
             head.weight,
             micro.token_ids[scored],
@@ -79,6 +80,7 @@ class _Logprobs:
             self.vocab_size,
             with_entropy="entropy" in outputs,
             chunk_tokens=self.chunk_tokens,
+            head_dtype=exact if self.fp32_head else None,
         )
         found: Found = {}
         if "logprob" in outputs:

@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from winnow.algorithms import logprobs
-from winnow.algorithms.logprobs import token_logprobs
+from winnow.algorithms.logprobs import chunk_size, token_logprobs
 
 T, H, V = 11, 5, 13
-
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without this a small vocabulary would always run in one chunk."""
-    monkeypatch.setattr(logprobs, "SMALL_CHUNK_LOGITS", 0)
 
 
 def make(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, ...]:
@@ -38,8 +32,8 @@ def naive(
     temperature: float = 1.0,
     bias: Tensor | None = None,
     vocab_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """All logits at once; ids beyond the vocabulary at -inf."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All logits at once; ids beyond the vocabulary at -inf. The third is sum of p^2."""
     logits = hidden @ weight.T
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if bias is not None:
@@ -48,14 +42,19 @@ def naive(
         beyond = torch.arange(len(weight)) >= vocab_size
         logits = logits.masked_fill(beyond, -1e30)
     logp = torch.log_softmax(logits / temperature, -1)
-    return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    p = logp.exp()
+    return logp.gather(1, labels[:, None])[:, 0], -(p * logp).sum(-1), p.square().sum(-1)
 
 
 def test_a_case_worked_by_hand() -> None:
     hidden = torch.tensor([[math.log(3.0)], [0.0]], dtype=torch.float64)
     weight = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
-    logprob, entropy = token_logprobs(hidden, weight, torch.tensor([0, 1]))
+    logprob, entropy, square_sum = token_logprobs(
+        hidden, weight, torch.tensor([0, 1]), with_prob_square_sum=True
+    )
     assert entropy is not None
+    assert square_sum is not None
+    assert square_sum.tolist() == pytest.approx([0.75**2 + 0.25**2, 0.5])
     assert logprob.tolist() == pytest.approx([math.log(0.75), math.log(0.5)])
     expected = -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
     assert entropy.tolist() == pytest.approx([expected, math.log(2)])
@@ -63,8 +62,11 @@ def test_a_case_worked_by_hand() -> None:
 
 def test_loops_over_tokens_and_ids_agree() -> None:
     hidden, weight, bias, labels = (x.detach() for x in make())
-    logprob, entropy = token_logprobs(hidden, weight, labels, 0.7, bias, V - 2, chunk_tokens=4)
+    logprob, entropy, square_sum = token_logprobs(
+        hidden, weight, labels, 0.7, bias, V - 2, chunk_tokens=4, with_prob_square_sum=True
+    )
     assert entropy is not None
+    assert square_sum is not None
     for t in range(T):
         scores = [
             math.exp((sum(float(hidden[t, i] * weight[v, i]) for i in range(H)) + bias[v]) / 0.7)
@@ -73,6 +75,7 @@ def test_loops_over_tokens_and_ids_agree() -> None:
         p = [score / sum(scores) for score in scores]
         assert float(logprob[t]) == pytest.approx(math.log(p[int(labels[t])]), rel=1e-10)
         assert float(entropy[t]) == pytest.approx(-sum(q * math.log(q) for q in p), rel=1e-10)
+        assert float(square_sum[t]) == pytest.approx(sum(q * q for q in p), rel=1e-10)
 
 
 @settings(max_examples=25, deadline=None)
@@ -91,7 +94,10 @@ def test_values_and_gradients_equal_the_naive_ones_for_any_chunk(
         hidden, weight, bias, labels = make(seed=seed)
         b = bias if with_bias else None
         outputs = (
-            token_logprobs(hidden, weight, labels, temperature, b, vocab_size, True, chunk)
+            token_logprobs(
+                *(hidden, weight, labels, temperature, b, vocab_size, True, chunk),
+                with_prob_square_sum=True,
+            )
             if kernel
             else naive(hidden, weight, labels, temperature, b, vocab_size)
         )
@@ -110,7 +116,7 @@ def test_gradient_equals_finite_differences(with_entropy: bool) -> None:
     hidden, weight, bias, labels = make()
 
     def outputs(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        logprob, entropy = token_logprobs(h, w, labels, 0.8, b, V - 1, with_entropy, 4)
+        logprob, entropy, _ = token_logprobs(h, w, labels, 0.8, b, V - 1, with_entropy, 4)
         return (logprob,) if entropy is None else (logprob, entropy)
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
@@ -155,7 +161,7 @@ def test_a_head_tied_to_the_embeddings_gets_both_gradients() -> None:
 
 def test_bf16_inputs_get_fp32_results_near_the_exact_ones() -> None:
     hidden, weight, _, labels = make(torch.bfloat16)
-    logprob, entropy = token_logprobs(hidden, weight, labels, chunk_tokens=3)
+    logprob, entropy, _ = token_logprobs(hidden, weight, labels, chunk_tokens=3)
     assert entropy is not None
     assert logprob.dtype == entropy.dtype == torch.float32
     exact = naive(hidden, weight, labels)
@@ -189,8 +195,8 @@ def test_ids_beyond_the_vocabulary_have_no_probability_and_no_gradient() -> None
     hidden, weight, _, labels = make()
     with torch.no_grad():
         weight[V - 3 :] = 50.0
-    logprob, _ = token_logprobs(hidden, weight, labels, vocab_size=V - 3)
-    smaller, _ = token_logprobs(hidden, weight[: V - 3], labels)
+    logprob, _, _ = token_logprobs(hidden, weight, labels, vocab_size=V - 3)
+    smaller, _, _ = token_logprobs(hidden, weight[: V - 3], labels)
     torch.testing.assert_close(logprob, smaller)
     logprob.sum().backward()
     assert weight.grad is not None
@@ -200,7 +206,7 @@ def test_ids_beyond_the_vocabulary_have_no_probability_and_no_gradient() -> None
 def test_huge_logits_stay_finite() -> None:
     hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
     weight = torch.tensor([[1.0], [0.0], [-1.0]])
-    logprob, entropy = token_logprobs(hidden, weight, torch.tensor([0, 0]))
+    logprob, entropy, _ = token_logprobs(hidden, weight, torch.tensor([0, 0]))
     assert entropy is not None
     (logprob.sum() + entropy.sum()).backward()
     assert logprob.tolist() == [0.0, -2e4]
@@ -212,7 +218,7 @@ def test_huge_logits_stay_finite() -> None:
 def test_no_tokens_give_no_results_and_zero_gradients() -> None:
     hidden = torch.empty(0, H, requires_grad=True)
     weight = torch.randn(V, H, requires_grad=True)
-    logprob, entropy = token_logprobs(hidden, weight, torch.empty(0, dtype=torch.int64))
+    logprob, entropy, _ = token_logprobs(hidden, weight, torch.empty(0, dtype=torch.int64))
     assert entropy is not None
     assert logprob.shape == entropy.shape == (0,)
     (logprob.sum() + entropy.sum()).backward()
@@ -236,9 +242,108 @@ def test_never_more_logits_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -
     token_logprobs(hidden, weight, labels, chunk_tokens=4)[0].sum().backward()
     assert sizes == [4, 4, 3] * 2
     sizes.clear()
-    monkeypatch.setattr(logprobs, "SMALL_CHUNK_LOGITS", V * T)
-    token_logprobs(hidden, weight, labels, chunk_tokens=4)
-    assert sizes == [T]
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", V * 6 + 1)
+    monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
+    token_logprobs(hidden, weight, labels)
+    assert sizes == [6, 5]
+
+
+def test_a_chunk_is_chosen_by_the_vocabulary_unless_it_is_given() -> None:
+    assert chunk_size(29) == 2**24 // 29
+    assert chunk_size(151_936) == 110
+    assert chunk_size(10**9) == 32
+    assert chunk_size(151_936, 7) == 7
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_the_sum_of_squared_probabilities_has_no_gradient_and_changes_none(
+    with_entropy: bool,
+) -> None:
+    grads = []
+    for asked in (True, False):
+        hidden, weight, _, labels = make()
+        found = token_logprobs(
+            hidden, weight, labels, with_entropy=with_entropy, with_prob_square_sum=asked
+        )
+        assert (found.entropy is None) is not with_entropy
+        if asked:
+            assert found.prob_square_sum is not None
+            assert not found.prob_square_sum.requires_grad
+            torch.testing.assert_close(found.prob_square_sum, naive(hidden, weight, labels)[2])
+        else:
+            assert found.prob_square_sum is None
+        loss = found.logprob.sum() if found.entropy is None else (found.logprob + found[1]).sum()
+        grads.append(torch.autograd.grad(loss, [hidden, weight]))
+    for with_sum, without in zip(*grads, strict=True):
+        assert torch.equal(with_sum, without)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab_size", [None, V - 2])
+def test_an_fp32_head_computes_as_if_model_and_head_were_fp32(
+    monkeypatch: pytest.MonkeyPatch, weight_dtype: torch.dtype, vocab_size: int | None
+) -> None:
+    monkeypatch.setattr(logprobs, "ROWS_AT_ONCE", 5)  # several pieces of the weight
+    hidden, weight, bias, labels = make(torch.bfloat16)
+    weight = weight.detach().to(weight_dtype).requires_grad_()
+    leaves = (hidden, weight, bias)
+    ours = token_logprobs(
+        hidden, weight, labels, 0.7, bias, vocab_size, chunk_tokens=4, head_dtype=torch.float32
+    )
+    wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    exact = naive(wide[0], wide[1], labels, 0.7, wide[2], vocab_size)
+    assert ours.entropy is not None
+    torch.testing.assert_close(ours.logprob, exact[0])
+    torch.testing.assert_close(ours.entropy, exact[1])
+    rounded = token_logprobs(hidden, weight.to(torch.bfloat16), labels, 0.7, bias, vocab_size)
+    assert float((rounded.logprob - exact[0]).detach().abs().max()) > 1e-3
+    got = torch.autograd.grad((ours.logprob - 0.3 * ours.entropy).sum(), leaves)
+    want = torch.autograd.grad((exact[0] - 0.3 * exact[1]).sum(), wide)
+    for leaf, grad, reference in zip(leaves, got, want, strict=True):
+        assert grad.dtype == leaf.dtype
+        torch.testing.assert_close(grad, reference.to(leaf.dtype), rtol=1e-2, atol=1e-4)
+
+
+def test_an_fp32_head_that_is_tied_to_the_embeddings_gets_both_gradients() -> None:
+    results = []
+    for head_dtype in (torch.float32, None):
+        _, table, _, labels = make(torch.bfloat16 if head_dtype else torch.float32)
+        if head_dtype is None:
+            table = table.detach().bfloat16().float().requires_grad_()
+        states = table[labels.flip(0)] * 0.5
+        token_logprobs(states, table, labels, head_dtype=head_dtype)[0].sum().backward()
+        assert table.grad is not None
+        results.append(table.grad.float())
+    assert float((results[0] - results[1]).norm() / results[1].norm()) < 0.01
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    order=st.permutations(range(T)),
+    cut=st.integers(0, T),
+    chunk=st.sampled_from([1, 3, None]),
+)
+def test_order_and_split_of_the_tokens_change_no_value_and_no_gradient(
+    seed: int, order: list[int], cut: int, chunk: int | None
+) -> None:
+    hidden, weight, bias, labels = make(seed=seed)
+    at = torch.tensor(order)
+
+    def run(parts: list[Tensor]) -> tuple[Tensor, ...]:
+        found = [
+            token_logprobs(hidden[p], weight, labels[p], 1.3, bias, chunk_tokens=chunk)
+            for p in parts
+        ]
+        values = torch.cat([f.logprob for f in found])
+        entropies = torch.cat([f.entropy for f in found if f.entropy is not None])
+        loss = (values.square() + entropies).sum()
+        back = torch.cat(parts).argsort()
+        return values[back], entropies[back], *torch.autograd.grad(loss, [hidden, weight, bias])
+
+    whole, parted = run([torch.arange(T)]), run([at[:cut], at[cut:]])
+    for one, other in zip(whole, parted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +356,7 @@ def test_never_more_logits_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -
         ({"weight": torch.zeros(V, H + 1)}, "hidden must be"),
         ({"weight": torch.zeros(V, H).half()}, "weight must have hidden's dtype"),
         ({"labels": torch.zeros(T + 1, dtype=torch.int64)}, "labels must be"),
+        ({"head_dtype": torch.bfloat16}, "head_dtype must hold hidden's torch.float32"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
