@@ -115,11 +115,14 @@ def export(
     step: Annotated[
         int | None, typer.Option(help="Checkpoint to take; the last by default.")
     ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write a LoRA adapter alone, as a PEFT folder.")
+    ] = False,
 ) -> None:
     """Write a run's model as a Hugging Face folder that AutoModelForCausalLM loads."""
-    from winnow.trainer.commands import run_export
+    from winnow.trainer.export import run_export
 
-    typer.echo(f"Exported to {run_export(run, target, step)}")
+    typer.echo(f"Exported to {run_export(run, target, step, adapter)}")
 
 
 @app.command()

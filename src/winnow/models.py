@@ -250,7 +250,7 @@ def head_logits(head: nn.Linear, hidden: Tensor, fp32: bool = False) -> Tensor:
     Args:
         fp32: of a half-precision model, compute the product in fp32 too, from the same weights.
     """
-    if not fp32 or hidden.dtype == torch.float32:
+    if not fp32 or hidden.dtype not in (torch.bfloat16, torch.float16):
         return cast(Tensor, head(hidden)).float()
     bias = None if head.bias is None else head.bias.float()
     return nn.functional.linear(hidden.float(), head.weight.float(), bias)

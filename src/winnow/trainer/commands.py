@@ -1,17 +1,15 @@
-"""What is done with a finished run: evaluate it again, export its model."""
+"""A checkpoint of a run, and its evaluation."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from winnow.checkpoint import Checkpoint, checkpoints_in, verify
 from winnow.config.load import load_recipe
-from winnow.errors import CheckpointError, ConfigError, DataError, WinnowError
+from winnow.errors import CheckpointError, DataError
 from winnow.observe.history import evaluations
 from winnow.observe.names import Number
 from winnow.observe.run_folder import RunFolder
@@ -65,24 +63,3 @@ def run_evaluation(run: str, step: int | None, overrides: Sequence[str], console
         ),
         console,
     )
-
-
-def run_export(run: str, target: str, step: int | None) -> Path:
-    """Copy a checkpoint's model folder to `target`.
-
-    Raises:
-        WinnowError: no such run or checkpoint, or the target is not a new folder.
-    """
-    checkpoint = find_checkpoint(RunFolder.open(run), step)
-    path = Path(target)
-    if path.exists():
-        raise ConfigError(f"{target} exists already; name a folder that does not")
-    draft = path.with_name(f".{path.name}.partial")
-    try:
-        shutil.copytree(checkpoint.model, draft)
-        draft.rename(path)
-    except OSError as error:
-        raise WinnowError(f"cannot write {target}: {error}; choose another folder") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return path
