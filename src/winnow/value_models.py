@@ -119,9 +119,12 @@ def _load(
             "give a model whose config.json has one label"
         )
     made = _with_head(where, config, generic)
-    return load_pretrained(
+    model, loading = load_pretrained(
         made, where, "a model with a head of one number", config=config, dtype=dtype
     )
+    # A head that was loaded has fp32 already (see `_with_head`), one that is new has not.
+    _head(model).to(torch.promote_types(dtype, torch.float32))
+    return model, loading
 
 
 def _with_head(where: Source, config: Any, generic: type) -> type[PreTrainedModel]:
