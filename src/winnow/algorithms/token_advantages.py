@@ -112,7 +112,9 @@ def gdpo_whitened(
     Raises:
         ValueError: as `gdpo`, or offsets and mask that do not fit.
     """
-    return whiten(spread(gdpo(components, groups, weights=weights), offsets, loss_mask), loss_mask)
+    exact = {name: component.double() for name, component in components.items()}
+    blend_T = spread(gdpo(exact, groups, weights=weights), offsets, loss_mask)
+    return whiten(blend_T, loss_mask).to(float_dtype("components", next(iter(components.values()))))
 
 
 def remax(

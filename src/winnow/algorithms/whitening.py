@@ -17,7 +17,9 @@ from torch import Tensor
 
 VAR_EPS = 1e-8
 FLAT_TOLERANCE = 1e-6
-"""A standard deviation up to this (times the mean, if above 1) is float noise."""
+"""A standard deviation up to this times the mean is float noise."""
+LEAST_MEAN = 1e-4
+"""A mean nearer to 0 counts as this: up to 1e-10 is noise around 0."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def whiten(x: Tensor, mask: Tensor, moments: Moments | None = None) -> Tensor:
     """
     here = _measure(x, mask)
     whole = here if moments is None else moments
-    if whole.variance <= (FLAT_TOLERANCE * max(abs(whole.mean), 1.0)) ** 2:
+    if whole.variance <= (FLAT_TOLERANCE * max(abs(whole.mean), LEAST_MEAN)) ** 2:
         return torch.zeros_like(x)
     scaled = (x.double() - whole.mean) / (whole.variance + VAR_EPS) ** 0.5
     return torch.where(mask, scaled, 0.0).to(x.dtype)
