@@ -115,6 +115,7 @@ def test_a_supervised_run_survives_and_ends_with_the_same_bits(
     reward = [
         f"reward.function.path={scorer}",
         f"+reward.function.kwargs={{what: {what}, flag: '{flag}'}}",
+        "reward.workers=0",  # in the run's own process, which is to die or to hang
         "trainer.save_every=1",
     ]
     calm, run = lab.run(f"calm-{what}"), lab.run(f"supervised-{what}")

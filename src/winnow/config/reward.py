@@ -38,6 +38,13 @@ class RewardConfig(Section):
     """Your own reward."""
     scorers: dict[str, str] = Field(default_factory=dict)
     """Scorer by data source, over the built-in routing (`*` at the end for prefixes)."""
+    workers: int | None = Field(None, ge=0)
+    """Processes that score; 0 scores in the run's own process, without limits of time and memory.
+    null: half of the cores for your own function, none for quick built-in rules."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Seconds that a worker has for one answer."""
+    memory_mb: int = Field(2048, ge=64)
+    """Resident memory that a worker may use, in MiB, what your file imports included."""
     overlong: OverlongConfig = OverlongConfig()
     """Length shaping."""
     on_failure: Literal["wrong", "drop_group", "fatal"] = "wrong"

@@ -1,28 +1,25 @@
 """Scores for answers: routed, shaped, and safe against scorers that fail.
 
-A scorer that raises, exits, or returns NaN or the wrong type marks its own sample as failed:
-`Score.error` says why, the reward is that of a wrong answer and the accuracy 0. Too large a
-share of failures stops the run, because a broken reward must not train a model.
+A scorer that raises, exits, hangs, dies, or returns NaN or the wrong type marks its own sample as
+failed: `Score.error` says why, the reward is that of a wrong answer and the accuracy 0. Too large
+a share of failures stops the run, because a broken reward must not train a model. Where scorers
+run is the affair of `winnow.rewards.backend`.
 """
 
 from __future__ import annotations
 
 import math
-import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 from winnow.config.reward import RewardConfig
 from winnow.errors import RewardError
-from winnow.rewards import user_function
-from winnow.rewards.routing import Router
+from winnow.rewards.backend import Backend
 from winnow.rewards.shaping import overlong_penalty
-from winnow.rewards.user_function import WRONG_REWARD, UserScorer
+from winnow.rewards.task import Failure
+from winnow.rewards.user_function import WRONG_REWARD
 from winnow.types import Prompt, Score, Trajectory
-
-# They pass errors on; the fault is never theirs.
-_OUR_FILES = (__file__, user_function.__file__)
 
 
 @dataclass(frozen=True)
@@ -39,18 +36,35 @@ class FailureReport:
 class RewardService:
     """Scores answers by the section `reward`."""
 
-    def __init__(self, config: RewardConfig, max_response_tokens: int) -> None:
-        """Load what scores; a user's file is imported here.
+    def __init__(
+        self, config: RewardConfig, max_response_tokens: int, backend: Backend | None = None
+    ) -> None:
+        """Load what scores; a user's file is imported here, or in its workers.
+
+        Args:
+            backend: another service's; None starts one, which `close` ends.
 
         Raises:
             RewardError: a scorer's name or the user's file is wrong.
         """
         self._config = config
         self._max_response_tokens = max_response_tokens
-        self._router = Router(config.scorers)
-        self._user = UserScorer(config.function) if config.function.path is not None else None
+        self._backend = backend or Backend(config)
+        self._has_user = config.function.path is not None
         self._required: str | None = None
         self._failures = FailureReport(0, "", "")
+
+    def twin(self) -> RewardService:
+        """Another service over the same scorers and workers, with a count of its own."""
+        return RewardService(self._config, self._max_response_tokens, self._backend)
+
+    def close(self) -> None:
+        """End the workers; nothing can be scored afterwards."""
+        self._backend.close()
+
+    def scored_apart(self) -> int:
+        """Answers that workers have dealt with: grows as long as scoring gets on."""
+        return self._backend.scored
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
         """See before training that every source can be scored.
@@ -58,14 +72,13 @@ class RewardService:
         Raises:
             RewardError: one cannot.
         """
-        if self._user is None:
-            self._router.check(data_sources)
+        self._backend.prepare(set(data_sources))
 
     def known_metrics(self, data_sources: Iterable[str]) -> frozenset[str] | None:
         """The numbers that every score of these sources has; None: only a run will tell."""
-        if self._user is not None:
+        if self._has_user:
             return None
-        own = [self._router.scorer(source).metrics for source in data_sources]
+        own = [self._backend.router.scorer(source).metrics for source in data_sources]
         shared = frozenset.intersection(*own) if own else frozenset()
         return self._common_metrics() | shared
 
@@ -94,12 +107,8 @@ class RewardService:
             RewardError: scoring failed and `on_failure` is fatal, or the score lacks the metric
                 that the filter asks for.
         """
-        wrong = WRONG_REWARD if self._user else self._router.scorer(prompt.data_source).wrong_reward
-        try:
-            score = _checked(await self._task_score(prompt, text))
-        # SystemExit: a scorer that calls exit() must not end the run either.
-        except (Exception, SystemExit) as error:
-            score = self._failed(prompt, error, wrong)
+        result = await self._backend.score(prompt, text)
+        score = self._failed(prompt, result) if isinstance(result, Failure) else result
         if not training:
             return score
         self._check_required(score)
@@ -128,26 +137,25 @@ class RewardService:
                 f"{self._failures.first_error}; mend the scorer (its traceback is in the log)"
             )
 
-    async def _task_score(self, prompt: Prompt, text: str) -> Score:
-        arguments = (prompt.data_source, text, prompt.ground_truth, prompt.extra)
-        if self._user is not None:
-            return await self._user.score(*arguments)
-        return self._router.scorer(prompt.data_source).score(*arguments)
-
-    def _failed(self, prompt: Prompt, error: BaseException, wrong: float) -> Score:
-        line = _describe(error, self._user.file if self._user else None)
+    def _failed(self, prompt: Prompt, failure: Failure) -> Score:
+        line = failure.line
         if not self._failures.count:
-            trace = "".join(traceback.format_exception(error))
-            self._failures = FailureReport(0, f"{line} (prompt {prompt.uid})", trace)
+            self._failures = FailureReport(0, f"{line} (prompt {prompt.uid})", failure.trace)
         self._failures = replace(self._failures, count=self._failures.count + 1)
         if self._config.on_failure == "fatal":
             raise RewardError(
                 f"scoring an answer to prompt {prompt.uid} failed and reward.on_failure is fatal: "
                 f"{line}; mend the scorer, or set reward.on_failure to wrong"
-            ) from error
+            )
+        wrong = self._wrong_reward(prompt)
         required = self._required
         extra = {} if required is None or required in self._common_metrics() else {required: 0.0}
         return Score(wrong, 0.0, {"task": wrong}, extra, error=line)
+
+    def _wrong_reward(self, prompt: Prompt) -> float:
+        if self._has_user:
+            return WRONG_REWARD
+        return self._backend.router.scorer(prompt.data_source).wrong_reward
 
     def _shaped(self, score: Score, trajectory: Trajectory) -> Score:
         overlong = self._config.overlong
@@ -178,21 +186,3 @@ class RewardService:
                 f"{'no such number' if metric not in score.extra else repr(value)}; it has "
                 f"{', '.join(sorted(self._common_metrics()) + given)}"
             )
-
-
-def _checked(score: Score) -> Score:
-    numbers: Mapping[str, Any] = {"reward": score.reward, "accuracy": score.accuracy}
-    for name, number in numbers.items():
-        if not math.isfinite(number):
-            raise ValueError(f"the scorer returned {number} as {name}")
-    return score
-
-
-def _describe(error: BaseException, user_file: str | None) -> str:
-    """One line with the place it was raised at: the user's own where there is one."""
-    text = " ".join(str(error).split())
-    frames = traceback.extract_tb(error.__traceback__)
-    foreign = [frame for frame in frames if frame.filename not in _OUR_FILES]
-    own = [frame for frame in foreign if frame.filename == user_file] or foreign
-    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"

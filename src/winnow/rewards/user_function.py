@@ -3,7 +3,8 @@
 It is called as `compute_score(data_source=…, solution_str=…, ground_truth=…, extra_info=…,
 **kwargs)` and returns a number, or a dict with `score`. The dict's `acc` is the accuracy
 (without it: 1 where the score is above 0), every other key is kept with the sample. A sync
-function runs in the main thread, because signals (math-verify's alarm) work nowhere else.
+function runs in the main thread, because signals (math-verify's alarm) work nowhere else: that
+of a worker of the pool, or with `reward.workers=0` the run's.
 """
 
 from __future__ import annotations
@@ -36,25 +37,19 @@ class UserScorer:
         self.file = str(Path(config.path).expanduser().absolute())
         self._kwargs = config.kwargs
         self._function = _function(_load(config.path, self.file), config)
+        called = getattr(self._function, "__call__", None)  # noqa: B004  an object's own
+        self.is_async = any(map(inspect.iscoroutinefunction, (self._function, called)))
+        """Whether many calls may wait side by side."""
 
-    async def score(
-        self, data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
-    ) -> Score:
-        """What the function says; it may raise anything.
-
-        Raises:
-            TypeError, ValueError: it returned no usable score.
-        """
-        result = self._function(
+    def call(self, data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Any:
+        """What the function returns, perhaps something to await; it may raise anything."""
+        return self._function(
             data_source=data_source,
             solution_str=text,
             ground_truth=ground_truth,
             extra_info=dict(extra.get("extra_info") or {}),
             **self._kwargs,
         )
-        if inspect.isawaitable(result):
-            result = await result
-        return read_result(result)
 
 
 def read_result(result: Any) -> Score:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-
 from winnow.algorithms.advantages import ADVANTAGES
 from winnow.algorithms.schedule import lr_at
 from winnow.checkpoint import Content, Retention, sync, this_machine
@@ -140,11 +139,21 @@ def make_engine(config: Config, policy: Policies) -> TorchEngine:
     return TorchEngine(policy.model, engine.slots, engine.prefill_tokens, policy.vocabulary, decode)
 
 
+def make_rewards(config: Config) -> RewardService:
+    """The scorers, with workers where they run apart; close it.
+
+    Raises:
+        RewardError: a scorer's name or the user's file is wrong.
+    """
+    return RewardService(config.reward, config.rollout.max_response_tokens)
+
+
 def make_evaluator(
     config: Config,
     policy: Policies,
     engine: TorchEngine,
     file_of: Callable[[int], Path],
+    rewards: RewardService,
 ) -> Evaluator:
     """Held-out prompts, checked against the scorers.
 
@@ -152,7 +161,6 @@ def make_evaluator(
         DataError: the evaluation data is not usable.
         RewardError: a source has no scorer.
     """
-    rewards = RewardService(config.reward, config.rollout.max_response_tokens)
     held_out = evaluation_prompts(config.data, policy.tokenizer)
     rewards.check_sources(held_out.data_sources)
     sampling = rollout_sampling(config, policy)
@@ -268,6 +276,7 @@ def build(
     metrics: MetricsLog,
     saver: Saver,
     stop: Stop,
+    rewards: RewardService,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Built:
     """Everything that `loop.train` sequences.
@@ -275,14 +284,13 @@ def build(
     Raises:
         WinnowError: data, scorers and model do not fit what the recipe asks.
     """
-    rewards = RewardService(config.reward, config.rollout.max_response_tokens)
     source = training_prompts(config.data, policy.tokenizer, config.run.seed)
     rewards.check_sources(source.data_sources)
     if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
         rewards.require_metric(config.sampling.filter.metric, source.data_sources)
     loader = PromptLoader(source, config.run.seed, config.data.shuffle)
     engine = make_engine(config, policy)
-    evaluator = make_evaluator(config, policy, engine, folder.evaluation)
+    evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin())
     step_answers = config.sampling.groups_per_step * config.rollout.n
     scores = TrainingScores(rewards, policy.decode, patience=step_answers)
     sampler = Sampler(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -15,7 +16,14 @@ from winnow.observe.names import Number
 from winnow.observe.run_folder import RunFolder
 from winnow.observe.summary import Summary, print_summary
 from winnow.rollout.engine import WeightUpdate
-from winnow.trainer.build import load_policy, make_engine, make_evaluator, use_machine
+from winnow.trainer.build import (
+    load_policy,
+    make_engine,
+    make_evaluator,
+    make_rewards,
+    use_machine,
+)
+from winnow.trainer.evaluate import Evaluator
 
 
 def find_checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
@@ -46,15 +54,16 @@ def run_evaluation(run: str, step: int | None, overrides: Sequence[str], console
     policy = load_policy(config, str(checkpoint.model), use_machine(config))
     target = folder.evaluations / f"checkpoint-{checkpoint.step}.parquet"
     engine = make_engine(config, policy)
-    evaluator = make_evaluator(config, policy, engine, lambda _: target)
-    if not evaluator.prompts:
-        raise DataError("no held-out prompts: give data.eval_files=[FILE], or a data/task")
 
-    async def evaluate() -> dict[str, Number]:
+    async def evaluate(evaluator: Evaluator) -> dict[str, Number]:
         await engine.load_weights(WeightUpdate(version=checkpoint.step))
         return await evaluator.evaluate(checkpoint.step)
 
-    record = asyncio.run(evaluate())
+    with contextlib.closing(make_rewards(config)) as rewards:
+        evaluator = make_evaluator(config, policy, engine, lambda _: target, rewards)
+        if not evaluator.prompts:
+            raise DataError("no held-out prompts: give data.eval_files=[FILE], or a data/task")
+        record = asyncio.run(evaluate(evaluator))
     print_summary(
         Summary(
             f"{folder.name}, step {checkpoint.step}: {len(evaluator.prompts):,} held-out prompts",

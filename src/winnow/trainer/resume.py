@@ -48,6 +48,7 @@ HARMLESS = frozenset(
         "run.threads",  # a difference warns: see `Opened.differences`
         "run.device",
         "warm_start.cache_dir",
+        "reward.workers",
         "sampling.stall_timeout_s",
         "trainer.save_every",
         "trainer.keep_last",
@@ -61,8 +62,16 @@ HARMLESS = frozenset(
     }
 )
 """Keys that no figure but times depends on."""
-REMEDIES = frozenset({"sampling.on_bound", "sampling.max_groups_per_step"})
-"""Keys that may change because a run that stopped at its bound asks for it."""
+REMEDIES = frozenset(
+    {
+        "reward.memory_mb",
+        "reward.timeout_s",
+        "sampling.max_groups_per_step",
+        "sampling.on_bound",
+    }
+)
+"""Keys that may change because a run that stopped at its bound, or at failing scorers, asks for
+it."""
 _SHOWN = 4
 _BEFORE_THE_START = {LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE}
 """What a run makes before there is anything to lose."""

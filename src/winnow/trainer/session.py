@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-
 from winnow.checkpoint import checkpoints_in, load_state, this_machine
 from winnow.config.root import Config
 from winnow.config.warm_start import SftWarmStart
@@ -25,7 +24,6 @@ from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import RunInfo, Sinks
 from winnow.observe.summary import Sample, Summary, print_summary
 from winnow.sampling.report import Progress
-from winnow.trainer.build import Built, build, load_policy, make_saver, use_machine
 from winnow.trainer.evaluate import Evaluator
 from winnow.trainer.heartbeat import Heartbeat
 from winnow.trainer.loop import Course, Parts, train
@@ -34,6 +32,8 @@ from winnow.trainer.saver import Saver
 from winnow.trainer.state import seed_everything
 from winnow.trainer.stopping import Stop, Stopped
 from winnow.trainer.warm_start import WarmStart, make_warm_start
+
+from winnow.trainer.build import Built, build, load_policy, make_rewards, make_saver, use_machine
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,10 @@ def run_training(
         policy = load_policy(config, path, device)
         metrics = MetricsLog(folder.metrics)
         sinks = Sinks([sink, metrics, heartbeat])
-        with make_saver(config, folder) as saver:
+        with (
+            make_saver(config, folder) as saver,
+            contextlib.closing(make_rewards(config)) as rewards,
+        ):
             built = build(
                 config,
                 policy,
@@ -83,6 +86,7 @@ def run_training(
                 metrics,
                 saver,
                 stop,
+                rewards,
                 lambda p: sink.status(_in_words(p)),
             )
             for note in built.notes:
@@ -91,6 +95,7 @@ def run_training(
             opened.rewind(metrics)
             heartbeat.watch(lambda: built.parts.engine.status().generated_tokens)
             heartbeat.watch(lambda: built.parts.learner.progress)
+            heartbeat.watch(rewards.scored_apart)
             sinks.start(RunInfo(folder.name, course.steps, course.first_step))
             stopped = _train(config, built.parts, course, saver, stop)
         if stopped is not None:

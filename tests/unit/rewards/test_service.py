@@ -8,22 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.unit.rewards.conftest import LIMIT, PROMPT, UserService, answer
 
-from winnow.config.reward import OverlongConfig, RewardConfig, UserFunction
+from winnow.config.reward import OverlongConfig, RewardConfig
 from winnow.errors import RewardError
 from winnow.rewards.service import RewardService
-from winnow.types import Prompt, Score, Segment, Trajectory, VersionSpan
-
-PROMPT = Prompt("sort_digits:5391", np.array([8, 6]), "5391:", "sort_digits", "1359")
-SIGNATURE = "data_source, solution_str, ground_truth, extra_info"
-LIMIT = 128
-
-
-def answer(length: int) -> Trajectory:
-    tokens = Segment(
-        np.zeros(length, np.int64), np.zeros(length, np.float32), (VersionSpan(0, length),)
-    )
-    return Trajectory((tokens,), "stop")
+from winnow.types import Prompt, Score
 
 
 def ask(
@@ -31,12 +21,6 @@ def ask(
     prompt: Prompt = PROMPT,
 ) -> Score:  # fmt: skip
     return asyncio.run(service.score(prompt, answer(length), text, training))
-
-
-def user_service(folder: Path, body: str, **config: Any) -> RewardService:
-    file = folder / "reward.py"
-    file.write_text(f"def compute_score({SIGNATURE}):\n    {body}\n")
-    return RewardService(RewardConfig(function=UserFunction(path=str(file)), **config), LIMIT)
 
 
 def test_an_answer_is_scored_by_its_source() -> None:
@@ -59,8 +43,8 @@ def test_length_is_shaped_in_training_only() -> None:
     assert (evaluated.reward, evaluated.parts) == (1.0, {"task": 1.0})
 
 
-def test_a_users_function_scores_every_source(tmp_path: Path) -> None:
-    service = user_service(tmp_path, "return {'score': 3, 'acc': 1, 'seen': data_source}")
+def test_a_users_function_scores_every_source(user_service: UserService) -> None:
+    service = user_service("return {'score': 3, 'acc': 1, 'seen': data_source}")
     service.check_sources(["whatever", "gsm8k"])
     score = ask(service, prompt=Prompt("a:1", np.array([1]), "a", "whatever", "x"))
     assert (score.reward, score.accuracy, score.extra) == (3.0, 1.0, {"seen": "whatever"})
@@ -86,11 +70,12 @@ FAILURES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("body", "error"), FAILURES)
 def test_a_failed_scoring_is_marked_and_counts_as_wrong(
-    body: str, error: str, tmp_path: Path
+    body: str, error: str, workers: int, tmp_path: Path, user_service: UserService
 ) -> None:
-    service = user_service(tmp_path, body)
+    service = user_service(body, workers=workers)
     score = ask(service)
     assert score.error == error.format(file=tmp_path / "reward.py")
     assert (score.reward, score.accuracy, score.parts) == (-1.0, 0.0, {"task": -1.0})
@@ -110,8 +95,10 @@ def test_a_built_in_scorer_that_fails_gives_its_own_wrong_reward(
     assert score.error.startswith("AttributeError: ")
 
 
-def test_a_failed_scoring_is_fatal_where_the_recipe_says_so(tmp_path: Path) -> None:
-    service = user_service(tmp_path, "raise KeyError('x')", on_failure="fatal")
+def test_a_failed_scoring_is_fatal_where_the_recipe_says_so(
+    tmp_path: Path, user_service: UserService
+) -> None:
+    service = user_service("raise KeyError('x')", on_failure="fatal")
     with pytest.raises(RewardError) as caught:
         ask(service)
     assert str(caught.value) == (
@@ -121,15 +108,17 @@ def test_a_failed_scoring_is_fatal_where_the_recipe_says_so(tmp_path: Path) -> N
     )
 
 
-def test_cancelling_is_no_failure_of_the_scorer(tmp_path: Path) -> None:
-    service = user_service(tmp_path, "import asyncio; raise asyncio.CancelledError")
+def test_cancelling_is_no_failure_of_the_scorer(user_service: UserService) -> None:
+    service = user_service("import asyncio; raise asyncio.CancelledError", workers=0)
     with pytest.raises(asyncio.CancelledError):
         ask(service)
     assert service.failure_report.count == 0
 
 
-def test_too_many_failures_stop_the_run_with_the_first(tmp_path: Path) -> None:
-    service = user_service(tmp_path, "raise ValueError(solution_str)")
+def test_too_many_failures_stop_the_run_with_the_first(
+    tmp_path: Path, user_service: UserService
+) -> None:
+    service = user_service("raise ValueError(solution_str)")
     service.check_failures(0)
     for text in ("x1", "x2", "x3"):
         ask(service, text)
@@ -149,11 +138,13 @@ def test_too_many_failures_stop_the_run_with_the_first(tmp_path: Path) -> None:
 COMMON = {"accuracy", "reward", "task_reward", "task"}
 
 
-def test_the_metrics_of_built_in_scorers_are_known_before_training(tmp_path: Path) -> None:
+def test_the_metrics_of_built_in_scorers_are_known_before_training(
+    user_service: UserService,
+) -> None:
     assert RewardService(RewardConfig(), LIMIT).known_metrics(["gsm8k"]) == COMMON
     shaped = RewardConfig(overlong=OverlongConfig(enabled=True))
     assert RewardService(shaped, LIMIT).known_metrics(["gsm8k"]) == COMMON | {"overlong"}
-    assert user_service(tmp_path, "return 1").known_metrics(["gsm8k"]) is None
+    assert user_service("return 1").known_metrics(["gsm8k"]) is None
 
 
 def test_every_known_metric_is_in_a_training_score() -> None:
@@ -173,9 +164,9 @@ def test_a_metric_that_no_scorer_gives_is_refused_before_training() -> None:
     )
 
 
-def test_a_metric_of_a_users_function_is_checked_when_it_runs(tmp_path: Path) -> None:
+def test_a_metric_of_a_users_function_is_checked_when_it_runs(user_service: UserService) -> None:
     body = "return {'score': 1, 'pred': 'x', 'format': float(solution_str)}"
-    service = user_service(tmp_path, body)
+    service = user_service(body)
     service.require_metric("format", ["gsm8k"])
     assert ask(service, "0.5").metric("format") == 0.5
     failed = ask(service, "not a number")

@@ -11,7 +11,9 @@ import pytest
 
 from winnow.config.reward import UserFunction
 from winnow.errors import RewardError
+from winnow.rewards.task import outcome
 from winnow.rewards.user_function import UserScorer, read_result
+from winnow.types import Score
 
 SIGNATURE = "data_source, solution_str, ground_truth, extra_info"
 
@@ -20,6 +22,12 @@ def scorer(folder: Path, code: str, **config: Any) -> UserScorer:
     file = folder / "reward.py"
     file.write_text(code)
     return UserScorer(UserFunction(path=str(file), **config))
+
+
+def scored(user: UserScorer, *arguments: Any) -> Score:
+    got = asyncio.run(outcome(user, "", arguments))
+    assert isinstance(got, Score), got
+    return got
 
 
 def error_of(folder: Path, code: str, **config: Any) -> str:
@@ -33,7 +41,7 @@ def test_a_function_is_called_as_verl_calls_it(kind: str, tmp_path: Path) -> Non
     code = f"{kind} compute_score({SIGNATURE}, **kwargs):\n    return dict(score=2, **locals())\n"
     extra = {"extra_info": {"index": 3}, "ability": "math"}
     user = scorer(tmp_path, code, kwargs={"strict": True})
-    score = asyncio.run(user.score("src", "text", "gold", extra))
+    score = scored(user, "src", "text", "gold", extra)
     assert score.reward == 2.0
     assert score.extra == {
         "data_source": "src",
@@ -46,8 +54,8 @@ def test_a_function_is_called_as_verl_calls_it(kind: str, tmp_path: Path) -> Non
 
 def test_a_row_without_extra_info_gives_an_empty_one(tmp_path: Path) -> None:
     user = scorer(tmp_path, f"def f({SIGNATURE}):\n    return len(extra_info)\n", name="f")
-    assert asyncio.run(user.score("s", "t", "g", {})).reward == 0.0
-    assert asyncio.run(user.score("s", "t", "g", {"extra_info": None})).reward == 0.0
+    assert scored(user, "s", "t", "g", {}).reward == 0.0
+    assert scored(user, "s", "t", "g", {"extra_info": None}).reward == 0.0
 
 
 def test_a_file_may_define_dataclasses(tmp_path: Path) -> None:
@@ -56,7 +64,7 @@ def test_a_file_may_define_dataclasses(tmp_path: Path) -> None:
         "@dataclass\nclass A:\n    x: int = field(default=1)\n"
         f"def compute_score({SIGNATURE}):\n    return A().x\n"
     )
-    assert asyncio.run(scorer(tmp_path, code).score("s", "t", "g", {})).reward == 1.0
+    assert scored(scorer(tmp_path, code), "s", "t", "g", {}).reward == 1.0
 
 
 @pytest.mark.parametrize(

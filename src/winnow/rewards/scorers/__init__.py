@@ -26,6 +26,8 @@ class Scorer:
     """What a wrong answer gets, and one whose scoring fails."""
     metrics: frozenset[str] = frozenset()
     """Numbers in `Score.extra` that a filter may ask for."""
+    apart: bool = False
+    """It is slow, may hang, or needs a main thread of its own: a worker of the pool runs it."""
 
 
 SCORERS: dict[str, Scorer] = {

@@ -1,0 +1,101 @@
+"""Where answers are scored: in the run's own process, or apart in a pool of workers.
+
+A user's function goes to the pool, because nobody knows what it does; built-in rules are quick,
+end by themselves, and stay here unless `reward.workers` says otherwise or the scorer itself asks
+for a process apart.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable
+
+from winnow.config.reward import RewardConfig
+from winnow.rewards.pool import ScorerPool
+from winnow.rewards.routing import Router
+from winnow.rewards.scorers import Scorer
+from winnow.rewards.task import Failure, outcome
+from winnow.rewards.user_function import UserScorer
+from winnow.types import Prompt, Score
+
+
+class Backend:
+    """Calls scorers; `close` ends what it started."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Load what scores, and start the workers that a user's function needs.
+
+        Raises:
+            RewardError: a scorer's name or the user's file is wrong.
+        """
+        self.router = Router(config.scorers)
+        self._config = config
+        self._pool: ScorerPool | None = None
+        self._user: UserScorer | None = None
+        self.has_user_function = config.function.path is not None
+        if self.has_user_function and config.workers == 0:
+            self._user = UserScorer(config.function)
+        elif self.has_user_function:
+            self._started_pool()
+
+    @property
+    def scored(self) -> int:
+        """Answers that the pool has dealt with: a figure that grows while scoring gets on."""
+        return 0 if self._pool is None else self._pool.finished
+
+    def prepare(self, data_sources: Iterable[str]) -> None:
+        """See that these can be scored, and start what that needs.
+
+        Raises:
+            RewardError: one cannot.
+        """
+        if self.has_user_function:
+            return
+        self.router.check(data_sources)
+        if any(self._is_apart(self.router.scorer(source)) for source in data_sources):
+            self._started_pool()
+
+    async def score(self, prompt: Prompt, text: str) -> Score | Failure:
+        """What a scorer says of an answer.
+
+        Raises:
+            RewardError: a new worker cannot load the user's file any more.
+        """
+        arguments = (prompt.data_source, text, prompt.ground_truth, prompt.extra)
+        if self._user is not None:
+            return await outcome(self._user, "", arguments)
+        if self.has_user_function:
+            info = {"extra_info": prompt.extra.get("extra_info")}
+            seed = zlib.crc32(
+                text.encode("utf-8", "surrogatepass"), zlib.crc32(prompt.uid.encode())
+            )
+            pool = self._started_pool()
+            return await pool.score("", seed, (prompt.data_source, text, prompt.ground_truth, info))
+        scorer = self.router.scorer(prompt.data_source)
+        if self._is_apart(scorer):
+            plain = (*arguments[:3], dict(prompt.extra))
+            return await self._started_pool().score(scorer.name, 0, plain)
+        return await outcome(None, scorer.name, arguments)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _is_apart(self, scorer: Scorer) -> bool:
+        workers = self._config.workers
+        return scorer.apart if workers is None else workers > 0
+
+    def _started_pool(self) -> ScorerPool:
+        if self._pool is None:
+            self._pool = ScorerPool(self._config, self._config.workers or max(1, cores() // 2))
+            self._pool.start()
+        return self._pool
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,437 @@
+"""Scorers in worker processes: each sample's own fault is its own, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.unit.rewards.conftest import PROMPT, UserService, answer
+
+from winnow.config.reward import RewardConfig, UserFunction
+from winnow.errors import RewardError
+from winnow.rewards import backend
+from winnow.rewards.pool import WAITING_PER_WORKER
+from winnow.rewards.service import RewardService
+from winnow.types import Prompt, Score
+
+MIXED = """
+import asyncio, os, re, signal, subprocess, sys, time
+
+def act(what):
+    if what == "hang":
+        time.sleep(1000)
+    if what == "hang in C":
+        re.match("(a+)+$", "a" * 40 + "b")
+    if what == "exit":
+        os._exit(3)
+    if what == "sys.exit":
+        sys.exit(4)
+    if what == "interrupt":
+        raise KeyboardInterrupt
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "abort":
+        os.abort()
+    if what == "memory":
+        eaten = []
+        while True:
+            eaten.append(bytearray(10_000_000))
+    if what == "flood":
+        while True:
+            print("x" * 1000)
+    if what == "cut":
+        os.closerange(3, 100)
+        time.sleep(1000)
+    if what == "forked":
+        if os.fork() == 0:
+            time.sleep(1000)
+        os._exit(5)
+    if what == "bytes":
+        sys.stdout.buffer.write(b"\\xff" * 100000); sys.stdout.flush(); os.write(2, b"more")
+    return 1.0 if what == "right" else -1.0
+"""
+SYNC = f"{MIXED}\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+SYNC += "    return act(solution_str)\n"
+ASYNC = f"{MIXED}\nasync def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+ASYNC += "    await asyncio.sleep(0.01)\n    if solution_str == 'late': await asyncio.sleep(99)\n"
+ASYNC += "    return act(solution_str)\n"
+LATE = "no score within reward.timeout_s=1"
+FATES = [
+    ("hang", LATE),
+    ("hang in C", LATE),
+    ("exit", "the scorer's process ended with exit code 3"),
+    ("sys.exit", "SystemExit: 4 at "),
+    ("interrupt", "KeyboardInterrupt at "),
+    ("kill", "the scorer's process was killed by SIGKILL"),
+    ("abort", "the scorer's process was killed by SIGABRT"),
+    ("memory", "the scorer used "),
+    ("flood", LATE),
+    ("cut", "the scorer's process cut its connection"),
+    ("forked", "the scorer's process ended with exit code 5"),
+    ("bytes", ""),
+]
+
+
+def ask_all(service: RewardService, texts: list[str]) -> list[Score]:
+    async def run() -> list[Score]:
+        asked = (service.score(PROMPT, answer(3), text, training=True) for text in texts)
+        return list(await asyncio.gather(*asked))
+
+    return asyncio.run(run())
+
+
+def children() -> set[int]:
+    """Processes whose parent is this one, zombies included."""
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    return {int(word) for task in tasks for word in (task / "children").read_text().split()}
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(processes: set[int]) -> bool:
+    for _ in range(500):
+        if not any(map(is_alive, processes)):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("file", [SYNC, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize(("what", "error"), FATES)
+def test_what_a_scorer_does_costs_its_own_sample_alone(
+    what: str, error: str, file: str, user_service: UserService, capfd: pytest.CaptureFixture[str]
+) -> None:
+    service = user_service(file, workers=2, timeout_s=1, memory_mb=400)
+    texts = ["right"] * 4 + [what] + ["right"] * 20
+    scores = ask_all(service, texts)
+    assert [text for text, score in zip(texts, scores, strict=True) if score.error] == (
+        [what] if error else []
+    )
+    assert scores[4].error.startswith(error)
+    assert sum(score.accuracy for score in scores) == 24
+    assert [score.accuracy for score in ask_all(service, ["right", "wrong"])] == [1.0, 0.0]
+    service.close()
+    assert not children()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_async_scorer_that_waits_too_long_costs_its_own_sample_alone(
+    user_service: UserService,
+) -> None:
+    service = user_service(ASYNC, workers=1, timeout_s=1)
+    scores = ask_all(service, ["right", "late", "right", "late", *["right"] * 40])
+    assert [score.error for score in scores[:4]] == ["", LATE, "", LATE]
+    assert sum(score.accuracy for score in scores) == 42
+
+
+def test_async_calls_wait_side_by_side(user_service: UserService) -> None:
+    body = (
+        "import asyncio\nnow = most = 0\nasync def compute_score(data_source, solution_str, "
+        "ground_truth, extra_info):\n    global now, most\n    now += 1; most = max(most, now)\n"
+        "    await asyncio.sleep(0.05)\n    now -= 1\n    return most\n"
+    )
+    scores = ask_all(user_service(body, workers=1), ["x"] * 100)
+    assert 30 <= max(score.reward for score in scores) <= 64
+
+
+def test_an_async_function_that_blocks_makes_no_neighbour_late(user_service: UserService) -> None:
+    body = (
+        "import asyncio, time\nasync def compute_score(data_source, solution_str, ground_truth, "
+        "extra_info):\n    await asyncio.sleep(0)\n    time.sleep(0.1)\n    return 1.0\n"
+    )
+    # Side by side the last of them would have waited for more than its limit.
+    scores = ask_all(user_service(body, workers=1, timeout_s=0.5), ["x"] * 30)
+    assert [score.error for score in scores] == [""] * 30
+
+
+def test_a_plain_function_may_return_something_to_await(user_service: UserService) -> None:
+    body = (
+        "import asyncio\ncalls = 0\nasync def later():\n    await asyncio.sleep(0.001)\n"
+        "    return calls\ndef compute_score(data_source, solution_str, ground_truth, "
+        "extra_info):\n    global calls\n    calls += 1\n    return later()\n"
+    )
+    assert [s.reward for s in ask_all(user_service(body, workers=1), ["x"] * 3)] == [1, 2, 3]
+
+
+def test_what_is_printed_is_kept_for_the_log(
+    user_service: UserService, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO):
+        service = user_service("print('seen', solution_str, 'y' * 9000); return 1", workers=1)
+        ask_all(service, ["this"])
+        service.close()
+    assert "wrote 9011 bytes to its output; it begins with: seen this yyy" in caplog.text
+    assert max(map(len, caplog.messages)) < 5000
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_dying_scorer_printed_is_in_its_trace(user_service: UserService) -> None:
+    service = user_service("print('last words'); import os; os.abort()", workers=1)
+    ask_all(service, ["x"])
+    assert service.failure_report.first_traceback == (
+        "the scorer's process was killed by SIGABRT\nIts process had written:\nlast words"
+    )
+
+
+def test_a_leak_ends_in_a_new_process_before_it_costs_anything(user_service: UserService) -> None:
+    body = (
+        "import os\nkept = []\ndef compute_score(data_source, solution_str, ground_truth, "
+        "extra_info):\n    kept.append(bytes(30_000_000))\n    kept[-1].count(b'x')\n"
+        "    return {'score': 1, 'pid': os.getpid(), 'kept': len(kept)}\n"
+    )
+    service = user_service(body.replace("bytes(", "b'y' * ("), workers=1, memory_mb=400)
+    scores = ask_all(service, ["x"] * 40)
+    assert [score.error for score in scores] == [""] * 40
+    assert len({score.extra["pid"] for score in scores}) >= 3
+    assert max(score.extra["kept"] for score in scores) >= 3
+
+
+def test_a_stateful_module_keeps_its_state_within_a_worker(user_service: UserService) -> None:
+    body = (
+        "calls = []\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    calls.append(solution_str)\n    return len(calls)\n"
+    )
+    service = user_service(body, workers=1)
+    assert [score.reward for score in ask_all(service, ["a", "b", "c"])] == [1, 2, 3]
+    assert [score.reward for score in ask_all(service, ["d"])] == [4]
+
+
+def test_what_a_scorer_draws_depends_on_the_answer_alone(user_service: UserService) -> None:
+    body = "import random, numpy; return {'score': random.random(), 'n': numpy.random.rand()}"
+    first = ask_all(user_service(body, workers=2), ["a", "b", "a", "c"])
+    again = ask_all(user_service(body, workers=1), ["c", "b", "a"])
+    assert first[0].reward == first[2].reward == again[2].reward != first[1].reward
+    assert (first[3].reward, first[3].extra) == (again[0].reward, again[0].extra)
+
+
+def test_objects_of_the_users_own_come_back_as_text(user_service: UserService) -> None:
+    body = (
+        "import numpy\nclass Own:\n    def __str__(self): return 'own'\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    ring = {}\n    ring['ring'] = ring\n"
+        "    return dict(score=1, own=Own(), ring=ring, row=[1, {'a': None}], "
+        "n=numpy.float32(0.5), v=numpy.arange(2))\n"
+    )
+    (score,) = ask_all(user_service(body, workers=1), ["x"])
+    assert (score.extra["own"], score.extra["ring"]) == ("own", "{'ring': {...}}")
+    assert (score.extra["row"], score.extra["n"]) == ([1, {"a": None}], 0.5)
+    assert score.extra["v"].tolist() == [0, 1]
+
+
+def test_signals_work_in_a_worker_so_math_verify_does(user_service: UserService) -> None:
+    body = (
+        "from math_verify import parse, verify; "
+        "return verify(parse('$1/2$', parsing_timeout=3), parse('$' + solution_str + '$'))"
+    )
+    scores = ask_all(user_service(body, workers=1), ["0.5", "0.6"])
+    assert [(score.error, score.reward) for score in scores] == [("", 1.0), ("", 0.0)]
+
+
+def test_workers_load_neither_torch_nor_transformers(user_service: UserService) -> None:
+    body = "import sys; return {'score': 1, 'loaded': sorted(sys.modules)}"
+    loaded = ask_all(user_service(body, workers=1), ["x"])[0].extra["loaded"]
+    assert "numpy" in loaded
+    assert not {"torch", "transformers"} & set(loaded)
+    service = RewardService(RewardConfig(workers=1), 8)
+    assert ask_all(service, ["#1359"])[0].reward == 1.0
+    service.close()
+
+
+@pytest.mark.parametrize("source", ["sort_digits", "gsm8k"])
+def test_built_in_scorers_say_the_same_apart(source: str) -> None:
+    here, apart = (RewardService(RewardConfig(workers=workers), 8) for workers in (0, 1))
+    prompt = Prompt("x:1", np.array([1]), "x", source, "1359", {"extra_info": {"index": 1}})
+    for text in ("#1359", "#### 1,359", "nothing"):
+        got = [
+            asyncio.run(service.score(prompt, answer(3), text, training=False))
+            for service in (here, apart)
+        ]
+        assert vars_of(got[0]) == vars_of(got[1])
+    assert (here.scored_apart(), apart.scored_apart()) == (0, 3)
+    apart.close()
+
+
+def vars_of(score: Score) -> tuple[object, ...]:
+    return score.reward, score.accuracy, score.parts, score.extra, score.error
+
+
+def test_by_default_built_in_rules_stay_here_and_a_users_function_goes_apart(
+    user_service: UserService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "cores", lambda: 4)
+    before = children()
+    here = RewardService(RewardConfig(), 8)
+    here.check_sources(["sort_digits", "gsm8k"])
+    assert ask_all(here, ["#1359"])[0].reward == 1.0
+    assert (children(), here.scored_apart()) == (before, 0)
+    service = user_service("return 1")
+    ask_all(service, ["x"] * 4)
+    assert (len(children() - before), service.scored_apart()) == (2, 4)
+
+
+def test_twins_share_workers_and_count_failures_apart(user_service: UserService) -> None:
+    service = user_service("import os; return {'score': 1 / len(solution_str), 'pid': os.getpid()}",
+                           workers=1)  # fmt: skip
+    twin = service.twin()
+    ask_all(service, [""])
+    assert (service.failure_report.count, twin.failure_report.count) == (1, 0)
+    assert ask_all(service, ["x"])[0].extra == ask_all(twin, ["x"])[0].extra
+
+
+def test_more_answers_than_the_pool_takes_in_wait_with_their_callers(
+    user_service: UserService,
+) -> None:
+    service = user_service("return float(solution_str)", workers=1)
+    many = [str(number) for number in range(5 * WAITING_PER_WORKER)]
+    pool = service._backend._pool
+    assert pool is not None
+
+    async def run() -> tuple[int, list[Score]]:
+        asked = [
+            asyncio.ensure_future(service.score(PROMPT, answer(3), text, training=True))
+            for text in many
+        ]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return len(pool._waiting), list(await asyncio.gather(*asked))
+
+    held, scores = asyncio.run(run())
+    assert 0 < held <= WAITING_PER_WORKER
+    assert [score.reward for score in scores] == [float(text) for text in many]
+
+
+def test_cancelling_leaves_a_pool_that_goes_on(user_service: UserService) -> None:
+    service = user_service(SYNC, workers=1, timeout_s=1)
+
+    async def run() -> None:
+        await asyncio.wait_for(service.score(PROMPT, answer(3), "hang", training=True), 0.2)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(run())
+    assert service.failure_report.count == 0
+    assert ask_all(service, ["right"])[0].reward == 1.0
+
+
+def test_closing_ends_a_worker_that_hangs_and_all_it_started(user_service: UserService) -> None:
+    body = (
+        "import subprocess, time, pathlib\ndef compute_score(data_source, solution_str, "
+        "ground_truth, extra_info):\n    child = subprocess.Popen(['sleep', '1000'])\n"
+        "    pathlib.Path(solution_str).write_text(str(child.pid))\n    time.sleep(1000)\n"
+    )
+    service = user_service(body, workers=1, timeout_s=100)
+    noted = Path(service._config.function.path or "").with_name("pid")
+
+    async def run() -> None:
+        task = asyncio.ensure_future(service.score(PROMPT, answer(3), str(noted), training=True))
+        while not noted.exists() or not noted.read_text():
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    asyncio.run(run())
+    sleeper = int(noted.read_text())
+    assert is_alive(sleeper)
+    workers = children()
+    service.close()
+    assert not children()
+    assert gone({sleeper, *workers})
+
+
+PARENT = """
+import asyncio, sys, numpy as np
+from winnow.config.reward import RewardConfig, UserFunction
+from tests.unit.rewards.conftest import PROMPT, answer
+from winnow.rewards.service import RewardService
+
+service = RewardService(
+    RewardConfig(function=UserFunction(path=sys.argv[1]), workers=2, timeout_s=1000), 8
+)
+
+async def ask():
+    await asyncio.gather(*(service.score(PROMPT, answer(3), sys.argv[2], True) for _ in range(2)))
+
+asyncio.run(ask())
+"""
+
+
+@pytest.mark.parametrize("what", ["hang", "hang in C"])
+def test_no_worker_outlives_a_parent_that_is_killed(what: str, tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(
+        SYNC.replace("return act", "open(__file__ + str(os.getpid()), 'w'); return act")
+    )
+    root = Path(__file__).parents[3]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, file, what], cwd=root)
+    while len(found := list(tmp_path.glob("reward.py[0-9]*"))) < 2:
+        assert parent.poll() is None
+        time.sleep(0.01)
+    workers = {int(path.name.removeprefix("reward.py")) for path in found}
+    assert all(map(is_alive, workers))
+    parent.kill()
+    parent.wait()
+    assert gone(workers)
+
+
+def test_a_ctrl_c_of_the_terminal_reaches_no_worker(user_service: UserService) -> None:
+    service = user_service("import os; return {'score': 1, 'group': os.getpgid(0)}", workers=1)
+    (score,) = ask_all(service, ["x"])
+    assert score.extra["group"] != os.getpgid(0)
+    assert os.getsid(score.extra["group"]) == score.extra["group"]
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("import os\nos._exit(3)\n", "the process that imports it ended with exit code 3; mend"),
+        ("import os\nos.kill(os.getpid(), 9)\n", "the process that imports it was killed by "
+         "SIGKILL; mend"),
+        ("x = b'y' * 500_000_000\nimport time\ntime.sleep(99)\n", "the process that imports it "
+         "used "),
+        ("def compute_score(:\n", "importing it fails with SyntaxError: "),
+        ("import no_such_module_here\n", "importing it fails with ModuleNotFoundError: "),
+        ("def other(): ...\n", " has no function compute_score; it has other."),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_is_refused_at_the_start(
+    code: str, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(code)
+    config = RewardConfig(function=UserFunction(path=str(file)), workers=2, memory_mb=300)
+    with pytest.raises(RewardError) as caught:
+        RewardService(config, 8)
+    assert str(caught.value).startswith(f"reward.function.path {file}")
+    assert says in str(caught.value)
+    assert not children()
+
+
+def test_a_file_that_is_spoilt_during_the_run_ends_it_with_one_line(
+    user_service: UserService,
+) -> None:
+    service = user_service(SYNC, workers=1)
+    Path(service._config.function.path or "").write_text("def compute_score(:\n")
+    with pytest.raises(RewardError, match="importing it fails with SyntaxError"):
+        ask_all(service, ["kill", "right"])
+    with pytest.raises(RewardError, match="importing it fails with SyntaxError"):
+        ask_all(service, ["right"])
+
+
+def test_an_idle_worker_that_is_killed_is_replaced(user_service: UserService) -> None:
+    service = user_service("import os; return {'score': 1, 'pid': os.getpid()}", workers=1)
+    first = ask_all(service, ["x"])[0].extra["pid"]
+    os.kill(first, signal.SIGKILL)
+    assert gone({first})
+    (score,) = ask_all(service, ["x"])
+    assert (score.error, score.extra["pid"] != first) == ("", True)
