@@ -164,7 +164,7 @@ def sapo(
         [T] loss.
     """
     logp, old, advantage = counted(tokens, logp, old, advantage)
-    tau = torch.where(advantage > 0, tau_positive, tau_negative).to(logp.dtype)
+    tau = torch.full_like(logp, tau_negative).masked_fill(advantage > 0, tau_positive)
     return -advantage * (4 / tau) * torch.sigmoid(tau * (ratio(logp, old) - 1))
 
 

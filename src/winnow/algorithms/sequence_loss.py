@@ -97,7 +97,9 @@ def gmpo(
     logp, old, advantage = counted(tokens, logp, old, advantage)
     mean_advantage_B, d, clipped = _gmpo_terms(logp, old, advantage, tokens, clip_low, clip_high)
     sign = mean_advantage_B.sign()[tokens.sample_index]
-    held = sign * torch.minimum(sign * d, sign * clipped)
+    # Written as cases, since a sign of 0 times an infinite d is NaN.
+    falling = torch.where(sign < 0, torch.maximum(d, clipped), 0.0)
+    held = torch.where(sign > 0, torch.minimum(d, clipped), falling)
     log_rho_B = sample_means(held, tokens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     loss_B = -mean_advantage_B * log_rho_B.exp()
     return torch.where(tokens.mask, loss_B[tokens.sample_index], 0.0)
@@ -119,7 +121,7 @@ def gmpo_diagnostics(
             logp, old, advantage, tokens, clip_low, clip_high
         )
         sign = mean_advantage_B.sign()[tokens.sample_index]
-        binds = sign * clipped < sign * d
+        binds = ((sign > 0) & (clipped < d)) | ((sign < 0) & (clipped > d))
         return {
             "clip_share": binds.sum(),
             "clip_high_share": (binds & (sign > 0)).sum(),

@@ -1,138 +1,332 @@
-"""Policy losses by hand, against a scalar loop, and by finite differences."""
+"""Policy losses by hand, at the ends of the number line, and against their sections of a recipe."""
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Mapping
+from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from torch import Tensor
 
-from winnow.algorithms.policy_loss import (
-    POLICY_DIAGNOSTICS,
-    POLICY_LOSSES,
-    ppo_clip,
-    ppo_clip_diagnostics,
-    reinforce,
-)
+from winnow.algorithms.aggregation import AGGREGATIONS
+from winnow.algorithms.policy_loss import POLICY_LOSSES, LossTokens
+from winnow.config.policy_loss import PolicyLoss, PolicyLossSection
 
-LO, HI, C = 0.2, 0.28, 3.0
+SECTIONS: dict[str, type[PolicyLossSection]] = {
+    section.model_fields["name"].default: section for section in get_args(get_args(PolicyLoss)[0])
+}
+COVARIANCE = ("clip_cov", "kl_cov")
+LOSSES = pytest.mark.parametrize("name", POLICY_LOSSES)
 
 
-def f64(*values: float) -> torch.Tensor:
+def f64(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def looped(d: float, a: float, dual_clip: float | None = C) -> tuple[float, bool, bool]:
-    """Loss of one token by cases, and whether clip and dual clip decide it."""
-    r = math.exp(min(max(d, -20.0), 20.0))
-    if a >= 0:
-        clips = a > 0 and r > 1 + HI
-        return -a * (1 + HI if clips else r), clips, False
-    if r < 1 - LO:
-        return -a * (1 - LO), True, False
-    if dual_clip is not None and r > dual_clip:
-        return -a * dual_clip, False, True
-    return -a * r, False, False
+def all_counted(lengths: list[int], selected: list[int] | None = None) -> LossTokens:
+    """Samples of these lengths, every token counted, some selected."""
+    n = sum(lengths)
+    index = torch.repeat_interleave(
+        torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)
+    )
+    chosen = torch.zeros(n, dtype=torch.bool)
+    chosen[selected or []] = True
+    return LossTokens(torch.ones(n, dtype=torch.bool), index, len(lengths), chosen)
 
 
-def test_the_six_cases_worked_by_hand() -> None:
-    ratios = f64(0.5, 1.0, 2.0, 0.5, 1.0, 2.0, 5.0)
-    advantage = f64(2.0, 2.0, 2.0, -2.0, -2.0, -2.0, -2.0)
-    loss = ppo_clip(ratios.log(), f64(*[0.0] * 7), advantage, clip_low=LO, clip_high=HI)
-    assert loss.tolist() == pytest.approx([-1.0, -2.0, -2.56, 1.6, 2.0, 4.0, 6.0])
+def found(
+    name: str, d: Tensor, old: Tensor, a: Tensor, tokens: LossTokens, **options: Any
+) -> list[float]:
+    """The loss of log-ratios d."""
+    loss: Tensor = POLICY_LOSSES[name].function(old + d, old, a, tokens, **options)
+    return loss.tolist()
 
 
-def test_diagnostics_worked_by_hand() -> None:
-    ratios = f64(0.5, 1.0, 2.0, 0.5, 1.0, 2.0, 5.0, 5.0)
-    advantage = f64(2.0, 2.0, 2.0, -2.0, -2.0, -2.0, -2.0, -2.0)
-    mask = torch.tensor([True] * 7 + [False])
-    old = torch.zeros_like(ratios)
-    sums = ppo_clip_diagnostics(ratios.log(), old, advantage, mask, clip_low=LO, clip_high=HI)
-    assert {k: float(v) for k, v in sums.items()} == pytest.approx(
+def figures(
+    name: str, d: Tensor, old: Tensor, a: Tensor, tokens: LossTokens, **options: Any
+) -> dict[str, float]:
+    sums: Mapping[str, Tensor] = POLICY_LOSSES[name].diagnostics(old + d, old, a, tokens, **options)
+    return {key: float(value) for key, value in sums.items()}
+
+
+def test_ppo_clip_in_its_cases() -> None:
+    r = f64(0.5, 1.0, 2.0, 0.5, 1.0, 2.0, 5.0)
+    a = f64(2.0, 2.0, 2.0, -2.0, -2.0, -2.0, -2.0)
+    terms = (r.log(), torch.zeros(7), a, all_counted([7]))
+    options = {"clip_low": 0.2, "clip_high": 0.28}
+    loss = found("ppo_clip", *terms, **options, dual_clip=3.0)
+    assert loss == pytest.approx([-1.0, -2.0, -2.56, 1.6, 2.0, 4.0, 6.0])
+    loss = found("ppo_clip", *terms, **options, dual_clip=None)
+    assert loss == pytest.approx([-1.0, -2.0, -2.56, 1.6, 2.0, 4.0, 10.0])
+    drift = {"approx_kl": -math.log(0.5 * 2 * 0.5 * 2 * 5)}
+    shares = {"clip_share": 2.0, "clip_high_share": 1.0}
+    assert figures("ppo_clip", *terms, **options) == pytest.approx(
+        {**shares, "dual_clip_share": 1.0, **drift}
+    )
+    assert figures("ppo_clip", *terms, **options, dual_clip=None) == pytest.approx(
+        {**shares, **drift}
+    )
+
+
+def test_gspo_clips_a_sample_by_its_mean_log_ratio() -> None:
+    d = f64(1e-3, -5e-4, 1e-2, -1e-2)
+    terms = (d, f64(-1, -2, -3, -4), f64(2, 2, 1, -1), all_counted([2, 1, 1]))
+    kept = -2 * math.exp(2.5e-4)
+    assert found("gspo", *terms) == pytest.approx([kept, kept, -1.0004, 0.9997], rel=1e-12)
+    assert figures("gspo", *terms) == pytest.approx(
+        {"clip_share": 2, "clip_high_share": 1, "approx_kl": -5e-4}
+    )
+
+
+def test_gspo_carries_the_samples_ratio_on_each_token_s_own_gradient() -> None:
+    logp = f64(-1.0, -2.0).requires_grad_()
+    loss = POLICY_LOSSES["gspo"].function(
+        logp, logp.detach() - f64(3e-4, -1e-4), f64(2.0, 2.0), all_counted([2])
+    )
+    (gradient,) = torch.autograd.grad(loss, logp, f64(1.0, 0.0))
+    assert gradient.tolist() == pytest.approx([-2 * math.exp(1e-4), 0.0], rel=1e-12)
+
+
+def test_cispo_cuts_the_weight_and_keeps_the_gradient() -> None:
+    terms = (f64(8.0, 0.5).log(), f64(-1 - math.log(8), -2 + math.log(2)), f64(2.0, -1.0))
+    tokens = all_counted([2])
+    assert found("cispo", *terms, tokens) == pytest.approx([10.0, -1.0])
+    assert found("cispo", *terms, tokens, two_sided=(0.2, 0.28)) == pytest.approx([2.56, -1.6])
+    drift = {"approx_kl": pytest.approx(-math.log(4))}
+    assert figures("cispo", *terms, tokens) == {"clip_share": 1, "clip_high_share": 1, **drift}
+    assert figures("cispo", *terms, tokens, two_sided=(0.2, 0.28)) == {
+        "clip_share": 2,
+        "clip_high_share": 1,
+        **drift,
+    }
+    logp = (terms[0] + terms[1]).requires_grad_()
+    loss = POLICY_LOSSES["cispo"].function(logp, terms[1], terms[2], tokens)
+    assert torch.autograd.grad(loss.sum(), logp)[0].tolist() == pytest.approx([-10.0, 0.5])
+
+
+def test_sapo_gates_softly() -> None:
+    terms = (f64(1.0, 1.0, 3.0).log(), torch.zeros(3), f64(1.0, -1.0, 1.0), all_counted([3]))
+    gate = 4 / (1 + math.exp(-2.0))
+    assert found("sapo", *terms) == pytest.approx([-2.0, 2 / 1.05, -gate])
+    assert figures("sapo", *terms) == {"approx_kl": pytest.approx(-math.log(3))}
+
+
+def test_gmpo_takes_one_clipped_geometric_mean_a_sample() -> None:
+    d = f64(0.6, -0.1, 0.6, -0.1, -0.6)
+    terms = (d, torch.zeros(5), f64(1, 1, -2, -2, -1), all_counted([2, 2, 1]))
+    up, down = -math.exp(0.15), 2 * math.exp(0.25)
+    assert found("gmpo", *terms) == pytest.approx([up, up, down, down, math.exp(-0.4)])
+    assert figures("gmpo", *terms) == pytest.approx(
+        {"clip_share": 2, "clip_high_share": 1, "approx_kl": -0.4}
+    )
+
+
+def test_gmpo_takes_the_mean_of_a_sample_s_advantages() -> None:
+    loss = found("gmpo", f64(0.2, 0.6), torch.zeros(2), f64(-1.0, 3.0), all_counted([2]))
+    assert loss == pytest.approx([-math.exp(0.3)] * 2)
+
+
+def test_clip_cov_leaves_the_selected_out() -> None:
+    terms = (f64(2.0, 2.0, 5.0).log(), torch.zeros(3), f64(1, 1, -1), all_counted([3], [1]))
+    assert found("clip_cov", *terms) == pytest.approx([-1.2, 0.0, 5.0])
+    assert figures("clip_cov", *terms) == pytest.approx(
         {
             "clip_share": 2,
-            "clip_high_share": 1,
-            "dual_clip_share": 1,
-            "approx_kl": -math.log(0.5 * 2 * 0.5 * 2 * 5),
+            "clip_high_share": 2,
+            "selected_share": 1,
+            "approx_kl": -math.log(20),
         }
     )
-    without = ppo_clip_diagnostics(ratios.log(), old, advantage, mask, dual_clip=None)
-    assert "dual_clip_share" not in without
 
 
-@settings(deadline=None)
-@given(
-    data=st.lists(st.tuples(st.floats(-30, 30), st.floats(-5, 5)), min_size=1, max_size=20),
-    dual_clip=st.sampled_from([None, 3.0, 10.0]),
-)
-def test_loss_and_diagnostics_equal_the_loop(
-    data: list[tuple[float, float]], dual_clip: float | None
-) -> None:
-    edges = [math.log(1 - LO), math.log(1 + HI), math.log(3.0), math.log(10.0)]
-    assume(all(abs(d - edge) > 1e-9 for d, _ in data for edge in edges))
-    assume(all(a == 0 or abs(a) > 1e-100 for _, a in data))
-    d, a = (f64(*column) for column in zip(*data, strict=True))
-    options = {"clip_low": LO, "clip_high": HI, "dual_clip": dual_clip}
-    expected = [looped(x, y, dual_clip) for x, y in data]
-    loss = ppo_clip(d, torch.zeros_like(d), a, **options)  # type: ignore[arg-type]
-    assert loss.tolist() == pytest.approx([e[0] for e in expected], rel=1e-9, abs=1e-12)
-    mask = torch.ones_like(d, dtype=torch.bool)
-    sums = ppo_clip_diagnostics(d, torch.zeros_like(d), a, mask, **options)  # type: ignore[arg-type]
-    assert int(sums["clip_share"]) == sum(e[1] for e in expected)
-    assert int(sums.get("dual_clip_share", torch.tensor(0))) == sum(e[2] for e in expected)
-
-
-@pytest.mark.parametrize("advantage", [1.5, -1.5])
-@pytest.mark.parametrize("log_ratio", [-0.5, -0.1, 0.1, 0.5, 2.0, 25.0])
-def test_gradient_equals_finite_differences(advantage: float, log_ratio: float) -> None:
-    logp = f64(-1.0 + log_ratio).requires_grad_()
-    old, a = f64(-1.0), f64(advantage)
-    assert torch.autograd.gradcheck(
-        lambda x: ppo_clip(x, old, a, clip_low=LO, clip_high=HI), (logp,)
+def test_kl_cov_pulls_the_selected_back() -> None:
+    terms = (f64(2.0, 2.0, 0.5).log(), torch.zeros(3), f64(1, 1, -1), all_counted([3], [1, 2]))
+    pull = 0.5 * math.log(2)
+    assert found("kl_cov", *terms, coef=0.5) == pytest.approx([-2.0, -2 + pull, 0.5 + pull])
+    assert figures("kl_cov", *terms) == pytest.approx(
+        {"selected_share": 2, "approx_kl": -math.log(2)}
     )
-    assert torch.autograd.gradcheck(lambda x: reinforce(x, old, a), (logp,))
 
 
-def test_at_ratio_one_the_gradient_is_that_of_reinforce() -> None:
-    a = f64(1.0, -2.0, 0.0)
-    grads = []
-    for loss in (ppo_clip, reinforce):
-        logp = f64(-1.0, -2.0, -3.0).requires_grad_()
-        grads.append(torch.autograd.grad(loss(logp, logp.detach(), a).sum(), logp)[0])
-    torch.testing.assert_close(*grads)
-    torch.testing.assert_close(grads[0], -a)
-
-
-@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-@pytest.mark.parametrize("dual_clip", [None, 3.0])
-@pytest.mark.parametrize("log_ratio", [-1000.0, 1000.0])
-def test_extreme_ratios_stay_finite(
-    advantage: float, dual_clip: float | None, log_ratio: float
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dppo_tv", [0.0, -1.2 * math.log(0.6), 0.0, -0.6 * math.log(0.3), 1.4 * math.log(0.7)]),
+        ("dppo_kl", [0.0, -1.2 * math.log(0.6), 0.0, -0.6 * math.log(0.3), 1.4 * math.log(0.7)]),
+    ],
+)
+def test_dppo_stops_what_has_moved_too_far_along_its_advantage(
+    name: str, expected: list[float]
 ) -> None:
-    logp = torch.tensor([log_ratio], requires_grad=True)
-    loss = ppo_clip(logp, torch.zeros(1), torch.tensor([advantage]), dual_clip=dual_clip)
-    loss.sum().backward()
-    assert torch.isfinite(loss).all()
-    assert logp.grad is not None
-    assert logp.grad.tolist() == [0.0]
+    logp, old = f64(0.7, 0.6, 0.3, 0.3, 0.7).log(), f64(0.5, 0.5, 0.5, 0.5, 0.5).log()
+    terms = (logp - old, old, f64(1, 1, -1, 1, -1), all_counted([5]))
+    assert found(name, *terms) == pytest.approx(expected)
+    shares = figures(name, *terms)
+    assert (shares["clip_share"], shares["clip_high_share"]) == (2, 1)
 
 
-def test_an_empty_mask_sums_to_zero() -> None:
-    x = torch.randn(3)
-    sums = ppo_clip_diagnostics(x, x + 1, x, torch.zeros(3, dtype=torch.bool))
+def test_the_two_measures_of_dppo_part_where_a_probability_is_small() -> None:
+    # From 0.001 to 0.05: 0.049 in probability, and 0.045 nats; to 0.1: 0.099 and 0.100 nats.
+    old, logp = f64(0.001, 0.001).log(), f64(0.05, 0.1).log()
+    terms = (logp - old, old, f64(1.0, 1.0), all_counted([2]))
+    cut = [-20 * math.log(0.05), -20 * math.log(0.1)]
+    assert found("dppo_tv", *terms) == pytest.approx(cut)
+    assert found("dppo_kl", *terms) == pytest.approx([cut[0], 0.0])
+    kl = 0.001 * math.log(0.02) + 0.999 * math.log(0.999 / 0.95)
+    for bound, expected in ((kl * 1.001, cut[0]), (kl * 0.999, 0.0)):
+        assert found("dppo_kl", *terms, divergence_high=bound)[0] == pytest.approx(expected)
+
+
+def test_dro_pulls_by_the_square() -> None:
+    loss = found("dro", f64(0.5), f64(-1.5), f64(2.0), all_counted([1]), beta=0.5)
+    assert loss == pytest.approx([2.0625])
+
+
+@pytest.mark.parametrize("name", ["gpg", "reinforce"])
+def test_the_plain_gradient_does_not_read_old(name: str) -> None:
+    old = f64(math.nan, math.inf)
+    loss = POLICY_LOSSES[name].function(f64(-1, -2), old, f64(2, -1), all_counted([2]))
+    assert loss.tolist() == [2.0, -2.0]
+    assert not POLICY_LOSSES[name].uses_old
+
+
+@LOSSES
+def test_only_losses_that_say_so_do_without_old(name: str) -> None:
+    logp, a, tokens = f64(-1.0, -2.0), f64(1.0, -1.0), all_counted([1, 1], [0])
+    losses = [POLICY_LOSSES[name].function(logp, logp - shift, a, tokens) for shift in (0.1, 0.11)]
+    assert torch.equal(*losses) is not POLICY_LOSSES[name].uses_old
+
+
+@LOSSES
+def test_at_the_first_update_the_gradient_is_that_of_reinforce(name: str) -> None:
+    a = f64(1.0, 1.0, -2.0, 0.0)
+    logp = f64(-1.0, -2.0, -3.0, -0.5).requires_grad_()
+    tokens = all_counted([2, 1, 1])
+    loss = POLICY_LOSSES[name].function(logp, logp.detach(), a, tokens)
+    (gradient,) = torch.autograd.grad(loss.sum(), logp)
+    torch.testing.assert_close(gradient, -a)
+
+
+@LOSSES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize(
+    ("logp", "old"),
+    [
+        (-1000.0, 0.0),
+        (0.0, -1000.0),
+        (1000.0, 0.0),
+        (0.0, -math.inf),
+        (-1.0, math.inf),
+        (1e-7, 0.0),
+        (0.0, 0.0),
+    ],
+)
+def test_no_extreme_ratio_makes_a_nan(
+    name: str, logp: float, old: float, advantage: float, dtype: torch.dtype
+) -> None:
+    tokens = all_counted([1, 1], [0])
+    x = torch.tensor([logp, -1.0], dtype=dtype, requires_grad=True)
+    terms = (x, torch.tensor([old, -1.0], dtype=dtype), torch.tensor([advantage, 1.0], dtype=dtype))
+    loss = POLICY_LOSSES[name].function(*terms, tokens)
+    assert loss.dtype == dtype
+    (gradient,) = torch.autograd.grad(loss.sum(), x)
+    # A penalty without bound is infinite where old is; nothing else may be.
+    unbounded = name in ("dro", "kl_cov") and math.isinf(old)
+    assert not loss.isnan().any()
+    assert not gradient.isnan().any()
+    if not unbounded:
+        assert loss.isfinite().all()
+        assert gradient.isfinite().all()
+    assert not any(
+        value.isnan().any() for value in POLICY_LOSSES[name].diagnostics(*terms, tokens).values()
+    )
+
+
+@LOSSES
+def test_infinities_within_the_mask_of_a_neighbour_change_nothing(name: str) -> None:
+    a, tokens = f64(1.0, -1.0), all_counted([1, 1], [])
+    alone, beside = (
+        POLICY_LOSSES[name].function(f64(-1.0, -2.0), f64(-1.1, other), a, tokens)
+        for other in (-2.1, -math.inf)
+    )
+    assert alone[0] == beside[0]
+
+
+@LOSSES
+@pytest.mark.parametrize("lengths", [[], [3], [1, 2]])
+def test_nothing_counted_is_zero(name: str, lengths: list[int]) -> None:
+    n = sum(lengths)
+    tokens = all_counted(lengths)
+    nothing = LossTokens(
+        torch.zeros(n, dtype=torch.bool), tokens.sample_index, len(lengths), tokens.selected
+    )
+    x = torch.full((n,), math.nan, requires_grad=True)
+    loss = POLICY_LOSSES[name].function(x, x.detach(), x.detach(), nothing)
+    (gradient,) = torch.autograd.grad(loss.sum(), x)
+    assert loss.tolist() == [0.0] * n
+    assert gradient.tolist() == [0.0] * n
+    sums = POLICY_LOSSES[name].diagnostics(x, x.detach(), x.detach(), nothing)
     assert all(float(value) == 0 for value in sums.values())
 
 
-def test_diagnostics_do_not_read_outside_the_mask() -> None:
-    logp = torch.tensor([0.0, torch.nan])
-    mask = torch.tensor([True, False])
-    zeros = torch.zeros(2)
-    for diagnostics in POLICY_DIAGNOSTICS.values():
-        for value in diagnostics(logp, zeros, zeros, mask).values():
-            assert float(value) == 0
+@LOSSES
+def test_a_section_of_the_recipe_holds_the_options_and_defaults_of_its_loss(name: str) -> None:
+    options = SECTIONS[name]().model_dump(exclude={"name"})
+    signature = inspect.signature(POLICY_LOSSES[name].function)
+    keywords = {
+        key: parameter.default
+        for key, parameter in signature.parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    assert options == keywords
 
 
-def test_every_loss_has_its_diagnostics() -> None:
-    assert POLICY_LOSSES.keys() == POLICY_DIAGNOSTICS.keys()
+@LOSSES
+def test_a_loss_its_figures_and_its_selection_take_its_section(name: str) -> None:
+    loss, options = POLICY_LOSSES[name], SECTIONS[name]().model_dump(exclude={"name"})
+    x, tokens = f64(-1.0, -2.0), all_counted([2])
+    assert loss.function(x, x, x, tokens, **options).shape == (2,)
+    assert "approx_kl" in loss.diagnostics(x, x, x, tokens, **options)
+    assert (loss.select is not None) is (name in COVARIANCE)
+    if loss.select is not None:
+        assert loss.select(x, x, tokens.mask, f64(0.1, 0.2), **options).dtype == torch.bool
+
+
+def test_the_recipe_knows_every_loss_and_its_legal_aggregations() -> None:
+    assert SECTIONS.keys() == POLICY_LOSSES.keys()
+    for name, loss in POLICY_LOSSES.items():
+        assert SECTIONS[name].aggregations == loss.aggregations
+        assert set(loss.aggregations) <= AGGREGATIONS.keys()
+    assert {name for name, loss in POLICY_LOSSES.items() if loss.aggregations} == {
+        "gspo",
+        "sapo",
+        "gmpo",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gspo", {"clip_low": 0.0}),
+        ("cispo", {"r_max": 0.0}),
+        ("cispo", {"two_sided": (0.2,)}),
+        ("cispo", {"two_sided": (0.2, -0.1)}),
+        ("sapo", {"tau_negative": 0.0}),
+        ("gmpo", {"clip_high": -0.4}),
+        ("clip_cov", {"share": 0.0}),
+        ("clip_cov", {"cov_low": 5.0, "cov_high": 5.0}),
+        ("clip_cov", {"selection": "batch"}),
+        ("kl_cov", {"coef": -1.0}),
+        ("dppo_tv", {"divergence_high": 1.0}),
+        ("dppo_kl", {"divergence_low": 0.0}),
+        ("dro", {"beta": 0.0}),
+        ("gpg", {"clip_low": 0.2}),
+    ],
+)
+def test_options_out_of_range_are_refused(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"1 validation error for {SECTIONS[name].__name__}"):
+        SECTIONS[name](**options)
