@@ -117,7 +117,7 @@ class ScriptedEngine:
         self._fails = fails
         self._keeps_prefix = keeps_prefix
         self._stalls = sorted(stalls)
-        self._live_updates = live_updates
+        self.live_updates = live_updates
         self._attempts: dict[Key, int] = {}
         self._queue: list[tuple[int, int, Job]] = []
         self._running: dict[Key, Job] = {}
@@ -178,8 +178,8 @@ class ScriptedEngine:
         self._fill()
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        assert self._live_updates or not self._running
-        assert self._live_updates or not self._queue
+        assert self.live_updates or not self._running
+        assert self.live_updates or not self._queue
         for job in self._running.values():
             segment = self._event(job, "running").segment
             job.answer = replace(job.answer, prefix=segment)
@@ -195,7 +195,7 @@ class ScriptedEngine:
             generated_tokens=self._generated,
             masked_probability=0.0,
             tick=self.tick,
-            live_updates=self._live_updates,
+            live_updates=self.live_updates,
         )
 
     async def close(self) -> None:

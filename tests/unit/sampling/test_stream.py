@@ -1,4 +1,4 @@
-"""The scheduler on the scripted engine."""
+"""The scheduler on the scripted engine, each test in both modes unless it says otherwise."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,9 @@ def always(accuracy: float) -> Callable[[Prompt, Trajectory], Score]:
 class Run:
     """A sampler with everything it needs, and a trainer that only publishes."""
 
+    deterministic = True
+    """Set by the fixture `mode`."""
+
     def __init__(
         self,
         engine: ScriptedEngine | None = None,
@@ -51,6 +55,7 @@ class Run:
         **settings: Any,
     ) -> None:
         self.engine = engine or ScriptedEngine(ragged, slots=16)
+        self.engine.live_updates = not self.deterministic
         self.prompts = Prompts()
         self.version = 0
         self.sampler = Sampler(
@@ -63,6 +68,7 @@ class Run:
             sampling=SamplingParams(max_tokens=LIMIT),
             run_seed=5,
             drop_failed_scores=drop_failed_scores,
+            deterministic=self.deterministic,
             on_progress=on_progress,
         )
 
@@ -77,6 +83,16 @@ class Run:
             return [await self.step() for _ in range(count)]
 
         return asyncio.run(go())
+
+
+@pytest.fixture(autouse=True, params=["deterministic", "free"])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(Run, "deterministic", request.param == "deterministic")
+    return str(request.param)
+
+
+only_deterministic = pytest.mark.parametrize("mode", ["deterministic"], indirect=True)
+only_free = pytest.mark.parametrize("mode", ["free"], indirect=True)
 
 
 def test_a_step_gives_n_whole_groups_that_qualify_in_admission_order() -> None:
@@ -117,6 +133,7 @@ def test_groups_go_to_the_engine_in_batches_by_admission_index() -> None:
     assert all(r.priority == r.group_id for r in run.engine.submitted)
 
 
+@only_deterministic
 def test_at_the_target_everything_is_aborted_and_resumed_first_in_the_next_step() -> None:
     async def go() -> None:
         run = Run()
@@ -225,7 +242,8 @@ def test_a_run_goes_on_exactly_from_its_state() -> None:
     def told(steps: list[StepGroups]) -> list[object]:
         return [
             (
-                repr(step.counts),
+                # What goes on in the engine without a stop is resumed after one.
+                repr(replace(step.counts, resumed_answers=0)),
                 [
                     (g.id, g.prompt.uid, a.trajectory.token_ids.tolist(), a.score.accuracy)
                     for g in step.groups
@@ -244,6 +262,128 @@ def test_a_run_goes_on_exactly_from_its_state() -> None:
     second.prompts.cursor = first.prompts.cursor
     second.version = first.version
     assert told(before + second.steps(5)) == told(undisturbed)
+
+
+@only_free
+def test_answers_under_way_at_a_cut_go_on_under_the_new_weights() -> None:
+    run = Run(lookahead=1)
+    steps = run.steps(12)
+    assert sum(step.counts.aborted_answers + step.counts.resumed_answers for step in steps) == 0
+    assert run.engine.aborted_groups == []
+    spans = set()
+    for step in steps:
+        for group in step.groups:
+            for index, answer in enumerate(group.answers):
+                (segment,) = answer.trajectory.segments
+                alone = written(answer_seed(5, group.id, index), 0, len(segment), 0)
+                assert np.array_equal(segment.token_ids, alone.token_ids)
+                assert segment.spans[-1].stop == len(segment)
+                assert step.version >= segment.spans[-1].version
+                spans.add(len(segment.spans))
+    assert spans >= {1, 2}
+
+
+@only_free
+def test_a_state_between_two_steps_has_every_token_of_answers_under_way() -> None:
+    run = Run(lookahead=1)
+    run.steps(4)
+    assert run.engine.status().running > 0
+    lives = run.sampler.ledger.lives
+    kept = {
+        key: len(prefix) if (prefix := lives.at_engine(*key).prefix) else 0
+        for key in lives.with_engine()
+    }
+    assert sum(kept.values()) > 0
+    other = Run(lookahead=1)
+    other.sampler.load_state_dict(pickle.loads(pickle.dumps(run.sampler.state_dict())))
+    assert other.sampler.ledger.account.read() == run.sampler.ledger.account.read()
+    assert run.sampler.ledger.account.generated == run.engine.status().generated_tokens
+    asked = {
+        (ask.group_id, index): len(prefix) if prefix else 0
+        for ask in other.sampler.ledger.dispatch()
+        for index, prefix in ask.prefixes.items()
+    }
+    assert asked == kept
+
+
+@only_free
+@pytest.mark.parametrize(
+    "settings", [{"max_staleness": 0}, {"commit": "completion_order"}], ids=str
+)
+def test_where_a_cut_drops_groups_nothing_runs_across_it(settings: dict[str, Any]) -> None:
+    async def go() -> None:
+        run = Run(**settings)
+        for _ in range(6):
+            await run.step()
+            assert run.engine.status().running == 0
+        assert run.engine.aborted_groups
+
+    asyncio.run(go())
+
+
+@only_free
+def test_an_engine_that_does_not_take_weights_live_is_emptied_at_each_cut() -> None:
+    run = Run(lookahead=1)
+    run.engine.live_updates = False
+    assert sum(step.counts.aborted_answers for step in run.steps(8)) > 0
+
+
+@only_free
+def test_all_that_runs_is_given_back_for_an_evaluation_and_goes_on_after_it() -> None:
+    async def go() -> None:
+        run, undisturbed = Run(lookahead=1), Run(lookahead=1)
+        for _ in range(6):
+            step, other = await run.step(), await undisturbed.step()
+            assert [g.id for g in step.groups] == [g.id for g in other.groups]
+            await run.sampler.halt()
+            status = run.engine.status()
+            assert status.running == status.queued == 0
+            generated = run.sampler.ledger.account.generated
+            assert generated == status.generated_tokens
+        assert run.engine.aborted_groups
+
+    asyncio.run(go())
+
+
+@only_free
+def test_the_engine_does_not_wait_for_a_slow_score() -> None:
+    run = Run(groups_per_step=4, lookahead=1)
+    ticks: list[int] = []
+
+    async def score(prompt: Prompt, trajectory: Trajectory) -> Score:
+        # This prompt is scored when the others are 30 ticks on: with a barrier, never.
+        if prompt.uid == "0":
+            begun = run.engine.tick
+            while run.engine.tick < begun + 30:
+                await asyncio.sleep(0)
+            ticks.append(run.engine.tick - begun)
+        return by_first_token(prompt, trajectory)
+
+    late = Run(run.engine, score=score, lookahead=1)
+    (step,) = late.steps(1)
+    assert len(step.groups) == 4
+    assert len(ticks) == 2
+    assert min(ticks) >= 30
+
+
+@only_free
+def test_a_step_ends_by_the_last_score_though_the_engine_goes_on() -> None:
+    async def go() -> None:
+        released = asyncio.Event()
+
+        async def score(prompt: Prompt, trajectory: Trajectory) -> Score:
+            if prompt.uid == "3":
+                await released.wait()
+            return Score(0.0, float(trajectory.token_ids[0] < 32))
+
+        run = Run(ScriptedEngine(lambda r, a: 10 if r.group_id < 8 else 60, slots=64), score=score)
+        step = asyncio.create_task(run.step())
+        await asyncio.sleep(0.05)
+        assert not step.done()
+        released.set()
+        assert len((await step).groups) == 4
+
+    asyncio.run(go())
 
 
 def test_scores_are_taken_side_by_side_and_entered_in_event_order() -> None:
