@@ -42,7 +42,7 @@ SETTINGS = (
     *("evaluation.every=3", "evaluation.n=1", "evaluation.greedy=false", "observe.console=off"),
     "run.threads=1",
 )
-CLOCKED = ("time/", "throughput/", "memory/")
+CLOCKED = ("time/", "sft/time_s", "throughput/", "memory/")
 MOMENTS = ("any", "any", "saving", "logged", "starting")
 LONGEST_S = 300.0
 

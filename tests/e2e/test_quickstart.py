@@ -42,7 +42,7 @@ SETTINGS = [
 ]
 ONE_STEP = ["trainer.steps=1", "optim.warmup_steps=0", "evaluation.before=false", "run.threads=1"]
 PASS, GREEDY = "eval/sort_digits/pass@1", "eval/sort_digits/greedy"
-CLOCKED = ("time/", "throughput/", "memory/")
+CLOCKED = ("time/", "sft/time_s", "throughput/", "memory/")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ else that is later must not matter.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from tests.winnow_command import Outcome, in_this_process
 
 from winnow.checkpoint import Checkpoint, checkpoints_in, load_state
 from winnow.observe.jsonl import read_metrics
+from winnow.observe.rollouts import read_rollouts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LATE_SCORER = """
@@ -72,8 +74,23 @@ def keep_threads() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
     home = Home(tmp_path_factory.mktemp("home"))
-    home.train("calm").check()
+    (home.path / "calm.txt").write_text(home.train("calm").check().out)
     return home
+
+
+def closing(out: str, name: str) -> tuple[list[str], list[str]]:
+    """The closing screen line by line, without the times, and the phases that it times."""
+    screen = out[out.rindex(f"{name}: done") :]
+    lines = [line.rstrip().replace(name, "NAME") for line in screen.splitlines()]
+    first = next(i for i, line in enumerate(lines) if line.endswith("Time"))
+    last = next(i for i in range(first, len(lines)) if "in all" in lines[i][40:])
+    edge = lines[first].index("Time")
+    phases = [re.sub(r"[\d:.%]+", "", line[edge:]).strip() for line in lines[first : last + 1]]
+    left = [line[:edge] for line in lines[first : last + 1]]
+    plain = [
+        " ".join(line.strip("─ ").split()) for line in lines[:first] + left + lines[last + 1 :]
+    ]
+    return plain, sorted(phases)
 
 
 def test_the_same_seed_gives_the_same_bits(home: Home) -> None:
@@ -91,8 +108,23 @@ def test_a_run_continued_after_any_step_ends_with_the_same_bits(step: int, home:
 
 def test_a_run_can_be_continued_by_its_folder_alone(home: Home) -> None:
     run = home.cut_off("calm", "by-folder", 3)
-    home.winnow("resume", f"runs/{run.name}").check()
+    said = home.winnow("resume", f"runs/{run.name}", "observe.console=plain").check().out
     assert differences(home.run("calm"), run) == []
+    # What it proposes as the next command works: its own recipe holds a name that is taken.
+    new = f"run.name={run.name}-1 seed=1"
+    assert new in said
+    config = f"runs/{run.name}/config.yaml"
+    home.winnow("train", config, *new.split(), "trainer.steps=1").check()
+
+
+def test_a_continued_run_closes_with_the_screen_of_an_undisturbed_one(home: Home) -> None:
+    wanted = closing((home.path / "calm.txt").read_text(), "calm")
+    assert [line for line in wanted[0] if line.startswith("A held-out problem: ")]
+    assert {"warm-up", "rollout", "update", "evaluate", "in all"} < set(wanted[1])
+    for step in (1, STEPS - 1, STEPS):
+        run = home.cut_off("calm", f"at-{step}", step)
+        said = home.train(run.name).check().out
+        assert closing(said, run.name) == wanted
 
 
 def test_a_checkpoint_can_be_chosen(home: Home) -> None:
@@ -160,6 +192,20 @@ def test_a_scorer_of_random_delays_changes_no_bit(home: Home, tmp_path: Path) ->
         ).check()
     assert differences(home.run("prompt"), home.run("late")) == []
     assert differences(home.run("late"), home.run("late-again")) == []
+
+
+def test_as_many_held_out_answers_keep_their_text_as_asked_and_the_same_each_time(
+    home: Home,
+) -> None:
+    home.train("texts", "observe.rollout_text_groups=3", "trainer.steps=3").check()
+    kept = []
+    for step in (0, 3):
+        table = read_rollouts(home.run("texts") / "eval" / f"step-{step}.parquet")
+        assert len(set(table["group"].to_pylist())) == 8
+        rows = table.to_pylist()
+        kept.append({row["group"] for row in rows if row["response"] is not None})
+        assert len(kept[-1]) == 3
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("settings", [["sampling.max_staleness=0"], ["sampling.lookahead=1"]])

@@ -15,6 +15,7 @@ class ObserveConfig(Section):
     console: Literal["auto", "plain", "off"] = "auto"
     """A live table on a terminal, one line a step elsewhere (auto); always lines; or nothing."""
     rollout_text_groups: int = Field(8, ge=0)
-    """Groups a step whose text, ids and log-probs are kept (seeded choice); scalars always."""
+    """Groups a step, and prompts an evaluation (the same in each), whose text, ids and log-probs
+    are kept (seeded choice); scalars always."""
     peak_tflops: float | None = Field(None, gt=0)
     """The device's peak in TFLOP/s, for model FLOP utilisation; null leaves that out."""

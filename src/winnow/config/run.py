@@ -14,6 +14,8 @@ class RunConfig(Section):
 
     name: str | None = None
     """Name of the run's folder; null makes RECIPE-DATE-TIME."""
+    description: tuple[str, ...] = ()
+    """What a new run says of itself at its start, a line each."""
     dir: str = "runs"
     """Folder that holds all runs."""
     resume: str = "auto"

@@ -66,14 +66,17 @@ def token_account(records: Iterable[Record]) -> dict[str, int]:
 
 
 def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
-    """Seconds by phase over a run, `other` included, the longest first."""
+    """Seconds by phase over a run: the warm-up, then the longest first, `other` included."""
     total: dict[str, float] = {}
+    warm_up: dict[str, float] = {}
     for record in records:
+        if names.SFT_S in record:
+            warm_up["warm-up"] = float(record[names.SFT_S])
         for name, value in record.items():
             phase = name.removeprefix("time/").removesuffix("_s")
             if name == f"time/{phase}_s" and name != names.STEP_S:
                 total[phase] = total.get(phase, 0.0) + value
-    return dict(sorted(total.items(), key=lambda item: -item[1]))
+    return {**warm_up, **dict(sorted(total.items(), key=lambda item: -item[1]))}
 
 
 def series(records: Sequence[Record], *candidates: str) -> tuple[list[int], list[float]]:

@@ -27,6 +27,7 @@ is the evaluation before training.
 | eval/SOURCE/{avg@N_se,greedy_se} | their standard errors |
 | eval/SOURCE/{length,truncated} | of the sampled held-out answers |
 | sft/loss | the warm-up |
+| sft/time_s | seconds that the start took, in the first line |
 | time/PHASE_s, time/step_s | seconds; the phases and `time/other_s` add up to the step |
 | time/{rollout,old_logprobs,update}_us_per_token | microseconds a token of the phase |
 | throughput/{tokens_per_s,tokens_per_s_per_device,tflops,mfu} | |
@@ -59,6 +60,7 @@ GENERATED_TOKENS = TOKENS + "generated"
 IN_PROGRESS_TOKENS = TOKENS + "in_progress"
 STEP_S = "time/step_s"
 SFT_LOSS = "sft/loss"
+SFT_S = "sft/time_s"
 EVAL = "eval/"
 
 

@@ -38,6 +38,26 @@ class Sink(Protocol):
         ...
 
 
+class FirstRecord:
+    """Adds figures to the first record of a run that a sink takes."""
+
+    def __init__(self, sink: Sink, figures: Record) -> None:
+        self._sink, self._figures = sink, figures
+
+    def start(self, info: RunInfo) -> None:
+        """Tell the sink."""
+        self._sink.start(info)
+
+    def log(self, step: int, record: Record) -> None:
+        """Tell the sink, the first time with the figures."""
+        figures, self._figures = self._figures, {}
+        self._sink.log(step, {**record, **figures})
+
+    def close(self) -> None:
+        """Tell the sink."""
+        self._sink.close()
+
+
 class Sinks:
     """Several sinks as one."""
 

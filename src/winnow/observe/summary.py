@@ -66,11 +66,10 @@ class Summary:
         records: Sequence[Record],
         *,
         samples: Sequence[Sample] = (),
-        more_seconds: Mapping[str, float] | None = None,
         paths: Mapping[str, Path] | None = None,
         commands: Mapping[str, str] | None = None,
     ) -> Summary:
-        """From the lines of metrics.jsonl; `more_seconds` are phases outside the steps."""
+        """From the lines of metrics.jsonl."""
         evaluated = [(record["step"], evaluations(record)) for record in records]
         found = [(step, by_source) for step, by_source in evaluated if by_source]
         return cls(
@@ -79,7 +78,7 @@ class Summary:
             after=found[-1][1] if found and found[-1][0] > 0 else {},
             samples=samples,
             tokens=token_account(records),
-            seconds={**(more_seconds or {}), **phase_seconds(records)},
+            seconds=phase_seconds(records),
             paths=paths or {},
             commands=commands or {},
         )

@@ -171,6 +171,7 @@ def make_evaluator(
         EvaluationSettings.of(config.evaluation, sampling, config.run.seed),
         policy.decode,
         file_of,
+        config.observe.rollout_text_groups,
     )
 
 

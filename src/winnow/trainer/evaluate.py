@@ -55,6 +55,7 @@ class Evaluator:
 
     Args:
         rewards: this evaluator's own, because it counts failures.
+        text_groups: prompts whose answers are kept with their text.
     """
 
     def __init__(
@@ -65,15 +66,13 @@ class Evaluator:
         settings: EvaluationSettings,
         decode: Decode,
         file_of: Callable[[int], Path],
-        text_groups: int = 64,
+        text_groups: int,
     ) -> None:
         self._engine, self._prompts, self._rewards = engine, tuple(prompts), rewards
         self._settings, self._file_of = settings, file_of
         self.decode = decode
         self._text_groups = text_groups
         self._scorings = 0
-        self.greedy_answers: dict[int, tuple[Answer, ...]] = {}
-        """By step, in the order of the prompts (or the first sampled answer of each)."""
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -97,7 +96,6 @@ class Evaluator:
         if settings.greedy:
             shown = await self._answer(replace(settings.sampling, temperature=0.0), 1)
             greedy = summarise([_statistics_of(group) for group in shown], settings.seed)
-        self.greedy_answers[step] = tuple(group.answers[0] for group in shown)
         self._write(step, groups, shown if settings.greedy else [])
         sampled = summarise([_statistics_of(group) for group in groups], settings.seed)
         self._check_scoring()
@@ -134,14 +132,15 @@ class Evaluator:
             self._scorings = 0
 
     def _write(self, step: int, groups: Sequence[Group], greedy: Sequence[Group]) -> None:
-        ids = [group.id for group in groups]
+        # The same prompts in each evaluation, so that one can be followed through the run.
+        seed, ids = self._settings.seed, [group.id for group in groups]
         write_rollouts(
             self._file_of(step),
             step,
             [RolloutGroup(group, "held_out") for group in groups]
             + [RolloutGroup(group, "held_out_greedy") for group in greedy],
             version=step,
-            text_groups=choose_text_groups(ids, self._text_groups, self._settings.seed, step),
+            text_groups=choose_text_groups(ids, self._text_groups, seed, step=0),
             decode=self.decode,
         )
 

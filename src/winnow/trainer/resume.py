@@ -43,6 +43,7 @@ from winnow.trainer.mirror import Mirror
 HARMLESS = frozenset(
     {
         "run.name",
+        "run.description",
         "run.dir",
         "run.resume",
         "run.threads",  # a difference warns: see `Opened.differences`
@@ -179,14 +180,14 @@ def _created(config: Config, recipe: str, named: Path | None) -> RunFolder:
 
 def _asked_for(resume: str) -> tuple[Path, Checkpoint | None]:
     """The run's folder in `run.resume`, and the checkpoint if it is one's folder."""
-    path = Path(resume).expanduser()
-    path = path if len(path.parts) > 2 else path.absolute()
+    given = Path(resume).expanduser()
+    path = given if len(given.parts) > 2 else given.absolute()
     own = [c for c in checkpoints_in(path.parent) if c.path == path]
     run = path.parent.parent
     if own and (run / CONFIG).is_file():
         return run, own[0]
     if (path / CONFIG).is_file():
-        return path, None
+        return given if given.name else path, None
     raise ConfigError(
         f"run.resume={resume} is neither a run's folder nor a checkpoint in one; "
         "give runs/NAME or runs/NAME/checkpoints/step-N, or auto or never"

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+
 from winnow.checkpoint import checkpoints_in, load_state, this_machine
 from winnow.config.root import Config
 from winnow.config.warm_start import SftWarmStart
@@ -19,12 +20,14 @@ from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.curve import draw_curve
 from winnow.observe.figures import duration
 from winnow.observe.jsonl import MetricsLog, read_metrics
+from winnow.observe.names import SFT_S, Record
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.run_folder import RunFolder
-from winnow.observe.sinks import RunInfo, Sinks
-from winnow.observe.summary import Sample, Summary, print_summary
+from winnow.observe.samples import samples
+from winnow.observe.sinks import FirstRecord, RunInfo, Sinks
+from winnow.observe.summary import Summary, print_summary
 from winnow.sampling.report import Progress
-from winnow.trainer.evaluate import Evaluator
+from winnow.trainer.build import Built, build, load_policy, make_rewards, make_saver, use_machine
 from winnow.trainer.heartbeat import Heartbeat
 from winnow.trainer.loop import Course, Parts, train
 from winnow.trainer.resume import Opened, opened_run
@@ -32,8 +35,6 @@ from winnow.trainer.saver import Saver
 from winnow.trainer.state import seed_everything
 from winnow.trainer.stopping import Stop, Stopped
 from winnow.trainer.warm_start import WarmStart, make_warm_start
-
-from winnow.trainer.build import Built, build, load_policy, make_rewards, make_saver, use_machine
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +67,14 @@ def run_training(
             log.info("%s", note)
         if opened.is_finished(config.trainer.steps):
             sink.note(f"{folder.path} is finished: nothing to do (a new run needs a new run.name)")
-            _close(config, recipe, folder, [], {}, console)
+            _close(config, recipe, folder, console)
             return 0
         for difference in opened.differences(this_machine(device)):
             sink.note(f"Warning: {difference}: the bits may differ from an undisturbed run's")
-        path, warm_seconds = _start_model(config, opened, fresh, sink, heartbeat)
+        path, start = _start_model(config, opened, fresh, sink, heartbeat)
         policy = load_policy(config, path, device)
         metrics = MetricsLog(folder.metrics)
-        sinks = Sinks([sink, metrics, heartbeat])
+        sinks = Sinks([sink, FirstRecord(metrics, start), heartbeat])
         with (
             make_saver(config, folder) as saver,
             contextlib.closing(make_rewards(config)) as rewards,
@@ -101,8 +102,7 @@ def run_training(
         if stopped is not None:
             sink.note(_farewell(stopped, built.parts.state.step, folder))
             return stopped.exit_code
-        shown = samples(built.evaluator, config.trainer.steps)
-        _close(config, recipe, folder, shown, warm_seconds, console)
+        _close(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - began))
     return 0
 
@@ -122,14 +122,14 @@ def _errors_logged() -> Iterator[None]:
 
 def _start_model(
     config: Config, opened: Opened, fresh: bool, sink: ConsoleSink, heartbeat: Heartbeat
-) -> tuple[str, dict[str, float]]:
-    """The model folder to begin from, and the seconds that making it took."""
+) -> tuple[str, Record]:
+    """The model folder to begin from, and figures of making it."""
     began = time.monotonic()
     if opened.checkpoint is not None:
         return str(opened.checkpoint.model), {}
     if isinstance(config.warm_start, SftWarmStart):
         warm = run_warm_start(config, config.warm_start, fresh, sink, heartbeat.beat)
-        return str(warm.folder), {"warm-up": time.monotonic() - began}
+        return str(warm.folder), {SFT_S: time.monotonic() - began}
     assert config.model.path is not None, "checks.py asks for a model or a warm start"
     return config.model.path, {}
 
@@ -227,12 +227,7 @@ def run_sft(config: Config, fresh: bool, console: Console) -> Path:
 def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
     """What will happen, in the words of a newcomer."""
     lines = [f"winnow train {recipe}: everything of this run goes to {folder.path}"]
-    if isinstance(config.warm_start, SftWarmStart):
-        lines += [
-            "A toy task on purpose: sort 4-8 digits step by step, with a model of 0.1 M weights.",
-            "1. Warm-up: it imitates bad examples (guesses, ramblings, slips). 20 to 60 s, cached.",
-            "2. DAPO: from this bad start it learns by rewards alone, in about 3 minutes.",
-        ]
+    lines += config.run.description
     lines.append(
         f"{config.trainer.steps} steps of {config.sampling.groups_per_step} prompts x "
         f"{config.rollout.n} answers; a prompt whose answers are all right or all wrong teaches "
@@ -252,8 +247,6 @@ def _close(
     config: Config,
     recipe: str,
     folder: RunFolder,
-    shown: Sequence[Sample],
-    warm_seconds: Mapping[str, float],
     console: Console,
 ) -> None:
     draw_curve(folder.path, folder.curve, title=folder.name)
@@ -268,8 +261,7 @@ def _close(
     summary = Summary.of(
         f"{folder.name}: done",
         records,
-        samples=shown,
-        more_seconds=warm_seconds,
+        samples=samples(folder.evaluation(0), folder.evaluation(config.trainer.steps)),
         paths=paths,
         commands=next_commands(config, recipe, folder),
     )
@@ -280,32 +272,11 @@ def _close(
 def next_commands(config: Config, recipe: str, folder: RunFolder) -> dict[str, str]:
     """Commands that work from here, offline."""
     other = config.run.seed + 1
+    # A run's own recipe holds its name, which is taken.
+    name = f" run.name={folder.name}-{other}" if Path(recipe) == folder.config else ""
     return {
         f"winnow eval {folder.path}": "ask the trained model the held-out prompts again",
-        f"winnow train {recipe} seed={other}": "the same with other random numbers",
+        f"winnow train {recipe}{name} seed={other}": "the same with other random numbers",
         f"winnow train {recipe} --help-config": "every setting, with its meaning",
         f"winnow export {folder.path} FOLDER": "the model as a Hugging Face folder",
     }
-
-
-def samples(evaluator: Evaluator, last_step: int) -> list[Sample]:
-    """A held-out question that training changed from wrong to right, if there is one."""
-    answers = evaluator.greedy_answers
-    if 0 not in answers or last_step not in answers:
-        return []
-    pairs = list(zip(evaluator.prompts, answers[0], answers[last_step], strict=True))
-    if not pairs:
-        return []
-    rights = [(b.score.accuracy >= 1, a.score.accuracy >= 1) for _, b, a in pairs]
-    place = rights.index((False, True)) if (False, True) in rights else 0
-    prompt, before, after = pairs[place]
-    decode = evaluator.decode
-    return [
-        Sample(
-            prompt.text,
-            decode(before.trajectory.token_ids),
-            rights[place][0],
-            decode(after.trajectory.token_ids),
-            rights[place][1],
-        )
-    ]
