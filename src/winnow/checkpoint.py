@@ -33,9 +33,11 @@ from safetensors import SafetensorError
 
 from winnow import __version__
 from winnow.errors import CheckpointError
+from winnow.observe.files import reason_and_remedy
 
 _NAME = re.compile(r"step-(\d+)$")
 _REPLACED = re.compile(r"\.(step-\d+)\.replaced$")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _FORMAT = 2
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
@@ -108,7 +110,7 @@ def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
     """Write `folder/step-N` whole or not at all; a crash at any point leaves what was there.
 
     Raises:
-        CheckpointError: the disk is full or not writable; nothing is left behind.
+        CheckpointError: the disk is full or not writable; nothing new is left behind.
     """
     target = folder / f"step-{content.step}"
     draft = folder / f".{target.name}.partial"
@@ -124,13 +126,11 @@ def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
         _sync_tree(draft)
         _put_in_place(draft, target)
     except (OSError, RuntimeError, SafetensorError) as error:
-        # After a write that failed, torch's zip writer fails at its closing, too.
-        cause = error.__context__ if isinstance(error, RuntimeError) else error
-        if not isinstance(cause, OSError | SafetensorError):
+        cause = _refusal(error)
+        if cause is None:
             raise
-        reason = (isinstance(cause, OSError) and cause.strerror) or cause
         raise CheckpointError(
-            f"cannot save the checkpoint {target}: {reason}; free space or choose another run.dir"
+            f"cannot save the checkpoint {target}: {reason_and_remedy(cause)}"
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -301,6 +301,17 @@ def sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _refusal(error: Exception) -> OSError | None:
+    """What the system said when it refused a write; None when it was no such thing."""
+    if isinstance(error, OSError):
+        return error
+    if isinstance(error, SafetensorError):
+        number = _OS_ERROR.search(str(error))
+        return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
+    # After a write that failed, torch's zip writer fails at its closing, too.
+    return error.__context__ if isinstance(error.__context__, OSError) else None
 
 
 def _write_manifest(draft: Path, content: Content) -> None:

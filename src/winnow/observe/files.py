@@ -17,6 +17,11 @@ PARTIAL = ".partial"
 
 def disk_error(path: Path, error: OSError) -> WinnowError:
     """What the user reads when `path` cannot be written: file, reason, remedy."""
+    return WinnowError(f"cannot write {path}: {reason_and_remedy(error)}")
+
+
+def reason_and_remedy(error: OSError) -> str:
+    """Why the system refused, and what to do about it: `REASON; REMEDY`."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in _FULL:
         remedy = "free some space, or put the run on another disk with run.dir=FOLDER"
@@ -24,7 +29,7 @@ def disk_error(path: Path, error: OSError) -> WinnowError:
         remedy = "choose a folder that you may write to with run.dir=FOLDER"
     else:
         remedy = "check the path, or choose another folder with run.dir=FOLDER"
-    return WinnowError(f"cannot write {path}: {reason}; {remedy}")
+    return f"{reason}; {remedy}"
 
 
 def write_fully(descriptor: int, data: bytes) -> None:

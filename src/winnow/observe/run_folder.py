@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from winnow.errors import ConfigError, WinnowError
-from winnow.observe.files import disk_error, write_atomic
+from winnow.observe.files import disk_error, write_atomic, write_fully
 from winnow.observe.jsonl import METRICS_FILE
 
 
@@ -121,10 +122,7 @@ class RunFolder:
         Raises:
             WinnowError: log.txt cannot be opened.
         """
-        try:
-            handler = _LogFile(self.log, encoding="utf-8", errors="backslashreplace")
-        except OSError as error:
-            raise disk_error(self.log, error) from error
+        handler = _LogFile(self.log)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger = logging.getLogger("winnow")
         level_before, logger.level = logger.level, level
@@ -134,6 +132,7 @@ class RunFolder:
         logging.captureWarnings(True)
         try:
             yield logger
+            handler.report()
         finally:
             logging.captureWarnings(False)
             for each in loggers:
@@ -142,26 +141,62 @@ class RunFolder:
             handler.close()
 
 
-class _LogFile(logging.FileHandler):
-    """A log that a full disk silences: the figures, not the log, decide whether a run goes on."""
+class _LogFile(logging.StreamHandler["_WholeLines"]):
+    """A log that a full disk silences: the figures, not the log, decide whether a run goes on.
 
-    _is_silenced = False
+    Raises:
+        WinnowError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._refused: OSError | None = None
+        try:
+            super().__init__(_WholeLines(path))
+        except OSError as error:
+            raise disk_error(path, error) from error
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
+        if isinstance(error, OSError):
+            self._refused = self._refused or error
+        else:
             super().handleError(record)
-        elif not self._is_silenced:
-            self._is_silenced = True
-            print(f"{disk_error(Path(self.baseFilename), error)} (no log)", file=sys.stderr)
+
+    def report(self) -> None:
+        """Tell of lines that are missing; a run that fails has something else to tell."""
+        if self._refused is not None:
+            print(f"{disk_error(self._path, self._refused)} (no log)", file=sys.stderr)
 
     def close(self) -> None:
+        super().close()
+        self.stream.close()
+
+
+class _WholeLines:
+    """A file that takes each text whole or leaves it."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def write(self, text: str) -> None:
+        """Append; a disk that fills in the middle keeps nothing of it."""
+        before = os.fstat(self._descriptor).st_size
         try:
-            super().close()
-        except OSError as error:
-            # Closing flushes what the full disk did not take; it was reported above.
-            if not self._is_silenced:
-                raise disk_error(Path(self.baseFilename), error) from error
+            write_fully(self._descriptor, text.encode("utf-8", "backslashreplace"))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, before)
+            raise
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
 
 
 def _free_name(runs: Path, recipe: str) -> Path:

@@ -132,3 +132,22 @@ def test_a_full_disk_silences_the_log_with_one_line(
     assert re.search(
         r"cannot write .*log\.txt: File too large; free some space.* \(no log\)", message
     )
+    assert re.fullmatch(r"[^\n]* INFO winnow: x{60}\n", folder.log.read_text())
+
+
+def test_a_run_that_fails_is_not_asked_about_its_log(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    disk_full_after: Callable[[int], AbstractContextManager[None]],
+) -> None:
+    folder = RunFolder.create(tmp_path, "mine", "quickstart")
+
+    def fail() -> None:
+        with folder.logging_to_file(), disk_full_after(10):
+            logging.getLogger("winnow").info("hello")
+            raise WinnowError("metrics")
+
+    with pytest.raises(WinnowError, match="metrics"):
+        fail()
+    assert capsys.readouterr().err == ""
+    assert folder.log.read_bytes() == b""
