@@ -2,7 +2,7 @@
 
 peft's layers take the place of linear ones inside the model itself, so the trainer, the embedded
 engine and the reference policy run one module; with the adapter switched off it is the model that
-training began with. Of a half-precision model peft keeps the adapter in fp32.
+training began with. The adapter of a half-precision model has fp32.
 
 A PEFT folder holds the adapter alone and names its base; `PeftModel.from_pretrained` loads it.
 """
@@ -215,6 +215,10 @@ def _inject(model: PreTrainedModel, config: Any, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
+    for name, parameter in model.named_parameters():
+        if is_adapters(name):
+            # As PeftModel does, so that what is saved here answers alike there.
+            parameter.data = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).data
     model.to(device).eval()
 
 

@@ -1,0 +1,516 @@
+"""What a strategy promises of each kind of model: policies, adapters, critics, reward models.
+
+Each is held against transformers' (and peft's) own classes, which read the same folder, run one
+sequence at a time without packing, and take the gradient of a loss written anew here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    Qwen3Config,
+)
+
+from winnow.batching import Batch, MicroBatch, gather_tokens, micro_batches, pack
+from winnow.config.model import LoraAdapter
+from winnow.data.sort_digits import build_tokenizer
+from winnow.errors import ModelError
+from winnow.models import freeze, load_causal_lm, quiet_transformers
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
+from winnow.value_models import load_reward_model, load_value_model
+from winnow.workers.lora import adapter_writer, add_lora, load_lora
+from winnow.workers.single import SingleStrategy
+from winnow.workers.strategy import LossResult, Output, Outputs
+
+CPU = torch.device("cpu")
+TEMPERATURE = 0.8
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+RAGGED = [[(3, 9), (3, 1), (3, 14)], [(1, 2), (1, 30)], [(6, 7), (6, 8), (6, 9), (6, 10)]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of model: how we load it, how others do, and what of it is asked."""
+
+    family: str
+    load: Callable[[Path, torch.dtype], Any]
+    """Ours, to be trained."""
+    theirs: Callable[[Path, torch.dtype], nn.Module]
+    outputs: frozenset[Output]
+
+
+def load_policy(folder: Path, dtype: torch.dtype) -> Any:
+    return load_causal_lm(str(folder / "base"), dtype, CPU)
+
+
+def load_adapted(folder: Path, dtype: torch.dtype) -> Any:
+    model = load_policy(folder, dtype)
+    load_lora(model, folder / "adapter")
+    return model
+
+
+def load_scorer(folder: Path, dtype: torch.dtype) -> Any:
+    return load_reward_model(str(folder / "scorer"), dtype, CPU).requires_grad_(True)
+
+
+def their_policy(folder: Path, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        folder / "base", dtype=dtype, attn_implementation="sdpa"
+    )
+
+
+def their_adapted(folder: Path, dtype: torch.dtype) -> Any:
+    base = their_policy(folder, dtype)
+    return PeftModel.from_pretrained(base, folder / "adapter", is_trainable=True)
+
+
+POLICY: frozenset[Output] = frozenset({"logprob", "entropy"})
+CASES = {
+    "policy tied": Case("qwen3", load_policy, their_policy, POLICY),
+    "policy untied": Case("llama", load_policy, their_policy, POLICY),
+    "lora tied": Case("qwen3", load_adapted, their_adapted, POLICY),
+    "lora untied": Case("llama", load_adapted, their_adapted, POLICY),
+    "value": Case(
+        "qwen3",
+        lambda folder, dtype: load_value_model(str(folder / "critic"), dtype, CPU),
+        lambda folder, dtype: AutoModelForTokenClassification.from_pretrained(
+            folder / "critic", dtype=dtype, attn_implementation="sdpa"
+        ),
+        frozenset({"value"}),
+    ),
+    "score": Case(
+        "llama",
+        load_scorer,
+        lambda folder, dtype: AutoModelForSequenceClassification.from_pretrained(
+            folder / "scorer", dtype=dtype, attn_implementation="sdpa"
+        ),
+        frozenset({"score"}),
+    ),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For each family a random base, adapter, critic and reward model."""
+    root = tmp_path_factory.mktemp("families")
+    configs = {
+        "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+        "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    }
+    classes = {
+        "base": AutoModelForCausalLM,
+        "critic": AutoModelForTokenClassification,
+        "scorer": AutoModelForSequenceClassification,
+    }
+    for family, config in configs.items():
+        for kind, auto in classes.items():
+            config.num_labels = 1
+            model = auto.from_config(config)
+            randomize(dict(model.named_parameters()))
+            model.save_pretrained(root / family / kind)
+        adapted = load_causal_lm(str(root / family / "base"), torch.float32, CPU)
+        add_lora(adapted, LoraAdapter(rank=3, alpha=5.0), seed=1)
+        strategy = SingleStrategy(adapted)
+        weights = dict(strategy.export_weights(adapter_only=True))
+        randomize(weights)
+        adapter_writer(adapted, build_tokenizer())(weights, root / family / "adapter")
+    return {family: root / family for family in configs}
+
+
+def randomize(tensors: dict[str, Tensor]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for tensor in tensors.values():
+        noise = torch.randn(tensor.shape, generator=generator)
+        tensor.data.copy_(1 + 0.2 * noise if tensor.ndim == 1 else 0.3 * noise)
+
+
+def strategy_of(
+    case: Case, families: dict[str, Path], dtype: torch.dtype, **options: Any
+) -> SingleStrategy:
+    model = case.load(families[case.family], dtype)
+    return SingleStrategy(model, temperature=TEMPERATURE, **options)
+
+
+def batch_of(lengths: Sequence[Sequence[tuple[int, int]]], dtype: torch.dtype) -> Batch:
+    """Answers by (prompt, answer) lengths, each token with a weight of its own."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for i, answers in enumerate(lengths):
+        prompt = rng.integers(0, 40, answers[0][0])
+        made = []
+        for _, n in answers:
+            segment = Segment(rng.integers(0, 40, n), np.zeros(n, np.float32), (VersionSpan(0, n),))
+            made.append(Answer(Trajectory((segment,), "stop"), Score(0.0, 0.0)))
+        groups.append(Group(i, Prompt(str(i), prompt, "", "", None), tuple(made)))
+    batch = pack(groups)
+    batch.columns["weight"] = torch.from_numpy(rng.normal(size=len(batch.token_ids))).to(dtype)
+    return batch
+
+
+def loss(micro: MicroBatch, outputs: Outputs) -> LossResult:
+    """A loss that no output can leave: each by its own nonlinearity and each token's weight."""
+    weight = micro.columns["weight"]
+    if "logprob" in outputs:
+        terms = weight * (outputs["logprob"] + 0.3 * outputs["entropy"])
+    elif "value" in outputs:
+        terms = (outputs["value"] - weight).square() * micro.gen_mask
+    else:
+        terms = weight * outputs["score"].square()
+    total = terms.sum() / micro.counts.tokens
+    return LossResult(total, {"sum": total.detach() * micro.counts.tokens})
+
+
+def own_norms(model: nn.Module) -> None:
+    """Norms in the model's own precision: transformers computes them in fp32 whatever it is."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+
+            def forward(x: Tensor, norm: Any = module) -> Tensor:
+                square = x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon
+                return norm.weight * x / square.sqrt()
+
+            module.forward = forward  # type: ignore[method-assign]
+
+
+def theirs_of(case: Case, families: dict[str, Path], dtype: torch.dtype) -> Any:
+    with quiet_transformers():
+        model = case.theirs(families[case.family], dtype).eval()
+    if dtype == torch.float64:
+        own_norms(model)
+    return model
+
+
+def their_outputs(model: Any, case: Case, ids: Tensor, prompt: int) -> dict[Output, Tensor]:
+    """Of one sequence, per token, aligned as ours."""
+    logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    if logits.dtype == torch.bfloat16:
+        logits = logits.float()
+    if "score" in case.outputs:
+        blank = logits.new_zeros(len(ids))
+        return {"score": torch.cat([blank[:-1], logits])}
+    blank = logits.new_zeros(prompt)
+    if "value" in case.outputs:
+        return {"value": torch.cat([blank, logits[prompt - 1 : -1, 0]])}
+    logp = (logits[prompt - 1 : -1] / TEMPERATURE).log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    chosen = logp.gather(1, ids[prompt:, None])[:, 0]
+    return {"logprob": torch.cat([blank, chosen]), "entropy": torch.cat([blank, entropy])}
+
+
+def their_gradients(
+    case: Case, families: dict[str, Path], batch: Batch, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[Output, Tensor]]:
+    """One sequence at a time, unpacked, backward through all of them at once."""
+    model = theirs_of(case, families, dtype)
+    parts: list[dict[Output, Tensor]] = []
+    total = torch.zeros((), dtype=torch.float64)
+    for b, prompt in enumerate(batch.prompt_lengths.tolist()):
+        where = slice(int(batch.offsets[b]), int(batch.offsets[b + 1]))
+        outputs = their_outputs(model, case, batch.token_ids[where], prompt)
+        parts.append({name: value.detach() for name, value in outputs.items()})
+        weight = batch.columns["weight"][where]
+        if "score" in outputs:
+            total = total + weight[-1] * outputs["score"][-1] ** 2
+        elif "value" in outputs:
+            total = total + ((outputs["value"] - weight)[prompt:] ** 2).sum()
+        else:
+            mixed = outputs["logprob"] + 0.3 * outputs["entropy"]
+            total = total + (weight * mixed)[prompt:].sum()
+    (total / int(batch.loss_mask.sum())).backward()
+    gradients = {
+        name.removeprefix("base_model.model."): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    joined = {name: torch.cat([part[name] for part in parts]) for name in case.outputs}
+    return gradients, joined
+
+
+def gradients_of(
+    strategy: SingleStrategy, micro: Sequence[MicroBatch], case: Case
+) -> dict[str, Tensor]:
+    """The gradients, which are cleared; of half precision those of the fp32 masters."""
+    strategy.forward_backward(micro, case.outputs, loss)
+    masters = strategy._masters
+    gradients = {n: m.grad.clone() for n, m in masters.items() if m.grad is not None}
+    strategy._optimizer.zero_grad()
+    return gradients
+
+
+def whole(batch: Batch, budget: int = 10_000) -> list[MicroBatch]:
+    return micro_batches(batch, range(batch.n_groups), budget)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+
+
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == wanted.keys()
+    errors = {name: relative(found[name], wanted[name]) for name in wanted}
+    assert max(errors.values()) <= tolerance, errors
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_outputs_and_gradients_are_those_of_hugging_face_for_each_sequence_alone(
+    case: Case, families: dict[str, Path], dtype: torch.dtype, checkpointing: bool
+) -> None:
+    batch = batch_of(RAGGED, dtype)
+    strategy = strategy_of(case, families, dtype, gradient_checkpointing=checkpointing)
+    micro = whole(batch)
+    gradients, outputs = their_gradients(case, families, batch, dtype)
+    found = strategy.forward(micro, case.outputs)
+    for name, wanted in outputs.items():
+        ours = gather_tokens(batch, micro, [each[name] for each in found])
+        assert relative(ours, wanted) <= TOLERANCE[dtype]
+        assert torch.equal(ours == 0, wanted == 0)
+    assert_close(gradients_of(strategy, micro, case), gradients, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", ["policy tied", "policy untied", "lora tied", "lora untied"])
+@pytest.mark.parametrize("fp32_head", [False, True])
+def test_bf16_gradients_are_as_near_to_the_exact_ones_as_hugging_faces(
+    families: dict[str, Path], name: str, fp32_head: bool
+) -> None:
+    case = CASES[name]
+    exact, _ = their_gradients(case, families, batch_of(RAGGED, torch.float32), torch.float32)
+    batch = batch_of(RAGGED, torch.float32)
+    rounded, _ = their_gradients(case, families, batch, torch.bfloat16)
+    strategy = strategy_of(case, families, torch.bfloat16, fp32_head=fp32_head)
+    ours = gradients_of(strategy, whole(batch), case)
+    assert ours.keys() == exact.keys()
+    assert {gradient.dtype for gradient in ours.values()} == {torch.float32}
+    errors = [
+        sum(relative(found[n], exact[n]) for n in exact) / len(exact) for found in (ours, rounded)
+    ]
+    assert 0 < errors[0] <= 1.3 * errors[1] < 0.2
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.bfloat16])
+@pytest.mark.parametrize("budget", [1, 25, 70])
+def test_gradients_do_not_depend_on_split_or_order(
+    case: Case, families: dict[str, Path], dtype: torch.dtype, budget: int
+) -> None:
+    strategy = strategy_of(case, families, dtype)
+    exact = torch.float32 if dtype == torch.bfloat16 else dtype
+    batch = batch_of(RAGGED, exact)
+    at_once = gradients_of(strategy, whole(batch), case)
+    split = gradients_of(strategy, whole(batch, budget)[::-1], case)
+    # In bf16 each micro-batch rounds its own sums.
+    assert_close(split, at_once, TOLERANCE.get(dtype, 0.1))
+
+
+def train(strategy: SingleStrategy, case: Case, updates: int = 2) -> None:
+    micro = whole(batch_of(RAGGED, torch.float32))
+    for _ in range(updates):
+        strategy.forward_backward(micro, case.outputs, loss)
+        assert strategy.optimizer_step(1e-2)["skipped"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_continues_with_the_same_bits_from_a_state(
+    case: Case, families: dict[str, Path], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    strategy = strategy_of(case, families, dtype, weight_decay=0.1)
+    train(strategy, case)
+    torch.save(strategy.state_dict(), tmp_path / "state.pt")
+    train(strategy, case)
+    resumed = strategy_of(case, families, dtype, weight_decay=0.1)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt"))
+    train(resumed, case)
+    assert_same(resumed.state_dict(), strategy.state_dict())
+    assert_same(bits_of(resumed.model), bits_of(strategy.model))
+
+
+def bits_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same(a: Any, b: Any) -> None:
+    if isinstance(a, Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+        return
+    assert a.keys() == b.keys()
+    for name in a:
+        assert_same(a[name], b[name])
+
+
+@pytest.mark.parametrize("name", ["lora tied", "lora untied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_trains_alone_and_is_all_that_is_kept(
+    families: dict[str, Path], name: str, dtype: torch.dtype
+) -> None:
+    case = CASES[name]
+    strategy = strategy_of(case, families, dtype)
+    before = bits_of(strategy.model)
+    train(strategy, case)
+    after = bits_of(strategy.model)
+    moved = {n for n in before if not torch.equal(before[n], after[n])}
+    assert moved == {n for n in before if "lora_" in n}
+    state = strategy.state_dict()
+    assert state["weights"].keys() == state["optimizer"].keys() == moved
+    # Seven linear layers in each of two blocks, each with A and B.
+    assert len(moved) == 28
+
+
+@pytest.mark.parametrize("name", ["policy tied", "policy untied", "lora tied", "value"])
+def test_frozen_weights_keep_their_bits(families: dict[str, Path], name: str) -> None:
+    case = CASES[name]
+    model = case.load(families[case.family], torch.float32)
+    freeze(model, ["*.layers.0.*", "*norm.weight", "*.embed_tokens.*"])
+    strategy = SingleStrategy(model, temperature=TEMPERATURE, weight_decay=0.1)
+    before = bits_of(model)
+    train(strategy, case)
+    moved = {n for n, t in bits_of(model).items() if not torch.equal(t, before[n])}
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert moved == trained == strategy.state_dict()["optimizer"].keys()
+    assert not {n for n in moved if "layers.0." in n or "norm.weight" in n}
+    assert any("layers.1." in n for n in moved)
+
+
+@pytest.mark.parametrize("name", ["lora tied", "lora untied"])
+def test_without_its_adapter_a_policy_is_the_one_it_started_as(
+    families: dict[str, Path], name: str
+) -> None:
+    case, folder = CASES[name], families[CASES[name].family]
+    strategy = strategy_of(case, families, torch.float32)
+    freeze(strategy.model, ["*.layers.0.*"])
+    trained = {n for n, p in strategy.model.named_parameters() if p.requires_grad}
+    start = SingleStrategy(load_policy(folder, torch.float32), temperature=TEMPERATURE)
+    micro = whole(batch_of(RAGGED, torch.float32))
+    (adapted,) = strategy.forward(micro, POLICY)
+    (wanted,) = start.forward(micro, POLICY)
+    with strategy.adapter_off():
+        (off,) = strategy.forward(micro, POLICY)
+    with pytest.raises(ValueError, match="asked for value"), strategy.adapter_off():
+        strategy.forward(micro, frozenset({"value"}))
+    (again,) = strategy.forward(micro, POLICY)
+    assert torch.equal(off["logprob"], wanted["logprob"])
+    assert torch.equal(again["logprob"], adapted["logprob"])
+    assert float((adapted["logprob"] - wanted["logprob"]).abs().max()) > 0.1
+    assert {n for n, p in strategy.model.named_parameters() if p.requires_grad} == trained
+    with pytest.raises(ModelError, match="has none"), start.adapter_off():
+        pass
+
+
+@pytest.mark.parametrize("name", ["lora tied", "lora untied"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_exported_merged_or_alone_an_adapter_answers_alike_elsewhere(
+    families: dict[str, Path], name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    case, folder = CASES[name], families[CASES[name].family]
+    strategy = strategy_of(case, families, dtype)
+    train(strategy, case)
+    merged = dict(strategy.export_weights())
+    plain = their_policy(folder, dtype)
+    assert merged.keys() == dict(plain.named_parameters()).keys()
+    plain.load_state_dict(merged, strict=False)
+    alone = dict(strategy.export_weights(adapter_only=True))
+    adapter_writer(strategy.model, build_tokenizer())(alone, tmp_path)
+    adapted = PeftModel.from_pretrained(their_policy(folder, dtype), tmp_path)
+    base = their_policy(folder, dtype)
+    ids = torch.arange(1, 21)[None]
+    for model in (plain, adapted, base):
+        own_norms(model) if dtype == torch.float64 else None
+    with torch.no_grad():
+        logits = [model.eval()(ids).logits for model in (plain, adapted, base)]
+    ours = SingleStrategy(strategy.model)
+    micro = whole(batch_of([[(1, 19)]], dtype))
+    micro = [replace(each, token_ids=ids[0]) for each in micro]
+    (found,) = ours.forward(micro, frozenset({"logprob"}))
+    for given in logits[:2]:
+        wanted = given[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        assert relative(found["logprob"][1:], wanted) <= TOLERANCE[dtype]
+    assert relative(logits[1], logits[0]) <= TOLERANCE[dtype]
+    assert relative(logits[2], logits[0]) > 0.05
+
+
+def test_dropout_of_an_adapter_acts_in_training_alone_and_by_seed(
+    families: dict[str, Path],
+) -> None:
+    model = load_policy(families["qwen3"], torch.float32)
+    add_lora(model, LoraAdapter(rank=2, alpha=4.0, dropout=0.5), seed=3)
+    strategy = SingleStrategy(model, gradient_checkpointing=True)
+    randomize(dict(strategy.export_weights(adapter_only=True)))
+    micro = whole(batch_of(RAGGED, torch.float32))
+    (first,), (second,) = (strategy.forward(micro, POLICY) for _ in range(2))
+    assert torch.equal(first["logprob"], second["logprob"])
+    case = CASES["lora tied"]
+
+    def gradients(seed: int) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        return gradients_of(strategy, micro, case)
+
+    once, again, other = gradients(0), gradients(0), gradients(1)
+    assert all(torch.equal(once[n], again[n]) for n in once)
+    assert max(relative(other[n], once[n]) for n in once) > 0.01
+    assert not any(module.training for module in model.modules())
+
+
+def test_a_new_adapter_changes_nothing_and_follows_its_seed(families: dict[str, Path]) -> None:
+    made = []
+    for seed in (0, 0, 1):
+        model = load_policy(families["llama"], torch.float32)
+        state = torch.get_rng_state()
+        add_lora(model, LoraAdapter(), seed)
+        assert torch.equal(torch.get_rng_state(), state)
+        made.append(model)
+    micro = whole(batch_of(RAGGED, torch.float32))
+    plain = SingleStrategy(load_policy(families["llama"], torch.float32)).forward(micro, POLICY)
+    adapted = SingleStrategy(made[0]).forward(micro, POLICY)
+    assert torch.equal(plain[0]["logprob"], adapted[0]["logprob"])
+    assert_same(bits_of(made[0]), bits_of(made[1]))
+    assert any(not torch.equal(t, bits_of(made[2])[n]) for n, t in bits_of(made[0]).items())
+
+
+def test_a_frozen_model_answers_and_holds_no_optimizer(families: dict[str, Path]) -> None:
+    model = load_policy(families["qwen3"], torch.bfloat16).requires_grad_(False)
+    strategy = SingleStrategy(model)
+    before = bits_of(model)
+    (found,) = strategy.forward(whole(batch_of(RAGGED, torch.float32)), POLICY)
+    assert math.isfinite(float(found["logprob"].sum()))
+    assert not strategy._masters
+    assert strategy.optimizer_step(1.0) == {"grad_norm": 0.0, "skipped": 0.0}
+    assert strategy.state_dict()["optimizer"] == {}
+    assert_same(bits_of(model), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"), [("value", "logprob"), ("score", "value"), ("policy tied", "score")]
+)
+def test_an_output_that_the_model_does_not_have_is_refused(
+    families: dict[str, Path], name: str, asked: Output
+) -> None:
+    strategy = strategy_of(CASES[name], families, torch.float32)
+    with pytest.raises(ValueError, match=f"asked for {asked}"):
+        strategy.forward(whole(batch_of(RAGGED, torch.float32)), frozenset({asked}))
