@@ -181,10 +181,12 @@ class Group:
     id: int
     prompt: Prompt
     answers: tuple[Answer, ...]
+    baseline: Answer | None = None
+    """A greedy answer to the same prompt, scored and not trained on (ReMax)."""
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens the policy wrote in all answers."""
+        """Tokens the policy wrote in all answers, the baseline's not counted."""
         return sum(answer.trajectory.generated_tokens for answer in self.answers)
 
     @property

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from winnow.algorithms.advantages import ADVANTAGES
-from winnow.algorithms.schedule import lr_at
+
 from winnow.checkpoint import Content, Retention, sync, this_machine
 from winnow.config.load import dump_config
 from winnow.config.root import Config
@@ -30,8 +29,8 @@ from winnow.rollout.engine import SamplingParams
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.sampling.report import Progress
 from winnow.sampling.stream import Sampler
+from winnow.trainer.build_learner import Learning, make_learner
 from winnow.trainer.evaluate import EvaluationSettings, Evaluator
-from winnow.trainer.learner import Learner, LearnerSettings
 from winnow.trainer.loading import load_policy_model
 from winnow.trainer.loop import Course, Parts, Schedule
 from winnow.trainer.mirror import Mirror
@@ -41,8 +40,6 @@ from winnow.trainer.state import RunState, Stateful
 from winnow.trainer.stopping import Stop
 from winnow.trainer.throughput import Throughput
 from winnow.workers.lora import adapter_writer
-from winnow.workers.policy import Policy, PolicyObjective
-from winnow.workers.single import SingleStrategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -136,7 +133,15 @@ def make_engine(config: Config, policy: Policies) -> TorchEngine:
     engine = config.rollout.engine
     # A stop string may be a special token, such as a chat template's end of a turn.
     decode = decoder(policy.tokenizer, special_tokens=True)
-    return TorchEngine(policy.model, engine.slots, engine.prefill_tokens, policy.vocabulary, decode)
+    return TorchEngine(
+        policy.model,
+        engine.slots,
+        engine.prefill_tokens,
+        policy.vocabulary,
+        decode,
+        live_updates=not config.run.deterministic,
+        fp32_head=config.model.fp32_head,
+    )
 
 
 def make_rewards(config: Config) -> RewardService:
@@ -175,52 +180,6 @@ def make_evaluator(
     )
 
 
-def make_learner(config: Config, policy: Policies) -> tuple[Learner, SingleStrategy]:
-    """The policy's optimizer side."""
-    optim, trainer, algorithm = config.optim, config.trainer, config.algorithm
-    strategy = SingleStrategy(
-        policy.model,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        grad_clip=optim.grad_clip,
-        temperature=config.rollout.temperature,
-        vocab_size=policy.vocabulary,
-        logprob_chunk_tokens=trainer.logprob_chunk_tokens,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-        fp32_head=config.model.fp32_head,
-    )
-    objective = PolicyObjective(
-        policy_loss=algorithm.policy_loss.name,
-        options=algorithm.policy_loss.model_dump(exclude={"name"}),
-        aggregation=algorithm.aggregation,
-        norm_tokens=algorithm.aggregation_norm_tokens or config.rollout.max_response_tokens,
-        entropy_coef=algorithm.entropy_coef,
-    )
-    advantage = algorithm.advantage
-    learner = Learner(
-        Policy(strategy, objective),
-        partial(ADVANTAGES[advantage.name], **advantage.model_dump(exclude={"name"})),
-        partial(
-            lr_at,
-            total_steps=trainer.steps,
-            lr=optim.lr,
-            warmup_steps=optim.warmup_steps,
-            schedule=optim.schedule,
-            final_lr_ratio=optim.final_lr_ratio,
-        ),
-        LearnerSettings(
-            groups_per_update=trainer.mini_batch_groups or config.sampling.groups_per_step,
-            epochs=trainer.epochs,
-            microbatch_tokens=trainer.microbatch_tokens,
-            overlong_filtering=algorithm.overlong_filtering,
-            max_skipped_updates=optim.max_skipped_updates,
-            seed=config.run.seed,
-        ),
-    )
-    return learner, strategy
-
-
 @dataclass(frozen=True)
 class Built:
     """A run that is ready to start."""
@@ -251,15 +210,17 @@ def make_saver(config: Config, folder: RunFolder) -> Saver:
 def make_state(
     config: Config,
     policy: Policies,
-    strategy: SingleStrategy,
+    learning: Learning,
     parts: Mapping[str, Stateful],
     metrics: MetricsLog,
     saver: Saver,
 ) -> RunState:
     """What a checkpoint holds."""
+    strategy = learning.policy
     writer = adapter_writer if strategy.has_adapter else model_writer
     return RunState(
         strategy,
+        learning.others,
         parts,
         metrics.offset,
         saver.save,
@@ -279,8 +240,12 @@ def build(
     stop: Stop,
     rewards: RewardService,
     on_progress: Callable[[Progress], None] | None = None,
+    start: str | None = None,
 ) -> Built:
     """Everything that `loop.train` sequences.
+
+    Args:
+        start: folder of the model that the run began with, where `needs_start` asks for it.
 
     Raises:
         WinnowError: data, scorers and model do not fit what the recipe asks.
@@ -304,14 +269,19 @@ def build(
         sampling=rollout_sampling(config, policy),
         run_seed=config.run.seed,
         drop_failed_scores=config.reward.on_failure == "drop_group",
+        deterministic=config.run.deterministic,
         on_progress=on_progress,
     )
-    learner, strategy = make_learner(config, policy)
+    learning = make_learner(config, policy.model, policy.vocabulary, start)
 
-    states: dict[str, Stateful] = {"sampler": sampler, "loader": loader, "learner": learner}
+    states: dict[str, Stateful] = {
+        "sampler": sampler,
+        "loader": loader,
+        "learner": learning.learner,
+    }
     parts = Parts(
         sampler=sampler,
-        learner=learner,
+        learner=learning.learner,
         engine=engine,
         evaluator=evaluator,
         sinks=sinks,
@@ -321,7 +291,7 @@ def build(
             device=next(policy.model.parameters()).device,
             peak_tflops=config.observe.peak_tflops,
         ),
-        state=make_state(config, policy, strategy, states, metrics, saver),
+        state=make_state(config, policy, learning, states, metrics, saver),
         stop=stop,
         keep_rollouts=_rollout_writer(config, folder, policy.decode),
         check_scoring=scores.end_step,
@@ -335,7 +305,7 @@ def build(
         evaluations=Schedule(config.evaluation.every, steps),
         checkpoints=Schedule(config.trainer.save_every, steps),
     )
-    return Built(parts, course, evaluator, tuple(_notes(source)))
+    return Built(parts, course, evaluator, (*_notes(source), *learning.notes))
 
 
 def _rollout_writer(

@@ -1,7 +1,12 @@
-"""What one step learns from its groups: advantages, old log-probs, updates.
+"""What one step learns from its groups: passes, advantages, updates.
 
-groups ─pack─► batch ─► advantages [B] ─spread─► [T]
-                 └────► old log-probs [T] ─► updates: mini-batch → micro-batches → one step
+    groups ─pack─► batch ─► passes: old │ ref │ values [T]
+                     ├─► correction: weights [T], loss_mask
+                     ├─► rewards less KL ─► advantages, returns [T]
+                     └─► updates: mini-batch → micro-batches → one step of critic and policy
+
+Which of these there are is settled when the learner is built: a step computes only what its
+algorithm needs.
 """
 
 from __future__ import annotations
@@ -11,12 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from winnow.batching import Batch, cut_updates, micro_batches, pack, spread
+from winnow.batching import Batch, cut_updates, micro_batches, pack
 from winnow.errors import TrainingError
 from winnow.observe.metrics import Metrics, Stopwatch
+from winnow.trainer.advantage import AdvantageStage
 from winnow.types import FloatArray, Group
+from winnow.workers.correcting import CorrectionStage
+from winnow.workers.critic import Critic, value_figures
+from winnow.workers.frozen import Reference
 from winnow.workers.policy import Policy
 
 
@@ -30,6 +40,28 @@ class LearnerSettings:
     overlong_filtering: bool
     max_skipped_updates: int
     seed: int
+    critic_microbatch_tokens: int | None = None
+    """None is microbatch_tokens."""
+    critic_max_skipped_updates: int = 5
+    critic_warmup_steps: int = 0
+    """First steps, in which only the critic learns."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models that a step asks; each holds a strategy."""
+
+    policy: Policy
+    reference: Reference | None = None
+    critic: Critic | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates by step."""
+
+    policy: Callable[[int], float]
+    critic: Callable[[int], float] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,33 +74,39 @@ class Learned:
 
 
 class Learner:
-    """Turns groups into updates of a policy.
+    """Turns groups into updates of a policy, and of a critic where there is one.
 
     Args:
-        advantage: rewards [B] and groups [B] to advantages [B].
-        lr_of: the learning rate of a step.
+        correct: narrows and weighs a batch before anything is counted; None leaves it.
+        with_squares: the estimator asks for squared probabilities.
     """
 
     def __init__(
         self,
-        policy: Policy,
-        advantage: Callable[[Tensor, Tensor], Tensor],
-        lr_of: Callable[[int], float],
+        roles: Roles,
+        rates: Rates,
+        advantage: AdvantageStage,
         settings: LearnerSettings,
+        correct: CorrectionStage | None = None,
+        with_squares: bool = False,
     ) -> None:
-        self._policy, self._advantage, self._lr_of = policy, advantage, lr_of
-        self._settings = settings
-        self._skipped_in_a_row = 0
+        self._roles, self._rates, self._advantage = roles, rates, advantage
+        self._settings, self._correct, self._with_squares = settings, correct, with_squares
+        self._skipped_in_a_row = {"actor": 0, "critic": 0}
         self.progress = 0
-        """Moves with each update."""
+        """Moves with each pass and update."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters that outlive a step; the optimizer is the strategy's."""
-        return {"skipped_in_a_row": self._skipped_in_a_row}
+        """What outlives a step; models and optimizers are the strategies'."""
+        return {
+            "skipped_in_a_row": dict(self._skipped_in_a_row),
+            "advantage": self._advantage.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become what `state_dict` described."""
-        self._skipped_in_a_row = state["skipped_in_a_row"]
+        self._skipped_in_a_row = dict(state["skipped_in_a_row"])
+        self._advantage.load_state_dict(state["advantage"])
 
     def learn(
         self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
@@ -78,33 +116,82 @@ class Learner:
         Raises:
             TrainingError: too many updates in a row had a non-finite gradient.
         """
-        settings = self._settings
         with watch.phase("batch"):
-            batch = pack(groups, settings.overlong_filtering)
-            advantages = self._advantage(batch.rewards, batch.groups)
-            batch.columns["advantages"] = spread(advantages, batch)
-        with watch.phase("old_logprobs"):
-            metrics.merge(self._policy.old_logprobs(batch, settings.microbatch_tokens))
-        self.progress += 1
-        lr = self._lr_of(step)
+            batch = pack(groups, self._settings.overlong_filtering)
+        self._passes(batch, metrics, watch)
+        with watch.phase("batch"):
+            if self._correct is not None:
+                batch = self._correct(batch, metrics)
+            advantages = self._advantage(groups, batch, metrics)
+            if self._roles.critic is not None:
+                metrics.merge(value_figures(batch))
         with watch.phase("update"):
-            for epoch in range(settings.epochs):
-                seed = (settings.seed, step, epoch)
-                for update in cut_updates(len(groups), settings.groups_per_update, seed):
-                    micro = micro_batches(batch, update, settings.microbatch_tokens)
-                    stats = self._policy.update(micro, lr)
-                    metrics.merge(stats)
-                    self.progress += 1
-                    self._count_skips(stats, step)
-        metrics.spread("score/advantage", advantages.numpy())
-        return Learned(batch, advantages.numpy().astype(np.float32))
+            self._updates(groups, batch, step, metrics)
+        metrics.spread("score/advantage", advantages.samples.numpy())
+        return Learned(batch, advantages.samples.numpy().astype(np.float32))
 
-    def _count_skips(self, stats: Metrics, step: int) -> None:
-        skipped = bool(stats.record().get("actor/skipped_updates", 0))
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row >= self._settings.max_skipped_updates:
+    def _passes(self, batch: Batch, metrics: Metrics, watch: Stopwatch) -> None:
+        """The columns that models fill: `old`, `ref`, `values`."""
+        roles, settings = self._roles, self._settings
+        tokens = settings.microbatch_tokens
+        with watch.phase("old_logprobs"):
+            metrics.merge(roles.policy.old_logprobs(batch, tokens, self._with_squares))
+        self.progress += 1
+        if roles.reference is not None:
+            with watch.phase("reference"):
+                roles.reference.logprobs(batch, tokens)
+            self.progress += 1
+        if roles.critic is not None:
+            with watch.phase("values"):
+                roles.critic.values(batch, settings.critic_microbatch_tokens or tokens)
+            self.progress += 1
+
+    def _updates(self, groups: Sequence[Group], batch: Batch, step: int, metrics: Metrics) -> None:
+        settings, roles = self._settings, self._roles
+        tokens = settings.microbatch_tokens
+        keys = _sample_keys(groups)
+        for epoch in range(settings.epochs):
+            seed = (settings.seed, step, epoch)
+            updates = cut_updates(len(groups), settings.groups_per_update, seed)
+            for place, update in enumerate(updates):
+                roles.policy.choose(batch, update, keys, _draw_seed(*seed, place))
+                micro = micro_batches(batch, update, tokens)
+                if roles.critic is not None:
+                    assert self._rates.critic is not None
+                    own = settings.critic_microbatch_tokens
+                    parts = micro if own is None else micro_batches(batch, update, own)
+                    stats = roles.critic.update(parts, self._rates.critic(step))
+                    metrics.merge(stats)
+                    self._count_skips("critic", stats, step)
+                    self.progress += 1
+                if step > settings.critic_warmup_steps:
+                    stats = roles.policy.update(micro, self._rates.policy(step))
+                    metrics.merge(stats)
+                    self._count_skips("actor", stats, step)
+                self.progress += 1
+
+    def _count_skips(self, role: str, stats: Metrics, step: int) -> None:
+        skipped = bool(stats.record().get(f"{role}/skipped_updates", 0))
+        in_a_row = self._skipped_in_a_row[role] + 1 if skipped else 0
+        self._skipped_in_a_row[role] = in_a_row
+        settings = self._settings
+        limits = {"actor": settings.max_skipped_updates}
+        limits["critic"] = settings.critic_max_skipped_updates
+        if in_a_row >= limits[role]:
+            where = "" if role == "actor" else "critic."
             raise TrainingError(
-                f"step {step}: {self._skipped_in_a_row} updates in a row had a gradient that is "
-                "not finite (optim.max_skipped_updates); lower optim.lr, or look for NaN weights "
-                "in model.path"
+                f"step {step}: {in_a_row} updates in a row had a gradient that is not finite "
+                f"({where}optim.max_skipped_updates); lower {where}optim.lr, or look for NaN "
+                f"weights in {where or 'model.'}path"
             )
+
+
+def _sample_keys(groups: Sequence[Group]) -> Tensor:
+    """[B] int64: a number for each sample that does not depend on its place in the batch."""
+    keys = [group.id << 16 | index for group in groups for index in range(len(group.answers))]
+    return torch.tensor(keys, dtype=torch.int64)
+
+
+def _draw_seed(*parts: int) -> int:
+    """One 64-bit seed from several numbers."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])

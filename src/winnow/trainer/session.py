@@ -28,6 +28,7 @@ from winnow.observe.sinks import FirstRecord, RunInfo, Sinks
 from winnow.observe.summary import Summary, print_summary
 from winnow.sampling.report import Progress
 from winnow.trainer.build import Built, build, load_policy, make_rewards, make_saver, use_machine
+from winnow.trainer.build_learner import needs_start
 from winnow.trainer.heartbeat import Heartbeat
 from winnow.trainer.loop import Course, Parts, train
 from winnow.trainer.resume import Opened, opened_run
@@ -89,6 +90,7 @@ def run_training(
                 stop,
                 rewards,
                 lambda p: sink.status(_in_words(p)),
+                _first_model(config, opened, path, sink, heartbeat),
             )
             for note in built.notes:
                 sink.note(note)
@@ -132,6 +134,23 @@ def _start_model(
         return str(warm.folder), {SFT_S: time.monotonic() - began}
     assert config.model.path is not None, "checks.py asks for a model or a warm start"
     return config.model.path, {}
+
+
+def _first_model(
+    config: Config, opened: Opened, path: str, sink: ConsoleSink, heartbeat: Heartbeat
+) -> str | None:
+    """The folder that the run began from, where a reference or a critic begins there too.
+
+    A resumed run's policy comes from a checkpoint (`path`), so a warm start that is no longer
+    cached is made again, with the same bits.
+    """
+    if not needs_start(config):
+        return None
+    if opened.checkpoint is None:
+        return path
+    if isinstance(config.warm_start, SftWarmStart):
+        return str(run_warm_start(config, config.warm_start, False, sink, heartbeat.beat).folder)
+    return config.model.path
 
 
 def _resumed(opened: Opened, built: Built) -> Course:

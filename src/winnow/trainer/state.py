@@ -53,7 +53,8 @@ class RunState:
     """Notes boundaries and makes checkpoints of them.
 
     Args:
-        strategy: model and optimizer.
+        strategy: the policy's model and optimizer.
+        others: by role, what else learns; saved whole in the state.
         parts: by name, whatever else has a state.
         offset: where metrics.jsonl ends.
         write: takes a finished content; may return before it is on disk.
@@ -65,6 +66,7 @@ class RunState:
     def __init__(
         self,
         strategy: SingleStrategy,
+        others: Mapping[str, SingleStrategy],
         parts: Mapping[str, Stateful],
         offset: Callable[[], int],
         write: Callable[[Content], None],
@@ -72,7 +74,7 @@ class RunState:
         save_model: Callable[[dict[str, Tensor], Path], None],
         required: str | None = None,
     ) -> None:
-        self._strategy, self._parts = strategy, dict(parts)
+        self._strategy, self._others, self._parts = strategy, dict(others), dict(parts)
         self._offset, self._write, self._frame = offset, write, frame
         self._save_model, self._required = save_model, required
         self._boundary: Boundary | None = None
@@ -128,10 +130,8 @@ class RunState:
                 for name, tensor in own["weights"].items()
                 if tensor.data_ptr() not in in_folder
             },
-            "optimizer": {
-                name: {key: _copied(value) for key, value in moments.items()}
-                for name, moments in own["optimizer"].items()
-            },
+            "optimizer": _all_copied(own["optimizer"]),
+            "others": {role: _all_copied(s.state_dict()) for role, s in self._others.items()},
         }
         self._write(
             self._frame(
@@ -157,6 +157,8 @@ class RunState:
         """
         weights = {**self._strategy.state_dict()["weights"], **state["masters"]}
         self._strategy.load_state_dict({"weights": weights, "optimizer": state["optimizer"]})
+        for role, strategy in self._others.items():
+            strategy.load_state_dict(state["others"][role])
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
         _set_random_states(state["random"])
@@ -189,6 +191,13 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def _all_copied(tree: Any) -> Any:
+    """A tree of dicts with its tensors copied to the host."""
+    if isinstance(tree, Mapping):
+        return {key: _all_copied(value) for key, value in tree.items()}
+    return _copied(tree)
 
 
 def _copied(value: Any) -> Any:

@@ -57,7 +57,8 @@ def readout_of(
     if is_reward_model(model):
         return Readout("a reward model", frozenset({"score"}), _Scores(model).read)
     causal = _Logprobs(model, temperature, vocab_size, chunk_tokens, fp32_head)
-    return Readout("a causal LM", frozenset({"logprob", "entropy"}), causal.read)
+    offered: frozenset[Output] = frozenset({"logprob", "entropy", "prob_square_sum"})
+    return Readout("a causal LM", offered, causal.read)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class _Logprobs:
     def read(self, hidden: Tensor, micro: MicroBatch, outputs: frozenset[Output]) -> Found:
         scored, head = micro.scored_positions, output_head(self.model)
         exact = torch.promote_types(hidden.dtype, torch.float32)
-        logprob, entropy, _ = token_logprobs(
+        logprob, entropy, squares = token_logprobs(
             hidden.index_select(0, scored - 1),
             head.weight,
             micro.token_ids[scored],
@@ -80,6 +81,7 @@ class _Logprobs:
             self.vocab_size,
             with_entropy="entropy" in outputs,
             chunk_tokens=self.chunk_tokens,
+            with_prob_square_sum="prob_square_sum" in outputs,
             head_dtype=exact if self.fp32_head else None,
         )
         found: Found = {}
@@ -87,6 +89,8 @@ class _Logprobs:
             found["logprob"] = _placed(logprob, scored, micro)
         if entropy is not None:
             found["entropy"] = _placed(entropy, scored, micro)
+        if squares is not None:
+            found["prob_square_sum"] = _placed(squares, scored, micro)
         return found
 
 

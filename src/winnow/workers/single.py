@@ -41,7 +41,7 @@ class SingleStrategy:
         betas, eps, weight_decay: AdamW's; every trained parameter decays, as in torch.
         grad_clip: bound on the norm of the whole gradient; None leaves it.
         vocab_size: ids the tokenizer has, the rest of the head gets no probability; None means all.
-        logprob_chunk_tokens: tokens whose logits exist at once.
+        logprob_chunk_tokens: tokens whose logits exist at once; None chooses by the vocabulary.
         gradient_checkpointing: recompute activations in the backward pass.
         fp32_head: compute a half-precision model's logits in fp32.
     """
@@ -56,7 +56,7 @@ class SingleStrategy:
         weight_decay: float = 0.0,
         grad_clip: float | None = 1.0,
         vocab_size: int | None = None,
-        logprob_chunk_tokens: int = 1024,
+        logprob_chunk_tokens: int | None = None,
         gradient_checkpointing: bool = False,
         fp32_head: bool = False,
     ) -> None:
@@ -98,12 +98,13 @@ class SingleStrategy:
     def forward_backward(
         self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output], loss_fn: LossFn
     ) -> Stats:
-        """Accumulate gradients of the summed losses; returns `loss` and the summed diagnostics.
+        """Accumulate gradients of the summed losses; returns `loss`, sums and maxima.
 
         Raises:
             ValueError: an output that this kind of model does not have.
         """
         totals: dict[str, Tensor] = {}
+        maxima: dict[str, Tensor] = {}
         for micro in microbatches:
             here = micro.to(self.device)
             with _in_training(self._training_only):
@@ -113,7 +114,9 @@ class SingleStrategy:
                 held = totals.get(name)
                 value = value.detach().double()
                 totals[name] = value if held is None else held + value
-        return {name: float(value) for name, value in totals.items()}
+            for name, value in result.maxima.items():
+                maxima[name] = torch.maximum(maxima.get(name, value), value)
+        return {name: float(value) for name, value in (totals | maxima).items()}
 
     def optimizer_step(self, lr: float) -> Stats:
         """Clip, step, clear the gradients. A non-finite gradient norm changes nothing.

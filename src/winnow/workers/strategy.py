@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from winnow.batching import MicroBatch
 
-Output = Literal["logprob", "entropy", "value", "score"]
+Output = Literal["logprob", "entropy", "prob_square_sum", "value", "score"]
 Outputs = Mapping[Output, Tensor]
 Stats = dict[str, float]
 
@@ -29,6 +29,8 @@ class LossResult:
     """Scalar, already divided by the update's counts, so that micro-batches add up."""
     sums: Mapping[str, Tensor]
     """Diagnostics as sums over tokens or samples; the caller divides by the update's counts."""
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+    """Diagnostics of which the largest over all micro-batches and ranks counts."""
 
 
 LossFn = Callable[[MicroBatch, Outputs], LossResult]
@@ -42,7 +44,8 @@ class Strategy(Protocol):
     ) -> list[dict[Output, Tensor]]:
         """Outputs without gradient, one dict a micro-batch, each value [T].
 
-        `logprob`, `entropy` (nats) and `value` are about written tokens and 0 off gen_mask: the
+        `logprob`, `entropy` (nats), `prob_square_sum` (over the vocabulary, never with a
+        gradient) and `value` are about written tokens and 0 off gen_mask: the
         value at token t is that of the state before t is written, read off the hidden state at
         t - 1 as its log-prob is. `score` stands at the last token of each sample, 0 elsewhere.
         """
@@ -53,7 +56,7 @@ class Strategy(Protocol):
     ) -> Stats:
         """Accumulate gradients of the summed losses. A list, because pipelines own that loop.
 
-        Returns the loss and the summed diagnostics over all micro-batches and ranks.
+        Returns the loss, the summed diagnostics and the maxima over all micro-batches and ranks.
         """
         ...
 

@@ -1,0 +1,262 @@
+"""The learning side of a run, built from its recipe: roles, their models, what a step computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from winnow.algorithms.estimators import ESTIMATORS, Need
+from winnow.algorithms.policy_loss import POLICY_LOSSES
+from winnow.algorithms.schedule import lr_at
+from winnow.config.correction import CorrectionConfig, NoRejection, NoWeight
+from winnow.config.kl import AdaptiveRewardKl, LossKl, NoKl
+from winnow.config.model import NoAdapter
+from winnow.config.optim import OptimConfig
+from winnow.config.root import Config
+from winnow.models import load_causal_lm, torch_dtype
+from winnow.trainer.advantage import AdvantageStage
+from winnow.trainer.kl_penalty import Adaptation, KlPenalty
+from winnow.trainer.learner import Learner, LearnerSettings, Rates, Roles
+from winnow.value_models import load_value_model
+from winnow.workers.correcting import CorrectionStage
+from winnow.workers.critic import Critic, ValueObjective
+from winnow.workers.frozen import Reference
+from winnow.workers.objective import KlTerm, OldSource, PolicyObjective
+from winnow.workers.policy import Policy
+from winnow.workers.single import SingleStrategy
+
+
+@dataclass(frozen=True)
+class Learning:
+    """A learner with the strategies it steps."""
+
+    learner: Learner
+    policy: SingleStrategy
+    others: dict[str, SingleStrategy] = field(default_factory=dict)
+    """By role: what learns beside the policy, and is saved with it."""
+    notes: tuple[str, ...] = ()
+    """What the user should know before it starts."""
+
+
+def needs_of(config: Config) -> frozenset[Need]:
+    """What the recipe's estimator asks for beyond rewards."""
+    return ESTIMATORS[config.algorithm.advantage.name].needs
+
+
+def needs_start(config: Config) -> bool:
+    """Whether a model beside the policy begins as the run did."""
+    own_reference = config.reference.path is None and config.model.adapter.name == "none"
+    return (_needs_reference(config) and own_reference) or (
+        "values" in needs_of(config) and config.critic.path is None
+    )
+
+
+def make_learner(config: Config, model: nn.Module, vocabulary: int, start: str | None) -> Learning:
+    """Everything that learns, and the reference.
+
+    Args:
+        model: the policy's.
+        vocabulary: ids that the tokenizer has.
+        start: folder of the model that the run began with; None where `needs_start` is not.
+
+    Raises:
+        ModelError: a model of the recipe cannot be loaded.
+    """
+    policy = _policy_strategy(config, model, vocabulary)
+    rates = Rates(_rate(config, config.optim))
+    critic, others = None, {}
+    if "values" in needs_of(config):
+        others["critic"] = _critic_strategy(config, start, policy.device)
+        loss = config.critic.value_loss
+        limit = config.rollout.max_response_tokens
+        critic = Critic(others["critic"], ValueObjective(loss.clip, loss.aggregation, limit))
+        rates = Rates(rates.policy, _rate(config, config.critic.optim))
+    reference = _reference(config, start, policy, vocabulary) if _needs_reference(config) else None
+    trainer, algorithm = config.trainer, config.algorithm
+    settings = LearnerSettings(
+        groups_per_update=trainer.mini_batch_groups or config.sampling.groups_per_step,
+        epochs=trainer.epochs,
+        microbatch_tokens=trainer.microbatch_tokens,
+        overlong_filtering=algorithm.overlong_filtering,
+        max_skipped_updates=config.optim.max_skipped_updates,
+        seed=config.run.seed,
+        critic_microbatch_tokens=config.critic.microbatch_tokens,
+        critic_max_skipped_updates=config.critic.optim.max_skipped_updates,
+        critic_warmup_steps=config.critic.warmup_steps if critic else 0,
+    )
+    advantage = algorithm.advantage
+    learner = Learner(
+        Roles(Policy(policy, make_objective(config)), reference, critic),
+        rates,
+        AdvantageStage(advantage.name, advantage.model_dump(exclude={"name"}), _kl_penalty(config)),
+        settings,
+        _correction_stage(algorithm.correction),
+        with_squares="probs" in needs_of(config),
+    )
+    return Learning(learner, policy, others, tuple(_kl_notes(config)))
+
+
+def make_objective(config: Config) -> PolicyObjective:
+    """What an update of the policy minimizes."""
+    algorithm = config.algorithm
+    kl = algorithm.kl.loss
+    correction = algorithm.correction
+    in_loss = correction.mode != "recompute" and _corrects(correction)
+    return PolicyObjective(
+        policy_loss=algorithm.policy_loss.name,
+        options=algorithm.policy_loss.model_dump(exclude={"name"}),
+        aggregation=algorithm.aggregation,
+        norm_tokens=algorithm.aggregation_norm_tokens or config.rollout.max_response_tokens,
+        entropy_coef=algorithm.entropy_coef,
+        kl=KlTerm(kl.coef, kl.estimator, kl.importance_weight) if isinstance(kl, LossKl) else None,
+        old=old_source(config),
+        correction=_correction_options(correction) if in_loss else None,
+    )
+
+
+def old_source(config: Config) -> OldSource:
+    """Where `old` comes from; a pass of its own only where something needs one.
+
+    With one update a step the weights of the update's own forward pass are those before the
+    step, so that pass gives `old` exactly, whatever sampled the tokens.
+    """
+    algorithm, trainer = config.algorithm, config.trainer
+    if algorithm.correction.mode == "bypass":
+        return "behav"
+    if algorithm.correction.mode == "fused":
+        return "current"
+    loss, kl = POLICY_LOSSES[algorithm.policy_loss.name], algorithm.kl
+    groups = config.sampling.groups_per_step
+    one_update = trainer.epochs == 1 and (trainer.mini_batch_groups or groups) == groups
+    weighs_kl = isinstance(kl.loss, LossKl) and kl.loss.importance_weight
+    in_updates = not one_update and (loss.uses_old or weighs_kl)
+    before_updates = (
+        _corrects(algorithm.correction)
+        or not isinstance(kl.reward, NoKl)
+        or "probs" in needs_of(config)
+        or loss.select is not None
+    )
+    return "pass" if in_updates or before_updates else "current"
+
+
+def _policy_strategy(config: Config, model: nn.Module, vocabulary: int) -> SingleStrategy:
+    return SingleStrategy(
+        model,
+        **_adamw(config.optim),
+        temperature=config.rollout.temperature,
+        vocab_size=vocabulary,
+        logprob_chunk_tokens=config.trainer.logprob_chunk_tokens,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        fp32_head=config.model.fp32_head,
+    )
+
+
+def _adamw(optim: OptimConfig) -> dict[str, Any]:
+    return {
+        "betas": optim.betas,
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+        "grad_clip": optim.grad_clip,
+    }
+
+
+def _rate(config: Config, optim: OptimConfig) -> Any:
+    return partial(
+        lr_at,
+        total_steps=config.trainer.steps,
+        lr=optim.lr,
+        warmup_steps=optim.warmup_steps,
+        schedule=optim.schedule,
+        final_lr_ratio=optim.final_lr_ratio,
+    )
+
+
+def _critic_strategy(config: Config, start: str | None, device: torch.device) -> SingleStrategy:
+    critic = config.critic
+    path = critic.path or start
+    assert path is not None, "the caller was to give the start"
+    dtype = torch_dtype(critic.dtype or config.model.dtype)
+    model = load_value_model(path, dtype, device, config.model.trust_remote_code)
+    return SingleStrategy(
+        model, **_adamw(critic.optim), gradient_checkpointing=critic.gradient_checkpointing
+    )
+
+
+def _needs_reference(config: Config) -> bool:
+    kl = config.algorithm.kl
+    return not (isinstance(kl.reward, NoKl) and isinstance(kl.loss, NoKl))
+
+
+def _reference(
+    config: Config, start: str | None, policy: SingleStrategy, vocabulary: int
+) -> Reference:
+    """A frozen copy; with an adapter, unless another folder is named, the model without it."""
+    own = config.reference
+    if own.path is None and not isinstance(config.model.adapter, NoAdapter):
+        return Reference(policy, policy.adapter_off)
+    path = own.path or start
+    assert path is not None, "the caller was to give the start"
+    dtype = torch_dtype(own.dtype or config.model.dtype)
+    model = load_causal_lm(path, dtype, policy.device, config.model.trust_remote_code)
+    strategy = SingleStrategy(
+        model.requires_grad_(False),
+        temperature=config.rollout.temperature,
+        vocab_size=vocabulary,
+        logprob_chunk_tokens=config.trainer.logprob_chunk_tokens,
+        fp32_head=config.model.fp32_head,
+    )
+    return Reference(strategy)
+
+
+def _kl_penalty(config: Config) -> KlPenalty | None:
+    kl = config.algorithm.kl.reward
+    if isinstance(kl, NoKl):
+        return None
+    aim = Adaptation(kl.target, kl.horizon_samples) if isinstance(kl, AdaptiveRewardKl) else None
+    return KlPenalty(kl.coef, kl.estimator, aim)
+
+
+def _corrects(correction: CorrectionConfig) -> bool:
+    return not (
+        isinstance(correction.weight, NoWeight) and isinstance(correction.rejection, NoRejection)
+    )
+
+
+def _correction_stage(correction: CorrectionConfig) -> CorrectionStage | None:
+    if correction.mode != "recompute" or not _corrects(correction):
+        return None
+    normalize = getattr(correction.weight, "normalize", False)
+    return CorrectionStage(_correction_options(correction), normalize)
+
+
+def _correction_options(correction: CorrectionConfig) -> dict[str, Any]:
+    """Arguments of `algorithms.correction.correct`."""
+    options: dict[str, Any] = {}
+    if not isinstance(correction.weight, NoWeight):
+        options["weight"] = correction.weight.name
+        options["weight_options"] = correction.weight.model_dump(exclude={"name", "normalize"})
+    if not isinstance(correction.rejection, NoRejection):
+        options["rejection"] = correction.rejection.name
+        options["rejection_options"] = correction.rejection.model_dump(exclude={"name"})
+    return options
+
+
+_GRADIENT_FAULTS = {
+    "k1": "has no gradient in expectation",
+    "abs": "has a biased gradient",
+    "k3": "has a biased gradient",
+}
+
+
+def _kl_notes(config: Config) -> list[str]:
+    kl = config.algorithm.kl.loss
+    if not isinstance(kl, LossKl) or kl.importance_weight or kl.estimator not in _GRADIENT_FAULTS:
+        return []
+    return [
+        f"Warning: algorithm.kl.loss.estimator={kl.estimator} in the loss "
+        f"{_GRADIENT_FAULTS[kl.estimator]}; k2 or k3+ have the KL's own"
+    ]
