@@ -150,6 +150,7 @@ class ScriptedEngine:
                 await self._woken.wait()
             else:
                 self._run_to_next_end(until)
+                await asyncio.sleep(0)  # scorers get their turn between ticks, as with a model
         events, self._pending = self._pending, []
         return events
 

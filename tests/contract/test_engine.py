@@ -348,3 +348,160 @@ def test_fresh_answers_follow_priority_and_prefixes_go_first(
     ]
     done = drain(make_engine(model_of("qwen3"), slots=1), requests)
     assert sorted(done, key=lambda key: done[key].tick) == [(12, 0), (11, 0), (10, 0)]
+
+
+def test_events_end_at_the_tick_asked_for(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(model_of("qwen3"))
+
+    async def run() -> None:
+        await engine.submit(groups_of(sampling=SamplingParams(max_tokens=24)))
+        assert await engine.events(until=3) == []
+        assert engine.status().tick == 3
+        assert await engine.events(until=3) == []
+        assert engine.status().tick == 3
+        assert len(await engine.events(until=100)) == 8
+        assert engine.status().tick == 24
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_wait_for_events_loses_none(make_engine: Callable[..., Engine]) -> None:
+    groups = groups_of()
+    undisturbed = drain(make_engine(model_of("qwen3")), groups)
+    engine = make_engine(model_of("qwen3"))
+
+    async def run() -> list[CompletionEvent]:
+        await engine.submit(groups)
+        out: list[CompletionEvent] = []
+        cancelled = 0
+        while len(out) < len(undisturbed):
+            waiting = asyncio.ensure_future(engine.events())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            cancelled += waiting.cancelled()
+            out += [] if waiting.cancelled() else waiting.result()
+        assert cancelled > 10
+        return out
+
+    events = asyncio.run(run())
+    assert {(e.group_id, e.answer) for e in events} == set(undisturbed)
+
+
+def test_progress_interrupts_nothing_and_tells_every_token(
+    make_engine: Callable[..., Engine],
+) -> None:
+    groups = groups_of()
+    undisturbed = drain(make_engine(model_of("qwen3")), groups)
+    engine = make_engine(model_of("qwen3"))
+
+    async def run() -> list[CompletionEvent]:
+        await engine.submit(groups)
+        out: list[CompletionEvent] = []
+        seen = 0
+        while events := await engine.events():
+            told = await engine.progress()
+            seen += len(told)
+            out += events
+            assert all(e.kind == "running" for e in told)
+            assert len(told) == engine.status().running
+            tokens = sum(len(e.segment) for e in [*out, *told])
+            assert tokens == engine.status().generated_tokens
+            for event in told:
+                whole = undisturbed[event.group_id, event.answer].segment
+                count = len(event.segment)
+                np.testing.assert_array_equal(event.segment.token_ids, whole.token_ids[:count])
+        assert seen > 10
+        return out
+
+    events = asyncio.run(run())
+    assert len(events) == len(undisturbed)
+    for event in events:
+        whole = undisturbed[event.group_id, event.answer].segment
+        np.testing.assert_array_equal(event.segment.token_ids, whole.token_ids)
+
+
+def test_progress_reports_first_what_a_cancelled_wait_left(
+    make_engine: Callable[..., Engine],
+) -> None:
+    engine = make_engine(model_of("qwen3"))
+
+    async def run() -> None:
+        await engine.submit(groups_of(sampling=SamplingParams(max_tokens=1)))
+        waiting = asyncio.ensure_future(engine.events())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled()
+        assert {e.kind for e in await engine.progress()} == {"finished"}
+        assert await engine.progress() == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("slots", [8, 32])
+def test_answers_go_on_across_new_weights_and_say_which_wrote_what(
+    make_engine: Callable[..., Engine], slots: int
+) -> None:
+    groups = groups_of(sampling=SamplingParams(max_tokens=24))
+    engine = make_engine(model_of("qwen3"), slots=slots, live_updates=True)
+    assert engine.status().live_updates
+    other = model_of("qwen3")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-1.3)
+    tensors = [(name, p.detach().clone()) for name, p in other.named_parameters()]
+
+    async def run() -> list[CompletionEvent]:
+        await engine.submit(groups)
+        assert await engine.events(until=9) == []
+        await engine.load_weights(WeightUpdate(version=3))
+        assert await engine.events(until=14) == []
+        await engine.load_weights(WeightUpdate(version=4, tensors=tensors))
+        out: list[CompletionEvent] = []
+        while events := await engine.events():
+            out += events
+        return out
+
+    done = {(e.group_id, e.answer): e for e in asyncio.run(run())}
+    undisturbed = drain(make_engine(model_of("qwen3"), slots=slots), groups)
+    assert set(done) == set(undisturbed)
+    begun = sorted(done)[:slots]
+    for key, event in done.items():
+        got, want = event.segment, undisturbed[key].segment
+        prompt = groups[key[0]].prompt_ids
+        if key in begun:
+            assert [(s.version, s.stop) for s in got.spans] == [(0, 9), (3, 14), (4, 24)]
+            # Weights that did not change leave the answer as it would have been.
+            np.testing.assert_array_equal(got.token_ids[:14], want.token_ids[:14])
+            assert not np.array_equal(got.token_ids[14:], want.token_ids[14:])
+        else:
+            # Prefilled before the weights changed or not, it begins with the new ones.
+            assert [(s.version, s.stop) for s in got.spans] == [(4, 24)]
+            want_logprobs = reference_logprobs(other, prompt, got.token_ids)
+            np.testing.assert_allclose(got.logprobs, want_logprobs, atol=1e-5)
+
+
+def test_an_answer_that_went_on_can_be_aborted_and_resumed(
+    make_engine: Callable[..., Engine],
+) -> None:
+    (group,) = groups_of(count=1, n=1, sampling=SamplingParams(max_tokens=24))
+    engine = make_engine(model_of("qwen3"), live_updates=True)
+
+    async def run() -> CompletionEvent:
+        await engine.submit([group])
+        await engine.events(until=5)
+        await engine.load_weights(WeightUpdate(version=1))
+        await engine.events(until=8)
+        await engine.abort([0])
+        (aborted,) = await engine.events()
+        await engine.load_weights(WeightUpdate(version=2))
+        answer = AnswerRequest(0, group.answers[0].seed, aborted.segment)
+        await engine.submit([GroupRequest(0, group.prompt_ids, (answer,), group.sampling, 0)])
+        (finished,) = await engine.events()
+        return finished
+
+    segment = asyncio.run(run()).segment
+    assert [(s.version, s.stop) for s in segment.spans] == [(0, 5), (1, 8), (2, 24)]
+    undisturbed = drain(make_engine(model_of("qwen3")), [group])[0, 0].segment
+    np.testing.assert_array_equal(segment.token_ids, undisturbed.token_ids)

@@ -1,6 +1,7 @@
 """The barrier of deterministic mode: however late a score comes, the run is the same.
 
-A score is seen at the end of the turn in which its answer finished, and that turn waits for it.
+A score is seen a fixed number of ticks after its answer finished, and the scheduler waits for
+it then.
 """
 
 from __future__ import annotations
@@ -40,23 +41,34 @@ def delayed(rng: random.Random, share: float) -> Scorer:
     return late
 
 
-def history(score: Scorer, settings: dict[str, object], steps: int = 5) -> str:
+def history(
+    score: Scorer, settings: dict[str, object], steps: int = 5, restart_at: int | None = None
+) -> str:
     """Everything that some steps trained, counted and left behind."""
-    engine, prompts = ScriptedEngine(ragged, slots=12), Prompts()
-    sampler = Sampler(
-        SamplingConfig.model_validate({"groups_per_step": 4, **settings}),
-        engine=engine,
-        next_prompt=prompts.next,
-        give_back=prompts.give_back,
-        score=score,
-        n=3,
-        sampling=SamplingParams(max_tokens=12),
-        run_seed=5,
-    )
+    prompts = Prompts()
+
+    def start() -> tuple[ScriptedEngine, Sampler]:
+        engine = ScriptedEngine(ragged, slots=12)
+        sampler = Sampler(
+            SamplingConfig.model_validate({"groups_per_step": 4, **settings}),
+            engine=engine,
+            next_prompt=prompts.next,
+            give_back=prompts.give_back,
+            score=score,
+            n=3,
+            sampling=SamplingParams(max_tokens=12),
+            run_seed=5,
+        )
+        return engine, sampler
 
     async def go() -> list[object]:
+        engine, sampler = start()
         seen: list[object] = []
         for version in range(steps):
+            if version == restart_at:
+                state = sampler.state_dict()
+                engine, sampler = start()
+                sampler.load_state_dict(state)
             await engine.load_weights(WeightUpdate(version))
             step = await sampler.step(version)
             settled = [each.plain() for each in (*step.trained, *step.discarded)]
@@ -74,6 +86,11 @@ def history(score: Scorer, settings: dict[str, object], steps: int = 5) -> str:
         {"max_staleness": 0},
         {"commit": "completion_order"},
         {"max_groups_per_step": 6},
+        {"score_lag_ticks": 1},
+        {"score_lag_ticks": 3, "lookahead": 1.0},
+        {"score_lag_ticks": 50},
+        {"score_lag_ticks": 3, "max_staleness": 0},
+        {"score_lag_ticks": 3, "max_groups_per_step": 6},
     ],
     ids=str,
 )
@@ -82,3 +99,49 @@ def test_scores_that_come_late_and_out_of_order_change_nothing(settings: dict[st
     for seed in range(3):
         rng = random.Random(seed)
         assert history(delayed(rng, share=rng.choice([0.1, 0.5, 1.0])), settings) == wanted
+
+
+def test_the_engine_writes_on_while_a_score_is_not_due() -> None:
+    engine, prompts, waits = ScriptedEngine(ragged, slots=12), Prompts(), []
+
+    async def slow(prompt: Prompt, trajectory: Trajectory) -> Score:
+        begun = engine.tick
+        for _ in range(1000):
+            if engine.tick > begun or not engine.status().running:
+                break
+            await asyncio.sleep(0)
+        waits.append(engine.tick - begun)
+        return at_once(prompt, trajectory)
+
+    def sampler(lag: int) -> Sampler:
+        return Sampler(
+            SamplingConfig(groups_per_step=4, lookahead=1, score_lag_ticks=lag),
+            engine=engine,
+            next_prompt=prompts.next,
+            give_back=prompts.give_back,
+            score=slow,
+            n=3,
+            sampling=SamplingParams(max_tokens=12),
+            run_seed=5,
+        )
+
+    asyncio.run(sampler(0).step(0))
+    assert max(waits) == 0
+    waits.clear()
+    asyncio.run(sampler(2).step(0))
+    assert sum(wait > 0 for wait in waits) > len(waits) / 2
+
+
+def test_a_lag_changes_when_scores_are_seen() -> None:
+    seen = {lag: history(at_once, {"score_lag_ticks": lag}) for lag in (0, 2)}
+    assert seen[0] != seen[2]
+
+
+@pytest.mark.parametrize("lag", [0, 2, 5])
+def test_a_state_with_scores_under_way_goes_on_as_if_nothing_had_been(lag: int) -> None:
+    async def late(prompt: Prompt, trajectory: Trajectory) -> Score:
+        await asyncio.sleep(0)
+        return at_once(prompt, trajectory)
+
+    settings = {"score_lag_ticks": lag, "lookahead": 1.0}
+    assert history(late, settings, steps=6, restart_at=3) == history(late, settings, steps=6)

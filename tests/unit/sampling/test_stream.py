@@ -347,20 +347,19 @@ def test_all_that_runs_is_given_back_for_an_evaluation_and_goes_on_after_it() ->
 
 @only_free
 def test_the_engine_does_not_wait_for_a_slow_score() -> None:
-    run = Run(groups_per_step=4, lookahead=1)
+    engine = ScriptedEngine(ragged, slots=16)
     ticks: list[int] = []
 
     async def score(prompt: Prompt, trajectory: Trajectory) -> Score:
         # This prompt is scored when the others are 30 ticks on: with a barrier, never.
         if prompt.uid == "0":
-            begun = run.engine.tick
-            while run.engine.tick < begun + 30:
+            begun = engine.tick
+            while engine.tick < begun + 30:
                 await asyncio.sleep(0)
-            ticks.append(run.engine.tick - begun)
+            ticks.append(engine.tick - begun)
         return by_first_token(prompt, trajectory)
 
-    late = Run(run.engine, score=score, lookahead=1)
-    (step,) = late.steps(1)
+    (step,) = Run(engine, score=score, lookahead=1).steps(1)
     assert len(step.groups) == 4
     assert len(ticks) == 2
     assert min(ticks) >= 30
