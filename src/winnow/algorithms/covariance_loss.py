@@ -109,7 +109,7 @@ def clip_cov_select(
     Returns:
         [T] bool.
     """
-    cov = _covariance(old, advantage, mask)
+    cov = covariance(old, advantage, mask)
     within = mask & (cov > cov_low) & (cov < cov_high)
     return _first(within, draws, _how_many(mask, share))
 
@@ -185,7 +185,7 @@ def kl_cov_select(
     """
     at = mask.nonzero().squeeze(1)
     at = at[draws[at].argsort(stable=True)]
-    by_cov = _covariance(old, advantage, mask)[at].argsort(descending=True, stable=True)
+    by_cov = covariance(old, advantage, mask)[at].argsort(descending=True, stable=True)
     selected = torch.zeros_like(mask)
     selected[at[by_cov[: _how_many(mask, share)]]] = True
     return selected
@@ -208,7 +208,7 @@ def _clip_cov_selected(
         return _of_update(tokens)
     held_logp, held_old, held_advantage = counted(tokens, logp.detach(), old, advantage)
     loss, clipped = clip_terms(ratio(held_logp, held_old), held_advantage, clip_low, clip_high)
-    cov = _covariance(held_logp, held_advantage, tokens.mask)
+    cov = covariance(held_logp, held_advantage, tokens.mask)
     within = tokens.mask & (clipped <= loss) & (cov > cov_low) & (cov < cov_high)
     return _first(within, _draws(tokens), _how_many(tokens.mask, share))
 
@@ -231,7 +231,7 @@ def _draws(tokens: LossTokens) -> Tensor:
     return tokens.draws
 
 
-def _covariance(logp: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+def covariance(logp: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
     """cov [T] in float64, -inf outside the mask and where it is not defined.
 
     The sums run over sorted values, so that the order of the tokens does not touch a bit.

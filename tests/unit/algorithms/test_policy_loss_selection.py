@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from winnow.algorithms.covariance_loss import covariance
 from winnow.algorithms.policy_loss import POLICY_LOSSES, LossTokens, keyed_draws
 from winnow.rollout.draw import uniform
 
@@ -109,6 +110,13 @@ def test_the_order_of_the_tokens_does_not_matter(seed: int, n: int, precision: i
         found = select(old, advantage, mask, draws, **options)
         there = select(old[order], advantage[order], mask[order], draws[order], **options)
         assert torch.equal(found[order], there)
+
+
+def test_the_order_of_the_tokens_does_not_touch_a_bit_of_their_covariance() -> None:
+    old, advantage, mask, _ = columns(17, 500)
+    order = torch.randperm(500, generator=torch.Generator().manual_seed(1))
+    there = covariance(old[order], advantage[order], mask[order])
+    assert torch.equal(covariance(old, advantage, mask)[order], there)
 
 
 @pytest.mark.parametrize("select", [clip_cov_select, kl_cov_select])
