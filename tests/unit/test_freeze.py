@@ -1,0 +1,56 @@
+"""Which weights a pattern takes out of training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.small_models import digits_folder
+
+from winnow.errors import ModelError
+from winnow.models import freeze, load_causal_lm
+
+
+def model_of(folder: Path, **changes: Any) -> Any:
+    return load_causal_lm(str(digits_folder(folder, **changes)), torch.float32, torch.device("cpu"))
+
+
+def trained(model: Any) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_patterns_match_whole_names(tmp_path: Path) -> None:
+    model = model_of(tmp_path)
+    every = trained(model)
+    freeze(model, ["*.embed_tokens.*", "model.layers.?.self_attn.*"])
+    left = {n for n in every if "embed_tokens" not in n and "self_attn" not in n}
+    assert trained(model) == left < every
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_goes_by_both_its_names(tmp_path: Path, tied: bool) -> None:
+    model = model_of(tmp_path, tie_word_embeddings=tied)
+    freeze(model, ["lm_head.*"])
+    assert ("model.embed_tokens.weight" in trained(model)) is not tied
+    assert "lm_head.weight" not in trained(model)
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_names_like_it(tmp_path: Path) -> None:
+    model = model_of(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        freeze(model, ["*.embed_tokens.*", "*.embed_token.weight"])
+    message = str(caught.value)
+    assert message.startswith("model.freeze: *.embed_token.weight matches none")
+    assert "the nearest names are model.embed_tokens.weight, " in message
+
+
+def test_a_part_of_a_name_does_not_match(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="embed_tokens matches none"):
+        freeze(model_of(tmp_path), ["embed_tokens"])
+
+
+def test_something_must_be_left_to_train(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.freeze=\['\*'\] leaves nothing to train"):
+        freeze(model_of(tmp_path), ["*"])
