@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from winnow.config.checks_correction import CORRECTION_RULES
 from winnow.config.data import NoTask, SortDigitsTask
 from winnow.config.root import Config
 from winnow.config.sampling import BandFilter, VarianceFilter
@@ -268,4 +269,5 @@ RULES: tuple[Rule, ...] = (
     _warm_start_warmup,
     _scorers,
     _keep_best,
+    *CORRECTION_RULES,
 )

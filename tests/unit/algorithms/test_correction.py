@@ -230,7 +230,7 @@ def test_loops_over_samples_and_tokens_agree(
     samples: list[Sample], weight: Any, rejection: Any, level: str, place: dict[str, str]
 ) -> None:
     found = correct(**packed(samples), **options(weight, rejection, level, place))
-    masks, wanted, total, count, lost = [], [], 0.0, 0, 0
+    masks, wanted, total, count, lost, bound = [], [], 0.0, 0, 0, 0
     for sample in samples:
         ls = [old - behav for old, behav, gen, _ in sample if gen]
         keeps = []
@@ -243,19 +243,26 @@ def test_loops_over_samples_and_tokens_agree(
             keeps.append(keep)
             if weight is not None:
                 w = math.exp(sum(ls) if level == "sequence" else old - behav)
-                w = bounded_weight(weight[0], min(max(w, math.exp(-20)), math.exp(20)), weight[1])
+                raw, w = w, bounded_weight(weight[0], w, weight[1])
                 wanted.append(w if keep else 1.0)
+                bound += keep and w != raw
                 if keep and (level == "token" or sum(keeps) == 1):
                     total, count = total + w, count + 1
         masks += keeps
         lost += any(gen and learns for _, _, gen, learns in sample) and not any(keeps)
     assert found.loss_mask.tolist() == masks
     assert float(found.sums["rejected_samples"]) == lost
+    assert float(found.sums["rejected_tokens"]) == sum(
+        gen and learns for sample in samples for _, _, gen, learns in sample
+    ) - sum(masks)
     if weight is None:
         assert found.weights is None
     else:
         assert values(found) == pytest.approx(wanted, rel=1e-9)
         assert found.moments.tolist() == pytest.approx([total, count], rel=1e-9)
+        assert float(found.sums["weight_bound"]) == bound
+        kept = [w for w, keep in zip(wanted, masks, strict=True) if keep]
+        assert float(found.sums["weight"]) == pytest.approx(sum(kept), rel=1e-9)
 
 
 @settings(deadline=None, max_examples=100)

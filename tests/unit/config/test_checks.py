@@ -129,6 +129,39 @@ CASES = [
             "data.eval_files=[b.parquet]",
         ],
     ),
+    (
+        ["algorithm.correction.mode=fused", "trainer.mini_batch_groups=16"],
+        ["algorithm.correction.mode=fused", "trainer.mini_batch_groups=16", "mode=recompute"],
+        ["algorithm.correction.mode=fused", "trainer.mini_batch_groups=null", "trainer.epochs=1"],
+    ),
+    (
+        [
+            *("algorithm.correction.mode=bypass", "algorithm/policy_loss=reinforce"),
+            "algorithm.correction.weight={name: truncated, normalize: true}",
+        ],
+        ["algorithm.correction.weight.normalize=true", "mode=bypass", "set normalize=false"],
+        ["algorithm.correction.weight={name: truncated, normalize: true}"],
+    ),
+    (
+        ["algorithm.correction.mode=bypass", "algorithm/correction/weight=truncated"],
+        ["algorithm/correction/weight=truncated", "mode=bypass", "policy_loss=ppo_clip"],
+        ["algorithm.correction.mode=bypass"],
+    ),
+    (
+        ["algorithm.correction.weight={name: masked, low: 3, high: 2}"],
+        ["algorithm.correction.weight.low=3", "algorithm.correction.weight.high=2", "lower the"],
+        ["algorithm.correction.weight={name: masked, low: 1, high: 2}"],
+    ),
+    (
+        ["algorithm.correction.rejection={name: k1, low: 3}"],
+        ["algorithm.correction.rejection.low=3", "algorithm.correction.rejection.high=2"],
+        ["algorithm.correction.rejection={name: k1, low: 1}"],
+    ),
+    (
+        ["algorithm.kl.reward={name: adaptive, horizon_samples: 102}"],
+        ["horizon_samples=102", "sampling.groups_per_step=64", "rollout.n=8", "set it to 103"],
+        ["algorithm.kl.reward={name: adaptive, horizon_samples: 103}"],
+    ),
 ]
 
 
