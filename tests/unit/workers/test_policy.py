@@ -13,7 +13,8 @@ from torch import Tensor
 
 from winnow.batching import Batch, MicroBatch, all_micro_batches, pack
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
-from winnow.workers.policy import Policy, PolicyObjective, mismatch
+from winnow.workers.objective import KlTerm, PolicyObjective
+from winnow.workers.policy import Policy
 from winnow.workers.strategy import LossFn, Outputs
 
 
@@ -25,7 +26,11 @@ class FakeStrategy:
         self.lrs: list[float] = []
 
     def forward(self, microbatches: Sequence[MicroBatch], outputs: Any) -> list[dict[Any, Tensor]]:
-        return [{"logprob": logprobs(micro)} for micro in microbatches]
+        self.asked = outputs
+        found = [
+            {"logprob": logprobs(m), "prob_square_sum": m.gen_mask * 0.25} for m in microbatches
+        ]
+        return [{name: each[name] for name in outputs} for each in found]
 
     def forward_backward(
         self, microbatches: Sequence[MicroBatch], outputs: Any, loss_fn: LossFn
@@ -35,6 +40,8 @@ class FakeStrategy:
             result = loss_fn(micro, outputs_of(micro))
             for name, value in {"loss": result.loss, **result.sums}.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
+            for name, value in result.maxima.items():
+                totals[name] = max(totals.get(name, 0.0), float(value))
         return totals
 
     def optimizer_step(self, lr: float) -> dict[str, float]:
@@ -74,6 +81,93 @@ def test_old_log_probs_come_back_in_the_order_of_the_batch() -> None:
     torch.testing.assert_close(old[batch.gen_mask], -torch.arange(1, 7) / 10)
     assert not old[~batch.gen_mask].any()
     assert metrics.record()["mismatch/abs_delta"] == pytest.approx(1.1 / 6)
+    assert metrics.record()["actor/old_pass"] == 1
+
+
+def test_squared_probabilities_come_with_the_pass_when_asked_for() -> None:
+    batch = batch_of([[1], [2, 3]])
+    strategy = FakeStrategy()
+    Policy(strategy, PolicyObjective("ppo_clip")).old_logprobs(batch, 4, with_squares=True)  # type: ignore[arg-type]
+    assert strategy.asked == {"logprob", "prob_square_sum"}
+    torch.testing.assert_close(batch.columns["prob_square_sum"], batch.gen_mask * 0.25)
+
+
+def test_without_a_pass_the_updates_tell_how_far_the_sampler_was() -> None:
+    batch = batch_of([[1], [2, 3, 4], [5, 6]], advantages=1.0)
+    strategy = FakeStrategy()
+    policy = Policy(strategy, PolicyObjective("ppo_clip", old="current"))  # type: ignore[arg-type]
+    assert policy.old_logprobs(batch, 4).record() == {"actor/old_pass": 0}
+    assert "old" not in batch.columns
+    found = record(policy, batch, 3)
+    assert found["mismatch/abs_delta"] == pytest.approx(1.1 / 6)
+    assert found["mismatch/max_delta"] == pytest.approx(0.4)
+    assert "actor/approx_kl" not in found, "the policy is not far from itself"
+    # The ratio is 1, so the loss is -A whatever the log-probs.
+    assert found["actor/policy_loss"] == pytest.approx(-1.0)
+
+
+def test_in_bypass_mode_the_sampler_is_the_old_policy() -> None:
+    batch = batch_of([[1, 3]], advantages=2.0)
+    strategy = FakeStrategy()
+    policy = Policy(strategy, PolicyObjective("ppo_clip", {"clip_high": 0.3}, old="behav"))  # type: ignore[arg-type]
+    policy.old_logprobs(batch, 4)
+    torch.testing.assert_close(batch.columns["old"], batch.behav)
+    found = record(policy, batch)
+    # Ratios exp(-0.1 + 0.5) = 1.49, clipped at 1.3, and exp(-0.3 + 0.5) = 1.22.
+    assert found["actor/policy_loss"] == pytest.approx(-2.0 * (1.3 + math.exp(0.2)) / 2)
+
+
+def test_what_is_rejected_in_the_loss_adds_nothing_and_still_counts() -> None:
+    # w = exp(logp + 0.5): 1.49, 1.22, 1.0; tokens above log 1.3 are rejected, so one of three.
+    batch = batch_of([[1, 3, 5]], advantages=1.0)
+    correction = {
+        "weight": "truncated",
+        "weight_options": {"level": "token", "cap": 1.1},
+        "rejection": "k1",
+        "rejection_options": {"level": "token", "low": 1 / 1.3, "high": 2.0},
+    }
+    objective = PolicyObjective("reinforce", old="behav", correction=correction)
+    policy = Policy(FakeStrategy(), objective)  # type: ignore[arg-type]
+    policy.old_logprobs(batch, 4)
+    found = record(policy, batch)
+    assert found["actor/policy_loss"] == pytest.approx((1.1 * 0.3 + 1.0 * 0.5) / 3)
+    assert found["correction/rejected_tokens"] == pytest.approx(1 / 3)
+    assert found["correction/rejected_samples"] == 0
+    assert found["correction/weight"] == pytest.approx((1.1 + 1.0) / 2)
+    assert found["correction/weight_bound"] == pytest.approx(1 / 2)
+
+
+def test_a_weight_multiplies_the_policy_loss_and_no_other_term() -> None:
+    batch = batch_of([[1, 3]], old=-0.4, advantages=1.0, weight=2.0, ref=-0.5)
+    objective = PolicyObjective("reinforce", kl=KlTerm(0.5, "k2"), entropy_coef=0.1)
+    found = record(Policy(FakeStrategy(), objective), batch)  # type: ignore[arg-type]
+    kl = (0.4**2 + 0.2**2) / 2 / 2
+    assert found["actor/policy_loss"] == pytest.approx(2.0 * (0.1 + 0.3) / 2)
+    assert found["actor/kl_loss"] == pytest.approx(kl)
+    assert found["actor/loss"] == pytest.approx(0.4 + 0.5 * kl - 0.1 * 0.5)
+
+
+def test_tokens_are_chosen_by_update_whatever_the_order_of_the_samples() -> None:
+    chosen = []
+    for order in ([0, 1, 2], [2, 0, 1]):
+        answers = [[1, 2, 3], [4, 9, 9], [5, 6, 1]]
+        batch = batch_of([answers[i] for i in order], old=-0.4)
+        ids = batch.token_ids.float()
+        batch.columns["old"] = -ids * batch.gen_mask / 10
+        batch.columns["advantages"] = (ids - 4) * batch.gen_mask
+        options = {"share": 0.4, "cov_low": -9.0, "cov_high": 9.0, "selection": "update"}
+        policy = Policy(FakeStrategy(), PolicyObjective("clip_cov", options))  # type: ignore[arg-type]
+        policy.choose(batch, [0], torch.tensor(order), seed=3)
+        lengths = batch.offsets.diff().tolist()
+        parts = zip(order, batch.columns["selected"].split(lengths), strict=True)
+        chosen.append({key: part.tolist() for key, part in parts})
+    assert chosen[0] == chosen[1]
+    assert sum(map(sum, chosen[0].values())) == 3
+
+
+def test_a_loss_that_is_a_mean_over_samples_refuses_other_aggregations() -> None:
+    with pytest.raises(ValueError, match=r"gspo needs .*seq-mean-token-mean.*got 'token-mean'"):
+        PolicyObjective("gspo")
 
 
 def test_an_update_reports_means_over_its_tokens() -> None:
@@ -128,43 +222,6 @@ def test_no_micro_batch_is_no_update() -> None:
     strategy = FakeStrategy()
     assert Policy(strategy, PolicyObjective("ppo_clip")).update([], 0.1).record() == {}  # type: ignore[arg-type]
     assert strategy.lrs == []
-
-
-def test_mismatch_by_hand() -> None:
-    old = torch.log(torch.tensor([0.45, 0.25, 0.9]))
-    behav = torch.log(torch.tensor([0.25, 0.25, 0.3]))
-    found = mismatch(old, behav).record()
-    w = [1.8, 1.0, 3.0]
-    logs = [math.log(x) for x in w]
-    assert found["mismatch/abs_delta"] == pytest.approx(sum(logs) / 3)
-    assert found["mismatch/max_delta"] == pytest.approx(math.log(3))
-    assert found["mismatch/k1"] == pytest.approx(-sum(logs) / 3)
-    assert found["mismatch/k3"] == pytest.approx(sum(x - 1 - math.log(x) for x in w) / 3)
-    assert found["mismatch/chi2"] == pytest.approx(sum(x * x for x in w) / 3 - 1)
-    assert found["mismatch/ess"] == pytest.approx(5.8**2 / (3 * sum(x * x for x in w)))
-    assert found["mismatch/outside"] == pytest.approx(1 / 3)
-    assert found["mismatch/ppl_old"] == pytest.approx((0.45 * 0.25 * 0.9) ** (-1 / 3))
-    assert found["mismatch/ppl_behav"] == pytest.approx((0.25 * 0.25 * 0.3) ** (-1 / 3))
-    assert found["mismatch/ppl_ratio"] == pytest.approx(5.4 ** (-1 / 3))
-    wanted = np.corrcoef([0.45, 0.25, 0.9], [0.25, 0.25, 0.3])[0, 1]
-    assert found["mismatch/pearson"] == pytest.approx(wanted, rel=1e-5)
-
-
-def test_mismatch_of_the_same_policy_is_none() -> None:
-    old = torch.tensor([-0.5, -2.0, -0.1])
-    found = mismatch(old, old.clone()).record()
-    zero = ("abs_delta", "max_delta", "k1", "k3", "chi2", "outside")
-    assert all(found[f"mismatch/{name}"] == pytest.approx(0, abs=1e-12) for name in zero)
-    one = ("pearson", "ess", "ppl_ratio")
-    assert all(found[f"mismatch/{name}"] == pytest.approx(1) for name in one)
-
-
-def test_mismatch_of_certain_tokens_and_of_no_tokens_is_defined() -> None:
-    certain = torch.zeros(3)
-    assert mismatch(certain, certain).record()["mismatch/pearson"] == 1.0
-    assert mismatch(torch.zeros(0), torch.zeros(0)).record() == {}
-    far = mismatch(torch.tensor([-1000.0]), torch.tensor([0.0])).record()
-    assert math.isfinite(far["mismatch/k3"])
 
 
 def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
