@@ -1,11 +1,17 @@
 """Time and peak memory of the log-prob kernel against plain arithmetic, forward and backward.
 
-    python benchmarks/logprob_kernel.py                       # V=151,936, T=4,096, H=256, fp32
-    python benchmarks/logprob_kernel.py --dtype bfloat16 --chunks 128 1024
+    python benchmarks/logprob_kernel.py                # all variants at the default chunk
+    python benchmarks/logprob_kernel.py --variants float32 bfloat16 --chunks 64 128 256 1024
+    python benchmarks/logprob_kernel.py --vocabulary 29 --tokens 65536 --chunks 128 auto
 
-Each case runs in a process of its own, so that its peak is its own; "memory" is what the passes
-add to the process once the inputs exist. Ratios are to the naive case of the same call. Needs
-about 13 GiB free for the naive case; `--tokens` makes it smaller.
+V=151,936, T=4,096 and H=256 unless told. Variants are the dtype, and behind it `tied` (states are
+made from rows of the head) or `fp32-head` (a bf16 model whose logits are computed in fp32). Each
+case runs in a process of its own, so that its peak is its own; "memory" is what the passes add to
+the process once the inputs exist. Ratios are to the naive case of the same variant. Seconds are
+the clock's, the least of `--repeats`, and beside them the processor's, which other work on the
+machine changes less, but which may leave out what the system does to find the naive case's pages.
+The naive case needs about 14 GiB free; `--tokens` makes it smaller. `--out FILE` appends the table
+as Markdown.
 """
 
 from __future__ import annotations
@@ -17,8 +23,11 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 PAGE = resource.getpagesize()
+VARIANTS = ("float32", "float32-tied", "bfloat16", "bfloat16-tied", "bfloat16-fp32-head")
 
 
 def main() -> None:
@@ -26,64 +35,108 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[128, 1024])
+    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=list(VARIANTS))
+    parser.add_argument("--chunks", nargs="+", default=["auto"], help="tokens, or auto")
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case is not None:
         print(json.dumps(measure(arguments)))
         return
-    print(
-        f"V={arguments.vocabulary:,} T={arguments.tokens:,} H={arguments.hidden:,} "
-        f"{arguments.dtype}, {arguments.threads} threads, with entropy, forward and backward"
+    lines = [
+        f"V={arguments.vocabulary:,} T={arguments.tokens:,} H={arguments.hidden:,}, "
+        f"{arguments.threads} threads, log-prob and entropy, forward and backward",
+        "",
+        "| variant | case | seconds | ratio | CPU s | ratio | GiB | ratio "
+        "| sum of log-probs | norm of gradient |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    print("\n".join(lines), flush=True)
+    for variant in arguments.variants:
+        naive: dict[str, Any] | None = None
+        for case in ("naive", *arguments.chunks):
+            result = run(variant, case, arguments.repeats)
+            naive = naive or result
+            lines.append(row(variant, case, result, naive))
+            print(lines[-1], flush=True)
+    if arguments.out is not None:
+        with arguments.out.open("a") as file:
+            file.write("\n".join(lines) + "\n\n")
+
+
+def run(variant: str, case: str, repeats: int) -> dict[str, Any]:
+    """The case in processes of its own; its least seconds."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--case", variant, case]
+    results = [
+        json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+        for _ in range(repeats)
+    ]
+    return min(results, key=lambda result: result["seconds"])
+
+
+def row(variant: str, case: str, result: dict[str, Any], naive: dict[str, Any]) -> str:
+    """A line of the table."""
+    label = case if case == "naive" else f"chunk of {result['chunk']}"
+    if case == "auto":
+        label += " (auto)"
+    return (
+        f"| {variant} | {label} | {result['seconds']:.2f} | "
+        f"{result['seconds'] / naive['seconds']:.2f} | {result['cpu']:.2f} | "
+        f"{result['cpu'] / naive['cpu']:.2f} | {result['gib']:.3f} | "
+        f"{result['gib'] / naive['gib']:.3f} | {result['logprob']:.2f} | {result['gradient']:.5f} |"
     )
-    print(f"{'case':<12}{'seconds':>9}{'ratio':>8}{'GiB':>9}{'ratio':>8}   logp sum, |grad|")
-    naive: dict[str, float] | None = None
-    for case in ("naive", *map(str, arguments.chunks)):
-        command = [sys.executable, __file__, *sys.argv[1:], "--case", case]
-        result = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-        naive = naive or result
-        label = case if case == "naive" else f"chunk {case}"
-        print(
-            f"{label:<12}{result['seconds']:>9.1f}{result['seconds'] / naive['seconds']:>8.2f}"
-            f"{result['gib']:>9.2f}{result['gib'] / naive['gib']:>8.3f}"
-            f"   {result['logprob']:.2f}, {result['gradient']:.4f}",
-            flush=True,
-        )
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
     """One case: seconds, GiB over the inputs, and two numbers that all cases share."""
     import torch
 
-    from winnow.algorithms.logprobs import token_logprobs
+    from winnow.algorithms.logprobs import chunk_size, token_logprobs
 
+    variant, case = arguments.case
+    dtype_name, _, head = variant.partition("-")
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    dtype = getattr(torch, arguments.dtype)
-    hidden = torch.randn(arguments.tokens, arguments.hidden).to(dtype).requires_grad_()
+    dtype = getattr(torch, dtype_name)
     weight = torch.randn(arguments.vocabulary, arguments.hidden).mul_(0.05).to(dtype)
     weight.requires_grad_()
     labels = torch.randint(0, arguments.vocabulary, (arguments.tokens,))
+    hidden = torch.randn(arguments.tokens, arguments.hidden).to(dtype).requires_grad_()
+    chunk = chunk_size(arguments.vocabulary, int(case) if case.isdigit() else None)
     before = resident_bytes()
-    start = time.perf_counter()
-    if arguments.case == "naive":
-        logp = torch.log_softmax((hidden @ weight.T).float(), dim=-1)
+    start, cpu = time.perf_counter(), time.process_time()
+    states = torch.tanh(20 * weight[labels.flip(0)]) if head == "tied" else hidden
+    if case == "naive":
+        if head == "fp32-head":
+            logits = states.float() @ weight.float().T
+        else:
+            logits = (states @ weight.T).float()
+        logp = torch.log_softmax(logits, dim=-1)
         logprob = logp.gather(1, labels[:, None])[:, 0]
         entropy = -(logp.exp() * logp).sum(-1)
     else:
-        chunk = int(arguments.case)
-        logprob, entropy = token_logprobs(hidden, weight, labels, chunk_tokens=chunk)  # type: ignore[assignment]
+        found = token_logprobs(
+            states,
+            weight,
+            labels,
+            chunk_tokens=chunk,
+            head_dtype=torch.float32 if head == "fp32-head" else None,
+        )
+        logprob, entropy = found.logprob, found.entropy
+        assert entropy is not None
     (logprob.mean() + 0.01 * entropy.mean()).backward()
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert weight.grad is not None
     return {
         "seconds": seconds,
+        "cpu": cpu,
         "gib": (peak - before) / 2**30,
         "logprob": float(logprob.sum()),
         "gradient": float(weight.grad.float().norm()),
+        "chunk": chunk,
     }
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_LOGITS = 1 << 24
-"""Logits (64 MiB in fp32, held twice) that a chunk has where no number of tokens is given."""
+CHUNK_LOGITS = 1 << 25
+"""Logits (128 MiB in fp32, held twice) that a chunk has where no number of tokens is given."""
 MIN_CHUNK_TOKENS = 32
 """Below this a product re-reads the head more than it computes."""
 ROWS_AT_ONCE = 8192

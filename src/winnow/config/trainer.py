@@ -19,7 +19,7 @@ class TrainerConfig(Section):
     microbatch_tokens: int = Field(16384, ge=1)
     """Packed tokens run at once; bounds memory, never changes what is learnt."""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
-    """Tokens whose logits exist at once; null chooses by the vocabulary, 64 MiB of them."""
+    """Tokens whose logits exist at once; null chooses by the vocabulary, 128 MiB of them."""
     save_every: int | None = Field(10, ge=1)
     """Steps between checkpoints, of which a crash costs what came after the last; null saves
     only at the end."""

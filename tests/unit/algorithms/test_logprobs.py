@@ -249,8 +249,8 @@ def test_never_more_logits_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_chunk_is_chosen_by_the_vocabulary_unless_it_is_given() -> None:
-    assert chunk_size(29) == 2**24 // 29
-    assert chunk_size(151_936) == 110
+    assert chunk_size(29) == 2**25 // 29
+    assert chunk_size(151_936) == 220
     assert chunk_size(10**9) == 32
     assert chunk_size(151_936, 7) == 7
 
