@@ -1,75 +1,287 @@
-"""A disk that refuses to take more: one line says which file, and the run goes on when it can."""
+"""A disk that takes no more: one line says which file, and the run goes on when it can.
+
+Each case runs on a tmpfs of 1 MB in a mount namespace of its own (`small_disk`), where the disk
+really is full, or read-only, while one certain file is being written. How many pages are left is
+reckoned from the files of an undisturbed run.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
+from benchmarks.kill import STEPS, differences, leftovers
+from tests.fault import small_disk
+from tests.fault.small_disk import DISK, Job, page_count
 from tests.small_models import digits_folder
-from tests.winnow_command import Outcome, in_own_process
+from tests.winnow_command import WINNOW, Outcome, in_own_process
 
-from winnow.checkpoint import checkpoints_in
+from winnow.checkpoint import checkpoints_in, verify
 from winnow.observe.jsonl import read_metrics
-from winnow.observe.rollouts import read_rollouts
+from winnow.observe.rollouts import read_rollouts, rollout_files
+
+COMMAND = [
+    *("train", "mine.yaml", "run.threads=1", "run.dir={dir}", "run.name={name}"),
+    *("model.path=model", "data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]"),
+    *(f"reward.function.path={small_disk.__file__}", "reward.workers=0", "rollout.n=4"),
+    *("rollout.max_response_tokens=8", "sampling.groups_per_step=4", "evaluation.max_prompts=1"),
+    *("evaluation.n=2", f"evaluation.every={STEPS}", f"trainer.steps={STEPS}"),
+    *("trainer.save_every=1", "trainer.keep_last=null"),
+]
+FULL = (
+    "No space left on device; free some space, or put the run on another disk with run.dir=FOLDER"
+)
+READ_ONLY = "Read-only file system; choose a folder that you may write to with run.dir=FOLDER"
+
+
+def namespace() -> list[str]:
+    """The words before a command that may mount what nobody else sees."""
+    own = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    return ["unshare", *own, "--mount"]
+
+
+@functools.cache
+def why_not() -> str | None:
+    """What keeps this system from making a small disk, found out by making one."""
+    if sys.platform != "linux" or shutil.which("unshare") is None:
+        return "needs unshare (util-linux)"
+    script = "mount -t tmpfs -o size=1m tmpfs /mnt && mount --bind /mnt /mnt"
+    done = subprocess.run(
+        [*namespace(), "sh", "-c", script], capture_output=True, text=True, check=False
+    )
+    return None if done.returncode == 0 else f"no mount namespace here: {done.stderr.strip()}"
+
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs prlimit (util-linux)"),
-]
-
-KIB = 1024
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return float(len(solution_str) % 2)
-"""
-COMMAND = [
-    *("train", "mine.yaml", "run.name=demo", "run.threads=1", "model.path=model"),
-    *("data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]", "evaluation.max_prompts=1"),
-    *("reward.function.path=reward.py", "rollout.n=4", "rollout.max_response_tokens=8"),
-    *("sampling.groups_per_step=4", "trainer.steps=2", "trainer.save_every=1"),
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    digits_folder(tmp_path / "model")
-    (tmp_path / "mine.yaml").write_text("rollout: {engine: {slots: 16}}\n")
-    (tmp_path / "reward.py").write_text(REWARD)
+def command(folder: str, name: str) -> list[str]:
+    return [word.format(dir=folder, name=name) for word in COMMAND]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model, data and an undisturbed run, `runs/calm`."""
+    place = tmp_path_factory.mktemp("place")
+    digits_folder(place / "model")
+    (place / "mine.yaml").write_text("rollout: {engine: {slots: 16}}\n")
     row = {"data_source": "digits", "prompt": "12:", "reward_model": {"ground_truth": "12"}}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
-    return tmp_path
+    (place / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    in_own_process(*command("runs", "calm"), folder=place).check()
+    return place
 
 
-def run(place: Path, largest_file: int | None = None) -> Outcome:
-    return in_own_process(*COMMAND, folder=place, largest_file=largest_file)
+@dataclass(frozen=True)
+class Ended:
+    """A run that was refused something, then continued."""
+
+    refused: Outcome
+    continued: Outcome
+    failed: Path
+    """What lay on the disk after the first command."""
+    resumed: Path
+    """And after the second."""
+
+
+def carry_out(place: Path, job: Job) -> Ended:
+    """The job, in a namespace of its own; `place` is as before afterwards."""
+    for name in ("failed", "resumed", DISK.name):
+        shutil.rmtree(place / name, ignore_errors=True)
+    (place / DISK).mkdir()
+    subprocess.run(
+        [*namespace(), sys.executable, small_disk.__file__, json.dumps(asdict(job))],
+        cwd=place,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"},
+        check=True,
+    )
+    assert list((place / DISK).iterdir()) == []
+    outcomes = [Outcome(**said) for said in json.loads((place / "said.json").read_text())]
+    return Ended(*outcomes, place / "failed" / "full", place / "resumed" / "full")
+
+
+def disk_command() -> list[str]:
+    return [str(WINNOW), *command(DISK.name, "full")]
+
+
+def pages(run: Path, *names: str) -> int:
+    """What files of a run take, those below folders included."""
+    paths = [path for name in names for path in (run / name, *(run / name).rglob("*"))]
+    return sum(page_count(path.stat().st_size) for path in paths if path.is_file())
+
+
+def check(ended: Ended, place: Path, line: str, saved: int) -> None:
+    """One line and nothing spoilt; then the bits of the undisturbed run."""
+    assert ended.refused.code == 2, ended.refused
+    assert ended.refused.err == f"winnow: {line}\n"
+    assert "Traceback" not in ended.refused.out
+    check_folder(ended.failed, saved)
+    assert ended.continued.code == 0, ended.continued
+    assert ended.continued.err == ""
+    assert differences(place / "runs" / "calm", ended.resumed) == []
+
+
+def check_folder(run: Path, saved: int) -> None:
+    """Every file is whole, and the checkpoints up to step `saved` can be used."""
+    if not run.exists():
+        return
+    assert list(leftovers(run)) == []
+    for path in (run / "metrics.jsonl", run / "log.txt"):
+        assert not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
+    if (run / "metrics.jsonl").exists():
+        read_metrics(run / "metrics.jsonl")
+    for folder in (run / "rollouts", run / "eval"):
+        if rollout_files(folder):
+            read_rollouts(folder)
+    found = checkpoints_in(run / "checkpoints")
+    assert [checkpoint.step for checkpoint in found] == list(range(1, saved + 1))
+    for checkpoint in found:
+        verify(checkpoint)
+
+
+@dataclass(frozen=True)
+class Full:
+    """When the disk fills, and what it still takes."""
+
+    refused: str
+    """The file that is named."""
+    after: str = ""
+    """It fills once this is there; before the run when empty."""
+    takes: tuple[str, ...] = ()
+    """Files of the undisturbed run that still fit."""
+    more: int = 0
+    """Pages beside them, of which the refused file gets the first."""
+    saved: int = 0
+    """Step of the newest checkpoint then."""
+    until: str | None = None
+    """There is space again once this is there."""
+
+
+LINE = 1
+"""Pages that a line of metrics needs at most, when it does not fit into the last one."""
+START = ("config.yaml", ".lock", "log.txt", "eval/step-0.parquet")
+MODEL = "checkpoints/step-2/model"
+STATE = (MODEL, "checkpoints/step-2/state.pt", "checkpoints/step-2/config.yaml")
+CASES = {
+    "the first file of all": Full("config.yaml"),
+    "the middle of the first file": Full("config.yaml", takes=(".lock",)),
+    "the log, then the recipe again": Full("config.yaml", takes=(".lock", "config.yaml")),
+    "the middle of an evaluation": Full("eval/step-0.parquet", takes=START, more=-1),
+    "the first line of metrics": Full("metrics.jsonl", takes=START),
+    "the rollouts of a step": Full("rollouts/step-2.parquet", "rollouts/step-1.parquet", saved=1),
+    "the middle of a step's rollouts": Full(
+        "rollouts/step-2.parquet", "rollouts/step-1.parquet", more=1, saved=1
+    ),
+    "the middle of a line of metrics": Full(
+        "metrics.jsonl", "rollouts/step-1.parquet", ("rollouts/step-2.parquet",), saved=1
+    ),
+    "the evaluation of the last step": Full(
+        f"eval/step-{STEPS}.parquet",
+        f"rollouts/step-{STEPS - 1}.parquet",
+        (f"rollouts/step-{STEPS}.parquet",),
+        more=1,
+        saved=STEPS - 1,
+    ),
+}
+
+
+def full_disk(case: Full, place: Path) -> Job:
+    free = pages(place / "runs" / "calm", *case.takes) + case.more
+    return Job(disk_command(), case.after, free, case.until)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_full_disk_is_named_and_the_run_continues_once_there_is_space(
+    case: Full, place: Path
+) -> None:
+    ended = carry_out(place, full_disk(case, place))
+    check(ended, place, f"cannot write disk/full/{case.refused}: {FULL}", case.saved)
+
+
+STEP_2 = Full(
+    "checkpoints/step-2",
+    "rollouts/step-1.parquet",
+    ("rollouts/step-2.parquet",),
+    more=LINE,
+    saved=1,
+    until="rollouts/step-2.parquet",
+)
+"""The thread that saves is refused; when training learns of it there is space again."""
+CHECKPOINTS = {
+    "the first file": (),
+    "the weights": (f"{MODEL}/config.json", f"{MODEL}/generation_config.json"),
+    "the training state": (MODEL,),
+    "the manifest": STATE,
+}
+
+
+@pytest.mark.parametrize("fits", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_a_checkpoint_that_does_not_fit_costs_no_bit(fits: tuple[str, ...], place: Path) -> None:
+    calm = place / "runs" / "calm"
+    job = full_disk(STEP_2, place)
+    ended = carry_out(
+        place, Job(job.command, job.fill_after, job.free + pages(calm, *fits), job.empty_after)
+    )
+    line = f"cannot save the checkpoint disk/full/{STEP_2.refused}: {FULL}"
+    check(ended, place, line, STEP_2.saved)
+
+
+def test_the_last_checkpoint_that_does_not_fit_costs_no_bit(place: Path) -> None:
+    last = f"rollouts/step-{STEPS}.parquet"
+    takes = (last, f"eval/step-{STEPS}.parquet", f"checkpoints/step-{STEPS}/model")
+    case = Full("", f"rollouts/step-{STEPS - 1}.parquet", takes, more=LINE + 1)
+    ended = carry_out(place, full_disk(case, place))
+    line = f"cannot save the checkpoint disk/full/checkpoints/step-{STEPS}: {FULL}"
+    check(ended, place, line, STEPS - 1)
+
+
+def test_of_two_files_that_are_refused_the_one_that_ends_the_run_is_named(place: Path) -> None:
+    case = Full("rollouts/step-3.parquet", STEP_2.after, STEP_2.takes, LINE, 1)
+    ended = carry_out(place, full_disk(case, place))
+    check(ended, place, f"cannot write disk/full/{case.refused}: {FULL}", case.saved)
+
+
+def cut_off(place: Path, step: int) -> str:
+    """A copy of the undisturbed run as it was after a step, its metrics aside."""
+    run = place / "cut"
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(place / "runs" / "calm", run)
+    for checkpoint in checkpoints_in(run / "checkpoints"):
+        if checkpoint.step > step:
+            shutil.rmtree(checkpoint.path)
+    for folder in (run / "rollouts", run / "eval"):
+        for number, path in rollout_files(folder):
+            if number > step:
+                path.unlink()
+    return run.name
 
 
 @pytest.mark.parametrize(
-    ("largest_file", "refused"),
+    ("folder", "said"),
     [
-        (4 * KIB, "cannot write runs/demo/eval/step-0.parquet: "),
-        (20 * KIB, "cannot save the checkpoint runs/demo/checkpoints/step-"),
+        ("full", "write disk/full/.lock"),
+        ("full/rollouts", "write disk/full/rollouts/step-3.parquet"),
+        ("full/checkpoints", "save the checkpoint disk/full/checkpoints/step-3"),
+        ("full/eval", f"write disk/full/eval/step-{STEPS}.parquet"),
     ],
 )
-def test_a_full_disk_is_named_and_the_run_continues_once_there_is_space(
-    place: Path, largest_file: int, refused: str
+def test_a_folder_that_cannot_be_written_to_is_not_called_full(
+    folder: str, said: str, place: Path
 ) -> None:
-    said = run(place, largest_file)
-    assert said.code == 2
-    assert said.err.startswith(f"winnow: {refused}")
-    assert said.err.count("\n") == 1
-    folder = place / "runs" / "demo"
-    assert not [path for path in folder.rglob("*") if path.name.endswith(".partial")]
-    for checkpoint in checkpoints_in(folder / "checkpoints"):
-        assert (checkpoint.path / "manifest.json").is_file()
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        json.loads(line)
+    ended = carry_out(place, Job(disk_command(), start_from=cut_off(place, 2), read_only=folder))
+    check(ended, place, f"cannot {said}: {READ_ONLY}", STEPS - 1 if "eval" in said else 2)
 
-    assert run(place).code == 0
-    assert [record["step"] for record in read_metrics(folder / "metrics.jsonl")] == [0, 1, 2]
-    steps = read_rollouts(folder / "rollouts").column("step").to_pylist()
-    assert set(steps) == {1, 2}
-    assert checkpoints_in(folder / "checkpoints")[-1].step == 2
+
+def test_runs_that_cannot_be_written_to_are_not_called_full(place: Path) -> None:
+    ended = carry_out(place, Job(disk_command(), read_only="."))
+    check(ended, place, f"cannot write disk/full: {READ_ONLY}", 0)

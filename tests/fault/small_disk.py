@@ -1,0 +1,116 @@
+"""A run on a disk of 1 MB that fills at a chosen moment, and goes on once there is space again.
+
+    unshare --mount python tests/fault/small_disk.py JOB
+
+JOB is the JSON of a `Job`. The disk is a tmpfs that only this process and its children see, so
+everything happens within one process: mount, run, free, run again. What the commands said and
+what lay on the disk after each is copied out, for a test to look at.
+
+This file is the run's scorer, too: from inside it fills the disk between two writes, as another
+program would. Standard library only, so that it starts at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+DISK = Path("disk")
+"""Where the small disk is mounted, below the folder that the commands are typed in."""
+RUN = DISK / "full"
+_PLAN, _BALLAST = Path("plan.json"), DISK / "ballast"
+_SIZE_KB = 1024
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is done to a run."""
+
+    command: list[str]
+    fill_after: str | None = None
+    """A file of the run: once it is there the next answer to be scored fills the disk; the
+    empty name fills it before the run begins."""
+    free: int = 0
+    """Pages that are left."""
+    empty_after: str | None = None
+    """A file of the run: once it is there the next answer to be scored frees the disk."""
+    start_from: str | None = None
+    """A run that is copied to the disk first."""
+    read_only: str | None = None
+    """A folder of the disk that is mounted read-only during the first command."""
+
+
+def page_count(size: int) -> int:
+    """Pages that a file of so many bytes takes on a tmpfs."""
+    return -(-size // os.sysconf("SC_PAGE_SIZE"))
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> float:
+    """A reward that needs no skill, so that each step has something to learn from."""
+    if _PLAN.exists():
+        _follow(Job(**json.loads(_PLAN.read_text())))
+    return float(len(solution_str) % 2)
+
+
+def _follow(job: Job) -> None:
+    while any(thread.name == "checkpoint" for thread in threading.enumerate()):
+        time.sleep(0.001)  # what was being saved before is on disk, or was refused
+    if job.empty_after is not None and (RUN / job.empty_after).exists():
+        _BALLAST.unlink(missing_ok=True)
+    elif job.fill_after and (RUN / job.fill_after).exists() and not _BALLAST.exists():
+        _fill(job.free)
+
+
+def _fill(free: int) -> None:
+    """Leave so many pages."""
+    left = os.statvfs(DISK)
+    with _BALLAST.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, (left.f_bavail - free) * left.f_frsize)
+    assert os.statvfs(DISK).f_bavail == free
+
+
+def _mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
+def _said(command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return {"code": done.returncode, "out": done.stdout, "err": done.stderr}
+
+
+def main() -> None:
+    """Do the job in the working directory; leaves `failed/`, `resumed/` and `said.json`."""
+    job = Job(**json.loads(sys.argv[1]))
+    _mount("-t", "tmpfs", "-o", f"size={_SIZE_KB}k", "tmpfs", str(DISK))
+    if job.start_from is not None:
+        shutil.copytree(job.start_from, RUN)
+    if job.fill_after == "":
+        _fill(job.free)
+    _PLAN.write_text(json.dumps(asdict(job)))
+    locked = None if job.read_only is None else str(DISK / job.read_only)
+    if locked is not None:
+        _mount("--bind", locked, locked)
+        _mount("-o", "remount,bind,ro", locked)
+    said = [_said(job.command)]
+    if locked is not None:
+        subprocess.run(["umount", locked], check=True)
+    _BALLAST.unlink(missing_ok=True)
+    _PLAN.unlink()
+    shutil.copytree(DISK, "failed")
+    said.append(_said(job.command))
+    shutil.copytree(DISK, "resumed")
+    Path("said.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
