@@ -193,11 +193,20 @@ def adapter_writer(
     def write(weights: dict[str, Tensor], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(str(folder))
+        _sort_targets(folder / ADAPTER_CONFIG)
         plain = {name: tensor.contiguous() for name, tensor in weights.items()}
         save_file(plain, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         write_files(files, folder)
 
     return write
+
+
+def _sort_targets(path: Path) -> None:
+    """peft writes a set, whose order is another one in each process."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(content["target_modules"], list):
+        content["target_modules"].sort()
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _peft() -> Any:
