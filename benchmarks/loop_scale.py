@@ -33,7 +33,6 @@ import torch
 from tests.engines import Prompts, ScriptedEngine, uniform
 from torch import Tensor
 
-from winnow.algorithms.advantages import grpo
 from winnow.batching import MicroBatch
 from winnow.checkpoint import Content, Retention
 from winnow.config.sampling import SamplingConfig
@@ -42,15 +41,17 @@ from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_roll
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.sampling.stream import Sampler
+from winnow.trainer.advantage import AdvantageStage
 from winnow.trainer.evaluate import Evaluator
-from winnow.trainer.learner import Learner, LearnerSettings
+from winnow.trainer.learner import Learner, LearnerSettings, Rates, Roles
 from winnow.trainer.loop import Course, Parts, Schedule, train
 from winnow.trainer.saver import Saver
 from winnow.trainer.state import RunState
 from winnow.trainer.stopping import Stop
 from winnow.trainer.throughput import Throughput
 from winnow.types import IntArray, Prompt, Score, Trajectory
-from winnow.workers.policy import Policy, PolicyObjective
+from winnow.workers.objective import PolicyObjective
+from winnow.workers.policy import Policy
 from winnow.workers.strategy import LossFn, Output, Stats
 
 ANSWERS = 16
@@ -106,6 +107,8 @@ class ClockedEngine(ScriptedEngine):
 class IdleStrategy:
     """Implements as much of a strategy as the loop asks for, and computes nothing."""
 
+    has_adapter = False
+
     def __init__(self) -> None:
         self._weight = torch.zeros(8)
 
@@ -122,7 +125,7 @@ class IdleStrategy:
     def optimizer_step(self, lr: float) -> Stats:
         return {"grad_norm": 1.0, "skipped": 0}
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         yield "weight", self._weight
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,7 +203,12 @@ class Run:
             run_seed=1,
         )
         settings = LearnerSettings(min(UPDATE_GROUPS, groups), 1, MICROBATCH_TOKENS, False, 3, 1)
-        learner = Learner(Policy(strategy, PolicyObjective("ppo_clip")), grpo, _rate, settings)
+        learner = Learner(
+            Roles(Policy(strategy, PolicyObjective("ppo_clip"))),
+            Rates(_rate),
+            AdvantageStage("grpo", {}),
+            settings,
+        )
         states: Mapping[str, Any] = {"sampler": sampler, "loader": prompts, "learner": learner}
         frame = partial(Content, config="", machine={})
         nobody = cast(Evaluator, SimpleNamespace(evaluate=_no_figures))
@@ -211,7 +219,7 @@ class Run:
             evaluator=nobody,
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(8, 1, torch.device("cpu"), None),
-            state=RunState(strategy, states, log.offset, saver.save, frame, _save_model),
+            state=RunState(strategy, {}, states, log.offset, saver.save, frame, _save_model),
             stop=Stop(),
             keep_rollouts=self._keep_rollouts,
             check_scoring=lambda: None,

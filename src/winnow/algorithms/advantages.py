@@ -13,7 +13,7 @@ Shapes: `B` samples of a step, `P` groups (prompts) among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -243,9 +243,6 @@ def float_dtype(name: str, values: Tensor) -> torch.dtype:
     if not values.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {values.dtype}")
     return values.dtype
-
-
-ADVANTAGES: Mapping[str, Callable[..., Tensor]] = {"grpo": grpo}
 
 
 @dataclass(frozen=True, eq=False)

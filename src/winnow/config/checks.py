@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from winnow.config.checks_algorithm import ALGORITHM_RULES
 from winnow.config.checks_correction import CORRECTION_RULES
 from winnow.config.data import NoTask, SortDigitsTask
 from winnow.config.root import Config
@@ -269,5 +270,6 @@ RULES: tuple[Rule, ...] = (
     _warm_start_warmup,
     _scorers,
     _keep_best,
+    *ALGORITHM_RULES,
     *CORRECTION_RULES,
 )

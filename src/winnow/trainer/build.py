@@ -73,8 +73,13 @@ def use_machine(config: Config) -> torch.device:
     return torch.device("cuda")
 
 
-def load_policy(config: Config, path: str, device: torch.device) -> Policies:
+def load_policy(
+    config: Config, path: str, device: torch.device, start: str | None = None
+) -> Policies:
     """The model and tokenizer of a folder.
+
+    Args:
+        start: where the model lies now that an adapter in `path` belongs to, if that has moved.
 
     Raises:
         ModelError: one of them is missing, broken, or they do not fit each other.
@@ -82,7 +87,7 @@ def load_policy(config: Config, path: str, device: torch.device) -> Policies:
     given = config.model.tokenizer
     field = "model.tokenizer" if given else "model.path"
     tokenizer = load_tokenizer(given or path, config.model.trust_remote_code, field)
-    model = load_policy_model(config.model, path, device, config.run.seed)
+    model = load_policy_model(config.model, path, device, config.run.seed, start)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     embedded = cast(int, model.config.vocab_size)
     if vocabulary > embedded:
@@ -296,16 +301,19 @@ def build(
         keep_rollouts=_rollout_writer(config, folder, policy.decode),
         check_scoring=scores.end_step,
     )
+    course = _course(config, bool(evaluator.prompts))
+    return Built(parts, course, evaluator, (*_notes(source), *learning.notes))
+
+
+def _course(config: Config, has_evaluation: bool) -> Course:
     steps = config.trainer.steps
-    has_evaluation = bool(evaluator.prompts)
-    course = Course(
+    return Course(
         first_step=1,
         steps=steps,
         evaluate_before=config.evaluation.before and has_evaluation,
         evaluations=Schedule(config.evaluation.every, steps),
         checkpoints=Schedule(config.trainer.save_every, steps),
     )
-    return Built(parts, course, evaluator, (*_notes(source), *learning.notes))
 
 
 def _rollout_writer(

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from winnow.algorithms.advantages import ADVANTAGES, grpo
+from winnow.algorithms.advantages import grpo
 
 # Sixteenths: their sums and shifts are exact, so only the function under test rounds.
 REWARDS = st.integers(-64, 64).map(lambda n: n / 16)
@@ -131,7 +131,3 @@ def test_wrong_arguments_are_named() -> None:
         grpo(torch.zeros(3), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match="got 'median'"):
         grpo(torch.zeros(2), torch.zeros(2, dtype=torch.int64), "median")  # type: ignore[arg-type]
-
-
-def test_recipes_find_it_by_name() -> None:
-    assert ADVANTAGES["grpo"] is grpo

@@ -9,6 +9,7 @@ from winnow.config.load import load_recipe
 from winnow.errors import ConfigError
 
 FILES = ["warm_start=none", "data/task=none", "model.path=M"]
+FUSED = ["algorithm.correction.mode=fused", "trainer.mini_batch_groups=null"]
 # Overrides of the quickstart that contradict each other, what the line must say, and a way out.
 CASES = [
     (
@@ -162,6 +163,41 @@ CASES = [
         ["horizon_samples=102", "sampling.groups_per_step=64", "rollout.n=8", "set it to 103"],
         ["algorithm.kl.reward={name: adaptive, horizon_samples: 103}"],
     ),
+    (
+        ["algorithm/policy_loss=gspo"],
+        ["algorithm/policy_loss=gspo", "algorithm.aggregation=token-mean", "seq-mean-token-mean"],
+        ["algorithm/policy_loss=gspo", "algorithm.aggregation=seq-mean-token-mean"],
+    ),
+    (
+        ["algorithm/advantage=grpo_passk", "rollout.n=1", "sampling/filter=none"],
+        ["algorithm/advantage=grpo_passk", "rollout.n=1", "2 or more"],
+        ["algorithm/advantage=grpo_passk", "sampling/filter=none"],
+    ),
+    (
+        ["algorithm.correction.mode=bypass", "algorithm/advantage=optimal_token_baseline"],
+        ["optimal_token_baseline needs squared", "mode=bypass", "mode=recompute"],
+        ["algorithm/advantage=optimal_token_baseline"],
+    ),
+    (
+        [*FUSED, "algorithm/kl/reward=fixed"],
+        ["algorithm/kl/reward=fixed", "mode=fused", "mode=recompute"],
+        ["algorithm/kl/reward=fixed", "algorithm.correction.mode=bypass"],
+    ),
+    (
+        [*FUSED, "algorithm/policy_loss=clip_cov"],
+        ["algorithm/policy_loss=clip_cov", "mode=fused", "mode=recompute"],
+        ["algorithm/policy_loss=clip_cov"],
+    ),
+    (
+        ["algorithm/advantage=gae", "critic.warmup_steps=80"],
+        ["critic.warmup_steps=80", "trainer.steps=80", "below 80"],
+        ["critic.warmup_steps=80"],
+    ),
+    (
+        ["algorithm/advantage=gae", "critic.optim.warmup_steps=81"],
+        ["critic.optim.warmup_steps=81", "trainer.steps=80", "to 80 or less"],
+        ["critic.optim.warmup_steps=81"],
+    ),
 ]
 
 
@@ -178,8 +214,8 @@ def test_a_contradiction_names_both_fields_and_the_way_out(
 
 
 def test_every_rule_has_a_case() -> None:
-    # Three rules have two cases, for their two sides; the start has three.
-    assert len(CASES) == len(RULES) + 5
+    # Three rules have two cases, for their two sides; the start and the pass have three.
+    assert len(CASES) == len(RULES) + 7
 
 
 def test_each_broken_rule_has_its_line() -> None:
