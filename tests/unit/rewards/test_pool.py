@@ -147,12 +147,16 @@ def test_async_calls_wait_side_by_side(user_service: UserService) -> None:
     assert 30 <= max(score.reward for score in scores) <= 64
 
 
-def test_an_async_function_that_blocks_makes_no_neighbour_late(user_service: UserService) -> None:
+@pytest.mark.parametrize(("times", "seconds"), [(1, 0.1), (10, 0.01)])
+def test_an_async_function_that_blocks_makes_no_neighbour_late(
+    times: int, seconds: float, user_service: UserService
+) -> None:
     body = (
         "import asyncio, time\nasync def compute_score(data_source, solution_str, ground_truth, "
-        "extra_info):\n    await asyncio.sleep(0)\n    time.sleep(0.1)\n    return 1.0\n"
+        f"extra_info):\n    for _ in range({times}):\n        await asyncio.sleep(0)\n"
+        f"        time.sleep({seconds})\n    return 1.0\n"
     )
-    # Side by side the last of them would have waited for more than its limit.
+    # Side by side they take 3 s in all, and each of them more than its limit.
     scores = ask_all(user_service(body, workers=1, timeout_s=0.5), ["x"] * 30)
     assert [score.error for score in scores] == [""] * 30
 

@@ -1,0 +1,185 @@
+"""Scorers that misbehave, in runs of their own: what the user is told, what stays the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from benchmarks.kill import SETTINGS, Lab, differences, size, wait_for
+
+from winnow.checkpoint import checkpoints_in
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+HEAD = "import os, signal, time\n\n\ndef compute_score({}):\n    ".format(
+    "data_source, solution_str, ground_truth, extra_info=None"
+)
+LATE = """
+import os, random, time
+
+dice = random.Random(os.urandom(16))
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, longest=0.0):
+    time.sleep(longest * dice.random() ** 4)
+    return 1.0 if solution_str.rpartition("#")[2] == ground_truth else -1.0
+"""
+LATE_ASYNC = LATE.replace("def compute", "async def compute").replace("time.sleep", "await sleep")
+LATE_ASYNC = "from asyncio import sleep\n" + LATE_ASYNC
+STUCK = """
+import os, re, time
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, folder=""):
+    open(f"{folder}/{os.getpid()}", "w").close()
+    print("stuck", flush=True)
+    time.sleep(1000)
+"""
+
+
+def reward(scorer: Path, **kwargs: object) -> list[str]:
+    given = ", ".join(f"{key}: {value}" for key, value in kwargs.items())
+    return [f"reward.function.path={scorer}", f"+reward.function.kwargs={{{given}}}"]
+
+
+def said(lab: Lab, name: str, *settings: str) -> subprocess.CompletedProcess[str]:
+    """A run's exit code and all it writes to the terminal."""
+    command = [sys.executable, "-m", "winnow.cli", "train", "quickstart", *SETTINGS, *settings]
+    return subprocess.run(
+        [*command, f"run.dir={lab.folder / 'runs'}", f"run.name={name}", "evaluation.before=false"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "WINNOW_CACHE": str(lab.folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "error"),
+    [
+        ("hangs", "time.sleep(1000)", r"no score within reward\.timeout_s=0\.3"),
+        ("exits", "os._exit(3)", "the scorer's process ended with exit code 3"),
+        ("killed", "os.kill(os.getpid(), signal.SIGKILL)",
+         "the scorer's process was killed by SIGKILL"),
+        ("wrong-type", "return [1.0]",
+         "TypeError: score must be a number, got list; return a float, or a dict with the key "
+         "score"),
+        ("eats-memory", "eaten = []\n    while True: eaten.append(bytearray(10_000_000))",
+         r"the scorer used \d+ MiB of memory, reward\.memory_mb is 300"),
+        ("floods", "while True: print('x' * 1000)", r"no score within reward\.timeout_s=0\.3"),
+    ],
+)  # fmt: skip
+def test_a_scorer_that_does_this_each_time_ends_the_run_with_one_line(
+    name: str, body: str, error: str, lab: Lab, tmp_path: Path
+) -> None:
+    scorer = tmp_path / f"{name}.py"
+    scorer.write_text(f"{HEAD}{body}\n")
+    limits = ["reward.timeout_s=0.3", "reward.memory_mb=300", "reward.workers=2"]
+    if name == "eats-memory":
+        limits[0] = "reward.timeout_s=20"
+    done = said(lab, name, *reward(scorer), *limits)
+    line = (
+        r"winnow: scoring failed for 32 of 32 answers \(100%\), reward\.max_failure_share is 0\.2; "
+        rf"the first failure: {error} \(prompt sort_digits:\S+\); mend the scorer \(its traceback "
+        r"is in the log\)\n"
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(line, done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "how"),
+    [("os._exit(3)", "ended with exit code 3"), ("os.abort()", "was killed by SIGABRT")],
+)
+def test_a_file_that_ends_the_process_when_imported_is_refused(
+    body: str, how: str, lab: Lab, tmp_path: Path
+) -> None:
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(f"import os\nprint('before')\n{body}\n")
+    done = said(lab, f"import-{body[3:7]}", *reward(scorer))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"winnow: reward.function.path {scorer}: the process that imports it {how}; "
+        "mend the file, or raise the limit\n"
+    )
+
+
+def test_where_and_when_answers_are_scored_changes_no_bit(lab: Lab, tmp_path: Path) -> None:
+    scorer, waiting = tmp_path / "scorer.py", tmp_path / "waiting.py"
+    scorer.write_text(LATE)
+    waiting.write_text(LATE_ASYNC)
+    prompt = [*reward(scorer, longest=0.0), "trainer.save_every=1"]
+    late = [*reward(scorer, longest=0.05), "trainer.save_every=1", "reward.workers=2"]
+    late_async = [*reward(waiting, longest=0.05), "trainer.save_every=1", "reward.workers=2"]
+    assert lab.start("here", *prompt, "reward.workers=0").wait(120) == 0
+    calm = lab.run("here")
+    assert lab.start("apart", *late).wait(240) == 0
+    assert differences(calm, lab.run("apart")) == []
+    assert lab.start("apart-async", *late_async).wait(240) == 0
+    assert differences(calm, lab.run("apart-async")) == []
+
+    run = lab.run("apart-killed")
+    for lines in (2, 4):
+        process = lab.start(run.name, *late)
+        assert wait_for(process, lambda lines=lines: count_lines(run) >= lines)  # type: ignore[misc]
+        time.sleep(0.05)
+        process.kill()
+        process.wait()
+    assert checkpoints_in(run / "checkpoints")
+    assert lab.start(run.name, *late).wait(240) == 0
+    assert differences(calm, run) == []
+
+
+def count_lines(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "supervised"),
+    [
+        (signal.SIGKILL, -9, False),
+        (signal.SIGINT, 130, False),
+        (signal.SIGTERM, 75, False),
+        (signal.SIGTERM, 75, True),
+        (signal.SIGKILL, -9, True),
+    ],
+)
+def test_no_worker_outlives_its_run(
+    number: int, code: int, supervised: bool, lab: Lab, tmp_path: Path
+) -> None:
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(STUCK)
+    notes = tmp_path / "workers"
+    notes.mkdir()
+    name = f"orphans-{number}-{supervised}"
+    process = lab.start(
+        name,
+        *reward(scorer, folder=f"'{notes}'"),
+        *("reward.workers=2", "reward.timeout_s=1000", "evaluation.before=false"),
+        *(["trainer.max_restarts=2"] if supervised else []),
+    )
+    assert wait_for(process, lambda: len(list(notes.iterdir())) == 2)
+    workers = {int(path.name) for path in notes.iterdir()}
+    assert all(map(is_alive, workers))
+    process.send_signal(number)
+    assert process.wait(30) == code
+    give_up = time.monotonic() + 30
+    while any(map(is_alive, workers)) and time.monotonic() < give_up:
+        time.sleep(0.02)
+    assert [worker for worker in workers if is_alive(worker)] == []
+    assert size(lab.run(name) / "log.txt") > 0
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
