@@ -71,6 +71,25 @@ def test_a_run_that_was_cut_off_ends_with_the_same_bits(home: Path) -> None:
     assert differences(home / "runs" / "whole", run) == []
 
 
+def test_a_run_goes_on_where_its_warm_start_must_be_made_again(home: Path) -> None:
+    run = home / "runs" / "moved"
+    shutil.copytree(home / "runs" / "whole", run)
+    for checkpoint in checkpoints_in(run / "checkpoints"):
+        if checkpoint.step > 4:
+            shutil.rmtree(checkpoint.path)
+    away = (home / "cache").rename(home / "gone")
+    elsewhere = {"WINNOW_CACHE": str(home / "other")}
+    try:
+        in_this_process("resume", str(run), folder=home, environment=elsewhere).check()
+    finally:
+        away.rename(home / "cache")
+    whole, moved = (
+        (model_folder(home, name) / "adapter_model.safetensors").read_bytes()
+        for name in ("whole", "moved")
+    )
+    assert whole == moved
+
+
 def test_exported_merged_or_alone_it_answers_alike(home: Path) -> None:
     winnow(home, "export", "runs/whole", "merged").check()
     winnow(home, "export", "runs/whole", "alone", "--adapter").check()

@@ -29,7 +29,7 @@ from winnow.rollout.engine import SamplingParams
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.sampling.report import Progress
 from winnow.sampling.stream import Sampler
-from winnow.trainer.build_learner import Learning, make_learner
+from winnow.trainer.build_learner import Learning, make_learner, needs_of
 from winnow.trainer.evaluate import EvaluationSettings, Evaluator
 from winnow.trainer.loading import load_policy_model
 from winnow.trainer.loop import Course, Parts, Schedule
@@ -262,7 +262,8 @@ def build(
     loader = PromptLoader(source, config.run.seed, config.data.shuffle)
     engine = make_engine(config, policy)
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin())
-    step_answers = config.sampling.groups_per_step * config.rollout.n
+    with_baseline = "greedy" in needs_of(config)
+    step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
     scores = TrainingScores(rewards, policy.decode, patience=step_answers)
     sampler = Sampler(
         config.sampling,
@@ -273,6 +274,7 @@ def build(
         n=config.rollout.n,
         sampling=rollout_sampling(config, policy),
         run_seed=config.run.seed,
+        with_baseline=with_baseline,
         drop_failed_scores=config.reward.on_failure == "drop_group",
         deterministic=config.run.deterministic,
         on_progress=on_progress,
@@ -290,12 +292,7 @@ def build(
         engine=engine,
         evaluator=evaluator,
         sinks=sinks,
-        throughput=Throughput(
-            parameters=sum(p.numel() for p in policy.model.parameters()),
-            epochs=config.trainer.epochs,
-            device=next(policy.model.parameters()).device,
-            peak_tflops=config.observe.peak_tflops,
-        ),
+        throughput=Throughput(learning.passes, learning.policy.device, config.observe.peak_tflops),
         state=make_state(config, policy, learning, states, metrics, saver),
         stop=stop,
         keep_rollouts=_rollout_writer(config, folder, policy.decode),

@@ -21,6 +21,7 @@ from winnow.models import load_causal_lm, torch_dtype
 from winnow.trainer.advantage import AdvantageStage
 from winnow.trainer.kl_penalty import Adaptation, KlPenalty
 from winnow.trainer.learner import Learner, LearnerSettings, Rates, Roles
+from winnow.trainer.throughput import Passes
 from winnow.value_models import load_value_model
 from winnow.workers.correcting import CorrectionStage
 from winnow.workers.critic import Critic, ValueObjective
@@ -36,6 +37,8 @@ class Learning:
 
     learner: Learner
     policy: SingleStrategy
+    passes: Passes
+    """What a step computes."""
     others: dict[str, SingleStrategy] = field(default_factory=dict)
     """By role: what learns beside the policy, and is saved with it."""
     notes: tuple[str, ...] = ()
@@ -48,10 +51,11 @@ def needs_of(config: Config) -> frozenset[Need]:
 
 
 def needs_start(config: Config) -> bool:
-    """Whether a model beside the policy begins as the run did."""
-    own_reference = config.reference.path is None and config.model.adapter.name == "none"
-    return (_needs_reference(config) and own_reference) or (
-        "values" in needs_of(config) and config.critic.path is None
+    """Whether something of a resumed run is made of the model that the run began from."""
+    return (
+        not isinstance(config.model.adapter, NoAdapter)
+        or (_needs_reference(config) and config.reference.path is None)
+        or ("values" in needs_of(config) and config.critic.path is None)
     )
 
 
@@ -97,7 +101,13 @@ def make_learner(config: Config, model: nn.Module, vocabulary: int, start: str |
         _correction_stage(algorithm.correction),
         with_squares="probs" in needs_of(config),
     )
-    return Learning(learner, policy, others, tuple(_kl_notes(config)))
+    passes = Passes(
+        _parameters(policy),
+        trainer.epochs,
+        forwards=(old_source(config) == "pass") + (reference is not None),
+        critic_parameters=sum(map(_parameters, others.values())),
+    )
+    return Learning(learner, policy, passes, others, tuple(_kl_notes(config)))
 
 
 def make_objective(config: Config) -> PolicyObjective:
@@ -143,6 +153,10 @@ def old_source(config: Config) -> OldSource:
     return "pass" if in_updates or before_updates else "current"
 
 
+def _parameters(strategy: SingleStrategy) -> int:
+    return sum(parameter.numel() for parameter in strategy.model.parameters())
+
+
 def _policy_strategy(config: Config, model: nn.Module, vocabulary: int) -> SingleStrategy:
     return SingleStrategy(
         model,
@@ -180,7 +194,8 @@ def _critic_strategy(config: Config, start: str | None, device: torch.device) ->
     path = critic.path or start
     assert path is not None, "the caller was to give the start"
     dtype = torch_dtype(critic.dtype or config.model.dtype)
-    model = load_value_model(path, dtype, device, config.model.trust_remote_code)
+    field = "model.path" if critic.path is None else "critic.path"
+    model = load_value_model(path, dtype, device, config.model.trust_remote_code, field)
     return SingleStrategy(
         model, **_adamw(critic.optim), gradient_checkpointing=critic.gradient_checkpointing
     )
@@ -201,7 +216,8 @@ def _reference(
     path = own.path or start
     assert path is not None, "the caller was to give the start"
     dtype = torch_dtype(own.dtype or config.model.dtype)
-    model = load_causal_lm(path, dtype, policy.device, config.model.trust_remote_code)
+    field = "model.path" if own.path is None else "reference.path"
+    model = load_causal_lm(path, dtype, policy.device, config.model.trust_remote_code, field)
     strategy = SingleStrategy(
         model.requires_grad_(False),
         temperature=config.rollout.temperature,

@@ -17,22 +17,24 @@ if TYPE_CHECKING:
 
 
 def load_policy_model(
-    config: ModelConfig, path: str, device: torch.device, seed: int
+    config: ModelConfig, path: str, device: torch.device, seed: int, start: str | None = None
 ) -> PreTrainedModel:
-    """The model to train, from a model's folder or, to go on with, an adapter's.
+    """The model to train, from a model's folder or from a checkpoint's with an adapter.
 
     Args:
         path: not `config.path` where a warm start or a checkpoint gives the model.
         seed: of a new adapter.
+        start: where the model lies now that an adapter belongs to, if that has moved.
 
     Raises:
         ModelError: model, adapter or frozen weights are not what the recipe says.
     """
-    base = adapter_base(Path(path))
-    if base is not None and not isinstance(config.adapter, LoraAdapter):
+    base = adapter_base(Path(path), start or config.path)
+    # Else what it started from would not be the model with the adapter switched off.
+    if base is not None and (path == config.path or not isinstance(config.adapter, LoraAdapter)):
         raise ModelError(
-            f"model.path {path} is an adapter; set model/adapter=lora to train it on, or export it "
-            "merged with winnow export"
+            f"model.path {path} is an adapter; merge it into its model first, as winnow export "
+            "does for a run, and give that"
         )
     dtype = torch_dtype(config.dtype)
     model = load_causal_lm(base or path, dtype, device, config.trust_remote_code)

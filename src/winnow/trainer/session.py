@@ -73,7 +73,8 @@ def run_training(
         for difference in opened.differences(this_machine(device)):
             sink.note(f"Warning: {difference}: the bits may differ from an undisturbed run's")
         path, start = _start_model(config, opened, fresh, sink, heartbeat)
-        policy = load_policy(config, path, device)
+        first = _first_model(config, opened, path, sink, heartbeat)
+        policy = load_policy(config, path, device, first)
         metrics = MetricsLog(folder.metrics)
         sinks = Sinks([sink, FirstRecord(metrics, start), heartbeat])
         with (
@@ -90,7 +91,7 @@ def run_training(
                 stop,
                 rewards,
                 lambda p: sink.status(_in_words(p)),
-                _first_model(config, opened, path, sink, heartbeat),
+                first,
             )
             for note in built.notes:
                 sink.note(note)
@@ -139,7 +140,7 @@ def _start_model(
 def _first_model(
     config: Config, opened: Opened, path: str, sink: ConsoleSink, heartbeat: Heartbeat
 ) -> str | None:
-    """The folder that the run began from, where a reference or a critic begins there too.
+    """The folder that the run began from, where an adapter, a reference or a critic needs it.
 
     A resumed run's policy comes from a checkpoint (`path`), so a warm start that is no longer
     cached is made again, with the same bits.

@@ -84,8 +84,11 @@ def load_lora(model: PreTrainedModel, folder: Path) -> None:
             tensor.copy_(given[name])
 
 
-def adapter_base(folder: Path) -> str | None:
+def adapter_base(folder: Path, instead: str | None = None) -> str | None:
     """The model that the adapter of a PEFT folder belongs to; None where there is no adapter.
+
+    Args:
+        instead: another place of the same model, for when it is no longer where it was.
 
     Raises:
         ModelError: the folder does not say, or its base is gone.
@@ -100,10 +103,9 @@ def adapter_base(folder: Path) -> str | None:
     if not base:
         raise ModelError(f"{path} names no base_model_name_or_path; write the base model's there")
     if Path(base).is_absolute() and not Path(base).is_dir():
-        raise ModelError(
-            f"{folder} is an adapter of {base}, which is gone; put the model back, or change "
-            f"base_model_name_or_path in {path}"
-        )
+        if instead is None:
+            raise ModelError(f"{folder} is an adapter of {base}, which is gone; put it back there")
+        return instead
     return cast(str, base)
 
 

@@ -114,8 +114,9 @@ def test_an_adapter_says_which_model_it_belongs_to(base: Path, tmp_path: Path) -
     assert adapter_base(adapter) == str(base)
     assert adapter_base(base) is None
     base.rename(tmp_path / "elsewhere")
-    with pytest.raises(ModelError, match="is gone; put the model back"):
+    with pytest.raises(ModelError, match=f"an adapter of {base}, which is gone; put it back"):
         adapter_base(adapter)
+    assert adapter_base(adapter, "elsewhere") == "elsewhere"
     path = adapter / ADAPTER_CONFIG
     given = json.loads(path.read_text())
     path.write_text(json.dumps(given | {"base_model_name_or_path": None}))
@@ -150,8 +151,12 @@ def test_a_policy_goes_on_from_an_adapters_folder(base: Path, tmp_path: Path) ->
     assert all(bool((tensor == 1).all()) for _, tensor in adapter_weights(model))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {name for name, _ in model.named_parameters() if ".lora_" in name}
-    with pytest.raises(ModelError, match="is an adapter; set model/adapter=lora"):
-        load_policy_model(ModelConfig(path=str(base)), str(adapter), CPU, seed=5)
+    for section in (
+        ModelConfig(path=str(base)),
+        ModelConfig(path=str(adapter), adapter=LoraAdapter(rank=2)),
+    ):
+        with pytest.raises(ModelError, match=f"model.path {adapter} is an adapter; merge it"):
+            load_policy_model(section, str(adapter), CPU, seed=5)
 
 
 def test_parts_of_an_adapter_can_be_frozen(base: Path) -> None:
