@@ -48,7 +48,7 @@ from winnow.trainer.loop import Course, Parts, Schedule, train
 from winnow.trainer.saver import Saver
 from winnow.trainer.state import RunState
 from winnow.trainer.stopping import Stop
-from winnow.trainer.throughput import Throughput
+from winnow.trainer.throughput import Passes, Throughput
 from winnow.types import IntArray, Prompt, Score, Trajectory
 from winnow.workers.objective import PolicyObjective
 from winnow.workers.policy import Policy
@@ -218,7 +218,7 @@ class Run:
             engine=self.engine,
             evaluator=nobody,
             sinks=Sinks([log, cast(Any, self)]),
-            throughput=Throughput(8, 1, torch.device("cpu"), None),
+            throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
             state=RunState(strategy, {}, states, log.offset, saver.save, frame, _save_model),
             stop=Stop(),
             keep_rollouts=self._keep_rollouts,

@@ -15,13 +15,20 @@ is the evaluation before training.
 | sampling/qualify_rate, sampling/empty_bounds | the estimate p̂; bounds met with nothing |
 | sampling/answers/{truncated,resumed,aborted,retried} | answers of the step |
 | sampling/tokens/{generated,trained,…,failed}, sampling/tokens/in_progress | the token account |
-| sampling/tokens/truncated | a flag beside the account |
+| sampling/tokens/{truncated,baseline} | flags beside the account; of greedy baselines: ReMax |
 | sampling/staleness/{mean,max} | weight versions between sampling and training |
 | length/response, length/prompt SPREAD | tokens, over the answers trained on |
 | length/truncated | share of the answers that the limit ended |
-| actor/{loss,policy_loss,entropy,approx_kl,mean_prob} | means over the updates |
-| actor/{clip_low,clip_high,dual_clip} | share of tokens where the bound binds |
-| actor/{grad_norm,lr,updates,skipped_updates} | the optimizer |
+| actor/{loss,policy_loss,kl_loss,entropy,approx_kl,mean_prob} | means over the updates |
+| actor/{clip,clip_low,clip_high,dual_clip} | share of tokens where the bound binds |
+| actor/selected_share | tokens that clip_cov or kl_cov chose |
+| actor/old_pass | 1 where the old log-probs took a pass of their own, else 0 |
+| {actor,critic}/{grad_norm,lr,updates,skipped_updates} | the optimizers |
+| critic/{value,return} SPREAD | over the tokens learnt from, before the step |
+| critic/{explained_variance,value_loss,clip_share} | of the values before the step; the updates |
+| reward/{kl,kl_coef} | KL in the reward, nats a token, and its weight |
+| correction/{rejected_tokens,rejected_samples} | shares |
+| correction/{weight,weight_bound} | mean weight; share of tokens cut or set to 0 |
 | mismatch/{abs_delta,max_delta,pearson,k1,k3,chi2,ess,outside,…} | sampler against trainer |
 | eval/SOURCE/{avg@N,pass@K,maj@K,std@N,greedy,prompts} | held-out prompts of a data source |
 | eval/SOURCE/{avg@N_se,greedy_se} | their standard errors |
@@ -29,7 +36,7 @@ is the evaluation before training.
 | sft/loss | the warm-up |
 | sft/time_s | seconds that the start took, in the first line |
 | time/PHASE_s, time/step_s | seconds; the phases and `time/other_s` add up to the step |
-| time/{rollout,old_logprobs,update}_us_per_token | microseconds a token of the phase |
+| time/{rollout,old_logprobs,reference,values,update}_us_per_token | microseconds a token |
 | throughput/{tokens_per_s,tokens_per_s_per_device,tflops,mfu} | |
 | memory/peak_gib | |
 """

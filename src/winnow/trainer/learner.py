@@ -134,7 +134,7 @@ class Learner:
         """The columns that models fill: `old`, `ref`, `values`."""
         roles, settings = self._roles, self._settings
         tokens = settings.microbatch_tokens
-        with watch.phase("old_logprobs"):
+        with watch.phase("old_logprobs" if roles.policy.has_pass else "batch"):
             metrics.merge(roles.policy.old_logprobs(batch, tokens, self._with_squares))
         self.progress += 1
         if roles.reference is not None:

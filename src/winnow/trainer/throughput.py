@@ -16,15 +16,37 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 @dataclass(frozen=True)
-class Throughput:
-    """Counts 2 FLOP a parameter and token forwards, 4 backwards (arXiv 2001.08361, section 2.1).
+class Passes:
+    """How often a step runs over the tokens that it packs, by model.
 
-    The embedding counts once, as the output layer; attention scores are left out, so the figure
-    is a lower bound.
+    Counts 2 FLOP a parameter and token forwards, 4 backwards (arXiv 2001.08361, section 2.1). The
+    embedding counts once, as the output layer; attention scores are left out, so the figure is a
+    lower bound.
     """
 
     parameters: int
+    """Of the policy."""
     epochs: int
+    """Updates that see a token."""
+    forwards: int = 1
+    """Of a model as large as the policy, beside the updates: old log-probs, reference."""
+    critic_parameters: int = 0
+    """Of the critic, which runs forwards once and then takes part in each update."""
+
+    def flop(self, generated_tokens: int, packed_tokens: int) -> float:
+        """Of a step, rollout included."""
+        updates = 6 * self.epochs
+        policy = self.parameters * (
+            2 * generated_tokens + (2 * self.forwards + updates) * packed_tokens
+        )
+        return policy + self.critic_parameters * (2 + updates) * packed_tokens
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """A step's tokens and FLOP over its seconds."""
+
+    passes: Passes
     device: torch.device
     peak_tflops: float | None
 
@@ -41,8 +63,7 @@ class Throughput:
         busy = times["time/step_s"] - times.get("time/evaluate_s", 0.0)
         if busy <= 0 or not packed_tokens:  # resumed for an evaluation only
             return {}
-        passes = 2 * generated_tokens + 2 * packed_tokens + 6 * packed_tokens * self.epochs
-        tflops = self.parameters * passes / busy / 1e12
+        tflops = self.passes.flop(generated_tokens, packed_tokens) / busy / 1e12
         record: dict[str, Number] = {
             "throughput/tokens_per_s": generated_tokens / busy,
             "throughput/tokens_per_s_per_device": generated_tokens / busy,
@@ -54,11 +75,13 @@ class Throughput:
         per_token = {
             "rollout": generated_tokens,
             "old_logprobs": packed_tokens,
-            "update": packed_tokens * self.epochs,
+            "reference": packed_tokens,
+            "values": packed_tokens,
+            "update": packed_tokens * self.passes.epochs,
         }
         for phase, tokens in per_token.items():
-            if tokens:
-                seconds = times.get(f"time/{phase}_s", 0.0)
+            seconds = times.get(f"time/{phase}_s")
+            if tokens and seconds is not None:
                 record[f"time/{phase}_us_per_token"] = seconds * 1e6 / tokens
         return record
 

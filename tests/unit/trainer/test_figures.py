@@ -13,7 +13,7 @@ from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
 from winnow.rewards.service import RewardService
 from winnow.trainer.scoring import TrainingScores
-from winnow.trainer.throughput import Throughput
+from winnow.trainer.throughput import Passes, Throughput
 from winnow.types import Prompt, Score, Segment, Trajectory
 
 PROMPT = Prompt("0", np.array([3]), "12:", "sort_digits", "12")
@@ -21,7 +21,7 @@ ANSWER = Trajectory((Segment(np.array([4, 5]), np.zeros(2, np.float32), ()),), "
 
 
 def test_flop_are_two_forwards_and_four_backwards_a_weight_and_token() -> None:
-    work = Throughput(1_000_000, epochs=2, device=torch.device("cpu"), peak_tflops=1.0)
+    work = Throughput(Passes(1_000_000, epochs=2), torch.device("cpu"), peak_tflops=1.0)
     times = {"time/step_s": 3.0, "time/evaluate_s": 1.0, "time/update_s": 0.5}
     figures = work.figures(generated_tokens=1000, packed_tokens=2000, times=times)
     # (2*1000 rollout + 2*2000 old + 2*6*2000 update) * 1e6 weights in 2 seconds.
