@@ -201,7 +201,7 @@ def main() -> None:
     """Entry point: errors for the user become one line and exit code 2."""
     os.environ.setdefault(*_CALM_THREADS)
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        sys.exit(app(prog_name="winnow", standalone_mode=False) or 0)
     except WinnowError as error:
         for line in str(error).splitlines():
             print(f"winnow: {line}", file=sys.stderr)

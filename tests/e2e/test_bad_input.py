@@ -107,8 +107,12 @@ def write_models(place: Path) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("place"))
+
+
+def make_place(place: Path) -> Path:
     """A folder with a good recipe, model and data file, and many bad ones."""
-    place = tmp_path_factory.mktemp("place")
+    place.mkdir(exist_ok=True)
     (place / "mine.yaml").write_text(RECIPE)
     write_data(place)
     write_rewards(place)
@@ -121,6 +125,30 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     begun.mkdir()
     shutil.copy(place / "runs" / "taken" / "config.yaml", begun)
     return place
+
+
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "bad_input.md"
+DOCUMENTED = {
+    name: tuple(said[1:-1].split("`<br>`"))
+    for name, said in re.findall(r"^\| ([\w.-]+) \| (`.*`) \|$", TABLE.read_text("utf-8"), re.M)
+}
+"""By kind of bad input, the lines that the table in the docs promises."""
+_UNSTABLE = (
+    # What libraries say changes with their versions, and sizes of files with times in them.
+    (r"not (valid JSON|a readable parquet file) \(.*\);", r"not \1 (…);"),
+    (r"(cannot load its tokenizer|cannot load a causal language model): .*;", r"\1: (…);"),
+    (r"(chat template fails|fails with SyntaxError): .*;", r"\1: (…);"),
+    (r"cannot be called with (.*?) \(.*\);", r"cannot be called with \1 (…);"),
+    (r"metrics\.jsonl has \d+ bytes (.*) at \d+,", r"metrics.jsonl has N bytes \1 at N,"),
+)
+
+
+def stable(said: Outcome, place: Path) -> tuple[str, ...]:
+    """The lines of an error without what differs from machine to machine."""
+    lines = said.err.replace(f"{place}/", "").splitlines()
+    for pattern, instead in _UNSTABLE:
+        lines = [re.sub(pattern, instead, line) for line in lines]
+    return tuple(line.removeprefix("winnow: ") for line in lines)
 
 
 @dataclass(frozen=True)
@@ -486,6 +514,19 @@ FOLDERS = [
         "runs/"),), ("export", "a-folder", "new-folder"),
     ),
     Bad(
+        "unknown-command", (), (plain("no such command 'trian'. Did you mean 'train'? see `winnow "
+        "--help`"),), ("trian",),
+    ),
+    Bad(
+        "unknown-option", (), (plain("no such option: --frehs (Possible options: --fresh); see "
+        "`winnow train --help`"),),
+        ("train", "mine.yaml", "--frehs"),
+    ),
+    Bad(
+        "missing-argument", (), (plain("missing argument 'target'; see `winnow export --help`"),),
+        ("export", "runs/begun"),
+    ),
+    Bad(
         "help-for-an-unknown-section", (), ("no key starts with .*optimizer.*",),
         ("train", "mine.yaml", "--help-config", "optimizer"),
     ),
@@ -514,6 +555,7 @@ def check(case: Bad, place: Path, run: Callable[..., Outcome]) -> None:
     assert len(lines) == len(case.says), said.err
     for line, pattern in zip(lines, case.says, strict=True):
         assert re.fullmatch(f"winnow: {pattern}", line), line
+    assert stable(said, place) == DOCUMENTED.get(case.name), "see test_bad_input_resume.py's head"
     assert "Traceback" not in said.out
     after = files_below(place)
     assert {path: after.get(path) for path in before} == before, "a file was lost or changed"

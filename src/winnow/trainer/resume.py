@@ -204,8 +204,15 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     notes = []
     if wanted is None:
         checkpoint, faults = newest_usable(folder.checkpoints)
-        after = "the beginning" if checkpoint is None else f"step {checkpoint.step}"
-        notes += [f"Warning: {fault}; going on from {after}" for fault in faults]
+        if checkpoint is None and faults:
+            more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+            raise CheckpointError(
+                f"{folder.path} has no checkpoint that is whole: {faults[0]}{more}; put that back, "
+                "or choose another run.name for a new run"
+            )
+        if checkpoint is not None:
+            after = f"step {checkpoint.step}"
+            notes += [f"Warning: {fault}; going on from {after}" for fault in faults]
     else:
         checkpoint = wanted
     if checkpoint is None:
