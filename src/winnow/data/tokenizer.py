@@ -68,15 +68,20 @@ def load_tokenizer(
 
 
 def stop_token_ids(
-    tokenizer: PreTrainedTokenizerBase, model_path: str | None = None
+    tokenizer: PreTrainedTokenizerBase, model_path: str | None = None, loaded: object = None
 ) -> tuple[int, ...]:
-    """The ids that end an answer: the tokenizer's EOS, then those that the model folder's
-    `generation_config.json` names besides (chat models end a turn with a token of its own).
+    """The ids that end an answer: the tokenizer's EOS, then those that the model's generation
+    config names besides (chat models end a turn with a token of its own).
+
+    Args:
+        model_path: a folder, whose `generation_config.json` is read.
+        loaded: `eos_token_id` of the loaded model's generation config: a hub name has no folder.
 
     Raises:
         ModelError: that file cannot be read.
     """
-    ids = [cast(int, tokenizer.eos_token_id)]
+    known = loaded if isinstance(loaded, list) else [] if loaded is None else [loaded]
+    ids = list(dict.fromkeys([cast(int, tokenizer.eos_token_id), *known]))
     file = Path(model_path).expanduser() / "generation_config.json" if model_path else None
     if file is None or not file.is_file():
         return tuple(ids)

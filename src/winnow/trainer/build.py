@@ -99,7 +99,8 @@ def load_policy(
         if not bool(torch.isfinite(parameter).all()):
             raise ModelError(f"model.path {path}: {name} holds NaN or infinity; use another model")
     _check_positions(config, path, model)
-    stop_ids = stop_token_ids(tokenizer, path)
+    generation = getattr(model, "generation_config", None)
+    stop_ids = stop_token_ids(tokenizer, path, getattr(generation, "eos_token_id", None))
     return Policies(path, model, tokenizer, decoder(tokenizer), vocabulary, stop_ids)
 
 

@@ -89,6 +89,18 @@ def test_answers_end_with_eos_and_what_the_model_folder_names(
     assert stop_token_ids(bpe, str(tmp_path)) == ids
 
 
+@pytest.mark.parametrize(
+    ("loaded", "ids"), [(None, (1,)), (1, (1,)), (7, (1, 7)), ([7, 1, 9], (1, 7, 9))]
+)
+def test_answers_end_with_what_the_loaded_model_names(
+    loaded: object, ids: tuple[int, ...], bpe: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    assert stop_token_ids(bpe, "owner/name", loaded) == ids
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
+    both = dict.fromkeys([*ids, 5, 9])
+    assert stop_token_ids(bpe, str(tmp_path), loaded) == tuple(both)
+
+
 def test_without_a_generation_config_eos_alone_ends_an_answer(
     bpe: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
