@@ -190,6 +190,11 @@ class Group:
         return sum(answer.trajectory.generated_tokens for answer in self.answers)
 
     @property
+    def scored(self) -> tuple[Answer, ...]:
+        """Its answers, and behind them the baseline if there is one."""
+        return self.answers if self.baseline is None else (*self.answers, self.baseline)
+
+    @property
     def oldest_version(self) -> int:
-        """The lowest weight version that wrote a token of it."""
-        return min(v for answer in self.answers for v in answer.trajectory.versions)
+        """The lowest weight version that wrote a token of it, the baseline's included."""
+        return min(v for answer in self.scored for v in answer.trajectory.versions)

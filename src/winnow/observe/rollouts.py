@@ -5,11 +5,12 @@ eval/step-N.parquet, the answers to held-out prompts after step N, has the same 
 | columns | meaning |
 |---|---|
 | step, group, answer | group is the admission index, answer the place among its finished ones |
+| kind | sampled, greedy; a greedy one beside sampled ones is their baseline, and stands last |
 | prompt_uid, data_source | the row of data |
 | outcome | trained, all_right, all_wrong, surplus, stale, failed; held_out, held_out_greedy |
 | prompt_tokens, response_tokens | lengths |
 | reward, part/NAME, accuracy | the score; reward is the sum of the parts |
-| advantage | null unless trained |
+| advantage | null unless trained, and for a baseline |
 | oldest_version, newest_version, staleness | weight versions that wrote it, and how far behind |
 | finish_reason, scorer_error | |
 | pred, extra/NAME | what else the scorer said; numbers as numbers, the rest as text |
@@ -38,17 +39,24 @@ from winnow.types import Answer, FloatArray, Group, IntArray, Prompt
 Decode = Callable[[IntArray], str]
 _FILE = re.compile(r"step-(\d+)\.parquet")
 # A dictionary pays where values repeat; elsewhere it only costs time.
-_REPEATED = ["prompt_uid", "data_source", "outcome", "finish_reason", "scorer_error"]
+_REPEATED = ["kind", "prompt_uid", "data_source", "outcome", "finish_reason", "scorer_error"]
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutGroup:
-    """A closed group and what became of it."""
+    """A closed group and what became of it; its baseline, if there is one, has a row too."""
 
     group: Group
     outcome: Outcome | Literal["held_out", "held_out_greedy"]
     advantages: FloatArray | None = None
-    """One an answer; None unless trained."""
+    """One a sampled answer; None unless trained."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """`sampled` or `greedy` for each of the group's scored answers."""
+        kind = "greedy" if self.outcome == "held_out_greedy" else "sampled"
+        baseline = [] if self.group.baseline is None else ["greedy"]
+        return [kind] * len(self.group.answers) + baseline
 
 
 def choose_text_groups(group_ids: Iterable[int], count: int, seed: int, step: int) -> set[int]:
@@ -137,16 +145,17 @@ def _table(
     text_groups: frozenset[int],
     decode: Decode,
 ) -> pa.Table:
-    rows = [(entry, answer) for entry in groups for answer in entry.group.answers]
+    rows = [(entry, answer) for entry in groups for answer in entry.group.scored]
     answers = [answer for _, answer in rows]
     prompts = [entry.group.prompt for entry, _ in rows]
-    indices = [index for entry in groups for index in range(len(entry.group.answers))]
+    indices = [index for entry in groups for index in range(len(entry.group.scored))]
     versions = [answer.trajectory.versions for answer in answers]
     oldest = [v[0] if v else None for v in versions]
     columns = {
         "step": pa.array(np.full(len(rows), step, dtype=np.int32)),
         "group": _ints([entry.group.id for entry, _ in rows], pa.int64()),
         "answer": _ints(indices),
+        "kind": _strings([kind for entry in groups for kind in entry.kinds]),
         "prompt_uid": _strings([prompt.uid for prompt in prompts]),
         "data_source": _strings([prompt.data_source for prompt in prompts]),
         "outcome": _strings([entry.outcome for entry, _ in rows]),
@@ -235,12 +244,12 @@ def _numbers_or_text(values: list[Any]) -> Any:
 
 
 def _advantages(groups: Sequence[RolloutGroup]) -> Any:
-    chunks = [
-        pa.nulls(len(entry.group.answers), pa.float64())
-        if entry.advantages is None
-        else pa.array(np.asarray(entry.advantages, dtype=np.float64))
-        for entry in groups
-    ]
+    chunks = []
+    for entry in groups:
+        known = 0 if entry.advantages is None else len(entry.advantages)
+        if entry.advantages is not None:
+            chunks.append(pa.array(np.asarray(entry.advantages, dtype=np.float64)))
+        chunks.append(pa.nulls(len(entry.group.scored) - known, pa.float64()))
     return pa.chunked_array(chunks, type=pa.float64())
 
 

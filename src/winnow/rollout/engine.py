@@ -7,7 +7,7 @@ filter or wait for anyone; who needs an answer, and when, is the scheduler's aff
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from winnow.types import FinishReason, IntArray, Segment
@@ -44,6 +44,8 @@ class AnswerRequest:
     (seed, position), so a prefix resumes exactly where it stopped."""
     prefix: Segment | None = None
     """What was written before an abort; the engine goes on behind it."""
+    greedy: bool = False
+    """Temperature 0 for this answer alone, whatever its group's is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +58,10 @@ class GroupRequest:
     sampling: SamplingParams
     priority: int
     """Lower goes first: the admission index."""
+
+    def sampling_of(self, answer: AnswerRequest) -> SamplingParams:
+        """How the tokens of one of its answers are drawn."""
+        return replace(self.sampling, temperature=0.0) if answer.greedy else self.sampling
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,10 +29,14 @@ def group_request(
     prefixes: Mapping[int, Segment | None],
     sampling: SamplingParams,
     run_seed: int,
+    greedy: int | None = None,
 ) -> GroupRequest:
-    """Ask for these answers of a group: from the start, or behind what is written already."""
+    """Ask for these answers of a group: from the start, or behind what is written already.
+
+    `greedy` is the index of the one answer that is not sampled, if the group has one.
+    """
     answers = tuple(
-        AnswerRequest(index, answer_seed(run_seed, group_id, index), prefix)
+        AnswerRequest(index, answer_seed(run_seed, group_id, index), prefix, index == greedy)
         for index, prefix in prefixes.items()
     )
     return GroupRequest(group_id, prompt.token_ids, answers, sampling, priority=group_id)

@@ -100,7 +100,7 @@ class Slots:
         numbers = np.stack([lengths - 1, limits, starts, seeds])
         self._numbers[:, here] = torch.from_numpy(numbers).to(self.device)
         self.lengths[here] = lengths
-        self.params.put(here, [answer.group.sampling for answer in answers])
+        self.params.put(here, [a.group.sampling_of(a.request) for a in answers])
         self.answers.extend(answers)
         self._refresh()
         return self.rows[here]

@@ -15,7 +15,8 @@ class TokenCounts:
     """A reading of the account: totals, or what one step added.
 
     `generated` = the six fates + `in_progress` (a step adds a negative number there when it
-    settles more than it generates). Truncation is a flag beside the fates, not one of them.
+    settles more than it generates). Truncation and baseline are flags beside the fates, not
+    further ones.
     """
 
     generated: int = 0
@@ -27,8 +28,10 @@ class TokenCounts:
     failed: int = 0
     in_progress: int = 0
     truncated_tokens: int = 0
-    """Tokens of settled answers that the response limit ended."""
+    """Tokens of settled sampled answers that the response limit ended."""
     truncated_answers: int = 0
+    baseline_tokens: int = 0
+    """Tokens of settled groups' greedy answers."""
 
     @property
     def settled(self) -> int:
@@ -50,6 +53,7 @@ class TokenAccount:
     """Tokens of groups whose life has not ended: unfinished, unscored, or waiting."""
     truncated_tokens: int = 0
     truncated_answers: int = 0
+    baseline_tokens: int = 0
     booked: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
 
     def write(self, tokens: int) -> None:
@@ -60,13 +64,19 @@ class TokenAccount:
         self.check()
 
     def settle(
-        self, fate: Fate, tokens: int, truncated_tokens: int, truncated_answers: int
+        self,
+        fate: Fate,
+        tokens: int,
+        truncated_tokens: int,
+        truncated_answers: int,
+        baseline_tokens: int,
     ) -> None:
-        """A group's life ended; all its tokens share its fate."""
+        """A group's life ended; all its tokens share its fate, those beside `tokens` are of it."""
         self.booked[fate] += tokens
         self.in_progress -= tokens
         self.truncated_tokens += truncated_tokens
         self.truncated_answers += truncated_answers
+        self.baseline_tokens += baseline_tokens
         self.check()
 
     def check(self) -> None:
@@ -81,6 +91,7 @@ class TokenAccount:
             in_progress=self.in_progress,
             truncated_tokens=self.truncated_tokens,
             truncated_answers=self.truncated_answers,
+            baseline_tokens=self.baseline_tokens,
             **self.booked,
         )
 
@@ -94,5 +105,6 @@ class TokenAccount:
         self.in_progress = state["in_progress"]
         self.truncated_tokens = state["truncated_tokens"]
         self.truncated_answers = state["truncated_answers"]
+        self.baseline_tokens = state["baseline_tokens"]
         self.booked = dict(state["booked"])
         self.check()

@@ -23,12 +23,12 @@ class Books:
         self._at_commit = TokenCounts()
 
     def judged(self, life: GroupLife, verdict: Verdict) -> None:
-        """All answers of a group are scored."""
+        """All answers of a group are scored; the greedy one is no part of the statistics."""
         tally = self.tally
         tally.closed += 1
         tally.qualified += verdict == "qualified"
-        tally.answers += len(life.answers)
-        for answer in life.answers:
+        tally.answers += life.n
+        for answer in life.sampled:
             assert answer.trajectory is not None
             assert answer.score is not None
             tally.accuracy_sum += answer.score.accuracy
@@ -36,8 +36,9 @@ class Books:
 
     def settle(self, life: GroupLife, fate: Fate, version: int) -> None:
         """A group's life ended in the step of weight version `version`."""
-        cut_off = [a.tokens for a in life.answers if a.trajectory and a.trajectory.truncated]
-        self.account.settle(fate, life.tokens, sum(cut_off), len(cut_off))
+        cut_off = [a.tokens for a in life.sampled if a.trajectory and a.trajectory.truncated]
+        baseline = 0 if life.baseline is None else life.baseline.tokens
+        self.account.settle(fate, life.tokens, sum(cut_off), len(cut_off), baseline)
         self.settled.append(Settled.of(life, fate, version))
 
     def fates(self) -> dict[Fate, int]:

@@ -30,8 +30,23 @@ from winnow.types import Prompt, Score, Segment, Trajectory
 class Ledger:
     """All groups that live, and the token account. O(1) amortised per event."""
 
-    def __init__(self, config: SamplingConfig, n: int, *, drop_failed_scores: bool = False) -> None:
-        """`drop_failed_scores`: a failed scoring fails its group (`reward.on_failure`)."""
+    def __init__(
+        self,
+        config: SamplingConfig,
+        n: int,
+        *,
+        with_baseline: bool = False,
+        drop_failed_scores: bool = False,
+    ) -> None:
+        """Begin without groups.
+
+        Args:
+            config: the rules.
+            n: sampled answers a group.
+            with_baseline: a group has a greedy answer too, at index n. It is written, scored and
+                retried like the others, and closes with them; no filter or statistic sees it.
+            drop_failed_scores: a failed scoring fails its group (`reward.on_failure`).
+        """
         self.config = config
         self.wanted = config.groups_per_step
         """N"""
@@ -44,7 +59,7 @@ class Ledger:
         self.short_steps = 0
         self.lives = Population()
         self.books = Books()
-        self._n = n
+        self._n, self._with_baseline = n, with_baseline
         self._rule = AdmissionRule.of(config)
         self._in_order = config.commit == "admission_order"
         self._drop_failed_scores = drop_failed_scores
@@ -82,8 +97,10 @@ class Ledger:
         """Open a group for a prompt; its id is the admission index."""
         group_id = self._next_id
         history = self.rate.history(prompt.uid)
-        answers = [AnswerLife() for _ in range(self._n)]
-        self.lives.enter(GroupLife(group_id, prompt, self.version, history, answers, self._n))
+        life = GroupLife.opened(
+            group_id, prompt, self.version, history, self._n, with_baseline=self._with_baseline
+        )
+        self.lives.enter(life)
         self._next_id += 1
         self.looked_at += 1
         self.tally.admitted += 1
@@ -155,8 +172,8 @@ class Ledger:
             self._doom(life, score.error)
         elif life.unscored == 1:
             # Judged before anything changes: it may raise.
-            known = [a.score for a in life.answers if a.score is not None]
-            verdict = judge([*known, score], self.config.filter)
+            scores = [score if each is answer else each.score for each in life.sampled]
+            verdict = judge([each for each in scores if each is not None], self.config.filter)
             answer.score = score
             life.unscored = 0
             self._close(life, verdict)

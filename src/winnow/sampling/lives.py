@@ -10,6 +10,8 @@ from winnow.sampling.account import Fate
 from winnow.sampling.admission import History
 from winnow.sampling.plain import (
     Plain,
+    answer_from,
+    plain_answer,
     plain_prompt,
     plain_score,
     plain_segment,
@@ -37,6 +39,13 @@ class AnswerLife:
     """Times it was retried."""
     tokens: int = 0
     """Booked so far for it."""
+
+    @property
+    def answer(self) -> Answer | None:
+        """As the rest of Winnow sees it; None until it is finished and scored."""
+        if self.trajectory is None or self.score is None:
+            return None
+        return Answer(self.trajectory, self.score)
 
     def plain(self) -> Plain:
         """Itself as plain values."""
@@ -73,8 +82,41 @@ class GroupLife:
     history: History
     """The prompt's history at admission, by which it counts in Σ p̂."""
     answers: list[AnswerLife]
+    """The sampled ones, then the greedy one where the group has a baseline."""
+    n: int
+    """How many are sampled."""
     unscored: int
     running: int = 0
+
+    @classmethod
+    def opened(
+        cls,
+        group_id: int,
+        prompt: Prompt,
+        version: int,
+        history: History,
+        n: int,
+        *,
+        with_baseline: bool,
+    ) -> GroupLife:
+        """A group of which nothing is written."""
+        answers = [AnswerLife() for _ in range(n + with_baseline)]
+        return cls(group_id, prompt, version, history, answers, n, len(answers))
+
+    @property
+    def sampled(self) -> list[AnswerLife]:
+        """The answers that a filter judges and a step trains on."""
+        return self.answers[: self.n]
+
+    @property
+    def greedy(self) -> int | None:
+        """The place of the greedy answer; None in a group without."""
+        return self.n if len(self.answers) > self.n else None
+
+    @property
+    def baseline(self) -> AnswerLife | None:
+        """The greedy answer."""
+        return None if self.greedy is None else self.answers[self.greedy]
 
     @property
     def tokens(self) -> int:
@@ -88,12 +130,9 @@ class GroupLife:
 
     def group(self) -> Group:
         """Its finished and scored answers as the rest of Winnow sees them."""
-        answers = tuple(
-            Answer(answer.trajectory, answer.score)
-            for answer in self.answers
-            if answer.trajectory is not None and answer.score is not None
-        )
-        return Group(self.id, self.prompt, answers)
+        answers = (each.answer for each in self.sampled)
+        baseline = None if self.baseline is None else self.baseline.answer
+        return Group(self.id, self.prompt, tuple(a for a in answers if a is not None), baseline)
 
     def plain(self) -> Plain:
         """Itself as plain values."""
@@ -103,6 +142,7 @@ class GroupLife:
             "version": self.version,
             "history": self.history,
             "answers": [answer.plain() for answer in self.answers],
+            "n": self.n,
             "unscored": self.unscored,
             "running": self.running,
         }
@@ -117,6 +157,7 @@ class GroupLife:
             state["version"],
             (visits, qualified),
             [AnswerLife.from_plain(answer) for answer in state["answers"]],
+            state["n"],
             state["unscored"],
             state["running"],
         )
@@ -139,7 +180,7 @@ class Settled:
     def of(cls, life: GroupLife, fate: Fate, version: int) -> Settled:
         """The end of `life` in the step of weight version `version`."""
         group = life.group()
-        versions = (answer.trajectory.versions for answer in group.answers)
+        versions = (answer.trajectory.versions for answer in group.scored)
         oldest = min((each[0] for each in versions if each), default=version)
         return cls(group, fate, life.version, version - oldest, life.tokens)
 
@@ -148,10 +189,8 @@ class Settled:
         return {
             "id": self.group.id,
             "prompt": plain_prompt(self.group.prompt),
-            "answers": [
-                [plain_trajectory(answer.trajectory), plain_score(answer.score)]
-                for answer in self.group.answers
-            ],
+            "answers": [plain_answer(answer) for answer in self.group.answers],
+            "baseline": plain_answer(self.group.baseline),
             "fate": self.fate,
             "admitted_version": self.admitted_version,
             "staleness": self.staleness,
@@ -161,14 +200,10 @@ class Settled:
     @classmethod
     def from_plain(cls, state: Mapping[str, Any]) -> Settled:
         """The inverse of `plain`."""
-        answers = []
-        for trajectory_state, score_state in state["answers"]:
-            trajectory, score = trajectory_from(trajectory_state), score_from(score_state)
-            assert trajectory is not None
-            assert score is not None
-            answers.append(Answer(trajectory, score))
+        answers = tuple(a for a in map(answer_from, state["answers"]) if a is not None)
+        baseline = answer_from(state["baseline"])
         return cls(
-            Group(state["id"], prompt_from(state["prompt"]), tuple(answers)),
+            Group(state["id"], prompt_from(state["prompt"]), answers, baseline),
             state["fate"],
             state["admitted_version"],
             state["staleness"],

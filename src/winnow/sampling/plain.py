@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from winnow.types import Prompt, Score, Segment, Trajectory, VersionSpan
+from winnow.types import Answer, Prompt, Score, Segment, Trajectory, VersionSpan
 
 Plain = dict[str, Any]
 
@@ -83,3 +83,23 @@ def plain_score(score: Score | None) -> Plain | None:
 def score_from(state: Mapping[str, Any] | None) -> Score | None:
     """The inverse of `plain_score`."""
     return None if state is None else Score(**state)
+
+
+def plain_answer(answer: Answer | None) -> Plain | None:
+    """A finished and scored answer."""
+    if answer is None:
+        return None
+    return {
+        "trajectory": plain_trajectory(answer.trajectory),
+        "score": plain_score(answer.score),
+    }
+
+
+def answer_from(state: Mapping[str, Any] | None) -> Answer | None:
+    """The inverse of `plain_answer`."""
+    if state is None:
+        return None
+    trajectory, score = trajectory_from(state["trajectory"]), score_from(state["score"])
+    assert trajectory is not None
+    assert score is not None
+    return Answer(trajectory, score)

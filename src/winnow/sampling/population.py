@@ -18,6 +18,8 @@ class Dispatch:
     group_id: int
     prompt: Prompt
     prefixes: dict[int, Segment | None]
+    greedy: int | None = None
+    """The index that the group's greedy answer has, whether it is among these or not."""
 
 
 class Population:
@@ -60,7 +62,7 @@ class Population:
                     prefixes[index] = answer.prefix
             life.running += len(prefixes)
             self.running += len(prefixes)
-            batch.append(Dispatch(group_id, life.prompt, prefixes))
+            batch.append(Dispatch(group_id, life.prompt, prefixes, life.greedy))
         self.waiting.clear()
         return batch
 

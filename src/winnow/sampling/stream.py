@@ -50,6 +50,7 @@ class Sampler:
         n: int,
         sampling: SamplingParams,
         run_seed: int,
+        with_baseline: bool = False,
         drop_failed_scores: bool = False,
         deterministic: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
@@ -66,11 +67,14 @@ class Sampler:
             n: answers a prompt.
             sampling: how tokens are drawn.
             run_seed: seeds every answer, with its group and index.
+            with_baseline: ask for one greedy answer a prompt beside the n.
             drop_failed_scores: a failed scoring fails its group.
             deterministic: what happens does not depend on how long anything takes.
             on_progress: called once a turn.
         """
-        self.ledger = Ledger(config, n, drop_failed_scores=drop_failed_scores)
+        self.ledger = Ledger(
+            config, n, with_baseline=with_baseline, drop_failed_scores=drop_failed_scores
+        )
         self._config = config
         self._engine = engine
         self._next_prompt = next_prompt
@@ -185,8 +189,9 @@ class Sampler:
         ledger = self.ledger
         while ledger.may_admit():
             ledger.admit(self._next_prompt())
+        sampling, seed = self._sampling, self._run_seed
         requests = [
-            group_request(ask.group_id, ask.prompt, ask.prefixes, self._sampling, self._run_seed)
+            group_request(ask.group_id, ask.prompt, ask.prefixes, sampling, seed, ask.greedy)
             for ask in ledger.dispatch()
         ]
         if requests:

@@ -12,7 +12,7 @@ from winnow.observe.rollouts import RolloutGroup
 from winnow.sampling.report import StepGroups
 from winnow.trainer.learner import Learned
 
-_ELSEWHERE = ("truncated_answers", "in_progress")
+_ELSEWHERE = ("truncated_answers", "in_progress", "baseline_tokens")
 
 
 def record_step(
@@ -48,6 +48,8 @@ def _record_sampling(metrics: Metrics, sampled: StepGroups) -> None:
     for name, number in asdict(counts.tokens).items():
         if name not in _ELSEWHERE:
             metrics.last(f"sampling/tokens/{name.removesuffix('_tokens')}", number)
+    if counts.tokens.baseline_tokens:
+        metrics.last("sampling/tokens/baseline", counts.tokens.baseline_tokens)
     metrics.last("sampling/answers/truncated", counts.tokens.truncated_answers)
     metrics.last("sampling/answers/resumed", counts.resumed_answers)
     metrics.last("sampling/answers/aborted", counts.aborted_answers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def test_each_answer_has_a_row_with_its_scalars(tmp_path: Path, make_group: Make
         "step": 7,
         "group": 11,
         "answer": 1,
+        "kind": "sampled",
         "prompt_uid": "row-11",
         "data_source": "sort_digits",
         "outcome": "trained",
@@ -73,6 +75,34 @@ def test_each_answer_has_a_row_with_its_scalars(tmp_path: Path, make_group: Make
         (11, 1, -1.0),
         (12, 0, None),
     ]
+
+
+def test_a_greedy_baseline_has_a_row_behind_the_answers_that_were_sampled(
+    tmp_path: Path, make_group: MakeGroup
+) -> None:
+    baseline = make_group(0, answers=3, versions=(1,)).answers[2]
+    group = replace(make_group(11), baseline=baseline)
+    dropped = replace(make_group(12, answers=1), baseline=baseline)
+    advantages = np.array([1.0, -1.0], dtype=np.float32)
+    write(
+        tmp_path / "a.parquet",
+        RolloutGroup(group, "trained", advantages),
+        RolloutGroup(dropped, "surplus"),
+        RolloutGroup(make_group(13, answers=1), "held_out_greedy"),
+        text={11},
+    )
+    found = rows(tmp_path / "a.parquet")
+    assert [(r["group"], r["answer"], r["kind"], r["advantage"]) for r in found] == [
+        (11, 0, "sampled", 1.0),
+        (11, 1, "sampled", -1.0),
+        (11, 2, "greedy", None),
+        (12, 0, "sampled", None),
+        (12, 1, "greedy", None),
+        (13, 0, "greedy", None),
+    ]
+    row = found[2]
+    assert (row["outcome"], row["reward"], row["response_tokens"]) == ("trained", -1.0, 3)
+    assert (row["oldest_version"], row["staleness"], row["response"]) == (1, 4, "10 11 12")
 
 
 def test_chosen_groups_keep_text_ids_and_logprobs(tmp_path: Path, make_group: MakeGroup) -> None:
