@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from winnow.errors import ModelError
 from winnow.models import freeze, load_causal_lm, quiet_transformers
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 from winnow.value_models import load_reward_model, load_value_model
-from winnow.workers.lora import adapter_writer, add_lora, load_lora
+from winnow.workers.lora import adapter_weights, adapter_writer, add_lora, load_lora
 from winnow.workers.single import SingleStrategy
 from winnow.workers.strategy import LossResult, Output, Outputs
 
@@ -66,9 +67,9 @@ def load_policy(folder: Path, dtype: torch.dtype) -> Any:
     return load_causal_lm(str(folder / "base"), dtype, CPU)
 
 
-def load_adapted(folder: Path, dtype: torch.dtype) -> Any:
+def load_adapted(folder: Path, dtype: torch.dtype, adapter: str = "adapter") -> Any:
     model = load_policy(folder, dtype)
-    load_lora(model, folder / "adapter")
+    load_lora(model, folder / adapter)
     return model
 
 
@@ -82,9 +83,9 @@ def their_policy(folder: Path, dtype: torch.dtype) -> Any:
     )
 
 
-def their_adapted(folder: Path, dtype: torch.dtype) -> Any:
+def their_adapted(folder: Path, dtype: torch.dtype, adapter: str = "adapter") -> Any:
     base = their_policy(folder, dtype)
-    return PeftModel.from_pretrained(base, folder / "adapter", is_trainable=True)
+    return PeftModel.from_pretrained(base, folder / adapter, is_trainable=True)
 
 
 POLICY: frozenset[Output] = frozenset({"logprob", "entropy"})
@@ -93,6 +94,13 @@ CASES = {
     "policy untied": Case("llama", load_policy, their_policy, POLICY),
     "lora tied": Case("qwen3", load_adapted, their_adapted, POLICY),
     "lora untied": Case("llama", load_adapted, their_adapted, POLICY),
+    # Feed-forward layers without an adapter are fused, with weights that take no gradient.
+    "lora attention": Case(
+        "qwen3",
+        partial(load_adapted, adapter="attention"),
+        partial(their_adapted, adapter="attention"),
+        POLICY,
+    ),
     "value": Case(
         "qwen3",
         lambda folder, dtype: load_value_model(str(folder / "critic"), dtype, CPU),
@@ -136,12 +144,13 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             model = auto.from_config(config)
             randomize(dict(model.named_parameters()))
             model.save_pretrained(root / family / kind)
-        adapted = load_causal_lm(str(root / family / "base"), torch.float32, CPU)
-        add_lora(adapted, LoraAdapter(rank=3, alpha=5.0), seed=1)
-        strategy = SingleStrategy(adapted)
-        weights = dict(strategy.export_weights(adapter_only=True))
-        randomize(weights)
-        adapter_writer(adapted, build_tokenizer())(weights, root / family / "adapter")
+        for name, targets in (("adapter", "all-linear"), ("attention", ("q_proj", "v_proj"))):
+            adapted = load_causal_lm(str(root / family / "base"), torch.float32, CPU)
+            section = LoraAdapter(rank=3, alpha=5.0, target_modules=targets)  # type: ignore[arg-type]
+            add_lora(adapted, section, seed=1)
+            weights = dict(adapter_weights(adapted))
+            randomize(weights)
+            adapter_writer(adapted, build_tokenizer())(weights, root / family / name)
     return {family: root / family for family in configs}
 
 
