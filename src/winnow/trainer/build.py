@@ -16,6 +16,7 @@ from winnow.config.root import Config
 from winnow.config.sampling import BandFilter, VarianceFilter
 from winnow.data.build import evaluation_prompts, training_prompts
 from winnow.data.loader import PromptLoader
+from winnow.data.prompts import PromptSet
 from winnow.data.text import decoder
 from winnow.data.tokenizer import load_tokenizer, stop_token_ids
 from winnow.errors import ConfigError, ModelError
@@ -104,20 +105,30 @@ def load_policy(
     return Policies(path, model, tokenizer, decoder(tokenizer), vocabulary, stop_ids)
 
 
-def _check_positions(config: Config, path: str, model: PreTrainedModel) -> None:
-    """Refuse what cannot fit: an answer alone, or, with learned positions, any longest sequence."""
+def _check_positions(
+    config: Config, path: str, model: PreTrainedModel, longest_prompt: int = 0
+) -> None:
+    """Refuse what cannot fit: an answer alone, or, with learned positions, after a prompt."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(positions, int):
         return
     answer = config.rollout.max_response_tokens
     is_rotary = getattr(model.config, "rope_parameters", None) is not None
-    longest = answer + (0 if is_rotary else config.data.max_prompt_tokens)
-    if longest >= positions:
-        prompt = "" if is_rotary else f" and data.max_prompt_tokens {config.data.max_prompt_tokens}"
+    prompt = 0 if is_rotary else longest_prompt
+    if answer + prompt >= positions:
+        after = f" after the longest prompt's {prompt} tokens" if prompt else ""
+        remedy = "it, or data.max_prompt_tokens," if prompt else "it,"
         raise ModelError(
-            f"rollout.max_response_tokens {answer}{prompt} do not fit the model's {positions} "
-            f"positions ({path}); lower them, or use a model with a longer context"
+            f"rollout.max_response_tokens {answer}{after} does not fit the model's {positions} "
+            f"positions ({path}); lower {remedy} or use a model with a longer context"
         )
+
+
+def longest_prompt(config: Config, prompts: object) -> int:
+    """In tokens: of those that are left; of generated ones, which never end, the limit."""
+    if not isinstance(prompts, PromptSet):
+        return config.data.max_prompt_tokens
+    return max((len(prompt.token_ids) for prompt in prompts.prompts), default=0)
 
 
 def rollout_sampling(config: Config, policy: Policies) -> SamplingParams:
@@ -173,6 +184,7 @@ def make_evaluator(
         RewardError: a source has no scorer.
     """
     held_out = evaluation_prompts(config.data, policy.tokenizer)
+    _check_positions(config, policy.path, policy.model, longest_prompt(config, held_out))
     rewards.check_sources(held_out.data_sources)
     sampling = rollout_sampling(config, policy)
     return Evaluator(
@@ -257,6 +269,7 @@ def build(
         WinnowError: data, scorers and model do not fit what the recipe asks.
     """
     source = training_prompts(config.data, policy.tokenizer, config.run.seed)
+    _check_positions(config, policy.path, policy.model, longest_prompt(config, source))
     rewards.check_sources(source.data_sources)
     if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
         rewards.require_metric(config.sampling.filter.metric, source.data_sources)
