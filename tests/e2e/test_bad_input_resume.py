@@ -456,7 +456,7 @@ EACH_DAMAGE = [(file, damage) for file in PARTS.values() for damage in DAMAGES]
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_and_costs_no_bit(
     file: str, damage: str, place: Path
 ) -> None:
-    case = Case(f"{Path(file).stem}-{damage}-of-two")
+    case = Case(f"{Path(file).name}-{damage}-of-two")
     run = place / "runs" / case.name
     shutil.copytree(place / "runs" / BASE, run)
     DAMAGES[damage](file, NEXT)(place, run)
@@ -474,7 +474,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_and_costs_no_bi
 def test_a_damaged_checkpoint_without_another_is_named_and_nothing_is_lost(
     file: str, damage: str, place: Path
 ) -> None:
-    case = Case(f"{Path(file).stem}-{damage}-of-one", DAMAGES[damage](file))
+    case = Case(f"{Path(file).name}-{damage}-of-one", DAMAGES[damage](file))
     run = prepare(case, place)
     before = contents(run)
     said = ask(case, place)
