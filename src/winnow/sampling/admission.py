@@ -36,9 +36,14 @@ class QualifyRate:
     group is closed: the first to finish are easy or guessed, and would mislead.
     """
 
-    def __init__(self, decay: float) -> None:
-        """`decay` is the memory of the global rate, for each group seen."""
+    def __init__(self, decay: float, *, filtered: bool = True) -> None:
+        """`decay` is the memory of the global rate, for each group seen.
+
+        Where nothing is `filtered` each group qualifies whose answers and scores do not fail, so
+        there is no doubt to begin with, and no group opens that the step does not need.
+        """
         self._decay = decay
+        self._doubt = 1.0 if filtered else 0.0
         self._seen = 0.0
         self._qualified = 0.0
         # Latest visits as bits behind a leading one: 0b1101 is yes, no, yes.
@@ -47,8 +52,8 @@ class QualifyRate:
 
     @property
     def rate(self) -> float:
-        """The global rate under a Beta(1, 1) prior, before the floor."""
-        return (1.0 + self._qualified) / (2.0 + self._seen)
+        """The global rate, before the floor: Beta(1, 1) prior, or Beta(1, 0) without a filter."""
+        return (1.0 + self._qualified) / (1.0 + self._doubt + self._seen)
 
     def observe(self, uid: str, qualified: bool, own: bool = True) -> None:
         """Take the next outcome; `own=False` keeps it out of the prompt's history."""

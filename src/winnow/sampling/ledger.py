@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from winnow.config.sampling import SamplingConfig
+from winnow.config.sampling import NoFilter, SamplingConfig
 from winnow.sampling.account import Fate, TokenAccount
 from winnow.sampling.admission import AdmissionRule, QualifyRate
 from winnow.sampling.books import Books
@@ -64,7 +64,9 @@ class Ledger:
         self._in_order = config.commit == "admission_order"
         self._drop_failed_scores = drop_failed_scores
         self._next_id = 0
-        self._prefix = ClosedPrefix(config.rate_decay)
+        self._prefix = ClosedPrefix(
+            config.rate_decay, filtered=not isinstance(config.filter, NoFilter)
+        )
         self._queue: deque[int] = deque()  # qualified groups that a cut may take, in its order
 
     # Admission and dispatch

@@ -13,9 +13,9 @@ Outcome = Literal["qualified", "not", "failed", "dropped"]
 class ClosedPrefix:
     """Passes outcomes on in admission order, to p̂ and to whoever cuts."""
 
-    def __init__(self, decay: float) -> None:
-        """`decay` is the memory of p̂."""
-        self.rate = QualifyRate(decay)
+    def __init__(self, decay: float, *, filtered: bool = True) -> None:
+        """`decay` is the memory of p̂, and `filtered` whether a group may fail to qualify."""
+        self.rate = QualifyRate(decay, filtered=filtered)
         self._next = 0  # the first id not known to be closed
         self._outcomes: dict[int, tuple[str, Outcome]] = {}  # closed, yet to be passed
 

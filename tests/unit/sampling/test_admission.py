@@ -25,6 +25,15 @@ def test_nothing_seen_means_even_odds() -> None:
     assert QualifyRate(0.98).chance((0, 0)) == 0.5
 
 
+def test_without_a_filter_only_failures_cast_doubt() -> None:
+    rate = QualifyRate(0.98, filtered=False)
+    assert rate.rate == rate.chance((0, 0)) == 1.0
+    rate.observe("a", True)
+    assert rate.rate == 1.0
+    rate.observe("b", False, own=False)
+    assert rate.rate == pytest.approx(1.98 / 2.98)
+
+
 def test_the_global_rate_has_a_beta_prior_and_forgets_by_the_decay() -> None:
     assert after("+").rate == pytest.approx(2 / 3)
     assert after("+-", decay=0.5).rate == pytest.approx(1.5 / 3.5)
