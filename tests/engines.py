@@ -1,8 +1,8 @@
 """A scripted engine: no model, but slots, a queue, ticks, versions, failures and stalls.
 
-An answer's tokens and length are functions of its seed, so that an answer that was
-interrupted can be compared with one that was not. Every running answer writes one token a
-tick; `events` runs to the next tick at which something ends.
+An answer's tokens and length are functions of its seed, a greedy one's of its prompt, so that an
+answer that was interrupted can be compared with one that was not. Every running answer writes
+one token a tick; `events` runs to the next tick at which something ends.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ def written(seed: int, start: int, stop: int, version: int) -> Segment:
         np.float32(-1.0) - numbers.astype(np.float32),
         spans,
     )
+
+
+def greedy_seed(prompt_ids: np.ndarray) -> int:
+    """What a greedy answer's tokens and length are functions of."""
+    return 1 << 62 | int(prompt_ids.sum())
 
 
 @dataclass
@@ -133,6 +138,8 @@ class ScriptedEngine:
             for answer in request.answers:
                 key = (request.group_id, answer.index)
                 assert key not in self._running
+                if request.sampling_of(answer).temperature == 0:
+                    answer = replace(answer, seed=greedy_seed(request.prompt_ids))
                 attempt = self._attempts.get(key, 0)
                 self._attempts[key] = attempt + 1
                 length = min(self._length(request, answer), request.sampling.max_tokens)

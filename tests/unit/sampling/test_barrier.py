@@ -42,7 +42,11 @@ def delayed(rng: random.Random, share: float) -> Scorer:
 
 
 def history(
-    score: Scorer, settings: dict[str, object], steps: int = 5, restart_at: int | None = None
+    score: Scorer,
+    settings: dict[str, object],
+    steps: int = 5,
+    restart_at: int | None = None,
+    with_baseline: bool = False,
 ) -> str:
     """Everything that some steps trained, counted and left behind."""
     prompts = Prompts()
@@ -58,6 +62,7 @@ def history(
             n=3,
             sampling=SamplingParams(max_tokens=12),
             run_seed=5,
+            with_baseline=with_baseline,
         )
         return engine, sampler
 
@@ -99,6 +104,14 @@ def test_scores_that_come_late_and_out_of_order_change_nothing(settings: dict[st
     for seed in range(3):
         rng = random.Random(seed)
         assert history(delayed(rng, share=rng.choice([0.1, 0.5, 1.0])), settings) == wanted
+
+
+def test_late_scores_of_greedy_baselines_change_nothing() -> None:
+    settings: dict[str, object] = {"score_lag_ticks": 1, "lookahead": 1.0}
+    wanted = history(at_once, settings, with_baseline=True)
+    assert history(delayed(random.Random(0), 0.5), settings, with_baseline=True) == wanted
+    restarted = history(at_once, settings, restart_at=3, with_baseline=True)
+    assert restarted == wanted != history(at_once, settings)
 
 
 def test_the_engine_writes_on_while_a_score_is_not_due() -> None:

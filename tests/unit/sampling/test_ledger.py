@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines import prompt, written
-from winnow.config.sampling import SamplingConfig
+from winnow.config.sampling import NoFilter, SamplingConfig, VarianceFilter
 from winnow.rollout.single_turn import answer_seed
 from winnow.sampling.ledger import Ledger
 from winnow.sampling.lives import Settled
@@ -52,10 +52,10 @@ def is_plain(value: Any) -> bool:
     return type(value) in (int, float, str, bool, type(None), np.ndarray)
 
 
-def copy_of(ledger: Ledger, n: int, drop_failed_scores: bool) -> Ledger:
+def copy_of(ledger: Ledger, n: int, drop_failed_scores: bool, baseline: bool) -> Ledger:
     state = ledger.state_dict()
     assert is_plain(state)
-    copy = Ledger(ledger.config, n, drop_failed_scores=drop_failed_scores)
+    copy = Ledger(ledger.config, n, with_baseline=baseline, drop_failed_scores=drop_failed_scores)
     copy.load_state_dict(pickle.loads(pickle.dumps(state)))
     assert same(copy.state_dict(), state)
     return copy
@@ -88,8 +88,10 @@ class World:
         drop_failed_scores: bool,
         seed: int,
         live: bool = False,
+        baseline: bool = False,
     ) -> None:
         """`live`: the engine goes on writing across a cut, where the rule allows it."""
+        self.baseline = baseline
         self.live = live and config.max_staleness > 0 and config.commit == "admission_order"
         self.config = config
         self.n = n
@@ -97,7 +99,9 @@ class World:
         self.chance = Random(seed)
         self.p_right = self.chance.choice([0.1, 0.5, 0.8])
         self.in_order = config.commit == "admission_order"
-        self.ledger = Ledger(config, n, drop_failed_scores=drop_failed_scores)
+        self.ledger = Ledger(
+            config, n, with_baseline=baseline, drop_failed_scores=drop_failed_scores
+        )
         self.version = 0
         self.steps = 0
         self.generated = 0
@@ -106,7 +110,10 @@ class World:
         self.unscored: set[tuple[int, int]] = set()
         self.lengths: dict[tuple[int, int], int] = {}
         self.failures: dict[tuple[int, int], int] = {}
-        self.accuracy: dict[int, list[float]] = {}
+        self.accuracy: dict[int, list[float]] = {}  # of the sampled answers
+        self.scored: dict[int, int] = {}
+        self.whole: set[tuple[int, int]] = set()  # finished answers
+        self.judged: list[int] = []  # groups with a verdict since the last commit
         self.verdicts: dict[int, str] = {}  # closed groups, in the order in which they closed
         self.fates: dict[int, str] = {}
         self.cut_after = -1
@@ -141,12 +148,14 @@ class World:
                 assert group_id == len(self.admitted)
                 self.admitted.append(self.version)
                 self.accuracy[group_id] = []
+                self.scored[group_id] = 0
 
     def dispatch(self) -> None:
         batch = self.ledger.dispatch()
         assert [ask.group_id for ask in batch] == sorted(ask.group_id for ask in batch)
         for ask in batch:
             assert ask.group_id not in self.verdicts
+            assert ask.greedy == (self.n if self.baseline else None)
             for index, prefix in ask.prefixes.items():
                 key = (ask.group_id, index)
                 assert key not in self.running
@@ -207,7 +216,7 @@ class World:
         self.commit()
 
     def go_on_from_a_checkpoint(self) -> None:
-        self.ledger = copy_of(self.ledger, self.n, self.drop_failed_scores)
+        self.ledger = copy_of(self.ledger, self.n, self.drop_failed_scores, self.baseline)
 
     # The model's side of events
 
@@ -220,6 +229,7 @@ class World:
         self.come_back(key, more)
         length = self.lengths[key]
         self.ledger.finished(*key, whole(*key, length, self.admitted[key[0]]))
+        self.whole.add(key)
         if key[0] not in self.verdicts:
             self.unscored.add(key)
 
@@ -235,10 +245,13 @@ class World:
         group = key[0]
         if group in self.verdicts:
             return
-        self.accuracy[group].append(score.accuracy)
+        self.scored[group] += 1
+        if key[1] < self.n:
+            self.accuracy[group].append(score.accuracy)
         if failed and self.drop_failed_scores:
             self.close(group, "failed")
-        elif len(self.accuracy[group]) == self.n:
+        elif self.scored[group] == self.n + self.baseline:
+            self.judged.append(group)
             mixed = len(set(self.accuracy[group])) == 2 or self.n == 1
             alike = "all_right" if self.accuracy[group][0] else "all_wrong"
             self.close(group, "qualified" if mixed else alike)
@@ -300,6 +313,13 @@ class World:
             assert settled.staleness == self.version - self.admitted[settled.group.id]
             assert settled.staleness <= self.config.max_staleness
             assert all(a.score is not None for a in settled.group.answers)
+            if not self.baseline:
+                assert settled.group.baseline is None
+                continue
+            assert settled.group.baseline is not None
+            key = settled.group.id, self.n
+            written = whole(*key, self.lengths[key]).token_ids
+            assert np.array_equal(settled.group.baseline.trajectory.token_ids, written)
 
     def enter(self, step: StepGroups) -> None:
         for settled in (*step.trained, *step.discarded):
@@ -308,6 +328,22 @@ class World:
             self.check_tokens(settled)
         delta = asdict(step.counts.tokens)
         assert delta["generated"] == sum(delta[c] for c in CLASSES) + delta["in_progress"]
+        ended = {settled.group.id for settled in (*step.trained, *step.discarded)}
+        baselines = [self.lengths.get((group, self.n), 0) for group in ended]
+        assert delta["baseline_tokens"] == sum(baselines)
+        cut_off = [
+            self.lengths[key]
+            for key in self.whole
+            if key[0] in ended and key[1] < self.n and self.lengths[key] >= 12
+        ]
+        assert (delta["truncated_tokens"], delta["truncated_answers"]) == (
+            sum(cut_off),
+            len(cut_off),
+        )
+        said = [accuracy for group in self.judged for accuracy in self.accuracy[group]]
+        mean = sum(said) / len(said) if said else math.nan
+        assert step.counts.mean_accuracy == pytest.approx(mean, nan_ok=True)
+        self.judged = []
 
     def check_tokens(self, settled: Settled) -> None:
         group = settled.group.id
@@ -403,25 +439,34 @@ SEEDS = st.integers(0, 2**32)
 
 
 @settings(max_examples=150, deadline=None)
-@given(configs(), st.integers(1, 3), st.booleans(), SEEDS, st.booleans())
+@given(configs(), st.integers(1, 3), st.booleans(), SEEDS, st.booleans(), st.booleans())
 def test_in_any_order_of_events_the_ledger_does_what_the_model_says(
-    config: SamplingConfig, n: int, drop_failed_scores: bool, seed: int, live: bool
+    config: SamplingConfig, n: int, drop_failed_scores: bool, seed: int, live: bool, baseline: bool
 ) -> None:
-    World(config, n, drop_failed_scores, seed, live).run(events=250)
+    World(config, n, drop_failed_scores, seed, live, baseline).run(events=250)
 
 
 @settings(max_examples=40, deadline=None)
-@given(configs(), st.integers(1, 3), st.booleans(), SEEDS, st.integers(1, 20), st.booleans())
+@given(
+    *(configs(), st.integers(1, 3), st.booleans(), SEEDS),
+    *(st.integers(1, 20), st.booleans(), st.booleans()),
+)
 def test_a_ledger_restored_at_any_event_goes_on_as_if_nothing_had_been(
-    config: SamplingConfig, n: int, drop_failed_scores: bool, seed: int, every: int, live: bool
+    config: SamplingConfig,
+    n: int,
+    drop_failed_scores: bool,
+    seed: int,
+    every: int,
+    live: bool,
+    baseline: bool,
 ) -> None:
-    undisturbed = World(config, n, drop_failed_scores, seed, live)
-    restored = World(config, n, drop_failed_scores, seed, live)
+    undisturbed = World(config, n, drop_failed_scores, seed, live, baseline)
+    restored = World(config, n, drop_failed_scores, seed, live, baseline)
     for event in range(120):
         undisturbed.happen()
         restored.happen()
         if event % every == 0:
-            restored.ledger = copy_of(restored.ledger, n, drop_failed_scores)
+            restored.ledger = copy_of(restored.ledger, n, drop_failed_scores, baseline)
     assert same(restored.ledger.state_dict(), undisturbed.ledger.state_dict())
 
 
@@ -437,12 +482,12 @@ def destined(group: int) -> bool:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 4), st.integers(0, 2), SEEDS, st.booleans())
+@given(st.integers(1, 4), st.integers(0, 2), SEEDS, st.booleans(), st.booleans())
 def test_what_is_trained_does_not_depend_on_who_finishes_first(
-    n: int, ahead: int, seed: int, live: bool
+    n: int, ahead: int, seed: int, live: bool, baseline: bool
 ) -> None:
     config = SamplingConfig(groups_per_step=n, max_staleness=2, lookahead=ahead, max_attempts=1000)
-    world = Destined(config, 2, False, seed, live)
+    world = Destined(config, 2, False, seed, live, baseline)
     world.run(events=400)
     trained = sorted(group for group, fate in world.fates.items() if fate == "trained")
     qualifying = filter(destined, range(len(world.admitted)))
@@ -510,6 +555,16 @@ def test_a_step_waits_for_every_group_before_its_last() -> None:
     assert ledger.cut_is_due()
     halt(ledger)
     assert [g.id for g in ledger.commit().groups] == [0, 1]
+
+
+def test_without_a_filter_no_group_opens_that_the_step_does_not_need() -> None:
+    ledger = start(groups_per_step=3, filter=NoFilter())
+    for step in range(3):
+        assert len(admit_all(ledger)) == 3
+        for group in range(3 * step, 3 * step + 3):
+            finish(ledger, group, (1, 1))
+        assert [g.id for g in ledger.commit().groups] == [3 * step, 3 * step + 1, 3 * step + 2]
+        ledger.begin_step(step + 1)
 
 
 def test_later_groups_are_all_kept_finished_or_not_and_resume_from_their_prefix() -> None:
@@ -698,3 +753,126 @@ def test_an_answer_that_is_not_with_the_engine_cannot_come_back() -> None:
     ledger.finished(0, 0, whole(0, 0, 4))
     with pytest.raises(AssertionError, match="answer 0 of group 0"):
         ledger.finished(0, 0, whole(0, 0, 4))
+
+
+def start_with_baseline(drop_failed_scores: bool = False, **settings: Any) -> Ledger:
+    config = SamplingConfig(**{"groups_per_step": 1, **settings})
+    ledger = Ledger(config, n=2, with_baseline=True, drop_failed_scores=drop_failed_scores)
+    ledger.begin_step(0)
+    return ledger
+
+
+def finish_all(ledger: Ledger, group: int, lengths: tuple[int, int, int] = (5, 5, 5)) -> None:
+    for index, length in enumerate(lengths):
+        ledger.finished(group, index, whole(group, index, length, ledger.version))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (0, 2, 1)], ids=str)
+def test_a_group_with_a_baseline_closes_with_the_last_score_of_all(
+    order: tuple[int, int, int],
+) -> None:
+    ledger = start_with_baseline()
+    admit_all(ledger)
+    finish_all(ledger, 0)
+    scores = (Score(1, 1), Score(0, 0), Score(0.25, 1))
+    for index in order:
+        assert not ledger.cut_is_due()
+        ledger.scored(0, index, scores[index])
+    halt(ledger)
+    (group,) = ledger.commit().groups
+    assert [answer.score for answer in group.answers] == list(scores[:2])
+    assert group.baseline is not None
+    assert group.baseline.score is scores[2]
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_no_filter_and_no_statistic_sees_a_baseline(last: int) -> None:
+    ledger = start_with_baseline(filter=VarianceFilter(metric="style"))
+    admit_all(ledger)
+    finish_all(ledger, 0, (12, 5, 12))
+    style = {"style": 1}
+    # It is wrong, truncated and lacks the metric of the filter: none of this counts.
+    scores = [Score(1, 1, extra=style), Score(1, 1, extra=style), Score(0, 0)]
+    for index in (1, 2 - last, last):
+        ledger.scored(0, index, scores[index])
+    assert ledger.books.fates()["all_right"] == 1
+    tally = ledger.tally
+    assert (tally.answers, tally.accuracy_sum, tally.truncated_answers) == (2, 2, 1)
+    tokens = ledger.account.read()
+    assert (tokens.all_right, tokens.baseline_tokens) == (29, 12)
+    assert (tokens.truncated_tokens, tokens.truncated_answers) == (12, 1)
+
+
+def test_an_unfinished_baseline_is_carried_and_goes_on_as_a_greedy_one() -> None:
+    ledger = start_with_baseline()
+    assert admit_all(ledger) == [0, 1]
+    finish_all(ledger, 0)
+    for index, right in enumerate((0, 1, 1)):
+        ledger.scored(0, index, Score(right, right))
+    for index in (0, 1):
+        ledger.finished(1, index, whole(1, index, 9))
+        ledger.scored(1, index, Score(index, index))
+    halt(ledger, length=4)
+    assert [group.id for group in ledger.commit().groups] == [0]
+    ledger = copy_of(ledger, 2, False, baseline=True)
+    ledger.begin_step(1)
+    (ask,) = ledger.dispatch()
+    assert (ask.group_id, list(ask.prefixes), ask.greedy) == (1, [2], 2)
+    assert len(ask.prefixes[2] or ()) == 4
+    # Only the baseline is of the old weights: the group is as old as that.
+    tail = written(1002, 4, 7, 1)
+    ledger.finished(1, 2, Trajectory((segment(1, 2, 4).extended(tail),), "stop"))
+    ledger.scored(1, 2, Score(0.5, 0.5))
+    (settled,) = ledger.commit().trained
+    assert (settled.group.id, settled.staleness, settled.tokens) == (1, 1, 25)
+    assert settled.group.oldest_version == 0
+
+
+def test_staleness_counts_a_baselines_oldest_token() -> None:
+    ledger = start_with_baseline()
+    admit_all(ledger)
+    ledger.finished(1, 2, whole(1, 2, 3))
+    finish_all(ledger, 0)
+    for index, right in enumerate((0, 1, 1)):
+        ledger.scored(0, index, Score(right, right))
+    halt(ledger, length=0)
+    ledger.commit()
+    ledger.begin_step(1)
+    ledger.dispatch()
+    finish(ledger, 1, (0, 1))
+    ledger.scored(1, 2, Score(0, 0))
+    (settled,) = ledger.commit().trained
+    assert (settled.staleness, settled.group.oldest_version) == (1, 0)
+
+
+def test_a_baseline_that_fails_too_often_fails_its_group() -> None:
+    ledger = start_with_baseline(max_attempts=1)
+    admit_all(ledger)
+    for index in (0, 1):
+        ledger.finished(0, index, whole(0, index, 5))
+        ledger.scored(0, index, Score(index, index))
+    ledger.failed(0, 2, segment(0, 2, 2), "out of memory")
+    (ask,) = ledger.dispatch()
+    assert len(ask.prefixes[2] or ()) == 2
+    ledger.failed(0, 2, segment(0, 2, 3), "out of memory")
+    (settled,) = ledger.books.settled
+    assert (settled.fate, settled.tokens, settled.group.baseline) == ("failed", 13, None)
+    assert len(settled.group.answers) == 2
+    assert ledger.account.read().baseline_tokens == 3
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_a_failed_scoring_of_a_baseline_is_a_failed_scoring(drop: bool) -> None:
+    ledger = start_with_baseline(drop_failed_scores=drop)
+    admit_all(ledger)
+    finish_all(ledger, 0)
+    ledger.scored(0, 0, Score(0, 0))
+    ledger.scored(0, 1, Score(1, 1))
+    ledger.scored(0, 2, Score(-1, 0, error="timed out"))
+    if drop:
+        assert ledger.books.fates()["failed"] == 1
+        return
+    halt(ledger)
+    (group,) = ledger.commit().groups
+    assert group.baseline is not None
+    assert (group.baseline.score.reward, group.baseline.score.error) == (-1, "timed out")

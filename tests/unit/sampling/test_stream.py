@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines import Prompts, ScriptedEngine, uniforms, written
+from engines import Prompts, ScriptedEngine, greedy_seed, uniforms, written
 from winnow.config.sampling import SamplingConfig, VarianceFilter
 from winnow.errors import NoSignalError, RewardError, TrainingError
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
@@ -52,6 +52,7 @@ class Run:
         n: int = 2,
         on_progress: Callable[[Progress], None] | None = None,
         drop_failed_scores: bool = False,
+        with_baseline: bool = False,
         **settings: Any,
     ) -> None:
         self.engine = engine or ScriptedEngine(ragged, slots=16)
@@ -67,6 +68,7 @@ class Run:
             n=n,
             sampling=SamplingParams(max_tokens=LIMIT),
             run_seed=5,
+            with_baseline=with_baseline,
             drop_failed_scores=drop_failed_scores,
             deterministic=self.deterministic,
             on_progress=on_progress,
@@ -238,7 +240,8 @@ def test_the_same_seed_gives_the_same_steps() -> None:
     assert repr(fingerprint()) == repr(fingerprint())
 
 
-def test_a_run_goes_on_exactly_from_its_state() -> None:
+@pytest.mark.parametrize("with_baseline", [False, True])
+def test_a_run_goes_on_exactly_from_its_state(with_baseline: bool) -> None:
     def told(steps: list[StepGroups]) -> list[object]:
         return [
             (
@@ -247,17 +250,17 @@ def test_a_run_goes_on_exactly_from_its_state() -> None:
                 [
                     (g.id, g.prompt.uid, a.trajectory.token_ids.tolist(), a.score.accuracy)
                     for g in step.groups
-                    for a in g.answers
+                    for a in g.scored
                 ],
             )
             for step in steps
         ]
 
-    undisturbed = Run(lookahead=1).steps(8)
-    first = Run(lookahead=1)
+    undisturbed = Run(lookahead=1, with_baseline=with_baseline).steps(8)
+    first = Run(lookahead=1, with_baseline=with_baseline)
     before = first.steps(3)
     saved = pickle.dumps(first.sampler.state_dict())
-    second = Run(lookahead=1)
+    second = Run(lookahead=1, with_baseline=with_baseline)
     second.sampler.load_state_dict(pickle.loads(saved))
     second.prompts.cursor = first.prompts.cursor
     second.version = first.version
@@ -679,3 +682,79 @@ def test_a_failed_scoring_drops_its_group_when_asked() -> None:
     steps = run.steps(4)
     assert all(int(g.prompt.uid) % 3 for step in steps for g in step.groups)
     assert sum(step.counts.fates["failed"] for step in steps) > 0
+
+
+# The greedy baseline
+
+
+def test_each_group_has_the_greedy_answer_to_its_prompt_beside_the_sampled_ones() -> None:
+    run = Run(with_baseline=True, lookahead=1)
+    steps = run.steps(12)
+    spans = set()
+    for step in steps:
+        for group in step.groups:
+            assert len(group.answers) == 2
+            assert {answer.score.accuracy for answer in group.answers} == {0, 1}
+            assert group.baseline is not None
+            (segment,) = group.baseline.trajectory.segments
+            alone = written(greedy_seed(group.prompt.token_ids), 0, len(segment), 0)
+            assert np.array_equal(segment.token_ids, alone.token_ids)
+            assert np.array_equal(segment.logprobs, alone.logprobs)
+            score = by_first_token(group.prompt, group.baseline.trajectory)
+            assert group.baseline.score.reward == score.reward
+            spans.add(len(segment.spans))
+            for index, answer in enumerate(group.answers):
+                tokens = answer.trajectory.token_ids
+                alone = written(answer_seed(5, group.id, index), 0, len(tokens), 0)
+                assert np.array_equal(tokens, alone.token_ids)
+    assert spans >= {1, 2}  # some were interrupted by new weights
+    first: dict[int, GroupRequest] = {}
+    for request in run.engine.submitted:
+        first.setdefault(request.group_id, request)
+    # Asked for at once, so that a prompt is prefilled once.
+    for request in first.values():
+        assert [(a.index, a.greedy) for a in request.answers] == [(0, 0), (1, 0), (2, 1)]
+
+
+def test_a_baselines_tokens_are_in_the_account_under_its_groups_fate() -> None:
+    run = Run(with_baseline=True)
+    steps = run.steps(10)
+    account = run.sampler.ledger.account.read()
+    assert account.generated == run.engine.status().generated_tokens
+    assert account.generated == account.settled + account.in_progress
+    trained = [group for step in steps for group in step.groups]
+    baselines = [g.baseline.trajectory.generated_tokens for g in trained if g.baseline]
+    assert len(baselines) == 40
+    assert account.trained == sum(g.generated_tokens for g in trained) + sum(baselines)
+    ended = [s for step in steps for s in (*step.trained, *step.discarded)]
+    lengths = [s.group.baseline.trajectory.generated_tokens for s in ended if s.group.baseline]
+    assert account.baseline_tokens == sum(lengths) > sum(baselines)
+    assert sum(step.counts.tokens.baseline_tokens for step in steps) == account.baseline_tokens
+
+
+def test_the_same_groups_are_trained_with_and_without_baselines() -> None:
+    with_them, without = (Run(with_baseline=w).steps(4) for w in (True, False))
+    for one, other in zip(with_them, without, strict=True):
+        assert [g.prompt.uid for g in one.groups] == [g.prompt.uid for g in other.groups]
+        assert [
+            [(a.trajectory.token_ids.tolist(), a.score.reward) for a in g.answers]
+            for g in one.groups
+        ] == [
+            [(a.trajectory.token_ids.tolist(), a.score.reward) for a in g.answers]
+            for g in other.groups
+        ]
+
+
+def test_a_baseline_that_could_not_be_scored_counts_as_the_scorer_said_or_fails_its_group() -> None:
+    def score(prompt: Prompt, trajectory: Trajectory) -> Score:
+        if trajectory.token_ids[0] == written(greedy_seed(prompt.token_ids), 0, 1, 0).token_ids[0]:
+            return Score(-1.0, 0.0, error="timed out")
+        return by_first_token(prompt, trajectory)
+
+    for step in Run(score=score, with_baseline=True).steps(3):
+        for group in step.groups:
+            assert group.baseline is not None
+            assert (group.baseline.score.reward, group.baseline.score.error) == (-1, "timed out")
+    run = Run(score=score, with_baseline=True, drop_failed_scores=True)
+    with pytest.raises(NoSignalError, match=r"0 qualified.*120 failed.*timed out"):
+        run.steps(1)
