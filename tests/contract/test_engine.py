@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -307,6 +308,76 @@ def test_rows_with_different_settings_decode_side_by_side(
     for (group, answer), event in got.items():
         want = (want_greedy if group % 2 else want_plain)[group, answer]
         np.testing.assert_array_equal(event.segment.token_ids, want.segment.token_ids)
+
+
+def with_greedy_last(groups: Sequence[GroupRequest]) -> list[GroupRequest]:
+    """The same requests, but the last answer of each is greedy."""
+    return [
+        replace(group, answers=(*group.answers[:-1], replace(group.answers[-1], greedy=True)))
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize("slots", [4, 32])
+@pytest.mark.parametrize("narrow", [{}, {"top_p": 0.8, "top_k": 9}], ids=str)
+def test_a_greedy_answer_beside_sampled_ones_is_that_of_a_greedy_request(
+    make_engine: Callable[..., Engine], slots: int, narrow: dict[str, float]
+) -> None:
+    sampling = SamplingParams(24, 0.7, stop_token_ids=STOPS, **narrow)  # type: ignore[arg-type]
+    groups = groups_of(n=4, sampling=sampling)
+    greedy = SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=STOPS)
+    want = drain(make_engine(model_of("qwen3"), slots=slots), groups)
+    likeliest = drain(make_engine(model_of("qwen3")), groups_of(n=1, sampling=greedy))
+    engine = make_engine(model_of("qwen3"), slots=slots)
+    got = drain(engine, with_greedy_last(groups))
+    assert engine.status().generated_tokens == sum(len(e.segment) for e in got.values())
+    for (group, answer), event in got.items():
+        same = likeliest[group, 0] if answer == 3 else want[group, answer]
+        np.testing.assert_array_equal(event.segment.token_ids, same.segment.token_ids)
+        assert event.finish_reason == same.finish_reason
+        # A greedy answer's log-probs are under softmax(logits), whatever its neighbours' are.
+        prompt, ids = groups[group].prompt_ids, event.segment.token_ids
+        temperature = 1.0 if answer == 3 else 0.7
+        logprobs = reference_logprobs(model_of("qwen3"), prompt, ids, temperature)
+        np.testing.assert_allclose(event.segment.logprobs, logprobs, atol=1e-5)
+    sampled = [want[group, 3].segment.token_ids.tolist() for group in range(len(groups))]
+    assert sampled != [got[group, 3].segment.token_ids.tolist() for group in range(len(groups))]
+
+
+def test_a_greedy_answer_beside_sampled_ones_resumes_as_one(
+    make_engine: Callable[..., Engine],
+) -> None:
+    groups = with_greedy_last(groups_of(sampling=SamplingParams(max_tokens=24, temperature=0.7)))
+    undisturbed = drain(make_engine(model_of("qwen3"), slots=32), groups)
+    engine = make_engine(model_of("qwen3"), slots=32)
+
+    async def run() -> list[CompletionEvent]:
+        await engine.submit(groups)
+        await engine.events(until=7)
+        await engine.abort([group.group_id for group in groups])
+        prefixes = {(e.group_id, e.answer): e.segment for e in await engine.events()}
+        assert {len(prefix) for prefix in prefixes.values()} == {7}
+        await engine.submit(
+            [
+                replace(
+                    group,
+                    answers=tuple(
+                        replace(a, prefix=prefixes[group.group_id, a.index]) for a in group.answers
+                    ),
+                )
+                for group in groups
+            ]
+        )
+        out: list[CompletionEvent] = []
+        while events := await engine.events():
+            out += events
+        return out
+
+    events = asyncio.run(run())
+    assert len(events) == len(undisturbed) == 15
+    for event in events:
+        whole = undisturbed[event.group_id, event.answer].segment
+        np.testing.assert_array_equal(event.segment.token_ids, whole.token_ids)
 
 
 def test_new_weights_are_refused_while_answers_run(make_engine: Callable[..., Engine]) -> None:

@@ -36,6 +36,17 @@ def test_a_request_asks_for_the_unfinished_answers_behind_their_prefixes() -> No
     assert request.answers[1].seed == answer_seed(1, 4, 2)
 
 
+def test_one_answer_of_a_request_may_be_greedy() -> None:
+    sampling = SamplingParams(max_tokens=9, temperature=0.7, top_p=0.9)
+    request = group_request(4, PROMPT, {1: None, 2: SEGMENT}, sampling, run_seed=1, greedy=2)
+    assert [(a.index, a.greedy) for a in request.answers] == [(1, False), (2, True)]
+    drawn = [request.sampling_of(answer) for answer in request.answers]
+    assert drawn == [sampling, SamplingParams(max_tokens=9, temperature=0.0, top_p=0.9)]
+    # What is left of the group may hold no greedy answer any more.
+    rest = group_request(4, PROMPT, {0: None}, sampling, run_seed=1, greedy=2)
+    assert [a.greedy for a in rest.answers] == [False]
+
+
 def test_a_resumed_answer_keeps_its_seed() -> None:
     fresh = group_request(4, PROMPT, {0: None, 1: None}, SamplingParams(9), run_seed=1)
     resumed = group_request(4, PROMPT, {1: SEGMENT}, SamplingParams(9), run_seed=1)
