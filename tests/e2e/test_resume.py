@@ -217,6 +217,35 @@ def test_dropped_and_carried_groups_come_back_as_they_were(settings: list[str], 
     assert differences(home.run(name), run) == []
 
 
+def test_greedy_baselines_come_back_as_they_were_and_advantages_are_above_them(home: Home) -> None:
+    remax = ["algorithm/advantage=remax", "sampling.lookahead=1"]
+    home.train("remax", *remax).check()
+    run = home.cut_off("remax", "remax-again", 3)
+    (*_, last) = checkpoints_in(run / "checkpoints")
+    waiting = load_state(last)["sampler"]["ledger"]["lives"]["open"]
+    assert any(life["answers"][life["n"]]["trajectory"] for life in waiting)
+    assert any(life["answers"][life["n"]]["prefix"] for life in waiting)
+    home.train(run.name, *remax).check()
+    assert differences(home.run("remax"), run) == []
+    table = read_rollouts(home.run("remax") / "rollouts").to_pylist()
+    trained = [row for row in table if row["outcome"] == "trained"]
+    greedy = {row["group"]: row for row in trained if row["kind"] == "greedy"}
+    assert len(greedy) == 8 * STEPS
+    sampled = [row for row in trained if row["kind"] == "sampled"]
+    assert len(sampled) == 4 * len(greedy)
+    for row in sampled:
+        above = row["reward"] - greedy[row["group"]]["reward"]
+        assert row["advantage"] == pytest.approx(above, abs=1e-6)
+    assert {row["advantage"] for row in greedy.values()} == {None}
+    tokens = sum(r["response_tokens"] for r in table if r["kind"] == "greedy")
+    records = read_metrics(home.run("remax") / "metrics.jsonl")[1:]
+    assert sum(r["sampling/tokens/baseline"] for r in records) == tokens
+    booked = sum(r["sampling/tokens/trained"] for r in records)
+    assert booked == sum(row["response_tokens"] for row in trained)
+    lengths = [row["response_tokens"] for row in sampled if row["step"] == 1]
+    assert records[0]["length/response/mean"] == pytest.approx(sum(lengths) / len(lengths))
+
+
 def test_groups_accepted_before_the_bound_are_kept_for_when_it_is_raised(home: Home) -> None:
     tight = ["sampling.max_groups_per_step=9", "sampling.on_bound=stop"]
     said = home.train("bound", *tight)
