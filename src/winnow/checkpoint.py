@@ -33,11 +33,10 @@ from safetensors import SafetensorError
 
 from winnow import __version__
 from winnow.errors import CheckpointError
-from winnow.observe.files import reason_and_remedy
+from winnow.observe.files import reason_and_remedy, system_error
 
 _NAME = re.compile(r"step-(\d+)$")
 _REPLACED = re.compile(r"\.(step-\d+)\.replaced$")
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _FORMAT = 2
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
@@ -138,13 +137,21 @@ def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of a run, oldest first."""
-    if not folder.is_dir():
+    """The checkpoints of a run, oldest first.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {folder}: {error.strerror}; make the folder readable"
+        ) from error
     found = [
-        Checkpoint(path, int(match[1]))
-        for path in folder.iterdir()
-        if (match := _NAME.match(path.name))
+        Checkpoint(folder / name, int(match[1])) for name in names if (match := _NAME.match(name))
     ]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
@@ -244,12 +251,23 @@ def remove(checkpoints: Iterable[Checkpoint]) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Undo what a crash, or an end at once, left half done."""
+    """Undo what a crash, or an end at once, left half done.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be put back into its place.
+    """
     for path in folder.glob(".step-*"):
         replaced = _REPLACED.match(path.name)
-        if replaced and not (folder / replaced[1]).exists():
-            path.rename(folder / replaced[1])
-            continue
+        place = None if replaced is None else folder / replaced[1]
+        try:
+            if place is not None and not place.exists():
+                path.rename(place)
+                continue
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot rename {path} to {place}: {error.strerror}; "
+                "make the folder writable, or rename it yourself"
+            ) from error
         # Renamed first: a writer that is still at it then finds its folder gone.
         gone = path.with_name(f"{path.name}.gone")
         with contextlib.suppress(OSError):
@@ -305,11 +323,8 @@ def sync(folder: Path) -> None:
 
 def _refusal(error: Exception) -> OSError | None:
     """What the system said when it refused a write; None when it was no such thing."""
-    if isinstance(error, OSError):
-        return error
-    if isinstance(error, SafetensorError):
-        number = _OS_ERROR.search(str(error))
-        return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
+    if (cause := system_error(error)) is not None:
+        return cause
     # After a write that failed, torch's zip writer fails at its closing, too.
     return error.__context__ if isinstance(error.__context__, OSError) else None
 

@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
+from winnow.observe.files import system_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -315,14 +316,27 @@ def model_writer(
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[Path, bytes]:
-    """What saving a tokenizer writes, by path within its folder."""
+    """What saving a tokenizer writes, by path within its folder.
+
+    Raises:
+        ModelError: the system's temporary folder takes no such files.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as name:
-        tokenizer.save_pretrained(name)
-        root = Path(name)
-        return {f.relative_to(root): f.read_bytes() for f in root.rglob("*") if f.is_file()}
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            tokenizer.save_pretrained(name)
+            root = Path(name)
+            return {f.relative_to(root): f.read_bytes() for f in root.rglob("*") if f.is_file()}
+    except Exception as error:
+        # The tokenizers library, which writes one of the files, raises bare exceptions.
+        if (cause := system_error(error)) is None:
+            raise
+        raise ModelError(
+            f"cannot write the tokenizer to the folder for temporary files: {cause.strerror}; "
+            "free some space there, or choose another one with TMPDIR=FOLDER"
+        ) from error
 
 
 def write_files(files: Mapping[Path, bytes], folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unprivileged import permissions_apply
 
 from winnow import checkpoint as module
 from winnow.checkpoint import (
@@ -221,3 +222,16 @@ def test_a_checkpoint_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
     (tmp_path / "step-1" / "manifest.json").write_text("{")
     Retention(1).apply(tmp_path)
     assert steps(tmp_path) == [1, 3]
+
+
+def test_a_folder_that_may_not_be_read_is_named_in_one_line(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    tmp_path.chmod(0)
+    try:
+        with permissions_apply(), pytest.raises(CheckpointError) as caught:
+            checkpoints_in(tmp_path)
+    finally:
+        tmp_path.chmod(0o700)
+    assert str(caught.value) == (
+        f"cannot read {tmp_path}: Permission denied; make the folder readable"
+    )

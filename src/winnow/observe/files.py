@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from winnow.errors import WinnowError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_TOLD = re.compile(r"\(os error (\d+)\)")
 PARTIAL = ".partial"
 """Ending of a file that is being written; one left by a crash may be deleted."""
 
@@ -30,6 +33,28 @@ def reason_and_remedy(error: OSError) -> str:
     else:
         remedy = "check the path, or choose another folder with run.dir=FOLDER"
     return f"{reason}; {remedy}"
+
+
+def system_error(error: Exception) -> OSError | None:
+    """What the system refused; libraries written in Rust tell of it in words, `(os error 28)`."""
+    if isinstance(error, OSError):
+        return error
+    told = _TOLD.search(str(error))
+    return None if told is None else OSError(int(told[1]), os.strerror(int(told[1])))
+
+
+@contextlib.contextmanager
+def refusals_told(path: Path) -> Iterator[None]:
+    """What the system refuses within the block is told of the file it names, or else of `path`.
+
+    Raises:
+        WinnowError: instead of any OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        named = error.filename if isinstance(error.filename, str) else path
+        raise WinnowError(f"cannot use {named}: {reason_and_remedy(error)}") from error
 
 
 def write_fully(descriptor: int, data: bytes) -> None:

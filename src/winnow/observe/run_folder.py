@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from winnow.errors import ConfigError, WinnowError
-from winnow.observe.files import disk_error, write_atomic, write_fully
+from winnow.observe.files import disk_error, refusals_told, write_atomic, write_fully
 from winnow.observe.jsonl import METRICS_FILE
 
 
@@ -48,10 +48,12 @@ class RunFolder:
         """An existing run's folder.
 
         Raises:
-            WinnowError: there is no run.
+            WinnowError: there is no run, or it may not be looked at.
         """
         folder = cls(Path(path))
-        if not folder.config.is_file():
+        with refusals_told(folder.path):
+            is_run = folder.config.is_file()
+        if not is_run:
             raise WinnowError(f"{path} is not a run's folder (no config.yaml); look in runs/")
         return folder
 

@@ -33,7 +33,7 @@ from winnow.config.load import differing_keys, dump_config, load_recipe
 from winnow.config.messages import show
 from winnow.config.root import Config
 from winnow.errors import CheckpointError, ConfigError
-from winnow.observe.files import PARTIAL
+from winnow.observe.files import PARTIAL, refusals_told
 from winnow.observe.jsonl import METRICS_FILE, MetricsLog
 from winnow.observe.lock import LOCK_FILE, locked
 from winnow.observe.rollouts import drop_rollouts_after
@@ -130,7 +130,15 @@ def opened_run(config: Config, recipe: str) -> Iterator[Opened]:
     Raises:
         ConfigError: it is in use, was made by another recipe, or is none.
         CheckpointError: the checkpoint asked for is damaged.
+        WinnowError: the folder may not be read or written to.
     """
+    with contextlib.ExitStack() as held:
+        with refusals_told(Path(config.run.dir)):
+            opened = _opened(config, recipe, held)
+        yield opened
+
+
+def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
     resume = config.run.resume
     named = _named(config)
     url = config.trainer.checkpoint_url
@@ -138,19 +146,16 @@ def opened_run(config: Config, recipe: str) -> Iterator[Opened]:
         Mirror(url, named).fetch()
     if resume not in ("auto", "never"):
         path, wanted = _asked_for(resume)
-        with locked(path):
-            yield _continued(config, RunFolder.open(path), wanted)
-    elif resume == "auto" and named is not None and _has_begun(named):
-        with locked(named):
-            yield _continued(config, RunFolder(named), None)
-    else:
-        folder = _created(config, recipe, named)
-        with locked(folder.path):
-            kept = config.model_copy(
-                update={"run": config.run.model_copy(update={"resume": "auto"})}
-            )
-            folder.save_config(dump_config(kept))
-            yield Opened(folder, kept, None, None, notes=())
+        held.enter_context(locked(path))
+        return _continued(config, RunFolder.open(path), wanted)
+    if resume == "auto" and named is not None and _has_begun(named):
+        held.enter_context(locked(named))
+        return _continued(config, RunFolder(named), None)
+    folder = _created(config, recipe, named)
+    held.enter_context(locked(folder.path))
+    kept = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+    folder.save_config(dump_config(kept))
+    return Opened(folder, kept, None, None, notes=())
 
 
 def _named(config: Config) -> Path | None:

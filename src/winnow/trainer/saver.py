@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from winnow.checkpoint import Checkpoint, Content, Retention, clean, save_checkpoint
+from winnow.errors import CheckpointError
 
 _ABANDON_S = 1.0
 
@@ -78,7 +80,8 @@ class Saver:
         if isinstance(error, KeyboardInterrupt):
             if self._thread is not None:
                 self._thread.join(_ABANDON_S)
-            clean(self._folder)
+            with contextlib.suppress(CheckpointError):  # the next start meets it, and says so
+                clean(self._folder)
             return
         try:
             self.wait()

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from tests.unprivileged import permissions_apply
 
 from winnow.errors import ConfigError, WinnowError
 from winnow.observe import run_folder
@@ -75,6 +76,21 @@ def test_a_run_is_opened_again_and_another_folder_is_not(tmp_path: Path) -> None
     assert RunFolder.open(str(made.path)) == made
     with pytest.raises(WinnowError, match=r"is not a run's folder \(no config\.yaml\)"):
         RunFolder.open(tmp_path)
+
+
+def test_a_run_that_may_not_be_looked_at_is_no_missing_one(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "mine", "quickstart")
+    folder.save_config("seed: 1\n")
+    folder.path.chmod(0)
+    try:
+        with permissions_apply(), pytest.raises(WinnowError) as caught:
+            RunFolder.open(folder.path)
+    finally:
+        folder.path.chmod(0o700)
+    assert str(caught.value) == (
+        f"cannot use {folder.config}: Permission denied; "
+        "choose a folder that you may write to with run.dir=FOLDER"
+    )
 
 
 def test_everything_of_a_run_lies_in_its_folder(tmp_path: Path) -> None:

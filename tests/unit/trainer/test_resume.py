@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unprivileged import permissions_apply
 
 from winnow.checkpoint import Checkpoint, Content, checkpoints_in, save_checkpoint
 from winnow.config.load import dump_config, load_recipe
@@ -248,3 +250,92 @@ def test_two_at_a_time_are_refused(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     with opened_run(config, "quickstart"), pytest.raises(WinnowError, match="in use by process"):
         open_again(config)
+
+
+def without(mode: int, *names: str, left: tuple[str, ...] = ()) -> Callable[[Path], None]:
+    """Make what a crash may have left in a run, then set the mode of parts of the run."""
+
+    def spoil(run: Path) -> None:
+        for name in left:
+            (run / name).mkdir() if "step" in name else (run / name).touch()
+        for name in names:
+            (run / name).chmod(mode)
+
+    return spoil
+
+
+def half_replaced(run: Path) -> None:
+    folder = run / "checkpoints"
+    (folder / "step-4").rename(folder / ".step-4.replaced")
+    folder.chmod(0o500)
+
+
+def begun(run: Path) -> None:
+    shutil.rmtree(run)
+    run.mkdir()
+    (run / "log.txt").touch()
+    (run / ".lock").touch()
+    run.chmod(0o500)
+
+
+REFUSED = {
+    "all runs": (without(0, ".."), "cannot use {run}/config.yaml"),
+    "the run": (without(0, "."), "cannot use {run}/config.yaml"),
+    "the recipe": (without(0, "config.yaml"), "{run}/config.yaml"),
+    "the checkpoints": (without(0, "checkpoints"), "cannot read {run}/checkpoints"),
+    "the checkpoints' entries": (
+        without(0o400, "checkpoints"),
+        "{run} has no checkpoint that is whole: {run}/checkpoints/step-4/manifest.json",
+    ),
+    "the checkpoint's recipe": (
+        without(0, "checkpoints/step-4/config.yaml", "checkpoints/step-2/config.yaml"),
+        "{run} has no checkpoint that is whole: {run}/checkpoints/step-4/config.yaml",
+    ),
+    "a checkpoint to be put back": (
+        half_replaced,
+        "cannot rename {run}/checkpoints/.step-4.replaced to {run}/checkpoints/step-4",
+    ),
+    "a file half written": (
+        without(0o500, ".", left=("curve.png.partial",)),
+        "cannot use {run}/curve.png.partial",
+    ),
+    "a folder that was only begun": (begun, "cannot use {run}/log.txt"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_may_not_be_read_or_changed_is_named_in_one_line(
+    spoil: Callable[[Path], None], said: str, tmp_path: Path
+) -> None:
+    run = run_to(tmp_path / "runs", 4)
+    spoil(run)
+    try:
+        with permissions_apply(), pytest.raises(WinnowError) as caught:
+            open_again(recipe(run.parent))
+    finally:
+        for path in (run.parent, run, run / "checkpoints"):
+            path.chmod(0o700) if path.is_dir() else None
+    message = str(caught.value)
+    assert message.startswith(said.format(run=run)), message
+    assert "Permission denied" in message
+    assert "; " in message
+    assert "\n" not in message
+
+
+def test_a_draft_that_cannot_be_deleted_keeps_no_run_from_being_opened(tmp_path: Path) -> None:
+    run = run_to(tmp_path, 4)
+    without(0o500, "checkpoints", left=("checkpoints/.step-8.partial",))(run)
+    try:
+        with permissions_apply():
+            opened = open_again(recipe(tmp_path))
+    finally:
+        (run / "checkpoints").chmod(0o700)
+    assert opened.checkpoint is not None
+    assert opened.checkpoint.step == 4
+
+
+def test_a_folder_that_is_given_up_is_free_for_the_next(tmp_path: Path) -> None:
+    run = run_to(tmp_path, 4)
+    with pytest.raises(ConfigError, match="another recipe"):
+        open_again(recipe(tmp_path, "rollout.n=4"))
+    assert open_again(recipe(tmp_path)).folder.path == run

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.unprivileged import permissions_apply
 
 from winnow.checkpoint import Content, Retention, checkpoints_in
 from winnow.errors import CheckpointError
@@ -69,7 +70,7 @@ def test_an_error_comes_up_at_the_next_occasion(end: str, tmp_path: Path) -> Non
             elif end == "wait":
                 saver.wait()
 
-    with pytest.raises(CheckpointError, match="step-1: No space left on device; free space"):
+    with pytest.raises(CheckpointError, match="step-1: No space left on device; free some space"):
         go()
     assert list(tmp_path.iterdir()) == []
 
@@ -105,3 +106,18 @@ def test_ctrl_c_twice_gives_a_save_up_and_leaves_no_draft(
     assert time.monotonic() - began < 2
     assert list(tmp_path.iterdir()) == []
     gate.set()
+
+
+def test_ctrl_c_twice_stays_that_where_nothing_can_be_cleaned(tmp_path: Path) -> None:
+    (tmp_path / ".step-1.replaced").mkdir()
+    tmp_path.chmod(0o500)
+
+    def go() -> None:
+        with Saver(tmp_path, Retention(None)):
+            raise KeyboardInterrupt
+
+    try:
+        with permissions_apply(), pytest.raises(KeyboardInterrupt):
+            go()
+    finally:
+        tmp_path.chmod(0o700)
