@@ -313,19 +313,13 @@ class World:
             assert settled.staleness == self.version - self.admitted[settled.group.id]
             assert settled.staleness <= self.config.max_staleness
             assert all(a.score is not None for a in settled.group.answers)
-            if not self.baseline:
-                assert settled.group.baseline is None
-                continue
-            assert settled.group.baseline is not None
-            key = settled.group.id, self.n
-            written = whole(*key, self.lengths[key]).token_ids
-            assert np.array_equal(settled.group.baseline.trajectory.token_ids, written)
 
     def enter(self, step: StepGroups) -> None:
         for settled in (*step.trained, *step.discarded):
             assert settled.group.id not in self.fates or self.fates[settled.group.id] == "?"
             self.fates[settled.group.id] = settled.fate
             self.check_tokens(settled)
+            self.check_baseline(settled)
         delta = asdict(step.counts.tokens)
         assert delta["generated"] == sum(delta[c] for c in CLASSES) + delta["in_progress"]
         ended = {settled.group.id for settled in (*step.trained, *step.discarded)}
@@ -356,6 +350,16 @@ class World:
             assert verdict == settled.fate
         else:
             assert verdict in (None, "qualified", "dropped")
+
+    def check_baseline(self, settled: Settled) -> None:
+        baseline = settled.group.baseline
+        if not self.baseline:
+            assert baseline is None
+        elif settled.fate in ("trained", "all_right", "all_wrong"):
+            key = settled.group.id, self.n
+            assert baseline is not None
+            token_ids = whole(*key, self.lengths[key]).token_ids
+            assert np.array_equal(baseline.trajectory.token_ids, token_ids)
 
     def forget_dropped(self) -> None:
         self.unscored = {key for key in self.unscored if self.is_live(key[0])}
