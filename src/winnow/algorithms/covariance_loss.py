@@ -23,6 +23,10 @@ from winnow.algorithms.loss_tokens import LossTokens, counted, drift_diagnostics
 
 Selection = Literal["update", "microbatch"]
 
+KL_COV_NOISE = 1e-4
+"""Nats. A log-prob that is no further from `old` has not moved: it is the rounding of two passes,
+and in a step's first update its sign, which is the penalty's gradient, would be the split's."""
+
 
 def clip_cov(
     logp: Tensor,
@@ -126,7 +130,7 @@ def kl_cov(
 ) -> Tensor:
     """-A r, plus coef |logp - old| on the tokens that were selected.
 
-    KL-Cov (arXiv 2505.22617, eq. 13 and 14).
+    KL-Cov (arXiv 2505.22617, eq. 13 and 14). Up to `KL_COV_NOISE` the distance counts as 0.
 
     Args:
         logp, old, advantage: [T]; only logp should carry a gradient.
@@ -141,7 +145,8 @@ def kl_cov(
     selected = _kl_cov_selected(logp, advantage, tokens, share, selection)
     logp, old, advantage = counted(tokens, logp, old, advantage)
     loss = -advantage * ratio(logp, old)
-    return torch.where(selected, loss + coef * (logp - old).abs(), loss)
+    distance = (logp - old).abs()
+    return torch.where(selected & ~(distance <= KL_COV_NOISE), loss + coef * distance, loss)
 
 
 def kl_cov_diagnostics(

@@ -94,7 +94,8 @@ def clip_cov(x: list[float], t: int, rows: Rows, o: dict[str, Any]) -> float:
 
 def kl_cov(x: list[float], t: int, rows: Rows, o: dict[str, Any]) -> float:
     d = x[t] - rows.old[t]
-    return -rows.advantage[t] * exp_held(d) + (o["coef"] * abs(d) if rows.selected[t] else 0.0)
+    is_penalised = rows.selected[t] and abs(d) > 1e-4  # less is the rounding of two passes
+    return -rows.advantage[t] * exp_held(d) + (o["coef"] * abs(d) if is_penalised else 0.0)
 
 
 def weighed(x: list[float], t: int, rows: Rows, o: dict[str, Any]) -> float:
