@@ -37,7 +37,7 @@ from winnow.observe.files import reason_and_remedy, system_error
 
 _NAME = re.compile(r"step-(\d+)$")
 _REPLACED = re.compile(r"\.(step-\d+)\.replaced$")
-_FORMAT = 2
+_FORMAT = 3
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
 

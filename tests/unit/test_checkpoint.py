@@ -126,7 +126,7 @@ def test_without_a_usable_checkpoint_none_is_found(tmp_path: Path) -> None:
 def test_another_format_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = save(tmp_path, 1)
     monkeypatch.setattr(module, "_FORMAT", 99)
-    with pytest.raises(CheckpointError, match=r"has format 2, this version reads 99; use the"):
+    with pytest.raises(CheckpointError, match=r"has format 3, this version reads 99; use the"):
         verify(saved)
 
 
