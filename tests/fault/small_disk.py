@@ -1,4 +1,4 @@
-"""A run on a disk of 1 MB that fills at a chosen moment, and goes on once there is space again.
+"""A run on a disk of 1 MB that fills at a chosen moment, and may go on once there is space again.
 
     unshare --mount python tests/fault/small_disk.py JOB
 
@@ -46,6 +46,8 @@ class Job:
     """A run that is copied to the disk first."""
     read_only: str | None = None
     """A folder of the disk that is mounted read-only during the first command."""
+    goes_on: bool = False
+    """Whether the command comes a second time, once the disk is as it should be."""
 
 
 def page_count(size: int) -> int:
@@ -89,7 +91,7 @@ def _said(command: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do the job in the working directory; leaves `failed/`, `resumed/` and `said.json`."""
+    """Do the job in the working directory; leaves `failed/`, `said.json` and maybe `resumed/`."""
     job = Job(**json.loads(sys.argv[1]))
     _mount("-t", "tmpfs", "-o", f"size={_SIZE_KB}k", "tmpfs", str(DISK))
     if job.start_from is not None:
@@ -107,8 +109,9 @@ def main() -> None:
     _BALLAST.unlink(missing_ok=True)
     _PLAN.unlink()
     shutil.copytree(DISK, "failed")
-    said.append(_said(job.command))
-    shutil.copytree(DISK, "resumed")
+    if job.goes_on:
+        said.append(_said(job.command))
+        shutil.copytree(DISK, "resumed")
     Path("said.json").write_text(json.dumps(said))
 
 

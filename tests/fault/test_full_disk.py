@@ -2,7 +2,8 @@
 
 Each case runs on a tmpfs of 1 MB in a mount namespace of its own (`small_disk`), where the disk
 really is full, or read-only, while one certain file is being written. How many pages are left is
-reckoned from the files of an undisturbed run.
+reckoned from the files of an undisturbed run. Every case looks at each file that is left; a few
+go on from there to the end, and compare with the undisturbed run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -84,12 +85,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that was refused something, then continued."""
+    """A run that was refused something, then maybe continued."""
 
     refused: Outcome
-    continued: Outcome
     failed: Path
     """What lay on the disk after the first command."""
+    continued: Outcome | None
     resumed: Path
     """And after the second."""
 
@@ -106,8 +107,9 @@ def carry_out(place: Path, job: Job) -> Ended:
         check=True,
     )
     assert list((place / DISK).iterdir()) == []
-    outcomes = [Outcome(**said) for said in json.loads((place / "said.json").read_text())]
-    return Ended(*outcomes, place / "failed" / "full", place / "resumed" / "full")
+    refused, *more = (Outcome(**said) for said in json.loads((place / "said.json").read_text()))
+    continued = more[0] if job.goes_on else None
+    return Ended(refused, place / "failed" / "full", continued, place / "resumed" / "full")
 
 
 def disk_command() -> list[str]:
@@ -121,11 +123,13 @@ def pages(run: Path, *names: str) -> int:
 
 
 def check(ended: Ended, place: Path, line: str, saved: int) -> None:
-    """One line and nothing spoilt; then the bits of the undisturbed run."""
+    """One line and nothing spoilt; of a run that went on, the bits of the undisturbed one."""
     assert ended.refused.code == 2, ended.refused
     assert ended.refused.err == f"winnow: {line}\n"
     assert "Traceback" not in ended.refused.out
     check_folder(ended.failed, saved)
+    if ended.continued is None:
+        return
     assert ended.continued.code == 0, ended.continued
     assert ended.continued.err == ""
     assert differences(place / "runs" / "calm", ended.resumed) == []
@@ -165,6 +169,8 @@ class Full:
     """Step of the newest checkpoint then."""
     until: str | None = None
     """There is space again once this is there."""
+    goes_on: bool = False
+    """Whether the run is continued, which takes as long again."""
 
 
 LINE = 1
@@ -176,14 +182,18 @@ CASES = {
     "the first file of all": Full("config.yaml"),
     "the middle of the first file": Full("config.yaml", takes=(".lock",)),
     "the log, then the recipe again": Full("config.yaml", takes=(".lock", "config.yaml")),
-    "the middle of an evaluation": Full("eval/step-0.parquet", takes=START, more=-1),
+    "the middle of an evaluation": Full("eval/step-0.parquet", takes=START, more=-1, goes_on=True),
     "the first line of metrics": Full("metrics.jsonl", takes=START),
     "the rollouts of a step": Full("rollouts/step-2.parquet", "rollouts/step-1.parquet", saved=1),
     "the middle of a step's rollouts": Full(
-        "rollouts/step-2.parquet", "rollouts/step-1.parquet", more=1, saved=1
+        "rollouts/step-2.parquet", "rollouts/step-1.parquet", more=1, saved=1, goes_on=True
     ),
     "the middle of a line of metrics": Full(
-        "metrics.jsonl", "rollouts/step-1.parquet", ("rollouts/step-2.parquet",), saved=1
+        "metrics.jsonl",
+        "rollouts/step-1.parquet",
+        ("rollouts/step-2.parquet",),
+        saved=1,
+        goes_on=True,
     ),
     "the evaluation of the last step": Full(
         f"eval/step-{STEPS}.parquet",
@@ -197,13 +207,11 @@ CASES = {
 
 def full_disk(case: Full, place: Path) -> Job:
     free = pages(place / "runs" / "calm", *case.takes) + case.more
-    return Job(disk_command(), case.after, free, case.until)
+    return Job(disk_command(), case.after, free, case.until, goes_on=case.goes_on)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_full_disk_is_named_and_the_run_continues_once_there_is_space(
-    case: Full, place: Path
-) -> None:
+def test_a_full_disk_is_named_and_spoils_nothing(case: Full, place: Path) -> None:
     ended = carry_out(place, full_disk(case, place))
     check(ended, place, f"cannot write disk/full/{case.refused}: {FULL}", case.saved)
 
@@ -217,26 +225,29 @@ STEP_2 = Full(
     until="rollouts/step-2.parquet",
 )
 """The thread that saves is refused; when training learns of it there is space again."""
+
+
+def fitting(*files: str) -> Full:
+    """Of the checkpoint of step 2 these fit."""
+    return replace(STEP_2, takes=(*STEP_2.takes, *files))
+
+
 CHECKPOINTS = {
-    "the first file": (),
-    "the weights": (f"{MODEL}/config.json", f"{MODEL}/generation_config.json"),
-    "the training state": (MODEL,),
-    "the manifest": STATE,
+    "the first file": STEP_2,
+    "the weights": fitting(f"{MODEL}/config.json", f"{MODEL}/generation_config.json"),
+    "the training state": fitting(MODEL),
+    "the manifest": replace(fitting(*STATE), goes_on=True),
 }
 
 
-@pytest.mark.parametrize("fits", CHECKPOINTS.values(), ids=CHECKPOINTS)
-def test_a_checkpoint_that_does_not_fit_costs_no_bit(fits: tuple[str, ...], place: Path) -> None:
-    calm = place / "runs" / "calm"
-    job = full_disk(STEP_2, place)
-    ended = carry_out(
-        place, Job(job.command, job.fill_after, job.free + pages(calm, *fits), job.empty_after)
-    )
+@pytest.mark.parametrize("case", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_a_checkpoint_that_does_not_fit_spoils_nothing(case: Full, place: Path) -> None:
+    ended = carry_out(place, full_disk(case, place))
     line = f"cannot save the checkpoint disk/full/{STEP_2.refused}: {FULL}"
     check(ended, place, line, STEP_2.saved)
 
 
-def test_the_last_checkpoint_that_does_not_fit_costs_no_bit(place: Path) -> None:
+def test_the_last_checkpoint_that_does_not_fit_spoils_nothing(place: Path) -> None:
     last = f"rollouts/step-{STEPS}.parquet"
     takes = (last, f"eval/step-{STEPS}.parquet", f"checkpoints/step-{STEPS}/model")
     case = Full("", f"rollouts/step-{STEPS - 1}.parquet", takes, more=LINE + 1)
@@ -278,7 +289,13 @@ def cut_off(place: Path, step: int) -> str:
 def test_a_folder_that_cannot_be_written_to_is_not_called_full(
     folder: str, said: str, place: Path
 ) -> None:
-    ended = carry_out(place, Job(disk_command(), start_from=cut_off(place, 2), read_only=folder))
+    job = Job(
+        disk_command(),
+        start_from=cut_off(place, 2),
+        read_only=folder,
+        goes_on=folder == "full/checkpoints",
+    )
+    ended = carry_out(place, job)
     check(ended, place, f"cannot {said}: {READ_ONLY}", STEPS - 1 if "eval" in said else 2)
 
 
