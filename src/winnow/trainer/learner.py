@@ -150,6 +150,7 @@ class Learner:
         settings, roles = self._settings, self._roles
         tokens = settings.microbatch_tokens
         keys = _sample_keys(groups)
+        has_moved = False
         for epoch in range(settings.epochs):
             seed = (settings.seed, step, epoch)
             updates = cut_updates(len(groups), settings.groups_per_update, seed)
@@ -165,13 +166,17 @@ class Learner:
                     self._count_skips("critic", stats, step)
                     self.progress += 1
                 if step > settings.critic_warmup_steps:
-                    stats = roles.policy.update(micro, self._rates.policy(step))
+                    stats = roles.policy.update(micro, self._rates.policy(step), has_moved)
                     metrics.merge(stats)
-                    self._count_skips("actor", stats, step)
+                    has_moved |= self._count_skips("actor", stats, step)
                 self.progress += 1
 
-    def _count_skips(self, role: str, stats: Metrics, step: int) -> None:
-        skipped = bool(stats.record().get(f"{role}/skipped_updates", 0))
+    def _count_skips(self, role: str, stats: Metrics, step: int) -> bool:
+        """Whether the update changed the weights; one without a counted token was none."""
+        figures = stats.record()
+        if not figures.get(f"{role}/updates"):
+            return False
+        skipped = bool(figures[f"{role}/skipped_updates"])
         in_a_row = self._skipped_in_a_row[role] + 1 if skipped else 0
         self._skipped_in_a_row[role] = in_a_row
         settings = self._settings
@@ -184,6 +189,7 @@ class Learner:
                 f"({where}optim.max_skipped_updates); lower {where}optim.lr, or look for NaN "
                 f"weights in {where or 'model.'}path"
             )
+        return not skipped
 
 
 def _sample_keys(groups: Sequence[Group]) -> Tensor:

@@ -9,8 +9,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from winnow.algorithms.correction import correct, divided_by_mean
-from winnow.batching import Batch
+from winnow.batching import Batch, sample_tokens
 from winnow.observe.metrics import Metrics
 
 
@@ -39,7 +41,7 @@ class CorrectionStage:
             metrics,
             {name: float(total) for name, total in found.sums.items()},
             tokens=int(batch.loss_mask.sum()),
-            samples=batch.n_samples,
+            samples=int((sample_tokens(batch, np.arange(batch.n_samples)) > 0).sum()),
         )
         if found.weights is not None:
             weights = found.weights
@@ -52,7 +54,8 @@ class CorrectionStage:
 def book_correction(
     metrics: Metrics, sums: Mapping[str, float], *, tokens: int, samples: int
 ) -> None:
-    """Shares of what was rejected and weighed: of all tokens, samples, or of what is left."""
+    """Shares of what was rejected and weighed: of all tokens that learn, samples with such a
+    token, or of what is left."""
     left = tokens - sums["rejected_tokens"]
     metrics.mean_of("correction/rejected_tokens", sums["rejected_tokens"], tokens)
     metrics.mean_of("correction/rejected_samples", sums["rejected_samples"], samples)

@@ -61,6 +61,9 @@ class PolicyObjective:
     correction: Mapping[str, Any] | None = None
     """Options of `correct` for the current policy against the sampler's: fused and bypass mode.
     What it rejects adds nothing to a mean and still counts in it."""
+    tells_mismatch: bool = True
+    """Whether its figures say how far the sampler was, where no pass has: for a step's first
+    update, since the later ones' policy has moved by itself."""
 
     def __post_init__(self) -> None:
         if self.policy_loss not in POLICY_LOSSES:
@@ -139,8 +142,8 @@ class PolicyObjective:
         with torch.no_grad():
             sums |= {
                 "policy_loss": policy_loss,
-                "entropy": torch.where(mask, entropy, 0.0).sum(),
-                "mean_prob": torch.where(mask, logp.exp(), 0.0).sum(),
+                "entropy": torch.where(micro.loss_mask, entropy, 0.0).sum(),
+                "mean_prob": torch.where(micro.loss_mask, logp.exp(), 0.0).sum(),
             }
             if self.old != "current":  # which is never far from itself
                 sums |= self.loss.diagnostics(*terms, **self.options)
@@ -150,7 +153,7 @@ class PolicyObjective:
         self, now: Tensor, micro: MicroBatch
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Sampler against current policy, where no pass has told it before."""
-        if self.old == "pass":
+        if self.old == "pass" or not self.tells_mismatch:
             return {}, {}
         pair = (now, micro.behav, micro.gen_mask)
         sums = {f"{MISMATCH}{name}": total for name, total in mismatch_sums(*pair).items()}

@@ -9,6 +9,7 @@ Shapes: `T` packed tokens, `B` samples. Log-probs are in nats.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class Policy:
     ) -> Metrics:
         """Fill the column `old` [T] as the objective wants it, and say if that took a pass.
 
-        After a pass it is known how far the sampler was from it; else the updates tell.
+        After a pass it is known how far the sampler was from it; else the first update tells.
 
         Args:
             with_squares: fill `prob_square_sum` [T] too, which needs a pass.
@@ -95,14 +96,21 @@ class Policy:
             columns["old"], columns["advantages"], mask_T, draws_T, **objective.options
         )
 
-    def update(self, microbatches: Sequence[MicroBatch], lr: float) -> Metrics:
+    def update(
+        self, microbatches: Sequence[MicroBatch], lr: float, has_moved: bool = False
+    ) -> Metrics:
         """One optimizer step on one mini-batch.
 
+        Args:
+            has_moved: an update of this step has changed the weights, so that they no longer
+                tell how far the sampler was.
+
         Returns:
-            `actor/…`. Of an update that was skipped only the counts, so that a NaN among its
-            figures does not hide those of the others.
+            `actor/…`, and `mismatch/…` if no pass has told it. Of an update that was skipped only
+            the counts, so that a NaN among its figures does not hide those of the others.
         """
-        metrics, sums = run_update(self.strategy, self.objective, microbatches, lr, "actor")
+        objective = replace(self.objective, tells_mismatch=not has_moved)
+        metrics, sums = run_update(self.strategy, objective, microbatches, lr, "actor")
         if sums is not None:
             counts = microbatches[0].counts
             _book(metrics, sums, counts.tokens, counts.samples)
