@@ -99,7 +99,7 @@ def _choices(recipe: str) -> str:
     names = available_recipes()
     near = difflib.get_close_matches(Path(recipe).stem, names, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"{hint}Give the path of a YAML file, or one of: {', '.join(names)}"
+    return f"{hint}Give the path of a YAML file, or a name that `winnow recipes` lists"
 
 
 def _layers(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:

@@ -83,13 +83,18 @@ OVERRIDES = [
     (["optim.lrr=1"], f"optim.lrr is no known key {SHELL}; did you mean optim.lr?"),
     (
         ["lr=1"],
-        f"lr is no known key {SHELL}; did you mean optim.lr or warm_start.lr?",
+        f"lr is no known key {SHELL}; did you mean critic.optim.lr or optim.lr or warm_start.lr?",
     ),
     (
         ["+optim.learning_rate=1"],
-        f"optim.learning_rate is no known key {SHELL}; did you mean optim.lr or warm_start.lr?",
+        f"optim.learning_rate is no known key {SHELL}; did you mean optim.lr or critic.optim.lr "
+        "or warm_start.lr?",
     ),
-    (["optim.wd=1"], f"optim.wd is no known key {SHELL}; did you mean optim.weight_decay?"),
+    (
+        ["optim.wd=1"],
+        f"optim.wd is no known key {SHELL}; did you mean optim.weight_decay or "
+        "critic.optim.weight_decay?",
+    ),
     (
         ["algorithm/polcy_loss=x"],
         f"algorithm.polcy_loss is no known key {SHELL}; did you mean algorithm/policy_loss "
@@ -98,7 +103,8 @@ OVERRIDES = [
     (
         ["xyzzy=1"],
         f"xyzzy is no known key {SHELL}; the sections are run, model, warm_start, data, reward, "
-        "rollout, sampling, algorithm, optim, trainer, evaluation, observe; see --help-config",
+        "rollout, sampling, algorithm, reference, critic, optim, trainer, evaluation, observe; "
+        "see --help-config",
     ),
     (["optim.betas.0=1"], f"optim.betas.0 is no known key {SHELL}; did you mean optim.betas?"),
     (["hydra.run.dir=x"], f"hydra.run.dir is no known key {SHELL}; did you mean run.dir?"),
@@ -216,8 +222,7 @@ FILES = [
     (
         "defaults: [nowhere]\n",
         "`defaults` includes 'nowhere', which is neither a file beside it nor a shipped recipe "
-        "({file}, line 1); Give the path of a YAML file, or one of: dapo-math, dapo_qwen2.5_32b, "
-        "gsm8k, quickstart",
+        "({file}, line 1); Give the path of a YAML file, or a name that `winnow recipes` lists",
     ),
     (
         "defaults: [mine]\n",
@@ -291,13 +296,15 @@ def test_a_fault_in_an_included_file_names_that_file(tmp_path: Path) -> None:
     [
         ("quikstart", "there is no recipe 'quikstart'; did you mean quickstart? Give the path of"),
         ("no/such.yaml", "recipe 'no/such.yaml' does not exist; Give the path of a YAML file, or"),
-        ("", "there is no recipe ''; Give the path of a YAML file, or one of: dapo-math,"),
+        ("", "there is no recipe ''; Give the path of a YAML file, or"),
     ],
 )
-def test_a_missing_recipe_is_answered_with_those_there_are(recipe: str, start: str) -> None:
+def test_a_missing_recipe_is_answered_with_where_those_there_are_stand(
+    recipe: str, start: str
+) -> None:
     said = message(recipe, [])
     assert said.startswith(start)
-    assert said.endswith("dapo-math, dapo_qwen2.5_32b, gsm8k, quickstart")
+    assert said.endswith("Give the path of a YAML file, or a name that `winnow recipes` lists")
 
 
 def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
