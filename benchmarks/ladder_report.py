@@ -1,0 +1,184 @@
+"""What `ladder.py` writes: tables with the spread over seeds, what of it is noise, the picture.
+
+Every comparison is paired by seed: two runs of a seed begin from the same weights, meet prompts in
+the same order and are asked the same held-out problems. A difference counts as clear where the
+95 % interval of its mean over seeds (Student's t) leaves out zero; else it is called noise.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Results = dict[str, dict[int, dict[str, Any]]]
+"""Configuration → seed → figures."""
+
+T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+"""Student's t at 97.5 % by degrees of freedom."""
+Show = Callable[[float], str]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _fine_percent(value: float) -> str:
+    return f"{100 * value:.2f}"
+
+
+def _plain(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def _millions(value: float) -> str:
+    return f"{value / 1e6:.2f}"
+
+
+def _whole(value: float) -> str:
+    return f"{value:.0f}"
+
+
+COLUMNS: Mapping[str, tuple[str, Show]] = {
+    "pass@1": ("pass@1, %", _percent),
+    "greedy": ("greedy, %", _percent),
+    "length": ("length", _plain),
+    "truncated": ("cut off, %", _fine_percent),
+    "clip_low": ("clipped below, %", _fine_percent),
+    "clip_high": ("clipped above, %", _fine_percent),
+    "dual_clip": ("dual clip, %", _fine_percent),
+    "tokens": ("tokens, M", _millions),
+    "cpu_s": ("CPU s", _whole),
+}
+"""Figure → heading and form of its cells."""
+
+
+def report(
+    results: Results,
+    families: Sequence[str],
+    rungs: Sequence[str],
+    steps: int,
+    command: str,
+) -> str:
+    """The results as Markdown; configurations without a finished run are named as missing."""
+    parts = [
+        "# Families of algorithms, and the DAPO paper's ladder, on the quickstart's task",
+        f"Made by `{command}`.",
+        f"{steps} steps of 64 prompts x 8 answers and four updates. pass@1, greedy, length and "
+        "cut off: at the end, on 1,000 held-out problems, 8 sampled answers and a greedy one each. "
+        "Clipped: share of the tokens, mean over the steps. Tokens: all that were generated for "
+        "training. CPU s: the whole command with its evaluation, without the warm start; on a "
+        "shared machine an upper bound. A cell is the mean over the seeds, and least to greatest.",
+        table(results, ["start", *families]),
+        _reading(results, families, {family: "grpo" for family in families if family != "grpo"}),
+    ]
+    if rungs:
+        parts += [
+            "## The ladder",
+            "Each rung keeps what those above it added. The first is the recipe grpo.",
+            table(results, rungs),
+            _reading(results, rungs, dict(zip(rungs[1:], rungs, strict=False))),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(results: Results, names: Sequence[str]) -> str:
+    """A row for each configuration that has a finished run."""
+    lines = ["| | seeds | " + " | ".join(heading for heading, _ in COLUMNS.values()) + " |"]
+    lines.append("|---" * (len(COLUMNS) + 2) + "|")
+    for name in (name for name in names if results.get(name)):
+        seeds = results[name]
+        cells = [
+            _cell([run.get(key) for run in seeds.values()], COLUMNS[key][1]) for key in COLUMNS
+        ]
+        if name == "start":
+            cells[-1] = "-"
+        lines.append(f"| {name} | {len(seeds)} | " + " | ".join(cells) + " |")
+    missing = [name for name in names if not results.get(name)]
+    if missing:
+        lines += ["", f"Not run: {', '.join(missing)}."]
+    return "\n".join(lines)
+
+
+def _cell(values: Sequence[float | None], show: Show) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean, low, high = show(statistics.mean(known)), show(min(known)), show(max(known))
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def difference(results: Results, name: str, base: str, key: str) -> tuple[float, float | None, int]:
+    """Mean of a figure's paired difference, half its 95 % interval (None for one seed), seeds."""
+    runs, others = results.get(name, {}), results.get(base, {})
+    shared = [seed for seed in runs if seed in others]
+    gaps = [runs[seed][key] - others[seed][key] for seed in shared]
+    if len(gaps) < 2:
+        return (gaps[0] if gaps else float("nan")), None, len(gaps)
+    half = T_95[min(len(gaps) - 1, 9)] * statistics.stdev(gaps) / len(gaps) ** 0.5
+    return statistics.mean(gaps), half, len(gaps)
+
+
+def _reading(results: Results, names: Sequence[str], bases: Mapping[str, str]) -> str:
+    """What differs clearly, and what is noise, in words made from the figures."""
+    lines = ["pass@1 against its base, in points, paired by seed (95 % interval):", ""]
+    for name in names:
+        if name not in bases or not results.get(name):
+            continue
+        mean, half, seeds = difference(results, name, bases[name], "pass@1")
+        if seeds == 0:
+            continue
+        if half is None:
+            verdict = f"{100 * mean:+.1f}; one seed, so nothing can be said of noise"
+        else:
+            is_clear = abs(mean) > half
+            verdict = f"{100 * mean:+.1f} ± {100 * half:.1f} over {seeds} seeds: "
+            verdict += "clear" if is_clear else "within noise"
+        lines.append(f"- {name} against {bases[name]}: {verdict}.")
+    return "\n".join(lines)
+
+
+def draw(results: Results, rungs: Sequence[str], target: Path) -> None:
+    """The ladder's accuracy while sampling: left against steps, right against tokens."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
+        figure = Figure(figsize=(10.5, 4.4), dpi=150, layout="constrained", facecolor="white")
+        left, right = figure.subplots(1, 2, sharey=True)
+        for index, rung in enumerate(rungs):
+            runs = list(results[rung].values())
+            label = f"{rung} ({len(runs)} seed{'s' if len(runs) > 1 else ''})"
+            curves = [_smooth(run["accuracy_by_step"]) for run in runs]
+            last = min(map(len, curves))
+            steps = np.arange(1, last + 1)
+            _band(left, steps, [curve[:last] for curve in curves], f"C{index}", label)
+            spent = [np.cumsum(run["tokens_by_step"]) / 1e6 for run in runs]
+            grid = np.linspace(max(s[0] for s in spent), min(s[-1] for s in spent), 100)
+            pairs = zip(spent, curves, strict=True)
+            _band(right, grid, [np.interp(grid, s, c) for s, c in pairs], f"C{index}", label)
+        left.set(xlabel="step", ylabel="right answers while sampling, before the filter")
+        right.set(xlabel="million tokens generated")
+        left.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+        for axis in (left, right):
+            axis.grid(color="#e5e7eb")
+        right.legend(loc="lower right", frameon=False)
+        figure.suptitle("Mean over seeds; shaded from the least to the greatest", x=0.01, ha="left")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target)
+
+
+def _band(axis: Any, x: Any, curves: Sequence[Any], color: str, label: str) -> None:
+    values = np.stack(curves)
+    axis.plot(x, values.mean(0), color=color, linewidth=1.6, label=label)
+    axis.fill_between(x, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
+
+
+def _smooth(values: Sequence[float], reach: int = 1) -> Any:
+    """A moving mean over the neighbours."""
+    array = np.asarray(values, dtype=np.float64)
+    windows = (array[max(i - reach, 0) : i + reach + 1] for i in range(len(array)))
+    return np.array([window.mean() for window in windows])
