@@ -51,8 +51,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "gspo": UNFILTERED
     | {
         "algorithm.policy_loss.name": "gspo",
-        "algorithm.policy_loss.clip_low": 0.03,
-        "algorithm.policy_loss.clip_high": 0.04,
+        "algorithm.policy_loss.clip_low": 3e-4,
+        "algorithm.policy_loss.clip_high": 4e-4,
     },
     "cispo": {"algorithm.policy_loss.name": "cispo", "trainer.steps": 40},
 }
