@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -178,6 +179,30 @@ def test_a_crash_at_any_point_leaves_what_was_there(
         save(folder, 2)
         assert steps(folder) == [1, 2]
     assert crashes >= 9
+
+
+def test_every_file_is_flushed_before_the_checkpoint_has_its_name_and_the_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, Path]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        done.append(("flushed", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+
+    def noted_rename(self: Path, target: Path) -> Path:
+        done.append(("renamed", self))
+        return rename(self, target)
+
+    monkeypatch.setattr(module.os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    saved = save(tmp_path, 1)
+    ((draft, place),) = [(path, i) for i, (what, path) in enumerate(done) if what == "renamed"]
+    there = {path.relative_to(saved.path) for path in (saved.path, *saved.path.rglob("*"))}
+    assert {path.relative_to(draft) for _, path in done[:place]} == there
+    assert len(there) == 7
+    assert done[place + 1 :] == [("flushed", tmp_path)]
 
 
 def test_a_full_disk_is_said_in_one_line_and_nothing_stays(tmp_path: Path) -> None:
