@@ -1,13 +1,16 @@
 """Kill a run with SIGKILL at random moments, resume it, and compare it with an undisturbed one.
 
-    python benchmarks/kill.py --times 50 [--seed 1] [--out benchmarks/results/kill.md]
+    python benchmarks/kill.py --times plain=50 critic=10 scorers=10 [--seed 1] [--minutes 60]
+                              [--out benchmarks/results/kill.md]
 
-A trial is a small run (the quickstart's task) that is killed up to three times, resumed each
-time by the same command, and then left alone. Moments: anywhere between the first sign of the
-run's folder and its usual end; while a checkpoint is being written or put in place; just after a
-line of metrics; while a resumed run is reading and cutting back. Each trial must end with the
-same weights, optimizer, sampler, metrics (times aside), rollouts and evaluations, bit for bit,
-and with nothing left behind.
+Three kinds of run: the quickstart's loss in one process, the same with a critic (GAE), and the
+same with a scorer of the user's in a process of its own, which takes another time for each answer
+and in each run. A trial is a small run (the quickstart's task) that is killed up to three times,
+resumed each time by the same command, and then left alone. Moments: anywhere between the first
+sign of the run's folder and its usual end; while a checkpoint is being written or put in place;
+just after a line of metrics; while a resumed run is reading and cutting back. Each trial must end
+with the same weights, optimizers, sampler, metrics (times aside), rollouts and evaluations, bit for
+bit, and with nothing left behind.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,29 @@ SETTINGS = (
     *("evaluation.every=3", "evaluation.n=1", "evaluation.greedy=false", "observe.console=off"),
     "run.threads=1",
 )
+LATE_SCORER = """
+import os, random, time
+
+dice = random.Random(os.urandom(16))
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, longest=0.0):
+    time.sleep(longest * dice.random() ** 4)
+    return 1.0 if solution_str.rpartition("#")[2] == ground_truth else -1.0
+"""
+"""A user's file; its delays are others each time."""
+VARIANTS = {
+    "plain": (),
+    "critic": (
+        *("algorithm/advantage=gae", "critic.warmup_steps=1"),
+        *("critic.optim.lr=1e-3", "critic.optim.warmup_steps=1"),
+    ),
+    "scorers": (
+        *("reward.function.path=FOLDER/late.py", "+reward.function.kwargs={longest: 0.05}"),
+        "reward.workers=1",
+    ),
+}
+"""Settings of each kind of run."""
 CLOCKED = ("time/", "sft/time_s", "throughput/", "memory/")
 MOMENTS = ("any", "any", "saving", "logged", "starting")
 LONGEST_S = 300.0
@@ -54,6 +80,8 @@ class Lab:
     folder: Path
     seconds: float = 0.0
     """From the first sign of the run's folder to the end of the process."""
+    settings: tuple[str, ...] = ()
+    """Of every run, beside `SETTINGS`."""
 
     def run(self, name: str) -> Path:
         """A run's folder."""
@@ -62,18 +90,18 @@ class Lab:
     def start(self, name: str, *settings: str) -> subprocess.Popen[bytes]:
         """The command, in a process of its own."""
         command = [sys.executable, "-m", "winnow.cli", "train", "quickstart", *SETTINGS]
-        command += [f"run.dir={self.folder / 'runs'}", f"run.name={name}", *settings]
+        command += [f"run.dir={self.folder / 'runs'}", f"run.name={name}"]
         more = {"OMP_NUM_THREADS": "1", "WINNOW_CACHE": str(self.folder / "cache")}
-        return subprocess.Popen(command, env=os.environ | more)
+        return subprocess.Popen([*command, *self.settings, *settings], env=os.environ | more)
 
     def undisturbed(self, name: str = "undisturbed") -> Lab:
         """Run once with a fresh cache, once for the time; returns the lab that knows it."""
-        assert self.start("warm-up", "trainer.steps=1").wait() == 0
+        assert self.start("warm-up", "trainer.steps=1", "critic.warmup_steps=0").wait() == 0
         process = self.start(name, "trainer.save_every=1")
         wait_for(process, lambda: self.run(name).is_dir())
         began = time.monotonic()
         assert process.wait(LONGEST_S) == 0
-        return Lab(self.folder, time.monotonic() - began)
+        return replace(self, seconds=time.monotonic() - began)
 
 
 @dataclass(frozen=True)
@@ -236,14 +264,25 @@ def size(path: Path) -> int:
         return 0
 
 
-def report(trials: list[Trial]) -> str:
+def trials(lab: Lab, times: int, rng: random.Random, until: float) -> list[Trial]:
+    """Kill so many times; no run begins after the moment `until` of the monotonic clock."""
+    done: list[Trial] = []
+    while (left := times - sum(len(each.kills) for each in done)) > 0 and time.monotonic() < until:
+        done.append(trial(lab, f"trial-{len(done)}", min(3, left), rng))
+        verdict = done[-1].faults or "same"
+        print(f"{times - left + len(done[-1].kills)} kills; run {len(done)}: {verdict}", flush=True)
+    return done
+
+
+def report(trials: list[Trial], wanted: int) -> str:
     """The trials as Markdown: a summary by moment, then each kill."""
     kills = [kill for each in trials for kill in each.kills]
     good = sum(not each.faults for each in trials)
     by_moment = Counter(kill.moment for kill in kills)
     counts = ", ".join(f"{number} {moment}" for moment, number in sorted(by_moment.items()))
+    asked = "" if len(kills) >= wanted else f" of {wanted} asked for: the time was up"
     lines = [
-        f"{len(kills)} kills in {len(trials)} runs ({counts}); "
+        f"{len(kills)} kills{asked} in {len(trials)} runs ({counts}); "
         f"{sum(kill.drafts > 0 for kill in kills)} left a draft behind, which the next start "
         f"removed; {good} of {len(trials)} runs ended bit for bit as the undisturbed one.",
         "",
@@ -261,30 +300,44 @@ def report(trials: list[Trial]) -> str:
     return "\n".join(lines)
 
 
+def variant(text: str) -> tuple[str, int]:
+    """`plain=50` as a pair."""
+    name, equals, times = text.partition("=")
+    if name not in VARIANTS or not equals:
+        raise argparse.ArgumentTypeError(
+            f"{text}: give NAME=KILLS, NAME from {', '.join(VARIANTS)}"
+        )
+    return name, int(times)
+
+
 def main() -> None:
-    """Kill as often as asked, and write the table."""
+    """Kill as often as asked, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--times", type=variant, nargs="+", default=[("plain", 50)])
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="Begin no run later.")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--runs", type=Path, help="Keep the runs here.")
     args = parser.parse_args()
-    rng = random.Random(args.seed)
-    trials: list[Trial] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        lab = Lab((args.runs or Path(scratch)).resolve()).undisturbed()
-        killed = 0
-        while killed < args.times:
-            trials.append(trial(lab, f"trial-{len(trials)}", min(3, args.times - killed), rng))
-            killed += len(trials[-1].kills)
-            print(f"{killed} kills; run {len(trials)}: {trials[-1].faults or 'same'}", flush=True)
-    text = report(trials)
-    print(text)
-    if args.out is not None:
-        command = " ".join(["python", "benchmarks/kill.py", *sys.argv[1:]])
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(f"# Killed and resumed\n\nMade by `{command}`.\n\n{text}\n")
-    sys.exit(any(each.faults for each in trials))
+    until = time.monotonic() + 60 * args.minutes
+    parts, faults = [], 0
+    for name, times in args.times:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = (args.runs or Path(scratch)).resolve() / name
+            folder.mkdir(parents=True)
+            (folder / "late.py").write_text(LATE_SCORER)
+            settings = tuple(each.replace("FOLDER", str(folder)) for each in VARIANTS[name])
+            lab = Lab(folder, settings=settings).undisturbed()
+            done = trials(lab, times, random.Random(args.seed), until)
+        faults += sum(bool(each.faults) for each in done)
+        extra = f"Settings: `{' '.join(VARIANTS[name])}`.\n\n" if VARIANTS[name] else ""
+        parts.append(f"## {name}\n\n{extra}{report(done, times)}\n")
+        print(parts[-1], flush=True)
+        if args.out is not None:
+            command = " ".join(["python", "benchmarks/kill.py", *sys.argv[1:]])
+            head = f"# Killed and resumed\n\nMade by `{command}`.\n\n"
+            args.out.write_text(head + "\n".join(parts))
+    sys.exit(faults > 0)
 
 
 if __name__ == "__main__":

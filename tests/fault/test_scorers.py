@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.kill import SETTINGS, Lab, differences, size, wait_for
+from benchmarks.kill import LATE_SCORER, SETTINGS, Lab, differences, size, wait_for
 
 from winnow.checkpoint import checkpoints_in
 
@@ -20,17 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HEAD = "import os, signal, time\n\n\ndef compute_score({}):\n    ".format(
     "data_source, solution_str, ground_truth, extra_info=None"
 )
-LATE = """
-import os, random, time
-
-dice = random.Random(os.urandom(16))
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, longest=0.0):
-    time.sleep(longest * dice.random() ** 4)
-    return 1.0 if solution_str.rpartition("#")[2] == ground_truth else -1.0
-"""
-LATE_ASYNC = LATE.replace("def compute", "async def compute").replace("time.sleep", "await sleep")
+LATE_ASYNC = LATE_SCORER.replace("def compute", "async def compute").replace(
+    "time.sleep", "await sleep"
+)
 LATE_ASYNC = "from asyncio import sleep\n" + LATE_ASYNC
 STUCK = """
 import os, re, time
@@ -113,7 +105,7 @@ def test_a_file_that_ends_the_process_when_imported_is_refused(
 
 def test_where_and_when_answers_are_scored_changes_no_bit(lab: Lab, tmp_path: Path) -> None:
     scorer, waiting = tmp_path / "scorer.py", tmp_path / "waiting.py"
-    scorer.write_text(LATE)
+    scorer.write_text(LATE_SCORER)
     waiting.write_text(LATE_ASYNC)
     prompt = [*reward(scorer, longest=0.0), "trainer.save_every=1"]
     late = [*reward(scorer, longest=0.05), "trainer.save_every=1", "reward.workers=2"]
