@@ -1,15 +1,18 @@
 """What saving costs: how long training waits, how long the thread works, how large it gets.
 
-    python benchmarks/checkpoint.py [--width 768 --layers 10] [--folder /disk/to/try]
+    python benchmarks/checkpoint.py [--models quickstart large] [--folder /disk/to/try]
+                                    [--out benchmarks/results/checkpoint.md]
 
-Saves a random Qwen3 of that shape with AdamW's state three times. The first save also pays for
-memory that is touched for the first time. `gap` is the longest that a busy main thread had to
-wait for the interpreter while the thread was writing.
+Saves a random model with AdamW's state three times: the quickstart's, and a Qwen3 of about a
+hundred million weights. The first save also pays for memory that is touched for the first time.
+`gap` is the longest that a busy main thread had to wait for the interpreter while the thread was
+writing. A run's checkpoint also holds its carried groups, histories and cursors, which are small.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from functools import partial
@@ -17,30 +20,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.checkpoint import Content, Retention, this_machine
+from winnow.config.warm_start import SftWarmStart
 from winnow.data.sort_digits import build_tokenizer
 from winnow.models import model_writer, use_layout_attention
 from winnow.trainer.saver import Saver
 from winnow.trainer.state import RunState
+from winnow.trainer.warm_start import tiny_model
 from winnow.workers.single import SingleStrategy
 
 
-def strategy(width: int, layers: int) -> SingleStrategy:
-    """A model with an optimizer that has stepped once."""
+def quickstart() -> PreTrainedModel:
+    """The model that the quickstart's warm start makes."""
+    return tiny_model(SftWarmStart(), len(build_tokenizer()), positions=256, seed=0)
+
+
+def large() -> PreTrainedModel:
+    """A Qwen3 of 101 M weights."""
     shape: dict[str, Any] = {
         "vocab_size": 32_000,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 64,
-        "num_key_value_heads": width // 64,
+        "hidden_size": 768,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
         "head_dim": 64,
-        "intermediate_size": 3 * width,
+        "intermediate_size": 2304,
         "tie_word_embeddings": True,
     }
     model = Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
     use_layout_attention(model)
+    return model
+
+
+MODELS = {"quickstart": quickstart, "large": large}
+
+
+def stepped(model: PreTrainedModel) -> SingleStrategy:
+    """The model with an optimizer that has stepped once."""
     made = SingleStrategy(model)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
@@ -48,39 +66,53 @@ def strategy(width: int, layers: int) -> SingleStrategy:
     return made
 
 
+def saves(name: str, folder: Path) -> str:
+    """Save a model three times; a table in Markdown."""
+    held = stepped(MODELS[name]())
+    weights = sum(parameter.numel() for parameter in held.model.parameters())
+    lines = [f"## {name}: {weights / 1e6:.1f} M weights", ""]
+    lines += [
+        "| save | training waits, ms | thread works, s | gap, ms | MB |",
+        "|---|---|---|---|---|",
+    ]
+    with Saver(folder, Retention(1)) as saver:
+        frame = partial(Content, machine=this_machine(held.device))
+        writer = model_writer(held.model, build_tokenizer())
+        state = RunState(held, {}, {}, lambda: 0, saver.save, frame, writer)
+        for step in (1, 2, 3):
+            began = time.perf_counter()
+            state.note(step, None)
+            state.save()
+            waited = time.perf_counter() - began
+            gap, last = 0.0, time.perf_counter()
+            while saver.is_busy:
+                now = time.perf_counter()
+                gap, last = max(gap, now - last), now
+            worked = time.perf_counter() - began - waited
+            saver.wait()
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            cells = f"{1e3 * waited:,.0f} | {worked:.2f} | {1e3 * gap:.0f} | {size / 1e6:,.1f}"
+            lines.append(f"| {step} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    """Save three times and print a table."""
+    """Save each model and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    held = strategy(args.width, args.layers)
-    weights = sum(parameter.numel() for parameter in held.model.parameters())
-    print(f"{weights / 1e6:.1f} M weights\n")
-    print("| save | training waits, ms | thread works, s | gap, ms | MB |\n|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        folder = Path(name)
-        with Saver(folder, Retention(1)) as saver:
-            frame = partial(Content, machine=this_machine(held.device))
-            writer = model_writer(held.model, build_tokenizer())
-            state = RunState(held, {}, lambda: 0, saver.save, frame, writer)
-            for step in (1, 2, 3):
-                began = time.perf_counter()
-                state.note(step, None)
-                state.save()
-                waited = time.perf_counter() - began
-                gap, last = 0.0, time.perf_counter()
-                while saver.is_busy:
-                    now = time.perf_counter()
-                    gap, last = max(gap, now - last), now
-                worked = time.perf_counter() - began - waited
-                saver.wait()
-                files = (path.stat() for path in folder.rglob("*"))
-                size = sum(status.st_size for status in files) / 1e6
-                cells = f"{1e3 * waited:,.0f} | {worked:.1f} | {1e3 * gap:.0f} | {size:,.0f}"
-                print(f"| {step} | {cells} |", flush=True)
+    parts = []
+    for name in args.models:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            parts.append(saves(name, Path(folder)))
+        print(parts[-1], flush=True)
+    if args.out is not None:
+        command = " ".join(["python", "benchmarks/checkpoint.py", *sys.argv[1:]])
+        head = f"# What a checkpoint costs\n\nMade by `{command}` on one thread.\n\n"
+        args.out.write_text(head + "\n".join(parts))
 
 
 if __name__ == "__main__":
