@@ -83,14 +83,25 @@ class RowParams:
         column(self.top_p, [s.top_p for s in sampling])
         column(self.top_k, [s.top_k for s in sampling])
         column(self.min_p, [s.min_p for s in sampling])
+        self.any_temperature |= any(s.temperature not in (0, 1) for s in sampling)
+        self.any_truncated |= any(s.top_p < 1 or s.top_k > 0 or s.min_p > 0 for s in sampling)
+        self.any_greedy |= any(s.temperature == 0 for s in sampling)
+
+    @property
+    def _are_plain(self) -> bool:
+        return not (self.any_temperature or self.any_truncated or self.any_greedy)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy rows `source` to rows `target`."""
+        if self._are_plain:  # and so alike
+            return
         for column in (self.temperature, self.top_p, self.top_k, self.min_p, self.greedy):
             column[target] = column[source]
 
-    def refresh(self, rows: int) -> None:
-        """Recompute the flags over the first `rows` rows."""
+    def keep(self, rows: int) -> None:
+        """Recompute the flags: only the first `rows` rows are left."""
+        if self._are_plain:
+            return
         self.any_temperature = bool((self.temperature[:rows] != 1).any())
         self.any_truncated = bool(
             ((self.top_p[:rows] < 1) | (self.top_k[:rows] > 0) | (self.min_p[:rows] > 0)).any()

@@ -80,10 +80,12 @@ class SlotCache:
         new[:, :, : old.shape[2]] = old
         return new
 
-    def fill(self, block: PromptBlock, prompts: Tensor, rows: Tensor, lengths: Tensor) -> None:
+    def fill(
+        self, block: PromptBlock, prompts: Tensor, rows: slice, lengths: Tensor, longest: int
+    ) -> None:
         """Put prompts `prompts` of a block into rows `rows`; `lengths` of them are real.
 
-        A block may be wider than the cache is long: what lies beyond is padding of these rows.
+        Nothing at or beyond `longest` is: the rest of the block is padding of these rows.
         """
         if not self.layers:
             # Zeros, not garbage: masked keys still enter a product with weight 0.
@@ -94,18 +96,18 @@ class SlotCache:
                 )
                 for k, v in block.layers
             ]
-        width = min(block.layers[0][0].shape[2], self.length)
         for (cache_k, cache_v), (k, v) in zip(self.layers, block.layers, strict=True):
-            cache_k[rows, :, :width] = k[prompts, :, :width]
-            cache_v[rows, :, :width] = v[prompts, :, :width]
+            cache_k[rows, :, :longest] = k[:, :, :longest].index_select(0, prompts)
+            cache_v[rows, :, :longest] = v[:, :, :longest].index_select(0, prompts)
         visible = torch.arange(self.length, device=self.device) < lengths[:, None]
         self.bias[rows] = torch.where(visible, 0.0, -torch.inf).to(self.dtype)
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy rows `source` to rows `target`, up to position `length`."""
-        for k, v in self.layers:
-            k[target, :, :length] = k[source, :, :length]
-            v[target, :, :length] = v[source, :, :length]
+        for layer in self.layers:
+            for cache in layer:
+                written = cache[:, :, :length]
+                written.index_copy_(0, target, written.index_select(0, source))
         self.bias[target] = self.bias[source]
 
 

@@ -79,8 +79,8 @@ class Slots:
         """Rows without an answer."""
         return self.count - len(self.answers)
 
-    def place(self, answers: Sequence[PendingAnswer]) -> Tensor:
-        """Give answers the next rows; returns their indices, a slice of [0, count)."""
+    def place(self, answers: Sequence[PendingAnswer]) -> slice:
+        """Give answers the next rows; returns which."""
         first = len(self.answers)
         here = slice(first, first + len(answers))
         contexts = [answer.context for answer in answers]
@@ -103,10 +103,10 @@ class Slots:
         self.params.put(here, [a.group.sampling_of(a.request) for a in answers])
         self.answers.extend(answers)
         self._refresh()
-        return self.rows[here]
+        return here
 
     def _refresh(self) -> None:
-        self.params.refresh(len(self.answers))
+        self.params.keep(len(self.answers))
         self.with_stop_strings = [r for r, a in enumerate(self.answers) if a.group.sampling.stop]
 
     def _reserve(self, length: int) -> None:

@@ -203,10 +203,9 @@ class TorchEngine:
                 batch.append(heappop(self._queue)[-1])
             rows = self._slots.place(batch)
             prompts = torch.tensor([a.block_row for a in batch], device=self._device)
-            begin, end = len(self._slots) - len(batch), len(self._slots)
-            lengths = self._slots.lengths[begin:end]
-            self._cache.reserve(int(lengths.max()) + 1)
-            self._cache.fill(block, prompts, rows, self._slots.at[begin:end])
+            longest = int(self._slots.lengths[rows].max()) - 1  # without the newest token
+            self._cache.reserve(longest + 2)
+            self._cache.fill(block, prompts, rows, self._slots.at[rows], longest)
             for answer in batch:
                 answer.block = None
 
