@@ -42,6 +42,9 @@ class Prompt:
     """What the scorer compares with; its form is the scorer's affair."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the row (verl's `extra_info` under its own name)."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The conversation that `text` renders, each with `role` and `content`: whoever has a chat
+    template of his own renders it anew. Whole, where a length limit cut `text`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +141,11 @@ class Score:
     """What an answer is worth: accuracy is for filters and people, reward for learning."""
 
     reward: float
-    """What learning sees: the sum of `parts`."""
+    """What learning sees: the sum of `parts`, each by its weight."""
     accuracy: float
     """0..1"""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Named addends of `reward`: `task`, `overlong`, …"""
+    """What `reward` is made of, before weights: `task`, `overlong`, a reward model's, …"""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What else the scorer said (`pred`, …); kept per sample, numbers can be filtered on."""
     error: str = ""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from winnow.config.checks_algorithm import ALGORITHM_RULES
 from winnow.config.checks_correction import CORRECTION_RULES
+from winnow.config.checks_reward import REWARD_RULES
 from winnow.config.data import NoTask, SortDigitsTask
 from winnow.config.root import Config
 from winnow.config.sampling import BandFilter, VarianceFilter
@@ -272,4 +273,5 @@ RULES: tuple[Rule, ...] = (
     _keep_best,
     *ALGORITHM_RULES,
     *CORRECTION_RULES,
+    *REWARD_RULES,
 )

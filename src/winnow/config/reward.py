@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from winnow.config.base import Section
+from winnow.config.reward_model import NoRewardModel, RewardModel
 
 
 class OverlongConfig(Section):
@@ -31,13 +32,25 @@ class UserFunction(Section):
     """Passed to each call."""
 
 
+class PartWeights(Section):
+    """The reward is the sum of its parts, each by its weight."""
+
+    task: float = 1.0
+    """Of the rule's score, or your function's; 0 only measures and filters."""
+
+
 class RewardConfig(Section):
     """Scorers, shaping, and what happens when scoring fails."""
 
     function: UserFunction = UserFunction()
     """Your own reward."""
     scorers: dict[str, str] = Field(default_factory=dict)
-    """Scorer by data source, over the built-in routing (`*` at the end for prefixes)."""
+    """Scorer by data source, over the built-in routing (`*` at the end for prefixes); none leaves
+    a source to the reward model alone."""
+    model: RewardModel = NoRewardModel()
+    """A model that scores, too."""
+    weights: PartWeights = PartWeights()
+    """How much the parts of the reward count; reward.model.weight is the model's."""
     workers: int | None = Field(None, ge=0)
     """Processes that score; 0 scores in the run's own process, without limits of time and memory.
     null: half of the cores for your own function, none for quick built-in rules."""

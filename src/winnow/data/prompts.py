@@ -111,17 +111,18 @@ class PromptRenderer:
                 none fits.
             ModelError: the chat template fails.
         """
-        texts = [self._text(row) for row in rows]
+        asked = [self._with_template(row) for row in rows]
+        texts = [self._text(row, messages) for row, messages in zip(rows, asked, strict=True)]
         limit = self._config.max_prompt_tokens
         prompts: list[Prompt] = []
         lengths: list[int] = []
         cut = 0
-        for row, text, ids in zip(rows, texts, self._encode(texts), strict=True):
+        for row, messages, text, ids in zip(rows, asked, texts, self._encode(texts), strict=True):
             lengths.append(len(ids))
             if not ids:
                 raise DataError(f"{row.origin}: the prompt has no tokens; give it a text")
             if len(ids) <= limit:
-                prompts.append(_prompt(row, text, ids))
+                prompts.append(_prompt(row, messages, text, ids))
             elif self._config.overlong_prompts == "error":
                 raise DataError(
                     f"{row.origin}: the prompt has {len(ids)} tokens, data.max_prompt_tokens is "
@@ -131,7 +132,7 @@ class PromptRenderer:
             elif self._config.overlong_prompts != "filter":
                 cut += 1
                 ids = _cut(ids, limit, self._config.overlong_prompts)
-                prompts.append(_prompt(row, self._tokenizer.decode(ids), ids))
+                prompts.append(_prompt(row, messages, self._tokenizer.decode(ids), ids))
         report = LengthReport(
             len(rows),
             len(rows) - len(prompts),
@@ -143,16 +144,7 @@ class PromptRenderer:
             raise DataError(_none_fits(rows, report, limit))
         return PromptSet(tuple(prompts), report)
 
-    def prompt(self, row: Row) -> Prompt:
-        """One row that must fit.
-
-        Raises:
-            DataError: it does not, or cannot be rendered.
-        """
-        return self.render([row]).prompts[0]
-
-    def _text(self, row: Row) -> str:
-        messages = self._with_template(row)
+    def _text(self, row: Row, messages: Sequence[Message]) -> str:
         if not self._use_chat_template:
             return "\n".join(message["content"] for message in messages)
         from jinja2 import TemplateError
@@ -205,9 +197,11 @@ def _templates(given: Mapping[str, str]) -> dict[str, str]:
     return templates
 
 
-def _prompt(row: Row, text: str, ids: list[int]) -> Prompt:
+def _prompt(row: Row, messages: Sequence[Message], text: str, ids: list[int]) -> Prompt:
     token_ids: IntArray = np.array(ids, dtype=np.int64)
-    return Prompt(row.uid, token_ids, text, row.data_source, row.ground_truth, row.extra)
+    return Prompt(
+        row.uid, token_ids, text, row.data_source, row.ground_truth, row.extra, tuple(messages)
+    )
 
 
 def _cut(ids: list[int], limit: int, side: str) -> list[int]:

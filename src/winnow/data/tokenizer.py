@@ -23,9 +23,15 @@ _TOKENIZER_FILES = (
 
 
 def load_tokenizer(
-    path: str, trust_remote_code: bool = False, field: str = "model.path"
+    path: str,
+    trust_remote_code: bool = False,
+    field: str = "model.path",
+    ends_answers: bool = True,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder (or of a hub name), which `field` of the recipe gives.
+
+    Args:
+        ends_answers: it is of a model that writes, and so needs an end-of-sequence token.
 
     Raises:
         ModelError: no such folder, no tokenizer in it, or one without an end-of-sequence token.
@@ -59,7 +65,7 @@ def load_tokenizer(
         raise ModelError(
             f"{field} {path}: cannot load its tokenizer: {reason.rstrip('.')}; {remedy}"
         ) from error
-    if tokenizer.eos_token_id is None:
+    if ends_answers and tokenizer.eos_token_id is None:
         raise ModelError(
             f"{field} {path}: its tokenizer has no end-of-sequence token, so no answer could "
             "end; set eos_token in tokenizer_config.json"

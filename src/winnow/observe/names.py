@@ -8,6 +8,7 @@ is the evaluation before training.
 | name | meaning |
 |---|---|
 | score/{reward,task_reward,accuracy,advantage} SPREAD | over the answers trained on |
+| score/parts/NAME SPREAD | each part of the reward, before weights: task, overlong, … |
 | sampling/accuracy | over all answers of the groups closed in the step, before the filter |
 | sampling/keep_rate | share of the closed groups that passed the filter |
 | sampling/groups/{trained,all_right,all_wrong,surplus,stale,failed} | groups whose life ended |
@@ -33,6 +34,7 @@ is the evaluation before training.
 | eval/SOURCE/{avg@N,pass@K,maj@K,std@N,greedy,prompts} | held-out prompts of a data source |
 | eval/SOURCE/{avg@N_se,greedy_se} | their standard errors |
 | eval/SOURCE/{length,truncated} | of the sampled held-out answers |
+| eval/SOURCE/part_NAME | their mean score by a reward model that scores in evaluation, too |
 | sft/loss | the warm-up |
 | sft/time_s | seconds that the start took, in the first line |
 | time/PHASE_s, time/step_s | seconds; the phases and `time/other_s` add up to the step |

@@ -9,7 +9,7 @@ eval/step-N.parquet, the answers to held-out prompts after step N, has the same 
 | prompt_uid, data_source | the row of data |
 | outcome | trained, all_right, all_wrong, surplus, stale, failed; held_out, held_out_greedy |
 | prompt_tokens, response_tokens | lengths |
-| reward, part/NAME, accuracy | the score; reward is the sum of the parts |
+| reward, part/NAME, accuracy | the score; reward is the sum of the parts, each by its weight |
 | advantage | null unless trained, and for a baseline |
 | oldest_version, newest_version, staleness | weight versions that wrote it, and how far behind |
 | finish_reason, scorer_error | |

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from winnow.config.reward import RewardConfig
 from winnow.rewards.pool import ScorerPool
-from winnow.rewards.routing import Router
+from winnow.rewards.routing import NO_SCORER, Router
 from winnow.rewards.scorers import Scorer
 from winnow.rewards.task import Failure, outcome
 from winnow.rewards.user_function import UserScorer
@@ -73,6 +73,8 @@ class Backend:
             pool = self._started_pool()
             return await pool.score("", seed, (prompt.data_source, text, prompt.ground_truth, info))
         scorer = self.router.scorer(prompt.data_source)
+        if scorer is NO_SCORER:
+            return scorer.score(*arguments)
         if self._is_apart(scorer):
             plain = (*arguments[:3], dict(prompt.extra))
             return await self._started_pool().score(scorer.name, 0, plain)
@@ -85,7 +87,8 @@ class Backend:
 
     def _is_apart(self, scorer: Scorer) -> bool:
         workers = self._config.workers
-        return scorer.apart if workers is None else workers > 0
+        wanted = scorer.apart if workers is None else workers > 0
+        return wanted and scorer is not NO_SCORER
 
     def _started_pool(self) -> ScorerPool:
         if self._pool is None:

@@ -10,7 +10,11 @@ from collections.abc import Iterable, Mapping
 
 from winnow.errors import RewardError
 from winnow.rewards.scorers import SCORERS, Scorer
+from winnow.types import Score
 
+# Leaves a source to the reward model: no part of its own, and no accuracy to speak of.
+NO_SCORER = Scorer("none", lambda *_: Score(0.0, 0.0), 0.0)
+_CHOICES = {**SCORERS, NO_SCORER.name: NO_SCORER}
 # MATH-500 goes by the `Answer:` line, as its prompts are asked here; a gold answer written in
 # another way than the model's counts as wrong.
 ROUTES: Mapping[str, str] = {
@@ -32,10 +36,10 @@ class Router:
 
     def __init__(self, overrides: Mapping[str, str]) -> None:
         for source, name in overrides.items():
-            if name not in SCORERS:
+            if name not in _CHOICES:
                 raise RewardError(
                     f"reward.scorers.{source} is {name}, which is no scorer; "
-                    f"there are {', '.join(SCORERS)}"
+                    f"there are {', '.join(_CHOICES)}"
                 )
         self._layers = [_by_length(overrides), _by_length(ROUTES)]
 
@@ -49,7 +53,7 @@ class Router:
         for patterns in self._layers:
             for pattern, scorer in patterns:
                 if name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern:
-                    return SCORERS[scorer]
+                    return _CHOICES[scorer]
         raise RewardError(
             f"data_source {data_source} has no scorer; known are {', '.join(ROUTES)}. Name one of "
             f"{', '.join(SCORERS)} in reward.scorers, or your own function in reward.function.path"

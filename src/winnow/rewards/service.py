@@ -16,6 +16,9 @@ from typing import SupportsFloat
 from winnow.config.reward import RewardConfig
 from winnow.errors import RewardError
 from winnow.rewards.backend import Backend
+from winnow.rewards.blending import OVERLONG, TASK, blended, part_weights
+from winnow.rewards.model_scorer import ModelScorer
+from winnow.rewards.routing import NO_SCORER
 from winnow.rewards.shaping import overlong_penalty
 from winnow.rewards.task import Failure
 from winnow.rewards.user_function import WRONG_REWARD
@@ -37,12 +40,17 @@ class RewardService:
     """Scores answers by the section `reward`."""
 
     def __init__(
-        self, config: RewardConfig, max_response_tokens: int, backend: Backend | None = None
+        self,
+        config: RewardConfig,
+        max_response_tokens: int,
+        backend: Backend | None = None,
+        model: ModelScorer | None = None,
     ) -> None:
         """Load what scores; a user's file is imported here, or in its workers.
 
         Args:
             backend: another service's; None starts one, which `close` ends.
+            model: runs what `config.model` describes; None leaves it out.
 
         Raises:
             RewardError: a scorer's name or the user's file is wrong.
@@ -50,37 +58,60 @@ class RewardService:
         self._config = config
         self._max_response_tokens = max_response_tokens
         self._backend = backend or Backend(config)
+        self._model = model
+        self._weights = part_weights(config)
         self._has_user = config.function.path is not None
         self._required: str | None = None
         self._failures = FailureReport(0, "", "")
 
     def twin(self) -> RewardService:
         """Another service over the same scorers and workers, with a count of its own."""
-        return RewardService(self._config, self._max_response_tokens, self._backend)
+        return RewardService(self._config, self._max_response_tokens, self._backend, self._model)
 
     def close(self) -> None:
         """End the workers; nothing can be scored afterwards."""
         self._backend.close()
 
     def scored_apart(self) -> int:
-        """Answers that workers have dealt with: grows as long as scoring gets on."""
-        return self._backend.scored
+        """Answers that workers or the model have dealt with: grows as long as scoring gets on."""
+        return self._backend.scored + (self._model.scored if self._model else 0)
 
-    def check_sources(self, data_sources: Iterable[str]) -> None:
+    def check_sources(self, data_sources: Iterable[str], held_out: bool = False) -> None:
         """See before training that every source can be scored.
+
+        Args:
+            held_out: and given an accuracy, which evaluation is about.
 
         Raises:
             RewardError: one cannot.
         """
-        self._backend.prepare(set(data_sources))
+        sources = set(data_sources)
+        self._backend.prepare(sources)
+        for source in sorted(sources):
+            if held_out and not self._has_task(source):
+                raise RewardError(
+                    f"reward.scorers leaves {source} to the reward model, which gives held-out "
+                    "answers no accuracy; name a scorer for it, or leave it out of data.eval_files"
+                )
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """See before training that answers to a prompt can be put before the reward model.
+
+        Raises:
+            ModelError: they cannot.
+        """
+        if self._model is not None:
+            self._model.check(prompt)
 
     def known_metrics(self, data_sources: Iterable[str]) -> frozenset[str] | None:
         """The numbers that every score of these sources has; None: only a run will tell."""
         if self._has_user:
             return None
-        own = [self._backend.router.scorer(source).metrics for source in data_sources]
-        shared = frozenset.intersection(*own) if own else frozenset()
-        return self._common_metrics() | shared
+        own = [
+            self._backend.router.scorer(source).metrics | self._common_metrics(source)
+            for source in data_sources
+        ]
+        return frozenset.intersection(*own) if own else self._common_metrics()
 
     def require_metric(self, metric: str, data_sources: Iterable[str]) -> None:
         """Say what a filter will ask for: from now on each training score has it.
@@ -103,16 +134,28 @@ class RewardService:
     ) -> Score:
         """What an answer is worth; length is shaped in training only.
 
+        The reward model is asked before anything is waited for, so that answers whose scoring
+        begins together are run together.
+
         Raises:
             RewardError: scoring failed and `on_failure` is fatal, or the score lacks the metric
                 that the filter asks for.
         """
+        model = self._model if training or self._judges_held_out() else None
+        verdict = None if model is None else model.begin(prompt, text)
         result = await self._backend.score(prompt, text)
+        said = None if verdict is None else await verdict
+        if isinstance(said, Failure) and not isinstance(result, Failure):
+            result = said
         score = self._failed(prompt, result) if isinstance(result, Failure) else result
-        if not training:
-            return score
-        self._check_required(score)
-        return self._shaped(score, trajectory)
+        parts: dict[str, float] = {}
+        if model is not None and said is not None:
+            part, wrong = model.config.part, model.config.wrong_score
+            parts[part] = wrong if isinstance(said, Failure) or score.error else said
+        if training:
+            self._check_required(score)
+            parts.update(self._length_part(trajectory))
+        return blended(score, parts, self._weights)
 
     @property
     def failure_report(self) -> FailureReport:
@@ -150,29 +193,43 @@ class RewardService:
         wrong = self._wrong_reward(prompt)
         required = self._required
         extra = {} if required is None or required in self._common_metrics() else {required: 0.0}
-        return Score(wrong, 0.0, {"task": wrong}, extra, error=line)
+        parts = {TASK: wrong} if self._has_task(prompt.data_source) else {}
+        return Score(wrong, 0.0, parts, extra, error=line)
 
     def _wrong_reward(self, prompt: Prompt) -> float:
         if self._has_user:
             return WRONG_REWARD
         return self._backend.router.scorer(prompt.data_source).wrong_reward
 
-    def _shaped(self, score: Score, trajectory: Trajectory) -> Score:
+    def _length_part(self, trajectory: Trajectory) -> dict[str, float]:
         overlong = self._config.overlong
         if not overlong.enabled:
-            return score
+            return {}
         penalty = overlong_penalty(
             trajectory.generated_tokens,
             self._max_response_tokens,
             overlong.buffer_tokens,
             overlong.factor,
         )
-        parts = {**score.parts, "overlong": penalty}
-        return replace(score, reward=sum(parts.values()), parts=parts)
+        return {OVERLONG: penalty}
 
-    def _common_metrics(self) -> frozenset[str]:
-        names = {"accuracy", "reward", "task_reward", "task"}
-        return frozenset(names | {"overlong"} if self._config.overlong.enabled else names)
+    def _judges_held_out(self) -> bool:
+        return self._model is not None and self._model.config.in_evaluation
+
+    def _has_task(self, data_source: str) -> bool:
+        """Whether something else than the reward model scores this source."""
+        return self._has_user or self._backend.router.scorer(data_source) is not NO_SCORER
+
+    def _common_metrics(self, data_source: str | None = None) -> frozenset[str]:
+        """Numbers of every training score, or of those of a source."""
+        names = {"reward"}
+        if data_source is None or self._has_task(data_source):
+            names |= {"accuracy", "task_reward", TASK}
+        if self._config.overlong.enabled:
+            names.add(OVERLONG)
+        if self._model is not None:
+            names.add(self._model.config.part)
+        return frozenset(names)
 
     def _check_required(self, score: Score) -> None:
         metric = self._required

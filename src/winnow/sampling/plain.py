@@ -19,12 +19,14 @@ def plain_prompt(prompt: Prompt) -> Plain:
         "data_source": prompt.data_source,
         "ground_truth": prompt.ground_truth,
         "extra": dict(prompt.extra),
+        "messages": [dict(message) for message in prompt.messages],
     }
 
 
 def prompt_from(state: Mapping[str, Any]) -> Prompt:
     """The inverse of `plain_prompt`."""
-    return Prompt(**state)
+    messages = tuple(state.get("messages", ()))  # older checkpoints have none
+    return Prompt(**{**state, "messages": messages})
 
 
 def plain_segment(segment: Segment | None) -> Plain | None:

@@ -12,6 +12,7 @@ import torch
 
 from winnow.checkpoint import Content, Retention, sync, this_machine
 from winnow.config.load import dump_config
+from winnow.config.reward_model import SequenceClassifier
 from winnow.config.root import Config
 from winnow.config.sampling import BandFilter, VarianceFilter
 from winnow.data.build import evaluation_prompts, training_prompts
@@ -35,6 +36,7 @@ from winnow.trainer.evaluate import EvaluationSettings, Evaluator
 from winnow.trainer.loading import load_policy_model
 from winnow.trainer.loop import Course, Parts, Schedule
 from winnow.trainer.mirror import Mirror
+from winnow.trainer.reward_model import make_model_scorer
 from winnow.trainer.saver import Saver
 from winnow.trainer.scoring import TrainingScores
 from winnow.trainer.state import RunState, Stateful
@@ -161,13 +163,22 @@ def make_engine(config: Config, policy: Policies) -> TorchEngine:
     )
 
 
-def make_rewards(config: Config) -> RewardService:
-    """The scorers, with workers where they run apart; close it.
+def make_rewards(config: Config, device: torch.device, training: bool = True) -> RewardService:
+    """The scorers, with workers where they run apart, and the reward model; close it.
+
+    Args:
+        training: else a model that scores only in training is left out.
 
     Raises:
         RewardError: a scorer's name or the user's file is wrong.
+        ModelError: the reward model is not usable.
     """
-    return RewardService(config.reward, config.rollout.max_response_tokens)
+    section, model = config.reward.model, None
+    if isinstance(section, SequenceClassifier) and (training or section.in_evaluation):
+        budget = section.microbatch_tokens or config.trainer.microbatch_tokens
+        deterministic = config.run.deterministic
+        model = make_model_scorer(section, config.model, device, budget, deterministic)
+    return RewardService(config.reward, config.rollout.max_response_tokens, model=model)
 
 
 def make_evaluator(
@@ -185,7 +196,7 @@ def make_evaluator(
     """
     held_out = evaluation_prompts(config.data, policy.tokenizer)
     _check_positions(config, policy.path, policy.model, longest_prompt(config, held_out))
-    rewards.check_sources(held_out.data_sources)
+    rewards.check_sources(held_out.data_sources, held_out=True)
     sampling = rollout_sampling(config, policy)
     return Evaluator(
         engine,
@@ -271,6 +282,7 @@ def build(
     source = training_prompts(config.data, policy.tokenizer, config.run.seed)
     _check_positions(config, policy.path, policy.model, longest_prompt(config, source))
     rewards.check_sources(source.data_sources)
+    rewards.check_prompt(source.prompt(0))
     if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
         rewards.require_metric(config.sampling.filter.metric, source.data_sources)
     loader = PromptLoader(source, config.run.seed, config.data.shuffle)

@@ -51,7 +51,8 @@ def run_evaluation(run: str, step: int | None, overrides: Sequence[str], console
     folder = RunFolder.open(run)
     checkpoint = find_checkpoint(folder, step)
     config = load_recipe(str(folder.config), overrides)
-    policy = load_policy(config, str(checkpoint.model), use_machine(config))
+    device = use_machine(config)
+    policy = load_policy(config, str(checkpoint.model), device)
     target = folder.evaluations / f"checkpoint-{checkpoint.step}.parquet"
     engine = make_engine(config, policy)
 
@@ -59,7 +60,7 @@ def run_evaluation(run: str, step: int | None, overrides: Sequence[str], console
         await engine.load_weights(WeightUpdate(version=checkpoint.step))
         return await evaluator.evaluate(checkpoint.step)
 
-    with contextlib.closing(make_rewards(config)) as rewards:
+    with contextlib.closing(make_rewards(config, device, training=False)) as rewards:
         evaluator = make_evaluator(config, policy, engine, lambda _: target, rewards)
         if not evaluator.prompts:
             raise DataError("no held-out prompts: give data.eval_files=[FILE], or a data/task")

@@ -17,6 +17,7 @@ from winnow.config.evaluation import EvaluationConfig
 from winnow.observe.metrics import Metrics
 from winnow.observe.names import EVAL, Number
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
+from winnow.rewards.blending import TASK
 from winnow.rewards.service import RewardService
 from winnow.rollout.engine import Engine, SamplingParams
 from winnow.rollout.generate import generate
@@ -99,7 +100,7 @@ class Evaluator:
         self._write(step, groups, shown if settings.greedy else [])
         sampled = summarise([_statistics_of(group) for group in groups], settings.seed)
         self._check_scoring()
-        return {**as_record(sampled, greedy), **_lengths(groups)}
+        return {**as_record(sampled, greedy), **_means(groups)}
 
     async def _answer(self, sampling: SamplingParams, n: int) -> list[Group]:
         fresh: Mapping[int, Any] = dict.fromkeys(range(n))
@@ -157,11 +158,14 @@ def _vote(pred: object) -> str | None:
     return None if pred is None or pred == "" else pred if isinstance(pred, str) else repr(pred)
 
 
-def _lengths(groups: Sequence[Group]) -> dict[str, Number]:
+def _means(groups: Sequence[Group]) -> dict[str, Number]:
     metrics = Metrics()
     for group in groups:
         name = f"{EVAL}{group.prompt.data_source}"
         for answer in group.answers:
             metrics.mean(f"{name}/length", answer.trajectory.generated_tokens)
             metrics.mean(f"{name}/truncated", answer.trajectory.truncated)
+            for part, value in answer.score.parts.items():
+                if part != TASK:  # whose mean says what the accuracy does
+                    metrics.mean(f"{name}/part_{part}", value)
     return metrics.record()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
 
@@ -9,8 +10,10 @@ import numpy as np
 
 from winnow.observe.metrics import Metrics
 from winnow.observe.rollouts import RolloutGroup
+from winnow.rewards.blending import TASK
 from winnow.sampling.report import StepGroups
 from winnow.trainer.learner import Learned
+from winnow.types import Score
 
 _ELSEWHERE = ("truncated_answers", "in_progress", "baseline_tokens")
 
@@ -25,13 +28,22 @@ def record_step(
     """
     answers = [answer for group in sampled.groups for answer in group.answers]
     metrics.spread("score/reward", [a.score.reward for a in answers])
-    metrics.spread("score/task_reward", [a.score.metric("task_reward") for a in answers])
     metrics.spread("score/accuracy", [a.score.accuracy for a in answers])
+    _record_parts(metrics, [answer.score for answer in answers])
     metrics.spread("length/response", [a.trajectory.generated_tokens for a in answers])
     metrics.spread("length/prompt", learned.batch.prompt_lengths.numpy())
     metrics.mean_of("length/truncated", sum(a.trajectory.truncated for a in answers), len(answers))
     _record_sampling(metrics, sampled)
     metrics.last("sampling/tokens/in_progress", tokens_in_progress)
+
+
+def _record_parts(metrics: Metrics, scores: Sequence[Score]) -> None:
+    """Each part over the answers that have it: not every source has every part."""
+    for name in dict.fromkeys(chain.from_iterable(score.parts for score in scores)):
+        values = [score.parts[name] for score in scores if name in score.parts]
+        metrics.spread(f"score/parts/{name}", values)
+        if name == TASK:
+            metrics.spread("score/task_reward", values)
 
 
 def _record_sampling(metrics: Metrics, sampled: StepGroups) -> None:

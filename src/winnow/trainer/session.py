@@ -79,7 +79,7 @@ def run_training(
         sinks = Sinks([sink, FirstRecord(metrics, start), heartbeat])
         with (
             make_saver(config, folder) as saver,
-            contextlib.closing(make_rewards(config)) as rewards,
+            contextlib.closing(make_rewards(config, device)) as rewards,
         ):
             built = build(
                 config,
