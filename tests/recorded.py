@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ _SCORE = ("task", "overlong", "accuracy", "truncated")
 def recorded_groups(count: int | None = None, answers: int | None = None) -> list[Group]:
     """The first `count` groups, with the first `answers` of each."""
     with np.load(FILE) as file:
-        rows = {name: file[name] for name in file.files}
+        return groups_of({name: file[name] for name in file.files}, count, answers)
+
+
+def groups_of(
+    rows: Mapping[str, Any], count: int | None = None, answers: int | None = None
+) -> list[Group]:
+    """Groups from the arrays that `tests.fixtures.record` makes."""
     ends = {name: np.cumsum(rows[f"{name}_tokens"])[:-1] for name in ("prompt", "response")}
     prompts = np.split(rows["prompt_ids"], ends["prompt"])
     responses = np.split(rows["token_ids"], ends["response"])
