@@ -144,6 +144,21 @@ class PromptRenderer:
             raise DataError(_none_fits(rows, report, limit))
         return PromptSet(tuple(prompts), report)
 
+    def keeps(self, row: Row) -> bool:
+        """False where a row is too long and such rows are left out."""
+        if self._config.overlong_prompts != "filter":
+            return True
+        (ids,) = self._encode([self._text(row, self._with_template(row))])
+        return len(ids) <= self._config.max_prompt_tokens
+
+    def prompt(self, row: Row) -> Prompt:
+        """One row that must fit.
+
+        Raises:
+            DataError: it does not, or cannot be rendered.
+        """
+        return self.render([row]).prompts[0]
+
     def _text(self, row: Row, messages: Sequence[Message]) -> str:
         if not self._use_chat_template:
             return "\n".join(message["content"] for message in messages)
