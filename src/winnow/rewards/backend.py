@@ -53,8 +53,16 @@ class Backend:
         if self.has_user_function:
             return
         self.router.check(data_sources)
-        if any(self._is_apart(self.router.scorer(source)) for source in data_sources):
+        if self.takes_time(data_sources):
             self._started_pool()
+
+    def takes_time(self, data_sources: Iterable[str]) -> bool:
+        """Whether scores of these come later, while the run's own process does other things."""
+        if self._user is not None:
+            return self._user.is_async
+        if self.has_user_function:
+            return True
+        return any(self._is_apart(self.router.scorer(source)) for source in data_sources)
 
     async def score(self, prompt: Prompt, text: str) -> Score | Failure:
         """What a scorer says of an answer.

@@ -103,6 +103,10 @@ class RewardService:
         if self._model is not None:
             self._model.check(prompt)
 
+    def takes_time(self, data_sources: Iterable[str]) -> bool:
+        """Whether scores of these sources come later, from scorers beside the engine."""
+        return self._backend.takes_time(data_sources)
+
     def known_metrics(self, data_sources: Iterable[str]) -> frozenset[str] | None:
         """The numbers that every score of these sources has; None: only a run will tell."""
         if self._has_user:

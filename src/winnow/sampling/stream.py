@@ -58,7 +58,7 @@ class Sampler:
         """Bind the collaborators.
 
         Args:
-            config: the rules.
+            config: the rules; a score lag of None is 0.
             engine: what writes tokens.
             next_prompt: the loader's next prompt; it never runs dry.
             give_back: takes prompts of dropped groups; they come next, in this order.
@@ -85,6 +85,8 @@ class Sampler:
         self._run_seed = run_seed
         self._on_progress = on_progress
         self._watchdog = Watchdog(engine, self.ledger, config)
+        self.score_lag_ticks = config.score_lag_ticks or 0
+        """Decode ticks from an answer's end to the moment its score is seen."""
 
     async def step(self, version: int) -> StepGroups:
         """Sample with weights `version` until a step can be cut.
@@ -135,10 +137,14 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Groups, counters, p̂ and histories, as plain Python and numpy."""
-        return {"ledger": self.ledger.state_dict()}
+        return {"ledger": self.ledger.state_dict(), "score_lag_ticks": self.score_lag_ticks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` described, with an engine that has nothing running."""
+        """Become what `state_dict` described, with an engine that has nothing running.
+
+        The lag is the state's: schedules depend on it, and what chose it may have changed.
+        """
+        self.score_lag_ticks = state["score_lag_ticks"]
         self.ledger.load_state_dict(state["ledger"])
         self.ledger.forget_engine()
 
@@ -244,7 +250,7 @@ class Sampler:
         lives = self.ledger.lives
         for key in keys:
             if key[0] in lives.open:
-                due = tick + self._config.score_lag_ticks
+                due = tick + self.score_lag_ticks
                 self._scores.begin(key, *lives.finished_answer(*key), due)
 
     async def _see_what_is_due(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,9 @@ from winnow.workers.lora import adapter_writer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+LAG_OF_SCORERS_APART = 8
+"""Decode ticks; measured by benchmarks/deterministic.py."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,15 @@ def make_engine(config: Config, policy: Policies) -> TorchEngine:
         live_updates=not config.run.deterministic,
         fp32_head=config.model.fp32_head,
     )
+
+
+def score_lag_ticks(config: Config, rewards: RewardService, data_sources: Iterable[str]) -> int:
+    """`sampling.score_lag_ticks`, chosen where the recipe leaves it open."""
+    given = config.sampling.score_lag_ticks
+    if given is not None:
+        return given
+    is_late = config.run.deterministic and rewards.takes_time(data_sources)
+    return LAG_OF_SCORERS_APART if is_late else 0
 
 
 def make_rewards(config: Config, device: torch.device, training: bool = True) -> RewardService:
@@ -291,8 +303,9 @@ def build(
     with_baseline = "greedy" in needs_of(config)
     step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
     scores = TrainingScores(rewards, policy.decode, patience=step_answers)
+    lag = score_lag_ticks(config, rewards, source.data_sources)
     sampler = Sampler(
-        config.sampling,
+        config.sampling.model_copy(update={"score_lag_ticks": lag}),
         engine=engine,
         next_prompt=loader.next,
         give_back=loader.give_back,

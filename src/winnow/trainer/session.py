@@ -96,6 +96,9 @@ def run_training(
             for note in built.notes:
                 sink.note(note)
             course = _resumed(opened, built)
+            for note in _lag_notes(config, built.parts):
+                sink.note(note)
+                log.info("%s", note)
             opened.rewind(metrics)
             heartbeat.watch(lambda: built.parts.engine.status().generated_tokens)
             heartbeat.watch(lambda: built.parts.learner.progress)
@@ -166,6 +169,17 @@ def _resumed(opened: Opened, built: Built) -> Course:
         evaluate_before=False,
         unfinished=unfinished,
     )
+
+
+def _lag_notes(config: Config, parts: Parts) -> list[str]:
+    """How late scores are seen, where the recipe leaves that open and they are late."""
+    lag = parts.sampler.score_lag_ticks
+    if config.sampling.score_lag_ticks is not None or not lag:
+        return []
+    return [
+        f"Scorers run beside the engine: a score is seen {lag} decode ticks after its answer's "
+        "end (sampling.score_lag_ticks)"
+    ]
 
 
 def _train(

@@ -47,14 +47,15 @@ def history(
     steps: int = 5,
     restart_at: int | None = None,
     with_baseline: bool = False,
+    restart_with: dict[str, object] | None = None,
 ) -> str:
     """Everything that some steps trained, counted and left behind."""
     prompts = Prompts()
 
-    def start() -> tuple[ScriptedEngine, Sampler]:
+    def start(more: dict[str, object] | None = None) -> tuple[ScriptedEngine, Sampler]:
         engine = ScriptedEngine(ragged, slots=12)
         sampler = Sampler(
-            SamplingConfig.model_validate({"groups_per_step": 4, **settings}),
+            SamplingConfig.model_validate({"groups_per_step": 4, **settings, **(more or {})}),
             engine=engine,
             next_prompt=prompts.next,
             give_back=prompts.give_back,
@@ -72,7 +73,7 @@ def history(
         for version in range(steps):
             if version == restart_at:
                 state = sampler.state_dict()
-                engine, sampler = start()
+                engine, sampler = start(restart_with)
                 sampler.load_state_dict(state)
             await engine.load_weights(WeightUpdate(version))
             step = await sampler.step(version)
@@ -158,3 +159,11 @@ def test_a_state_with_scores_under_way_goes_on_as_if_nothing_had_been(lag: int) 
 
     settings = {"score_lag_ticks": lag, "lookahead": 1.0}
     assert history(late, settings, steps=6, restart_at=3) == history(late, settings, steps=6)
+
+
+def test_a_state_brings_its_lag_along() -> None:
+    settings: dict[str, object] = {"score_lag_ticks": 3}
+    undisturbed = history(at_once, settings)
+    other: dict[str, object] = {"score_lag_ticks": None}
+    assert history(at_once, settings, restart_at=2, restart_with=other) == undisturbed
+    assert history(at_once, other) != undisturbed
