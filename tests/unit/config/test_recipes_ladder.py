@@ -1,0 +1,119 @@
+"""The ladder that benchmarks/ladder.py climbs, and how its report tells noise from difference."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from winnow.config.load import load_recipe
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+import ladder
+import ladder_report
+
+RUNG_NAMES = [name for name, _ in ladder.RUNGS]
+
+
+def settings(job: ladder.Job, seed: int = 1) -> dict[str, Any]:
+    command = job.command(seed, 40, Path("runs"))
+    return load_recipe(command[2], command[3:]).model_dump(mode="json", exclude={"run"})
+
+
+def rungs() -> list[dict[str, Any]]:
+    made = {job.name: job for job in ladder.jobs(["grpo"], with_rungs=True)}
+    return [settings(made[name]) for name in RUNG_NAMES]
+
+
+def differing(a: dict[str, Any], b: dict[str, Any], path: str = "") -> set[str]:
+    found = set()
+    for key in a.keys() | b.keys():
+        here, there = a.get(key), b.get(key)
+        if isinstance(here, dict) and isinstance(there, dict):
+            found |= differing(here, there, f"{path}{key}.")
+        elif here != there:
+            found.add(f"{path}{key}")
+    return found
+
+
+def run(accuracy: float, **figures: float) -> dict[str, Any]:
+    return {
+        "pass@1": accuracy,
+        "greedy": accuracy,
+        "length": 40.0,
+        "truncated": 0.0,
+        "clip_low": 0.01,
+        "clip_high": None,
+        "dual_clip": None,
+        "tokens": 1e6,
+        "cpu_s": 60.0,
+        "accuracy_by_step": [0.3, accuracy],
+        "tokens_by_step": [5e5, 5e5],
+        **figures,
+    }
+
+
+def test_each_rung_adds_one_thing() -> None:
+    steps = [differing(a, b) for a, b in zip(rungs(), rungs()[1:], strict=False)]
+    assert steps[:4] == [
+        {"algorithm.overlong_filtering"},
+        {"algorithm.policy_loss.clip_high"},
+        {"reward.overlong.enabled"},
+        {"algorithm.aggregation"},
+    ]
+    assert steps[4] == {"sampling.filter.name", "sampling.filter.metric"}
+
+
+def test_the_ladder_ends_at_dapo_but_for_what_dapo_left_out() -> None:
+    dapo = settings(ladder.Job("dapo", "dapo"))
+    assert differing(rungs()[-1], dapo) == {
+        "algorithm.overlong_filtering",
+        "algorithm.policy_loss.dual_clip",
+    }
+
+
+def test_every_family_is_run_once_a_seed_and_remax_last() -> None:
+    names = [job.name for job in ladder.jobs(ladder.FAMILIES, with_rungs=True)]
+    assert names[0] == "start"
+    assert names[-1] == "remax"
+    assert len(names) == len(set(names)) == 1 + len(ladder.FAMILIES) + len(ladder.RUNGS) - 1
+    keys = {job.key(1) for job in ladder.jobs(ladder.FAMILIES, with_rungs=True)}
+    assert len(keys) == len(names)
+
+
+def test_a_difference_is_paired_by_seed() -> None:
+    results = {
+        "a": {1: run(0.80), 2: run(0.60), 3: run(0.71)},
+        "b": {1: run(0.70), 2: run(0.50), 3: run(0.60), 4: run(0.99)},
+    }
+    mean, half, seeds = ladder_report.difference(results, "a", "b", "pass@1")
+    assert mean == pytest.approx(0.31 / 3)
+    assert half is not None
+    assert half == pytest.approx(4.30 * 0.0057735 / 3**0.5, rel=1e-4)
+    assert seeds == 3
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({1: run(0.70), 2: run(0.50), 3: run(0.60)}, "over 3 seeds: clear"),
+        ({1: run(0.70), 2: run(0.65), 3: run(0.60)}, "over 3 seeds: within noise"),
+        ({1: run(0.70)}, "one seed, so nothing can be said of noise"),
+    ],
+)
+def test_the_report_calls_a_difference_noise_unless_its_interval_leaves_out_zero(
+    others: dict[int, dict[str, Any]], said: str
+) -> None:
+    results = {"grpo": {1: run(0.80), 2: run(0.60), 3: run(0.71)}, "dapo": others}
+    text = ladder_report.report(results, ["grpo", "dapo", "rloo"], [], 40, "command")
+    assert said in text
+    assert "Not run: start, rloo." in text
+
+
+def test_the_picture_is_drawn_from_runs_of_several_seeds(tmp_path: Path) -> None:
+    results = {name: {1: run(0.8), 2: run(0.7)} for name in RUNG_NAMES}
+    ladder_report.draw(results, RUNG_NAMES, tmp_path / "ladder.png")
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
