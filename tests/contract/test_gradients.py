@@ -351,6 +351,7 @@ def test_one_sample_at_a_time_is_a_split_as_well(folder: Path) -> None:
         assert_same(found, undivided("all terms", dtype, folder), tolerance)
 
 
+@pytest.mark.slow
 def test_two_processes_that_add_their_gradients_have_those_of_one(
     folder: Path, tmp_path: Path
 ) -> None:
