@@ -86,7 +86,7 @@ def test_every_family_is_run_once_a_seed_and_remax_last() -> None:
 
 def test_a_difference_is_paired_by_seed() -> None:
     results = {
-        "a": {1: run(0.80), 2: run(0.60), 3: run(0.71)},
+        "a": {1: run(0.80), 2: run(0.60), 3: run(0.71), 5: run(0.01)},
         "b": {1: run(0.70), 2: run(0.50), 3: run(0.60), 4: run(0.99)},
     }
     mean, half, seeds = ladder_report.difference(results, "a", "b", "pass@1")
