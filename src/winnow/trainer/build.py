@@ -47,7 +47,7 @@ from winnow.workers.lora import adapter_writer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-LAG_OF_SCORERS_APART = 8
+LAG_OF_SCORERS_APART = 16
 """Decode ticks; measured by benchmarks/deterministic.py."""
 
 
