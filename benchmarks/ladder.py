@@ -2,6 +2,7 @@
 
     python benchmarks/ladder.py [--families grpo dapo ...] [--seeds 1 2 3] [--steps 40]
         [--runs DIR] [--out benchmarks/results/ladder.md] [--plot docs/ladder.png]
+        [--docs docs/algorithms.md] [--only-report]
 
 Trains each shipped small recipe, and each rung of the ladder (GRPO, then cumulatively overlong
 filtering, clip-higher, soft overlong penalty, token-level loss, dynamic sampling), in a process of
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladder_report import Results, draw, report
+from ladder_report import Results, draw, put_between_marks, report, summary
 
 from winnow.config.load import load_recipe
 from winnow.observe.jsonl import read_metrics
@@ -46,6 +47,8 @@ RUNGS = (
 )
 """What each adds to those before it; the first is the family of that name."""
 START = "start"
+KEPT = "ladder.json"
+"""What is kept of a run in its folder."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ class Job:
     overrides: tuple[str, ...] = ()
 
     def command(self, seed: int, steps: int, runs: Path) -> list[str]:
-        """How it is started."""
+        """How it is started; of the start only the evaluation counts, so one step will do."""
+        steps = 1 if self.name == START else steps
         return [
             *(str(Path(sys.executable).with_name("winnow")), "train", self.recipe),
             *(f"seed={seed}", "run.threads=1", f"run.dir={runs}", f"run.name={self.key(seed)}"),
@@ -85,26 +89,35 @@ def jobs(families: Sequence[str], with_rungs: bool) -> Iterator[Job]:
     yield from (Job(family, family) for family in families if family == "remax")
 
 
+def finished(job: Job, seed: int, steps: int, runs: Path) -> dict[str, Any] | None:
+    """What is known of a run from before, if it was made with these settings."""
+    kept = runs / job.key(seed) / KEPT
+    known: dict[str, Any] | None = json.loads(kept.read_text()) if kept.is_file() else None
+    return known if known and known["config"] == settings(job, seed, steps, runs) else None
+
+
 def measure(job: Job, seed: int, steps: int, runs: Path) -> dict[str, Any]:
     """One whole run, or what is known of it from before."""
-    steps = 1 if job.name == START else steps
-    folder, command = runs / job.key(seed), job.command(seed, steps, runs)
-    kept = folder / "ladder.json"
-    names = {"run": {"description", "dir", "name"}}
-    config = load_recipe(job.recipe, command[3:]).model_dump(mode="json", exclude=names)
-    if kept.is_file():
-        known: dict[str, Any] = json.loads(kept.read_text())
-        if known["config"] == config:
-            return known
+    known = finished(job, seed, steps, runs)
+    if known is not None:
+        return known
+    folder = runs / job.key(seed)
     # Half a run says nothing of its CPU time: it is made again.
     shutil.rmtree(folder, ignore_errors=True)
     before = _cpu_s()
-    subprocess.run(command, env=os.environ | {"WINNOW_CACHE": str(runs / "cache")}, check=True)
+    environment = os.environ | {"WINNOW_CACHE": str(runs / "cache")}
+    subprocess.run(job.command(seed, steps, runs), env=environment, check=True)
     cpu = _cpu_s() - before
-    records = read_metrics(folder / "metrics.jsonl")
-    found = {"config": config, "cpu_s": cpu, **figures(records, at_start=job.name == START)}
-    kept.write_text(json.dumps(found))
+    found = figures(read_metrics(folder / "metrics.jsonl"), at_start=job.name == START)
+    found |= {"config": settings(job, seed, steps, runs), "cpu_s": cpu}
+    (folder / KEPT).write_text(json.dumps(found))
     return found
+
+
+def settings(job: Job, seed: int, steps: int, runs: Path) -> dict[str, Any]:
+    """The whole recipe of a run, but for its name and place."""
+    config = load_recipe(job.recipe, job.command(seed, steps, runs)[3:])
+    return config.model_dump(mode="json", exclude={"run": {"description", "dir", "name"}})
 
 
 def figures(records: Sequence[dict[str, float]], at_start: bool = False) -> dict[str, Any]:
@@ -139,24 +152,37 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="Keep the runs here, and go on with those there.")
     parser.add_argument("--out", type=Path, help="Write the tables to this Markdown file.")
     parser.add_argument("--plot", type=Path, help="Draw the ladder into this PNG.")
+    parser.add_argument("--docs", type=Path, help="Put the short tables into this page.")
+    parser.add_argument("--only-report", action="store_true", help="Of what is in --runs already.")
     args = parser.parse_args()
-    command = " ".join(["python", "benchmarks/ladder.py", *sys.argv[1:]])
-    rungs = [] if args.no_ladder else [name for name, _ in RUNGS]
     results: Results = {}
     with tempfile.TemporaryDirectory() as scratch:
         runs = (args.runs or Path(scratch)).resolve()
         for seed in args.seeds:
-            for job in jobs(args.families, with_rungs=bool(rungs)):
-                found = measure(job, seed, args.steps, runs)
-                results.setdefault(job.name, {})[seed] = found
-                print(job.key(seed), {k: v for k, v in found.items() if isinstance(v, float)})
-                sys.stdout.flush()
-                if args.out is not None:
-                    text = report(results, args.families, rungs, args.steps, command)
-                    args.out.write_text(text)
-                if args.plot is not None and rungs and all(rung in results for rung in rungs):
-                    draw(results, rungs, args.plot)
-    print(report(results, args.families, rungs, args.steps, command))
+            for job in jobs(args.families, with_rungs=not args.no_ladder):
+                found = None if args.only_report else measure(job, seed, args.steps, runs)
+                found = found or finished(job, seed, args.steps, runs)
+                if found is not None:
+                    results.setdefault(job.name, {})[seed] = found
+                    print(job.key(seed), {k: v for k, v in found.items() if isinstance(v, float)})
+                    sys.stdout.flush()
+                    if not args.only_report:
+                        write(results, args)
+    write(results, args)
+
+
+def write(results: Results, args: argparse.Namespace) -> None:
+    """Tables and picture of what there is."""
+    rungs = [] if args.no_ladder else [name for name, _ in RUNGS]
+    if args.out is not None:
+        options = ["--seeds", *map(str, args.seeds), "--steps", str(args.steps)]
+        command = " ".join(["python benchmarks/ladder.py", *options])
+        args.out.write_text(report(results, args.families, rungs, args.steps, command))
+    if args.docs is not None:
+        short = summary(results, args.families, rungs, args.steps)
+        args.docs.write_text(put_between_marks(short, args.docs.read_text()))
+    if args.plot is not None and rungs and all(rung in results for rung in rungs):
+        draw(results, rungs, args.plot)
 
 
 if __name__ == "__main__":

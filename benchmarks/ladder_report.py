@@ -20,6 +20,9 @@ Results = dict[str, dict[int, dict[str, Any]]]
 T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 """Student's t at 97.5 % by degrees of freedom."""
 Show = Callable[[float], str]
+BY_STEP = "accuracy_by_step"
+MARKS = ("<!-- made by benchmarks/ladder.py -->", "<!-- until here -->")
+"""Around what `--docs` replaces."""
 
 
 def _percent(value: float) -> str:
@@ -81,6 +84,7 @@ def report(
             "Each rung keeps what those above it added. The first is the recipe grpo.",
             table(results, rungs),
             _reading(results, rungs, dict(zip(rungs[1:], rungs, strict=False))),
+            at_equal_tokens(results, rungs),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -101,6 +105,65 @@ def table(results: Results, names: Sequence[str]) -> str:
     if missing:
         lines += ["", f"Not run: {', '.join(missing)}."]
     return "\n".join(lines)
+
+
+def summary(results: Results, families: Sequence[str], rungs: Sequence[str], steps: int) -> str:
+    """The few columns that the docs show, each row with its verdict."""
+    parts = [
+        f"After {steps} steps, pass@1 and greedy in % of 1,000 held-out problems; mean over seeds, "
+        "and least to greatest. The last column is the difference in pass@1, in points.",
+        _short_table(results, ["start", *families], dict.fromkeys(families, "grpo")),
+    ]
+    if rungs:
+        bases = dict(zip(rungs[1:], rungs, strict=False))
+        parts += ["The ladder, each rung on top of those above it:"]
+        parts += [_short_table(results, rungs, bases), at_equal_tokens(results, rungs)]
+    return "\n\n".join(parts)
+
+
+def _short_table(results: Results, names: Sequence[str], bases: Mapping[str, str]) -> str:
+    columns = {key: COLUMNS[key] for key in ("pass@1", "greedy", "truncated", "tokens")}
+    headings = " | ".join(heading for heading, _ in columns.values())
+    base = "grpo" if set(bases.values()) == {"grpo"} else "the rung above"
+    lines = [f"| | seeds | {headings} | against {base} |", "|---" * (len(columns) + 3) + "|"]
+    for name in (name for name in names if results.get(name)):
+        runs = results[name].values()
+        cells = [_cell([run.get(key) for run in runs], show) for key, (_, show) in columns.items()]
+        has_base = name in bases and bases[name] != name
+        cells.append(verdict(results, name, bases[name]) if has_base else "")
+        lines.append(f"| {name} | {len(runs)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def at_equal_tokens(results: Results, rungs: Sequence[str]) -> str:
+    """How often each rung is right while sampling, at what the cheapest run spent in all."""
+    made = {rung: list(results[rung].values()) for rung in rungs if results.get(rung)}
+    spent = min(run["tokens"] for runs in made.values() for run in runs)
+    lines = [
+        f"Right answers while sampling, in %, when {_millions(spent)} M tokens were generated, the "
+        "least that a run spent (mean of three steps):",
+        "",
+    ]
+    for rung, runs in made.items():
+        values = [
+            float(np.interp(spent, np.cumsum(run["tokens_by_step"]), _smooth(run[BY_STEP])))
+            for run in runs
+        ]
+        lines.append(f"- {rung}: {_cell(values, _percent)}")
+    return "\n".join(lines)
+
+
+def put_between_marks(text: str, page: str) -> str:
+    """A page with what stands between its two marks replaced.
+
+    Raises:
+        ValueError: the page lacks a mark.
+    """
+    before, opening, rest = page.partition(MARKS[0])
+    _, closing, after = rest.partition(MARKS[1])
+    if not opening or not closing:
+        raise ValueError(f"the page lacks {MARKS[0]} or, after it, {MARKS[1]}")
+    return f"{before}{opening}\n\n{text}\n\n{closing}{after}"
 
 
 def _cell(values: Sequence[float | None], show: Show) -> str:
@@ -128,17 +191,19 @@ def _reading(results: Results, names: Sequence[str], bases: Mapping[str, str]) -
     for name in names:
         if name not in bases or not results.get(name):
             continue
-        mean, half, seeds = difference(results, name, bases[name], "pass@1")
-        if seeds == 0:
-            continue
-        if half is None:
-            verdict = f"{100 * mean:+.1f}; one seed, so nothing can be said of noise"
-        else:
-            is_clear = abs(mean) > half
-            verdict = f"{100 * mean:+.1f} ± {100 * half:.1f} over {seeds} seeds: "
-            verdict += "clear" if is_clear else "within noise"
-        lines.append(f"- {name} against {bases[name]}: {verdict}.")
+        lines.append(f"- {name} against {bases[name]}: {verdict(results, name, bases[name])}.")
     return "\n".join(lines)
+
+
+def verdict(results: Results, name: str, base: str) -> str:
+    """The difference in pass@1 in points, and whether it is noise."""
+    mean, half, seeds = difference(results, name, base, "pass@1")
+    if seeds == 0:
+        return "no seed in common"
+    if half is None:
+        return f"{100 * mean:+.1f}, of one seed: may be noise"
+    said = "clear" if abs(mean) > half else "within noise"
+    return f"{100 * mean:+.1f} ± {100 * half:.1f} over {seeds} seeds: {said}"
 
 
 def draw(results: Results, rungs: Sequence[str], target: Path) -> None:
@@ -152,7 +217,7 @@ def draw(results: Results, rungs: Sequence[str], target: Path) -> None:
         for index, rung in enumerate(rungs):
             runs = list(results[rung].values())
             label = f"{rung} ({len(runs)} seed{'s' if len(runs) > 1 else ''})"
-            curves = [_smooth(run["accuracy_by_step"]) for run in runs]
+            curves = [_smooth(run[BY_STEP]) for run in runs]
             last = min(map(len, curves))
             steps = np.arange(1, last + 1)
             _band(left, steps, [curve[:last] for curve in curves], f"C{index}", label)

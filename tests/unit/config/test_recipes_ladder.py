@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import ladder
 import ladder_report
 
+RUNG_MORE = ["grpo", "+ more", "+ missing"]
 RUNG_NAMES = [name for name, _ in ladder.RUNGS]
 
 
@@ -101,7 +103,7 @@ def test_a_difference_is_paired_by_seed() -> None:
     [
         ({1: run(0.70), 2: run(0.50), 3: run(0.60)}, "over 3 seeds: clear"),
         ({1: run(0.70), 2: run(0.65), 3: run(0.60)}, "over 3 seeds: within noise"),
-        ({1: run(0.70)}, "one seed, so nothing can be said of noise"),
+        ({1: run(0.70)}, "of one seed: may be noise"),
     ],
 )
 def test_the_report_calls_a_difference_noise_unless_its_interval_leaves_out_zero(
@@ -111,6 +113,40 @@ def test_the_report_calls_a_difference_noise_unless_its_interval_leaves_out_zero
     text = ladder_report.report(results, ["grpo", "dapo", "rloo"], [], 40, "command")
     assert said in text
     assert "Not run: start, rloo." in text
+    assert said in ladder_report.summary(results, ["grpo", "dapo"], [], 40)
+
+
+def test_rungs_are_compared_where_the_cheapest_run_ended() -> None:
+    cheap = run(0.5, tokens=1e6)
+    dear = run(0.9, tokens=3e6) | {
+        "accuracy_by_step": [0.2, 0.2, 0.2, 0.8, 0.8, 0.8],
+        "tokens_by_step": [5e5] * 6,
+    }
+    text = ladder_report.at_equal_tokens({"grpo": {1: cheap}, "+ more": {1: dear}}, RUNG_MORE)
+    assert "when 1.00 M tokens were generated" in text
+    assert text.endswith("- grpo: 40.0\n- + more: 20.0")
+
+
+def test_a_page_keeps_what_stands_around_the_marks() -> None:
+    first, last = ladder_report.MARKS
+    page = f"before\n{first}\nold\n{last}\nafter\n"
+    written = ladder_report.put_between_marks("new", page)
+    assert written == f"before\n{first}\n\nnew\n\n{last}\nafter\n"
+    assert ladder_report.put_between_marks("new", written) == written
+    with pytest.raises(ValueError, match="lacks"):
+        ladder_report.put_between_marks("new", f"{last}\n{first}")
+
+
+def test_a_run_is_taken_from_before_only_with_its_settings(tmp_path: Path) -> None:
+    job, other = ladder.Job("grpo", "grpo"), ladder.Job("grpo", "grpo", ("optim.lr=1e-3",))
+    folder = tmp_path / job.key(1)
+    folder.mkdir()
+    kept = {"config": ladder.settings(job, 1, 40, tmp_path), "pass@1": 0.5}
+    (folder / ladder.KEPT).write_text(json.dumps(kept))
+    assert ladder.finished(job, 1, 40, tmp_path) == kept
+    assert ladder.finished(job, 1, 30, tmp_path) is None
+    assert ladder.finished(job, 2, 40, tmp_path) is None
+    assert ladder.finished(other, 1, 40, tmp_path) is None
 
 
 def test_the_picture_is_drawn_from_runs_of_several_seeds(tmp_path: Path) -> None:
