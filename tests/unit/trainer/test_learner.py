@@ -24,6 +24,7 @@ from winnow.trainer.kl_penalty import Adaptation, KlPenalty
 from winnow.trainer.learner import Learned, Learner, LearnerSettings, Rates, Roles
 from winnow.types import Group, Score
 from winnow.value_models import load_value_model
+from winnow.workers.correcting import CorrectionStage
 from winnow.workers.critic import Critic, ValueObjective
 from winnow.workers.frozen import Reference
 from winnow.workers.objective import PolicyObjective
@@ -88,6 +89,7 @@ def bench(
     has_reference: bool = False,
     critic_lr: float = 3e-3,
     with_squares: bool = False,
+    correct: CorrectionStage | None = None,
 ) -> Bench:
     policy = Listening(quickstart_model(), vocab_size=VOCABULARY)
     reference = critic = None
@@ -104,7 +106,8 @@ def bench(
         Rates(lambda step: 1e-3, lambda step: critic_lr),
         advantage or AdvantageStage("grpo", {}),
         settings,
-        with_squares=with_squares,
+        correct,
+        with_squares,
     )
     return Bench(learner, policy, reference, critic)
 
@@ -176,6 +179,21 @@ def test_only_the_first_update_tells_how_far_the_sampler_was() -> None:
         with_pass["mismatch/abs_delta"], rel=1e-5
     )
     assert found[2]["mismatch/abs_delta"] == pytest.approx(with_pass["mismatch/abs_delta"], rel=0.5)
+
+
+def test_rejected_samples_are_a_share_of_those_that_learn() -> None:
+    groups = recorded_groups(2)
+    learning = [not a.trajectory.truncated for g in groups for a in g.answers]
+    assert learning.count(False) > 0
+    everything = {"rejection": "k2", "rejection_options": {"level": "sample", "bound": 1e-9}}
+    learner = bench(
+        settings=replace(SETTINGS, overlong_filtering=True),
+        correct=CorrectionStage(everything, normalize=False),
+    )
+    _, record = learner.step(groups)
+    assert record["correction/rejected_samples"] == 1.0
+    assert record["correction/rejected_tokens"] == 1.0
+    assert "actor/updates" not in record
 
 
 def test_an_adaptive_weight_of_the_kl_moves_and_outlives_a_checkpoint() -> None:

@@ -135,6 +135,9 @@ def test_what_is_rejected_in_the_loss_adds_nothing_and_still_counts() -> None:
     assert found["correction/rejected_samples"] == 0
     assert found["correction/weight"] == pytest.approx((1.1 + 1.0) / 2)
     assert found["correction/weight_bound"] == pytest.approx(1 / 2)
+    # Means over all three tokens, as the policy is no other on the rejected one.
+    assert found["actor/entropy"] == pytest.approx(0.5)
+    assert found["actor/mean_prob"] == pytest.approx(sum(math.exp(-x / 10) for x in (1, 3, 5)) / 3)
 
 
 def test_a_weight_multiplies_the_policy_loss_and_no_other_term() -> None:
