@@ -7,28 +7,17 @@ The recipe's come before the built-in ones; among those of one kind the longest 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
 
 from winnow.errors import RewardError
+from winnow.rewards.routes import ROUTES
 from winnow.rewards.scorers import SCORERS, Scorer
 from winnow.types import Score
 
 # Leaves a source to the reward model: no part of its own, and no accuracy to speak of.
 NO_SCORER = Scorer("none", lambda *_: Score(0.0, 0.0), 0.0)
 _CHOICES = {**SCORERS, NO_SCORER.name: NO_SCORER}
-# MATH-500 goes by the `Answer:` line, as its prompts are asked here; a gold answer written in
-# another way than the model's counts as wrong.
-ROUTES: Mapping[str, str] = {
-    "sort_digits": "sort_digits",
-    "gsm8k": "gsm8k",
-    "openai/gsm8k": "gsm8k",
-    "math_dapo*": "dapo_math",
-    "dapo_math*": "dapo_math",
-    "dapo-math*": "dapo_math",
-    "dapo-17k*": "dapo_math",
-    "aime*": "dapo_math",
-    "math-500*": "dapo_math",
-    "HuggingFaceH4/MATH-500": "dapo_math",
-}
 
 
 class Router:
@@ -54,8 +43,11 @@ class Router:
             for pattern, scorer in patterns:
                 if name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern:
                     return _CHOICES[scorer]
+        known = {pattern.lower().rstrip("*"): pattern for pattern in ROUTES}
+        near = [known[each] for each in get_close_matches(name, known, cutoff=0.65)]
+        near_text = f" (near it: {', '.join(near)})" if near else ""
         raise RewardError(
-            f"data_source {data_source} has no scorer; known are {', '.join(ROUTES)}. Name one of "
+            f"data_source {data_source} has no scorer{near_text}; name one of "
             f"{', '.join(SCORERS)} in reward.scorers, or your own function in reward.function.path"
         )
 
@@ -63,10 +55,16 @@ class Router:
         """See before training that every source has a scorer.
 
         Raises:
-            RewardError: one has none.
+            RewardError: one has none, or the scorer's package is not installed.
         """
         for data_source in sorted(data_sources):
-            self.scorer(data_source)
+            scorer = self.scorer(data_source)
+            if scorer.package and find_spec(scorer.package) is None:
+                extra = scorer.package.replace("_", "-")
+                raise RewardError(
+                    f"data_source {data_source} is scored by {scorer.name}, whose package is not "
+                    f"installed; pip install 'winnow[{extra}]', or name another in reward.scorers"
+                )
 
 
 def _by_length(patterns: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from winnow.errors import RewardError
+from winnow.rewards.routes import ROUTES
 from winnow.rewards.routing import Router
+from winnow.rewards.scorers import SCORERS
 
 
 @pytest.mark.parametrize(
@@ -20,12 +24,33 @@ from winnow.rewards.routing import Router
         ("DAPO-17k", "dapo_math"),
         ("AIME-2024-30", "dapo_math"),
         ("aime_2025", "dapo_math"),
-        ("MATH-500", "dapo_math"),
-        ("HuggingFaceH4/MATH-500", "dapo_math"),
+        ("MATH", "math_verify"),
+        ("lighteval/MATH", "math_verify"),
+        ("lighteval/MATH-Hard", "math_verify"),
+        ("DigitalLearningGmbH/MATH-lighteval", "math_verify"),
+        ("MATH-500", "math_verify"),
+        ("HuggingFaceH4/MATH-500", "math_verify"),
+        ("numina_olympiads", "math_verify"),
+        ("AI-MO/NuminaMath-CoT", "math_verify"),
+        ("amc23", "math_verify"),
+        ("hiyouga/geometry3k", "geometry3k"),
+        ("searchR1_hotpotqa", "search_qa_em"),
+        ("nq", "search_qa_em"),
+        ("TIGER-Lab/MMLU-Pro", "multiple_choice"),
+        ("gpqa_diamond", "multiple_choice"),
+        ("countdown", "countdown"),
+        ("Jiayi-Pan/Countdown-Tasks-3to4", "countdown"),
+        ("reasoning_gym/chain_sum", "reasoning_gym"),
     ],
 )
 def test_a_source_is_known_whatever_its_case_and_variant(source: str, scorer: str) -> None:
     assert Router({}).scorer(source).name == scorer
+    assert Router({}).scorer(source.upper()).name == scorer
+
+
+def test_every_route_leads_to_a_scorer() -> None:
+    assert set(ROUTES.values()) <= SCORERS.keys()
+    assert len({source.lower() for source in ROUTES}) == len(ROUTES)
 
 
 def test_the_recipe_comes_before_the_built_in_routes_and_the_longest_prefix_wins() -> None:
@@ -41,22 +66,38 @@ def test_a_star_alone_takes_every_source() -> None:
     assert Router({"*": "gsm8k_flexible"}).scorer("anything").name == "gsm8k_flexible"
 
 
-@pytest.mark.parametrize("source", ["gsm8k-hard", "sort_digit", "lighteval/MATH", "numina"])
-def test_an_unknown_source_is_refused_with_the_known_ones(source: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "near"),
+    [
+        ("gsm8k-hard", " (near it: gsm8k)"),
+        ("sort_digit", " (near it: sort_digits)"),
+        ("mathematics", ""),
+        ("klingon", ""),
+        ("nqx", " (near it: nq, nq_*)"),
+    ],
+)
+def test_an_unknown_source_is_refused_with_those_near_it(source: str, near: str) -> None:
     with pytest.raises(RewardError) as caught:
         Router({}).check(["gsm8k", source])
     assert str(caught.value) == (
-        f"data_source {source} has no scorer; known are sort_digits, gsm8k, openai/gsm8k, "
-        "math_dapo*, dapo_math*, dapo-math*, dapo-17k*, aime*, math-500*, "
-        "HuggingFaceH4/MATH-500. Name one of sort_digits, gsm8k, gsm8k_flexible, dapo_math, "
-        "dapo_math_boxed in reward.scorers, or your own function in reward.function.path"
+        f"data_source {source} has no scorer{near}; name one of {', '.join(SCORERS)} in "
+        "reward.scorers, or your own function in reward.function.path"
     )
 
 
 def test_an_unknown_scorer_is_refused() -> None:
     with pytest.raises(RewardError) as caught:
         Router({"aime*": "gsm9k"})
-    assert str(caught.value) == (
+    assert str(caught.value).startswith(
         "reward.scorers.aime* is gsm9k, which is no scorer; there are sort_digits, gsm8k, "
-        "gsm8k_flexible, dapo_math, dapo_math_boxed"
+    )
+
+
+def test_a_scorer_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(RewardError) as caught:
+        Router({"mine": "reasoning_gym"}).check(["mine"])
+    assert str(caught.value) == (
+        "data_source mine is scored by reasoning_gym, whose package is not installed; "
+        "pip install 'winnow[reasoning-gym]', or name another in reward.scorers"
     )

@@ -51,8 +51,8 @@ def test_a_users_function_scores_every_source(user_service: UserService) -> None
 
 
 def test_an_unknown_source_is_refused_before_training() -> None:
-    with pytest.raises(RewardError, match=r"^data_source numina has no scorer; known are "):
-        RewardService(RewardConfig(), LIMIT).check_sources({"gsm8k", "numina"})
+    with pytest.raises(RewardError, match=r"^data_source klingon has no scorer; name one of "):
+        RewardService(RewardConfig(), LIMIT).check_sources({"gsm8k", "klingon"})
 
 
 FAILURES = [
