@@ -12,6 +12,8 @@ import yaml
 
 from winnow.config.files import RECIPES
 from winnow.config.load import available_recipes, load_recipe
+from winnow.config.warm_start import SftWarmStart
+from winnow.trainer.warm_start import cache_folder
 
 UNFILTERED = {
     "algorithm.aggregation": "seq-mean-token-mean",
@@ -95,6 +97,18 @@ def test_a_small_recipe_changes_what_its_family_changes_and_nothing_else(name: s
     expected = {key: value for key, value in SMALL[name].items() if key in family}
     assert changed == {k: v for k, v in expected.items() if k in start and start[k] != v}
     assert {key: family[key] for key in expected} == expected
+
+
+def test_the_small_recipes_share_the_quickstarts_warm_start() -> None:
+    configs = [load_recipe(name, []) for name in ("quickstart", *SMALL)]
+    starts = [config.warm_start for config in configs]
+    folders = {
+        cache_folder(config, start)
+        for config, start in zip(configs, starts, strict=True)
+        if isinstance(start, SftWarmStart)
+    }
+    assert len(folders) == 1
+    assert all(isinstance(start, SftWarmStart) for start in starts)
 
 
 @pytest.mark.parametrize("name", SMALL)
