@@ -9,6 +9,7 @@ from winnow.config.load import load_recipe
 from winnow.errors import ConfigError
 
 FILES = ["warm_start=none", "data/task=none", "model.path=M"]
+JUDGED = ["reward/model=sequence_classifier", "reward.model.path=R"]
 FUSED = ["algorithm.correction.mode=fused", "trainer.mini_batch_groups=null"]
 # Overrides of the quickstart that contradict each other, what the line must say, and a way out.
 CASES = [
@@ -198,6 +199,21 @@ CASES = [
         ["critic.optim.warmup_steps=81", "trainer.steps=80", "to 80 or less"],
         ["critic.optim.warmup_steps=81"],
     ),
+    (
+        ["reward.scorers={sort_digits: none}"],
+        ["reward.scorers.sort_digits=none", "reward/model=none", "sequence_classifier"],
+        ["reward.scorers={sort_digits: none}", *JUDGED],
+    ),
+    (
+        ["reward.weights.task=0"],
+        ["reward.weights.task=0 and reward/model=none", "to another number"],
+        ["reward.weights.task=0", "algorithm/advantage=gdpo"],
+    ),
+    (
+        ["reward.weights.task=0", "reward.model.weight=0", *JUDGED],
+        ["reward.weights.task=0 and reward.model.weight=0 leave", "to another number"],
+        ["reward.weights.task=0", *JUDGED],
+    ),
 ]
 
 
@@ -214,8 +230,8 @@ def test_a_contradiction_names_both_fields_and_the_way_out(
 
 
 def test_every_rule_has_a_case() -> None:
-    # Three rules have two cases, for their two sides; the start and the pass have three.
-    assert len(CASES) == len(RULES) + 7
+    # Four rules have two cases, for their two sides; the start and the pass have three.
+    assert len(CASES) == len(RULES) + 8
 
 
 def test_each_broken_rule_has_its_line() -> None:

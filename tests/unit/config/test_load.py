@@ -177,11 +177,13 @@ def test_the_last_of_two_choices_holds(toy: str) -> None:
 def test_every_variant_can_be_chosen(toy: str) -> None:
     for key in all_keys():
         for name, variant in variants(key.field).items():
-            config = resolve_recipe(toy, [f"{key.spelling}={name}"])
+            needed = {k: "P" for k, f in variant.model_fields.items() if f.is_required()}
+            values = [f"{'.'.join(key.path)}.{k}={value}" for k, value in needed.items()]
+            config = resolve_recipe(toy, [f"{key.spelling}={name}", *values])
             node: Section = config
             for part in key.path:
                 node = getattr(node, part)
-            assert node == variant()
+            assert node == variant(**needed)
 
 
 class Bell(Section):
