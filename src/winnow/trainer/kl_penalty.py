@@ -5,6 +5,7 @@ Shapes: `T` packed tokens, `B` samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from winnow.algorithms.kl import KL_ESTIMATORS, adapted_coef
 from winnow.batching import Batch
+from winnow.errors import TrainingError
 from winnow.observe.metrics import Metrics
 
 
@@ -43,10 +45,18 @@ class KlPenalty:
 
         Books `reward/kl`, the mean over samples of their mean, and `reward/kl_coef`; the weight
         moves afterwards, so the next step has the new one.
+
+        Raises:
+            TrainingError: the KL is not finite.
         """
         old, ref = batch.columns["old"].double(), batch.columns["ref"].double()
         kl_T = torch.where(batch.gen_mask, self._estimate(old, ref), 0.0)
         mean = float((sum_samples(kl_T, batch) / written(batch).clamp(min=1)).mean())
+        if not math.isfinite(mean):
+            raise TrainingError(
+                f"algorithm.kl.reward: the KL to the reference is {mean}; look for NaN weights in "
+                "model.path and reference.path, or lower optim.lr"
+            )
         metrics.mean("reward/kl", mean)
         metrics.last("reward/kl_coef", self.coef)
         penalty_T = self.coef * kl_T

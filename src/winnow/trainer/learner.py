@@ -114,11 +114,12 @@ class Learner:
         """Train on `groups`; books figures in `metrics` and seconds in `watch`.
 
         Raises:
-            TrainingError: too many updates in a row had a non-finite gradient.
+            TrainingError: too many updates in a row had a non-finite gradient, or a number that
+                rewards are made of is not finite.
         """
         with watch.phase("batch"):
             batch = pack(groups, self._settings.overlong_filtering)
-        self._passes(batch, metrics, watch)
+        self._passes(batch, step, metrics, watch)
         with watch.phase("batch"):
             if self._correct is not None:
                 batch = self._correct(batch, metrics)
@@ -130,7 +131,7 @@ class Learner:
         metrics.spread("score/advantage", advantages.samples.numpy())
         return Learned(batch, advantages.samples.numpy().astype(np.float32))
 
-    def _passes(self, batch: Batch, metrics: Metrics, watch: Stopwatch) -> None:
+    def _passes(self, batch: Batch, step: int, metrics: Metrics, watch: Stopwatch) -> None:
         """The columns that models fill: `old`, `ref`, `values`."""
         roles, settings = self._roles, self._settings
         tokens = settings.microbatch_tokens
@@ -145,6 +146,11 @@ class Learner:
             with watch.phase("values"):
                 roles.critic.values(batch, settings.critic_microbatch_tokens or tokens)
             self.progress += 1
+            if not bool(batch.columns["values"].isfinite().all()):
+                raise TrainingError(
+                    f"step {step}: the critic's values are not finite; lower critic.optim.lr, or "
+                    "look for NaN weights in critic.path"
+                )
 
     def _updates(self, groups: Sequence[Group], batch: Batch, step: int, metrics: Metrics) -> None:
         settings, roles = self._settings, self._roles

@@ -9,6 +9,7 @@ import torch
 from tests.recorded import recorded_groups
 
 from winnow.batching import Batch, pack
+from winnow.errors import TrainingError
 from winnow.observe.metrics import Metrics
 from winnow.trainer.kl_penalty import Adaptation, KlPenalty, sum_samples, written
 
@@ -88,6 +89,12 @@ def test_a_fixed_weight_stays() -> None:
     penalty = KlPenalty(0.5, "k1")
     penalty(batch_of([1.0] * 3, [0.0] * 3), Metrics())
     assert penalty.coef == 0.5
+
+
+def test_a_kl_that_is_not_finite_stops_the_run_with_one_line() -> None:
+    for value in (math.nan, -math.inf):
+        with pytest.raises(TrainingError, match=r"^algorithm\.kl\.reward: the KL .* optim\.lr$"):
+            KlPenalty(0.5, "k1")(batch_of([value, 0.0, 0.0], [0.0] * 3), Metrics())
 
 
 def test_the_weight_outlives_a_checkpoint() -> None:

@@ -315,6 +315,19 @@ def test_gradients_of_the_critic_are_counted_apart(start: Path) -> None:
         broken.step(groups, 2)
 
 
+def test_values_that_are_not_finite_stop_the_run_with_one_line(start: Path) -> None:
+    broken = bench(start, advantage=GAE)
+    assert broken.critic is not None
+    with torch.no_grad():
+        next(broken.critic.model.parameters())[5, 0] = math.inf
+    message = (
+        "step 4: the critic's values are not finite; lower critic.optim.lr, or look for NaN "
+        "weights in critic.path"
+    )
+    with pytest.raises(TrainingError, match=f"^{re.escape(message)}$"):
+        broken.step(recorded_groups(2), 4)
+
+
 def test_a_row_of_skipped_updates_goes_on_in_a_resumed_run() -> None:
     broken = bench()
     broken.learner.load_state_dict({"skipped_in_a_row": {"actor": 2, "critic": 0}, "advantage": {}})
