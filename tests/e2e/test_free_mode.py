@@ -1,0 +1,157 @@
+"""Runs in free mode: to their end, and killed with SIGKILL and continued.
+
+Nothing here is promised bit for bit. A continued run goes on from the same prompts, groups and
+counters: what the checkpoint holds of an answer is the beginning of what the run keeps of it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benchmarks.kill import STEPS, Lab, leftovers, wait_for
+from tests.winnow_command import in_own_process
+
+from winnow.checkpoint import Checkpoint, checkpoints_in, load_state
+from winnow.config.load import load_recipe
+from winnow.data.build import training_prompts
+from winnow.data.loader import PromptLoader
+from winnow.data.tokenizer import load_tokenizer
+from winnow.observe.jsonl import read_metrics
+from winnow.observe.names import OUTCOMES
+from winnow.observe.rollouts import read_rollouts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+SETTINGS = (
+    *("run.deterministic=false", "sampling.lookahead=1", "trainer.save_every=1"),
+    *("trainer.keep_last=null", "observe.rollout_text_groups=1000"),
+)
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A run that was killed, what its newest checkpoint held then, and the run's end."""
+
+    run: Path
+    step: int
+    state: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    lab = Lab(tmp_path_factory.mktemp("lab"))
+    run = lab.run("free")
+    process = lab.start("free", *SETTINGS)
+    assert wait_for(process, lambda: lines(run) > 3)  # that of step 2 is one of them
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    newest = checkpoints_in(run / "checkpoints")[-1]
+    assert 1 <= newest.step < STEPS
+    state = load_state(newest)
+    assert lab.start("free", *SETTINGS).wait(300) == 0
+    return Killed(run, newest.step, state)
+
+
+def lines(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = read_rollouts(run / "rollouts").to_pylist()
+    return found
+
+
+def ledger(state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = state["sampler"]["ledger"]
+    return found
+
+
+def written(answer: dict[str, Any]) -> list[int]:
+    """The tokens that a checkpoint holds of an answer."""
+    if answer["trajectory"] is not None:
+        segments = answer["trajectory"]["segments"]
+    else:
+        segments = [answer["prefix"]] if answer["prefix"] is not None else []
+    return [int(i) for segment in segments for i in segment["token_ids"]]
+
+
+def test_a_killed_run_goes_on_to_its_end_and_leaves_nothing_behind(killed: Killed) -> None:
+    assert [r["step"] for r in read_metrics(killed.run / "metrics.jsonl")] == list(range(STEPS + 1))
+    assert checkpoints_in(killed.run / "checkpoints")[-1].step == STEPS
+    assert list(leftovers(killed.run)) == []
+    assert f"after step {killed.step} of {STEPS}" in (killed.run / "log.txt").read_text()
+
+
+def test_every_token_that_the_checkpoint_holds_begins_an_answer_of_the_run(killed: Killed) -> None:
+    lives = ledger(killed.state)["lives"]
+    carried = [*lives["open"], *lives["qualified"]]
+    unfinished = [a for life in carried for a in life["answers"] if a["trajectory"] is None]
+    assert any(map(written, unfinished)), "nothing was under way: the test is empty"
+    last = ledger(load_state(Checkpoint(killed.run / f"checkpoints/step-{STEPS}", STEPS)))["lives"]
+    still = {life["id"]: life for life in (*last["open"], *last["qualified"])}
+    ended = {(row["group"], row["answer"]): row for row in rows(killed.run)}
+    for life in carried:
+        for place, answer in enumerate(life["answers"]):
+            row = ended.get((life["id"], place))
+            if row is None:
+                later, uid = written(still[life["id"]]["answers"][place]), None
+            else:
+                later, uid = row["token_ids"], row["prompt_uid"]
+                assert row["step"] > killed.step
+            known = written(answer)
+            assert later[: len(known)] == known
+            assert uid in (None, life["prompt"]["uid"])
+
+
+def test_no_prompt_is_left_out_or_asked_twice(killed: Killed) -> None:
+    config = load_recipe(str(killed.run / "config.yaml"))
+    source = training_prompts(config.data, tokenizer_of(killed.run), config.run.seed)
+    loader = PromptLoader(source, config.run.seed, config.data.shuffle)
+    uids = {row["group"]: row["prompt_uid"] for row in rows(killed.run)}
+    wanted = [loader.next().uid for _ in range(max(uids) + 1)]
+    assert {group: wanted[group] for group in uids} == uids
+    missing = set(range(max(uids) + 1)) - set(uids)
+    last = ledger(load_state(Checkpoint(killed.run / f"checkpoints/step-{STEPS}", STEPS)))["lives"]
+    assert missing <= {life["id"] for life in (*last["open"], *last["qualified"])}
+
+
+def tokenizer_of(run: Path) -> Any:
+    return load_tokenizer(str(checkpoints_in(run / "checkpoints")[-1].model), False, "model.path")
+
+
+def test_every_token_is_accounted_for_and_every_step_is_full(killed: Killed) -> None:
+    records = read_metrics(killed.run / "metrics.jsonl")[1:]
+    generated = sum(int(r["sampling/tokens/generated"]) for r in records)
+    fates = sum(int(r[f"sampling/tokens/{name}"]) for r in records for name in OUTCOMES)
+    assert generated == fates + records[-1]["sampling/tokens/in_progress"]
+    by_step: dict[int, set[int]] = defaultdict(set)
+    for row in rows(killed.run):
+        if row["outcome"] == "trained":
+            by_step[row["step"]].add(row["group"])
+    assert {step: len(groups) for step, groups in by_step.items()} == dict.fromkeys(
+        range(1, STEPS + 1), 8
+    )
+    trained = [group for groups in by_step.values() for group in groups]
+    assert len(trained) == len(set(trained)), "a group was trained twice"
+
+
+def test_answers_go_on_across_new_weights(killed: Killed) -> None:
+    spans = [(row["oldest_version"], row["newest_version"]) for row in rows(killed.run)]
+    assert any(newest > oldest for oldest, newest in spans)
+
+
+def test_three_steps_of_the_quickstart_end_well(tmp_path: Path) -> None:
+    short = ["trainer.steps=3", "optim.warmup_steps=1", "evaluation.every=null"]
+    held_out = ["data.task.eval_problems=40", "evaluation.n=1"]
+    command = ["train", "quickstart", "run.deterministic=false", "run.name=free", *short, *held_out]
+    out = in_own_process(*command, folder=tmp_path).check().out
+    assert "free: done" in out
+    records = read_metrics(tmp_path / "runs/free/metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    assert all(np.isfinite(record["actor/loss"]) for record in records[1:])
