@@ -1,0 +1,1 @@
+"""Runs programs that nobody has read: `local.LocalSandbox` is what others use."""

@@ -1,0 +1,156 @@
+"""The guardian of one program under Landlock: `python -ISB confine.py DESCRIPTOR`.
+
+Reads a plan (JSON), starts the program confined, waits, and ends whatever of it is left. The
+program cannot leave its process group, because the filter knows no setsid and no setpgid; so one
+signal reaches all. Standard library only, and run by path: it starts at once, and as any user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from typing import Any
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_SET_PDEATHSIG, _SET_SECCOMP, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVS = 1, 22, 36, 38
+_SECCOMP_FILTER = 2
+_PATH_BENEATH = 1
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_RIGHTS_BY_ABI = {3: 15, 4: 15, 5: 16}
+"""How many rights on files a version knows; newer ones know as many as the newest here."""
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def main() -> None:
+    """Run the plan; the exit code is the program's, or 128 + the number of a signal."""
+    with open(int(sys.argv[1]), encoding="utf-8") as file:
+        plan = json.load(file)
+    status = plan["status"]
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    _checked(_LIBC.prctl(_SET_PDEATHSIG, signal.SIGTERM))
+    if os.getppid() != plan["parent"]:
+        sys.exit(1)
+    # Orphans come to this process: one that nobody waits for still counts against the limit.
+    _checked(_LIBC.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+    child = os.fork()
+    if child == 0:
+        try:
+            _confine(plan)
+            os.write(status, b"confined")
+            os.execve(plan["command"][0], plan["command"], dict(os.environ))
+        except BaseException as error:
+            os.write(status, f"{type(error).__name__}: {error}".encode())
+        os._exit(127)
+    for descriptor in (0, 1, 2, status):
+        os.close(descriptor)
+    os._exit(_guard(child))
+
+
+def _guard(child: int) -> int:
+    """Wait for the program, or for the order to end it; then end its group."""
+    while True:
+        came = signal.sigwait({signal.SIGTERM, signal.SIGCHLD})
+        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None or came == signal.SIGTERM:
+            break
+    # Not reaped yet, so its number is still its own.
+    for kill, whom in ((os.killpg, child), (os.kill, child)):
+        try:
+            kill(whom, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue  # it has ended, or had no group of its own yet
+    code = 0
+    while True:
+        try:
+            reaped, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return 128 - code if code < 0 else code
+        if reaped == child:
+            code = os.waitstatus_to_exitcode(status)
+
+
+def _confine(plan: dict[str, Any]) -> None:
+    """Give up, for good, all that the program is not to have."""
+    os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    os.chdir(plan["folder"])
+    limits = plan["limits"]
+    uid = plan["uid"]
+    if uid is None:  # others of this user count as well
+        limits["RLIMIT_NPROC"] += _tasks_of(os.getuid())
+    else:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    _checked(_LIBC.prctl(_SET_PDEATHSIG, signal.SIGKILL))  # changing the user undid it
+    for name, most in limits.items():
+        number = _UNNAMED[name] if name in _UNNAMED else getattr(resource, name)
+        resource.setrlimit(number, (most, most))
+    _checked(_LIBC.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _restrict_files(plan)
+    os.closerange(3, plan["status"])
+    os.closerange(plan["status"] + 1, 1024)
+    os.set_inheritable(plan["status"], False)
+    code = bytes.fromhex(plan["seccomp"])
+    given = _Filter(len(code) // 8, code)
+    _checked(_LIBC.prctl(_SET_SECCOMP, _SECCOMP_FILTER, ctypes.byref(given), 0, 0))
+
+
+_UNNAMED = {"RLIMIT_MSGQUEUE": 12}
+"""Not in the module resource of every version."""
+
+
+def _restrict_files(plan: dict[str, Any]) -> None:
+    """Landlock: read here, use the devices, nothing else."""
+    abi = plan["abi"]
+    known = (1 << _RIGHTS_BY_ABI.get(abi, 16)) - 1
+    # Files; from version 4 TCP; from version 6 signals and abstract sockets.
+    handled = struct.pack("=QQQ", known, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
+    size = 24 if abi >= 6 else 16 if abi >= 4 else 8
+    rules = _checked(_LIBC.syscall(_CREATE_RULESET, handled, size, 0))
+    for paths, rights in (
+        (plan["readable"], _EXECUTE | _READ_FILE | _READ_DIR),
+        (plan["devices"], _READ_FILE | _WRITE_FILE),
+    ):
+        for path in paths:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            allowed = rights if os.path.isdir(path) else rights & ~_READ_DIR
+            rule = struct.pack("=Qi", allowed, descriptor)
+            _checked(_LIBC.syscall(_ADD_RULE, rules, _PATH_BENEATH, rule, 0))
+            os.close(descriptor)
+    _checked(_LIBC.syscall(_RESTRICT_SELF, rules, 0))
+    os.close(rules)
+
+
+def _tasks_of(uid: int) -> int:
+    """Processes and threads of a user, as the process limit counts them."""
+    count = 0
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            if entry.stat().st_uid == uid:
+                count += len(os.listdir(f"/proc/{entry.name}/task"))
+        except OSError:
+            continue  # it has just ended
+    return count
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+if __name__ == "__main__":
+    main()

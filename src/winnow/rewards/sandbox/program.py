@@ -1,0 +1,82 @@
+"""The words of the sandbox: what is run, within which limits, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from winnow.config.sandbox import SandboxConfig
+
+Ending = Literal["finished", "time_limit", "output_limit"]
+
+
+class SandboxError(Exception):
+    """The sandbox itself failed; never the fault of the program."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use."""
+
+    time_s: float
+    """Wall clock, from the start of the sandbox."""
+    memory_bytes: int
+    """Address space of each process."""
+    processes: int
+    open_files: int
+    scratch_bytes: int
+    output_bytes: int
+
+    @classmethod
+    def of(cls, config: SandboxConfig) -> Limits:
+        """Those of a recipe."""
+        return cls(
+            config.time_s,
+            config.memory_mb << 20,
+            config.processes,
+            config.open_files,
+            config.scratch_mb << 20,
+            config.output_kb << 10,
+        )
+
+    @property
+    def cpu_s(self) -> int:
+        """CPU seconds of one process: a second line behind the wall clock."""
+        return int(self.time_s) + 2
+
+
+@dataclass(frozen=True)
+class Program:
+    """Python code and what it is given."""
+
+    code: str
+    stdin: bytes = b""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """By plain name, in the folder that it starts in."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a program."""
+
+    ending: Ending
+    exit_code: int
+    """-N after signal N, as in subprocess; that of the kill where a limit ended it."""
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+    """Wall clock, the start of the sandbox included."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether it ended by itself with exit code 0."""
+        return self.ending == "finished" and self.exit_code == 0
+
+
+class Slot(NamedTuple):
+    """A place for one program at a time."""
+
+    number: int
+    uid: int | None
+    """The unprivileged user that it runs as; None keeps ours, which is unprivileged already."""

@@ -1,0 +1,134 @@
+"""Code, scored by its tests in the sandbox.
+
+Each case passes or not; the reward is 1 for all of them, or with `reward.sandbox.credit=share`
+the share that passes, and the accuracy is 1 for all of them. A sandbox that fails is no fault of
+the answer's: that scoring fails, and the service decides what it means.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from winnow.rewards.sandbox import harness
+from winnow.rewards.sandbox.current import current
+from winnow.rewards.sandbox.local import LocalSandbox
+from winnow.rewards.sandbox.program import Program, Result
+from winnow.rewards.scorers.code_tests import (
+    FunctionTests,
+    ProgramTests,
+    code_of,
+    read_tests,
+    same_output,
+)
+from winnow.types import Score
+
+WRONG_REWARD = 0.0
+METRICS = frozenset({"cases", "passed", "passed_share"})
+_SYNTAX_ERRORS = ("SyntaxError:", "IndentationError:", "TabError:")
+_LEAST_S = 0.05
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the tests say."""
+
+    passed: int
+    cases: int
+    outcome: str
+    """`pass`, or what became of the first case that did not: `wrong`, `runtime_error`,
+    `compile_error`, `time_limit`, `output_limit`."""
+    text: str = ""
+    """A word on it, for people."""
+
+
+def score(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
+    """Run the code of an answer against the tests of its row, in this process's sandbox.
+
+    Raises:
+        ValueError: the row has no usable tests.
+        SandboxError: the sandbox failed.
+    """
+    tests = read_tests(ground_truth)
+    sandbox = current()
+    verdict = judged(code_of(text), tests, sandbox)
+    share = verdict.passed / verdict.cases
+    accuracy = float(verdict.passed == verdict.cases)
+    reward = share if sandbox.config.credit == "share" else accuracy
+    said = {
+        "pred": verdict.outcome,
+        "detail": verdict.text,
+        "cases": verdict.cases,
+        "passed": verdict.passed,
+        "passed_share": share,
+    }
+    return Score(reward, accuracy, {"task": reward}, said)
+
+
+def judged(code: str, tests: ProgramTests | FunctionTests, sandbox: LocalSandbox) -> Verdict:
+    """Run code against tests.
+
+    Raises:
+        ValueError: the tests are no Python.
+        SandboxError: the sandbox failed.
+    """
+    if not code.strip():
+        cases = tests.pairs if isinstance(tests, ProgramTests) else tests.cases
+        return Verdict(0, len(cases), "compile_error", "no code")
+    if isinstance(tests, ProgramTests):
+        return _run_program(code, tests, sandbox)
+    return _call_functions(code, tests, sandbox)
+
+
+def _run_program(code: str, tests: ProgramTests, sandbox: LocalSandbox) -> Verdict:
+    passed, first = 0, ""
+    until = time.monotonic() + sandbox.config.sample_s
+    for stdin, expected in tests.pairs:
+        left = until - time.monotonic()
+        if left < _LEAST_S:
+            first = first or "time_limit"
+            break
+        limits = replace(sandbox.limits, time_s=min(sandbox.config.time_s, left))
+        result = sandbox.run(Program(code, stdin.encode("utf-8", "surrogatepass")), limits)
+        outcome = _outcome(result, expected)
+        passed += outcome == "pass"
+        if outcome == "pass":
+            continue
+        first = first or outcome
+        if sandbox.config.credit == "all" or outcome == "compile_error":
+            break
+    return Verdict(passed, len(tests.pairs), first or "pass")
+
+
+def _outcome(result: Result, expected: str) -> str:
+    if result.ending != "finished":
+        return result.ending
+    if result.exit_code != 0:
+        last = result.stderr.decode(errors="replace").rstrip().rpartition("\n")[2]
+        return "compile_error" if last.startswith(_SYNTAX_ERRORS) else "runtime_error"
+    return "pass" if same_output(result.stdout.decode(errors="replace"), expected) else "wrong"
+
+
+def _call_functions(code: str, tests: FunctionTests, sandbox: LocalSandbox) -> Verdict:
+    config = sandbox.config
+    solution = {"prompt": tests.prompt, "code": code, "entry_point": tests.entry_point}
+    asked = {
+        "kind": tests.kind,
+        "cases": list(tests.cases),
+        "entry_point": tests.entry_point,
+        "call_s": config.time_s,
+        "stop_early": config.credit == "all",
+    }
+    limits = replace(sandbox.limits, time_s=config.sample_s)
+    result = sandbox.run(harness.program(solution, asked), limits)
+    count = len(tests.cases)
+    if result.ending != "finished":
+        return Verdict(0, count, result.ending)
+    report = harness.verdict(result.stdout)
+    if report is None:  # memory that the solution's values took from the tests
+        return Verdict(0, count, "runtime_error", result.stderr[-200:].decode(errors="replace"))
+    if "broken" in report:
+        raise ValueError(f"the tests of this row are no Python: {report['broken']}")
+    return Verdict(report["passed"], count, report["outcome"], report["text"])

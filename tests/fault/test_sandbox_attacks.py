@@ -1,0 +1,406 @@
+"""Programs that attack the sandbox, each for real: as root and as an ordinary user."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.sandboxes import BACKENDS, USERS, Host, host, need_bubblewrap
+
+from winnow.config.sandbox import SandboxConfig
+
+COMBINATIONS = [(backend, user) for backend in BACKENDS for user in USERS]
+MIB = 1 << 20
+
+
+@pytest.fixture(
+    scope="module",
+    params=COMBINATIONS,
+    ids="-".join,
+)
+def box(request: pytest.FixtureRequest) -> Iterator[Host]:
+    backend, user = request.param
+    if backend == "bubblewrap":
+        need_bubblewrap()
+    with host(user, SandboxConfig(backend=backend, max_concurrent=1, time_s=60)) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def works_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a program did, the next one finds the sandbox as it should be."""
+    yield
+    if "box" not in request.fixturenames:
+        return
+    after = request.getfixturevalue("box").run("print(6 * 7)")
+    assert (after.stdout, after.exit_code) == (b"42\n", 0)
+
+
+def told(box: Host, code: str, **limits: float) -> list[object]:
+    """What a program prints as JSON."""
+    result = box.run(f"import json, os, sys\n{code}", **limits)
+    assert result.is_clean, result
+    value = json.loads(result.stdout)
+    assert isinstance(value, list)
+    return value
+
+
+def processes_with(mark: str) -> list[int]:
+    """Processes of this machine that have a word in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if mark.encode() in line:
+                found.append(int(entry.name))
+    return found
+
+
+def gone(mark: str) -> bool:
+    """Whether no such process is left, a moment after the end."""
+    give_up = time.monotonic() + 30
+    while processes_with(mark):
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_fork_bomb_meets_the_limit_of_processes(box: Host) -> None:
+    (started, text) = told(
+        box,
+        "started = 0\n"
+        "text = 'no limit'\n"
+        "for _ in range(400):\n"
+        "    try:\n"
+        "        if os.fork() == 0:\n"
+        "            import time; time.sleep(1000)\n"
+        "    except BlockingIOError as error:\n"
+        "        text = error.strerror\n"
+        "        break\n"
+        "    started += 1\n"
+        "print(json.dumps([started, text]))",
+    )
+    assert text == "Resource temporarily unavailable"
+    # Under Landlock an ordinary user's other processes count, and some may end meanwhile.
+    assert isinstance(started, int)
+    assert started <= 8 + 64
+
+
+def test_an_endless_fork_bomb_is_ended_with_all_it_started(box: Host) -> None:
+    mark = uuid.uuid4().hex
+    code = f"""
+import os, sys
+if len(sys.argv) == 1:
+    os.execv(sys.executable, [sys.executable, __file__, "{mark}"])
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+"""
+    assert box.run(code, time_s=3.0).ending == "time_limit"
+    assert gone(mark)
+
+
+def test_a_memory_bomb_meets_the_limit_of_memory(box: Host) -> None:
+    code = "eaten = []\nwhile True:\n    eaten.append(bytearray(16 << 20))"
+    result = box.run(code, memory_bytes=256 * MIB)
+    assert result.exit_code == 1
+    assert b"MemoryError" in result.stderr
+
+
+def test_memory_that_no_limit_of_a_process_counts_cannot_be_had(box: Host) -> None:
+    code = """
+import ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+def tried(result): return errno.errorcode[ctypes.get_errno()] if result < 0 else "had"
+memfd = tried(libc.memfd_create(b"x", 0))
+shared = tried(libc.shmget(0, 1 << 30, 0o1600))
+queue = tried(libc.msgget(0, 0o1600))
+print(json.dumps([memfd, shared, queue]))
+"""
+    assert told(box, code) == ["EPERM", "EPERM", "EPERM"]
+
+
+@pytest.mark.parametrize("loop", ["while True: pass", "import time; time.sleep(1000)",
+                                  "import os; os.close(1); os.close(2)\nwhile True: pass",
+                                  "import signal\nfor n in range(1, 32):\n"
+                                  "    try: signal.signal(n, signal.SIG_IGN)\n"
+                                  "    except OSError: pass\nwhile True: pass"])  # fmt: skip
+def test_an_endless_loop_is_ended_at_its_time(box: Host, loop: str) -> None:
+    result = box.run(loop, time_s=1.0)
+    assert (result.ending, result.is_clean) == ("time_limit", False)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_endless_output_is_cut_off_and_its_program_ended(box: Host, stream: str) -> None:
+    result = box.run(f"import sys\nwhile True: sys.{stream}.write('x' * 5000)")
+    assert result.ending == "output_limit"
+    assert len(result.stdout) + len(result.stderr) == 1 << 20
+
+
+def test_a_zip_of_a_gigabyte_on_stdout_is_not_unpacked(box: Host) -> None:
+    code = """
+import gzip, sys
+packed = gzip.compress(bytes(1 << 20), 9)
+for _ in range(1024):
+    sys.stdout.buffer.write(packed)
+"""
+    result = box.run(code)
+    assert result.ending == "output_limit"
+    assert result.stdout.startswith(b"\x1f\x8b")
+    assert len(result.stdout) == 1 << 20
+
+
+def test_nothing_outside_can_be_written(box: Host, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    target = tmp_path / "target"
+    target.write_text("mine")
+    target.chmod(0o666)
+    code = f"""
+said = []
+for path in ["/usr/x", "/etc/x", "/x", "/dev/x", "/var/tmp/x", "/home/x", "/dev/shm/x",
+             {str(tmp_path / "new")!r}, {str(target)!r}]:
+    try:
+        open(path, "w").close()
+        said.append(path)
+    except OSError:
+        pass
+for change in [lambda p: os.truncate(p, 0), os.remove, lambda p: os.rename(p, p + "2"),
+               lambda p: os.chmod(p, 0), lambda p: os.symlink("/", p + "3"),
+               lambda p: os.mkdir(p + "4"), lambda p: os.utime(p, (0, 0))]:
+    try:
+        change({str(target)!r})
+        said.append("changed")
+    except OSError:
+        pass
+print(json.dumps(said))
+"""
+    assert told(box, code) == []
+    assert target.read_text() == "mine"
+    assert os.listdir(tmp_path) == ["target"]
+
+
+def test_the_folder_in_memory_is_small_and_new_for_each_program(
+    box: Host, request: pytest.FixtureRequest
+) -> None:
+    code = """
+written = 0
+try:
+    for number in range(1000):
+        with open(f"file{number}", "wb") as file:
+            written += file.write(bytes(1 << 20))
+except OSError:
+    pass
+print(json.dumps([written]))
+"""
+    (written,) = told(box, code)
+    assert written == 0 if "landlock" in request.node.name else 8 * MIB <= written <= 16 * MIB
+    assert told(box, "print(json.dumps(os.listdir('.')))") == ["main.py"]
+
+
+def test_the_users_home_and_environment_cannot_be_read(
+    box: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o755)
+    secret = tmp_path / "secret"
+    secret.write_text("my key")
+    secret.chmod(0o644)
+    code = f"""
+read = []
+for path in [{str(secret)!r}, "/etc/passwd", "/etc/hostname", "/proc/self/environ",
+             "/proc/1/environ", "/proc/{box.pid}/environ", {__file__!r},
+             os.path.expanduser("~root/.bashrc")]:
+    try:
+        read.append(open(path).read())
+    except OSError:
+        pass
+for folder in [{str(tmp_path)!r}, "/root", "/home", "/proc", "/etc"]:
+    try:
+        read += [name for name in os.listdir(folder) if name not in ("ld.so.cache", "alternatives")]
+    except OSError:
+        pass
+print(json.dumps(read))
+"""
+    assert told(box, code) == []
+    names = told(box, "print(json.dumps(sorted(os.environ)))")
+    assert set(names) <= {
+        "PATH", "HOME", "LANG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED",
+        "PYTHONDONTWRITEBYTECODE", "PWD", "LC_CTYPE",
+    }  # fmt: skip
+
+
+def test_there_is_no_network(box: Host) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server, \
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mailbox:  # fmt: skip
+        server.settimeout(0.2)
+        mailbox.bind(f"\0{uuid.uuid4().hex}")
+        mailbox.settimeout(0.2)
+        code = f"""
+import socket
+said = []
+for family, kind, address in [
+    (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", {server.getsockname()[1]})),
+    (socket.AF_INET, socket.SOCK_DGRAM, ("8.8.8.8", 53)),
+    (socket.AF_UNIX, socket.SOCK_DGRAM, {mailbox.getsockname()!r}),
+]:
+    try:
+        with socket.socket(family, kind) as s:
+            s.connect(address)
+            said.append("connected")
+    except OSError as error:
+        said.append(type(error).__name__)
+try:
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    pair[0].sendto(b"hello", {mailbox.getsockname()!r})
+    said.append("sent")
+except OSError as error:
+    said.append(type(error).__name__)
+print(json.dumps(said))
+"""
+        assert told(box, code) == ["PermissionError"] * 4
+        with pytest.raises(TimeoutError):
+            server.accept()
+        with pytest.raises(TimeoutError):
+            mailbox.recv(10)
+
+
+def test_no_other_process_can_be_signalled_or_held(box: Host) -> None:
+    code = f"""
+import ctypes, resource, signal
+libc = ctypes.CDLL(None, use_errno=True)
+said = []
+for whom in (os.getppid(), 1, {box.pid}, {os.getpid()}, -1, 0):
+    try:
+        os.kill(whom, signal.SIGTERM)
+        said.append(whom)
+    except OSError:
+        pass
+for name, call in [
+    ("pidfd", lambda: os.pidfd_open({box.pid})),
+    ("limits", lambda: resource.prlimit({box.pid}, resource.RLIMIT_NOFILE, (1, 1))),
+    ("priority", lambda: os.setpriority(os.PRIO_PROCESS, {box.pid}, 19)),
+    ("affinity", lambda: os.sched_setaffinity({box.pid}, [0])),
+]:
+    try:
+        call()
+        said.append(name)
+    except OSError:
+        pass
+import fcntl
+reader, writer = os.pipe()
+try:
+    fcntl.fcntl(reader, fcntl.F_SETOWN, {box.pid})  # then input raises a signal there
+    said.append("owner")
+except OSError:
+    pass
+for name, arguments in [("ptrace", (16, {box.pid}, 0, 0)), ("unshare", (0x10000000,)),
+                        ("mount", (b"none", b"/tmp", b"tmpfs", 0, 0)), ("setns", (0, 0))]:
+    if getattr(libc, name)(*arguments) != -1:
+        said.append(name)
+print(json.dumps(said))
+"""
+    assert told(box, code) == []
+    os.kill(box.pid, 0)
+
+
+def test_no_process_is_left_behind_when_a_program_ends(box: Host) -> None:
+    mark = uuid.uuid4().hex
+    code = f"""
+import subprocess, sys
+quiet = subprocess.DEVNULL
+child = [sys.executable, "-c", "import os, time; os.fork(); time.sleep(1000)", "{mark}"]
+for _ in range(2):
+    subprocess.Popen(child, stdin=quiet, stdout=quiet, stderr=quiet)
+import time
+time.sleep(0.5)
+"""
+    result = box.run(code)
+    assert result.is_clean, result
+    assert gone(mark)
+
+
+def test_no_process_is_left_behind_when_time_is_up(box: Host) -> None:
+    mark = uuid.uuid4().hex
+    code = f"""
+import subprocess, sys
+quiet = subprocess.DEVNULL
+try:
+    os.setsid()
+except Exception:
+    pass
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "{mark}"],
+                 stdin=quiet, stdout=quiet, stderr=quiet)
+while True: pass
+"""
+    assert box.run("import os\n" + code, time_s=2.0).ending == "time_limit"
+    assert gone(mark)
+
+
+def test_deep_recursion_ends_its_own_program_only(box: Host) -> None:
+    result = box.run("def f(): return f()\nf()")
+    assert result.exit_code == 1
+    assert b"RecursionError" in result.stderr
+    code = "import sys; sys.setrecursionlimit(10**9)\ndef f(x): return f([x])\nf(1)"
+    assert box.run(code, memory_bytes=128 * MIB).exit_code in (1, -signal.SIGSEGV)
+    deep = (
+        "import sys\nsys.setrecursionlimit(10**9)\nx = []\nfor _ in range(10**6): x = [x]\nrepr(x)"
+    )
+    assert box.run(deep).exit_code in (1, -signal.SIGSEGV)
+
+
+def test_the_limits_hold_and_cannot_be_raised(box: Host) -> None:
+    code = """
+import resource
+said = []
+for name in ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_NPROC", "RLIMIT_NOFILE", "RLIMIT_FSIZE"):
+    kind = getattr(resource, name)
+    soft, hard = resource.getrlimit(kind)
+    try:
+        resource.setrlimit(kind, (hard + 1, hard + 1))
+        said.append(name)
+    except (ValueError, OSError):
+        pass
+files = []
+try:
+    while len(files) < 1000:
+        files.append(os.dup(0))
+except OSError:
+    pass
+said += [len(files) < 64, os.getuid() != 0, os.geteuid() == os.getuid(), os.getgroups()]
+print(json.dumps(said))
+"""
+    assert told(box, code) == [True, True, True, []]
+
+
+@pytest.mark.parametrize(("backend", "user"), COMBINATIONS)
+def test_a_killed_host_takes_its_programs_along(backend: str, user: str) -> None:
+    if backend == "bubblewrap":
+        need_bubblewrap()
+    mark = uuid.uuid4().hex
+    code = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "{mark}"])
+time.sleep(1000)
+"""
+    with host(user, SandboxConfig(backend=backend, max_concurrent=1)) as doomed:
+        doomed.ask(code, time_s=1000)
+        give_up = time.monotonic() + 60
+        while not processes_with(mark):
+            assert not doomed.has_answered(), doomed.answer()
+            assert time.monotonic() < give_up, "the program did not start"
+            time.sleep(0.05)
+        os.kill(doomed.pid, signal.SIGKILL)
+    assert gone(mark)
