@@ -14,6 +14,7 @@ from rich.console import Console
 
 from winnow.checkpoint import checkpoints_in, load_state, this_machine
 from winnow.config.root import Config
+from winnow.config.sampling import VarianceFilter
 from winnow.config.warm_start import SftWarmStart
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.observe.console import ConsoleSink, make_console
@@ -26,6 +27,7 @@ from winnow.observe.run_folder import RunFolder
 from winnow.observe.samples import samples
 from winnow.observe.sinks import FirstRecord, RunInfo, Sinks
 from winnow.observe.summary import Summary, print_summary
+from winnow.rewards.service import RewardService
 from winnow.sampling.report import Progress
 from winnow.trainer.build import Built, build, load_policy, make_rewards, make_saver, use_machine
 from winnow.trainer.build_learner import needs_start
@@ -100,9 +102,7 @@ def run_training(
                 sink.note(note)
                 log.info("%s", note)
             opened.rewind(metrics)
-            heartbeat.watch(lambda: built.parts.engine.status().generated_tokens)
-            heartbeat.watch(lambda: built.parts.learner.progress)
-            heartbeat.watch(rewards.scored_apart)
+            _watch(heartbeat, built.parts, rewards)
             sinks.start(RunInfo(folder.name, course.steps, course.first_step))
             stopped = _train(config, built.parts, course, saver, stop)
         if stopped is not None:
@@ -111,6 +111,13 @@ def run_training(
         _close(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - began))
     return 0
+
+
+def _watch(heartbeat: Heartbeat, parts: Parts, rewards: RewardService) -> None:
+    """What moves while a run is alive."""
+    heartbeat.watch(lambda: parts.engine.status().generated_tokens)
+    heartbeat.watch(lambda: parts.learner.progress)
+    heartbeat.watch(rewards.scored_apart)
 
 
 @contextlib.contextmanager
@@ -262,11 +269,15 @@ def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
     """What will happen, in the words of a newcomer."""
     lines = [f"winnow train {recipe}: everything of this run goes to {folder.path}"]
     lines += config.run.description
-    lines.append(
+    size = (
         f"{config.trainer.steps} steps of {config.sampling.groups_per_step} prompts x "
-        f"{config.rollout.n} answers; a prompt whose answers are all right or all wrong teaches "
-        "nothing and is replaced."
+        f"{config.rollout.n} answers"
     )
+    if isinstance(config.sampling.filter, VarianceFilter):
+        size += (
+            "; a prompt whose answers are all right or all wrong teaches nothing and is replaced"
+        )
+    lines.append(f"{size}.")
     return lines
 
 
