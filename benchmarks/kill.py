@@ -136,6 +136,14 @@ def wait_for(process: subprocess.Popen[bytes], sign: Callable[[], bool]) -> bool
     return True
 
 
+def code_of(process: subprocess.Popen[bytes], longest_s: float) -> int:
+    """The exit code of a process that is to end by itself; one that does not is killed."""
+    try:
+        return process.wait(longest_s)
+    finally:
+        process.kill()
+
+
 def trial(lab: Lab, name: str, kills: int, rng: random.Random) -> Trial:
     """Run `name` with up to `kills` kills, and compare it with the undisturbed run."""
     done: list[Kill] = []

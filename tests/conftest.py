@@ -7,6 +7,7 @@ unless its reason begins with one of `EXEMPT_REASONS`: those name what no instal
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,22 @@ settings.register_profile("strict", derandomize=True, deadline=None, print_blob=
 if os.environ.get("WINNOW_STRICT") == "1":
     settings.load_profile("strict")
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_arrive() -> Iterator[None]:
+    """A test run that a shell started in the background ignores Ctrl-C, or nohup hang-ups.
+
+    So would every process that a test starts and sends signals to; a handler, even one that does
+    nothing, is not inherited.
+    """
+    numbers = (signal.SIGINT, signal.SIGHUP)
+    ignored = [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, lambda *_: None)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(scope="session")

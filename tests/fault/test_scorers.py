@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.kill import LATE_SCORER, SETTINGS, Lab, differences, size, wait_for
+from benchmarks.kill import LATE_SCORER, SETTINGS, Lab, code_of, differences, size, wait_for
 
 from winnow.checkpoint import checkpoints_in
 
@@ -162,7 +162,7 @@ def test_no_worker_outlives_its_run(
     workers = {int(path.name) for path in notes.iterdir()}
     assert all(map(is_alive, workers))
     process.send_signal(number)
-    assert process.wait(30) == code
+    assert code_of(process, 30) == code
     give_up = time.monotonic() + 30
     while any(map(is_alive, workers)) and time.monotonic() < give_up:
         time.sleep(0.02)

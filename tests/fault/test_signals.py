@@ -6,11 +6,19 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.kill import STEPS, Lab, any_draft, differences, leftovers, size, wait_for
+from benchmarks.kill import (
+    STEPS,
+    Lab,
+    any_draft,
+    code_of,
+    differences,
+    leftovers,
+    size,
+    wait_for,
+)
 
 from winnow.checkpoint import checkpoints_in, verify
 
@@ -33,25 +41,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, what
     return 1.0 if solution_str.rpartition("#")[2] == ground_truth else -1.0
 """
 
-SLOW = """
-import time
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    time.sleep(0.02)
-    return 1.0 if solution_str.rpartition("#")[2] == ground_truth else -1.0
-"""
-
-
-@pytest.fixture(scope="module")
-def slow(lab: Lab) -> Lab:
-    """Runs of about a second a step, so that a signal does not come when all is over."""
-    scorer = lab.folder / "slow.py"
-    scorer.write_text(SLOW)
-    made = replace(lab, settings=(f"reward.function.path={scorer}", "reward.workers=0"))
-    assert made.start("slow", "trainer.save_every=1").wait(240) == 0
-    return made
-
 
 def lines(run: Path) -> int:
     path = run / "metrics.jsonl"
@@ -64,25 +53,25 @@ def ended_by(lab: Lab, name: str, number: int, *settings: str, pause_s: float = 
     assert wait_for(process, lambda: lines(lab.run(name)) >= 3)
     time.sleep(pause_s)
     process.send_signal(number)
-    return process.wait(60)
+    return code_of(process, 60)
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)]
 )
 def test_a_request_to_stop_saves_what_was_reached_and_the_run_goes_on_exactly(
-    number: int, code: int, slow: Lab
+    number: int, code: int, lab: Lab
 ) -> None:
     name = f"signal-{number}"
-    run = slow.run(name)
+    run = lab.run(name)
     # No checkpoint is due before the end: only the stop saves one.
-    assert ended_by(slow, name, number, "trainer.save_every=100") == code
+    assert ended_by(lab, name, number, "trainer.save_every=100") == code
     assert list(leftovers(run)) == []
     (saved,) = checkpoints_in(run / "checkpoints")
     assert 2 <= saved.step < STEPS
     verify(saved)
-    assert slow.start(name, "trainer.save_every=1").wait(120) == 0
-    assert differences(slow.run("slow"), run) == []
+    assert lab.start(name, "trainer.save_every=1").wait(120) == 0
+    assert differences(lab.run("undisturbed"), run) == []
 
 
 def test_a_stop_in_evaluation_keeps_the_step_and_the_evaluation_comes_later(lab: Lab) -> None:
@@ -93,24 +82,24 @@ def test_a_stop_in_evaluation_keeps_the_step_and_the_evaluation_comes_later(lab:
     assert wait_for(process, (run / "rollouts" / "step-3.parquet").exists)
     time.sleep(0.4)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 75
+    assert code_of(process, 20) == 75
     assert [c.step for c in checkpoints_in(run / "checkpoints")] == [3]
     assert lines(run) == 2
     assert lab.start(run.name, *more, "trainer.save_every=1").wait(240) == 0
     assert differences(calm, run) == []
 
 
-def test_ctrl_c_twice_ends_at_once_and_leaves_no_draft(slow: Lab) -> None:
-    run = slow.run("twice")
-    process = slow.start(run.name, "trainer.save_every=1")
+def test_ctrl_c_twice_ends_at_once_and_leaves_no_draft(lab: Lab) -> None:
+    run = lab.run("twice")
+    process = lab.start(run.name, "trainer.save_every=1")
     assert wait_for(process, lambda: lines(run) >= 3 and any_draft(run / "checkpoints"))
     process.send_signal(signal.SIGINT)
     time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    assert process.wait(15) == 130
+    assert code_of(process, 15) == 130
     assert list(leftovers(run)) == []
-    assert slow.start(run.name, "trainer.save_every=1").wait(120) == 0
-    assert differences(slow.run("slow"), run) == []
+    assert lab.start(run.name, "trainer.save_every=1").wait(120) == 0
+    assert differences(lab.run("undisturbed"), run) == []
 
 
 def test_a_stop_before_the_first_step_leaves_a_run_that_can_begin_again(lab: Lab) -> None:
@@ -118,7 +107,7 @@ def test_a_stop_before_the_first_step_leaves_a_run_that_can_begin_again(lab: Lab
     process = lab.start(run.name)
     assert wait_for(process, lambda: size(run / "log.txt") > 0)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 75
+    assert code_of(process, 20) == 75
     assert list(leftovers(run)) == []
     assert lab.start(run.name, "trainer.save_every=1").wait(120) == 0
     assert differences(lab.run("undisturbed"), run) == []
@@ -147,11 +136,11 @@ def test_a_supervised_run_survives_and_ends_with_the_same_bits(
     assert differences(calm, run) == []
 
 
-def test_a_supervised_run_stops_when_its_parent_is_asked_or_gone(slow: Lab) -> None:
-    run = slow.run("parent")
-    assert ended_by(slow, run.name, signal.SIGTERM, "trainer.max_restarts=2") == 75
+def test_a_supervised_run_stops_when_its_parent_is_asked_or_gone(lab: Lab) -> None:
+    run = lab.run("parent")
+    assert ended_by(lab, run.name, signal.SIGTERM, "trainer.max_restarts=2") == 75
     assert checkpoints_in(run / "checkpoints")
-    process = slow.start(run.name, "trainer.max_restarts=2", "trainer.save_every=1")
+    process = lab.start(run.name, "trainer.max_restarts=2", "trainer.save_every=1")
     before = size(run / "log.txt")
     assert wait_for(process, lambda: size(run / "log.txt") > before)
     (child,) = children(process)
@@ -164,8 +153,8 @@ def test_a_supervised_run_stops_when_its_parent_is_asked_or_gone(slow: Lab) -> N
     else:
         os.kill(child, signal.SIGKILL)
         pytest.fail("the child outlived its parent")
-    assert slow.start(run.name, "trainer.save_every=1").wait(120) == 0
-    assert differences(slow.run("slow"), run) == []
+    assert lab.start(run.name, "trainer.save_every=1").wait(120) == 0
+    assert differences(lab.run("undisturbed"), run) == []
 
 
 def children(process: subprocess.Popen[bytes]) -> list[int]:
