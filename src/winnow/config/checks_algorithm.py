@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from winnow.config.advantage import GaeAdvantage, GrpoPasskAdvantage, OptimalTokenBaselineAdvantage
+from winnow.config.advantage import (
+    GaeAdvantage,
+    GdpoAdvantage,
+    GrpoPasskAdvantage,
+    OptimalTokenBaselineAdvantage,
+)
 from winnow.config.kl import NoKl
 from winnow.config.policy_loss import ClipCovLoss, KlCovLoss
 from winnow.config.root import Config
@@ -53,6 +58,18 @@ def pass_before_updates(c: Config) -> str | None:
     )
 
 
+def component_kl(c: Config) -> str | None:
+    """Each component is divided by its own spread, so a KL among them would lose its weight."""
+    kl = c.algorithm.kl.reward
+    if not isinstance(c.algorithm.advantage, GdpoAdvantage) or isinstance(kl, NoKl):
+        return None
+    return (
+        f"algorithm/kl/reward={kl.name} has no place in algorithm/advantage=gdpo, which looks at "
+        "the parts of the score one by one; set algorithm/kl/reward=none and "
+        "algorithm/kl/loss=fixed"
+    )
+
+
 def critic_warmup(c: Config) -> str | None:
     """The policy must come to learn."""
     warmup, steps = c.critic.warmup_steps, c.trainer.steps
@@ -79,6 +96,7 @@ ALGORITHM_RULES = (
     loss_aggregation,
     group_size,
     pass_before_updates,
+    component_kl,
     critic_warmup,
     critic_lr_warmup,
 )

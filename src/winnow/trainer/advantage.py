@@ -42,10 +42,7 @@ class AdvantageStage:
         if self._penalty is not None:
             penalty_T = self._penalty(batch, metrics)
             token_rewards_T = token_rewards_T - penalty_T
-            penalty_B = sum_samples(penalty_T, batch)
-            rewards_B = rewards_B - penalty_B
-            if components:
-                components["kl"] = -penalty_B
+            rewards_B = rewards_B - sum_samples(penalty_T, batch)
         columns, needs = batch.columns, self._estimator.needs
         found = self._estimator.function(
             AdvantageInputs(

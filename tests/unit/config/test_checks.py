@@ -190,6 +190,11 @@ CASES = [
         ["algorithm/policy_loss=clip_cov"],
     ),
     (
+        ["algorithm/advantage=gdpo", "algorithm/kl/reward=adaptive"],
+        ["algorithm/kl/reward=adaptive", "algorithm/advantage=gdpo", "algorithm/kl/loss=fixed"],
+        ["algorithm/advantage=gdpo", "algorithm/kl/loss=fixed"],
+    ),
+    (
         ["algorithm/advantage=gae", "critic.warmup_steps=80"],
         ["critic.warmup_steps=80", "trainer.steps=80", "below 80"],
         ["critic.warmup_steps=80"],

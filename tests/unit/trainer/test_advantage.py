@@ -114,34 +114,35 @@ def test_kl_comes_off_each_token_for_estimators_that_tell_tokens_apart() -> None
                 assert float(batch.columns["advantages"][t]) == pytest.approx(to_go, abs=1e-5)
 
 
-def test_components_are_the_parts_of_the_scores_and_the_kl() -> None:
+def test_components_are_the_parts_of_the_scores() -> None:
     seen: dict[str, Any] = {}
 
     def listening(inputs: Any, **options: Any) -> Any:
         seen.update(inputs.components)
         return ESTIMATORS["gdpo"].function(inputs, **options)
 
-    batch, penalty = column_batch([TURNS]), KlPenalty(0.5, "k2")
-    stage = AdvantageStage("gdpo", {"weights": {"task": 1.0, "kl": 2.0}}, penalty)
+    batch = column_batch([TURNS])
+    stage = AdvantageStage("gdpo", {"weights": {"task": 1.0, "form": 2.0}})
     stage._estimator = replace(stage._estimator, function=listening)
     found = stage([TURNS], batch, Metrics())
-    assert sorted(seen) == ["form", "kl", "task"]
+    assert sorted(seen) == ["form", "task"]
     assert seen["task"].tolist() == [1.0, -1.0, 3.0]
     assert seen["form"].tolist() == [0.5, 0.0, 0.0], "a score that lacks a part has 0 of it"
-    distance = (batch.columns["old"] - batch.columns["ref"]).double()
-    for b in range(3):
-        span = slice(int(batch.offsets[b]), int(batch.offsets[b + 1]))
-        kl = 0.25 * float((distance[span][batch.gen_mask[span]] ** 2).sum())
-        assert float(seen["kl"][b]) == pytest.approx(-kl)
     assert bool(found.tokens.any())
 
 
 def test_a_component_counts_by_its_weight() -> None:
-    groups = recorded_groups()
-    batch, penalty = column_batch(groups), KlPenalty(0.5, "k2")
+    groups = []
+    for group in recorded_groups():
+        formed = [
+            replace(one, score=replace(one.score, parts={**one.score.parts, "form": float(i % 3)}))
+            for i, one in enumerate(group.answers)
+        ]
+        groups.append(replace(group, answers=tuple(formed)))
+    batch = column_batch(groups)
     found = [
-        AdvantageStage("gdpo", {"weights": weights}, penalty)(groups, batch, Metrics()).samples
-        for weights in ({}, {"task": 1.0}, {"task": 1.0, "kl": 1.0}, {"task": 1.0, "kl": 3.0})
+        AdvantageStage("gdpo", {"weights": weights})(groups, batch, Metrics()).samples
+        for weights in ({"task": 1.0}, {"task": 1.0, "form": 1.0}, {"task": 1.0, "form": 3.0})
     ]
     for i, one in enumerate(found):
         assert not any(torch.allclose(one, other, rtol=1e-2) for other in found[:i])
