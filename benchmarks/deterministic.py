@@ -1,21 +1,23 @@
 """What deterministic mode costs against the free mode, on the quickstart's warm start.
 
-    OMP_NUM_THREADS=1 python benchmarks/deterministic.py [--steps 28] [--seeds 1] [--out FILE]
+    OMP_NUM_THREADS=1 python benchmarks/deterministic.py [--steps 28] [--lags 0 8 16] [--out FILE]
 
 All variants run in one process, a rollout of each in turn, in an order that rotates; each has its
 own model, engine and sampler and is timed apart. A new version is published after each rollout,
-but the weights stay, so that all variants write from one distribution. Two scorers: the
-quickstart's own, which answers at once, and the same behind a sleep of 0 to 20 ms (uniform, seeded)
-that holds up nobody else. `lag` is `sampling.score_lag_ticks`. The first steps warm up and are not
-counted. Ratios are deterministic over free, per generated token; their spread is the jackknife's
-standard error over steps, paired as they ran. Decode ticks do not depend on how busy the machine
-is where scorers answer at once, CPU seconds hardly, wall seconds do.
+but the weights stay, so that all variants write from one distribution. Three scorers: the
+quickstart's own, which answers at once; the same behind a sleep of 0 to 20 ms (uniform, seeded)
+that holds up nobody else; the same in a worker process (`reward.workers=1`). `lag` is
+`sampling.score_lag_ticks`. The first steps warm up and are not counted. Ratios are deterministic
+over free, per generated token; their spread is the jackknife's standard error over steps, paired
+as they ran. Decode ticks do not depend on how busy the machine is where scorers answer at once,
+CPU seconds (the run's own process) hardly, wall seconds do.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import sys
 import tempfile
@@ -43,6 +45,11 @@ from winnow.types import Prompt, Score, Trajectory
 Row = tuple[float, float, int, int]
 """Wall seconds, CPU seconds, tokens and decode ticks of a rollout."""
 SLEEP_S = 0.02
+SCORERS = {
+    "at once": "at once",
+    "sleep": f"sleeps 0 to {SLEEP_S * 1000:.0f} ms",
+    "worker": "in a worker",
+}
 WARM_UP_STEPS = 4
 
 
@@ -52,17 +59,20 @@ class Variant:
 
     name: str
     overrides: tuple[str, ...]
-    sleeps: bool
+    scorer: str
+    """A key of `SCORERS`."""
     rows: list[Row] = field(default_factory=list)
 
 
-def variants(lags: Sequence[int]) -> list[Variant]:
-    """Free and deterministic, with each lag, under both scorers."""
+def variants(lags: Sequence[int], scorers: Sequence[str]) -> list[Variant]:
+    """Free and deterministic, with each lag, under each scorer."""
     made = []
-    for sleeps in (False, True):
-        made.append(Variant("free", ("run.deterministic=false",), sleeps))
+    for scorer in scorers:
+        workers = f"reward.workers={int(scorer == 'worker')}"
+        made.append(Variant("free", (workers, "run.deterministic=false"), scorer))
         for lag in lags:
-            made.append(Variant(f"lag {lag}", (f"sampling.score_lag_ticks={lag}",), sleeps))
+            overrides = (workers, f"sampling.score_lag_ticks={lag}")
+            made.append(Variant(f"lag {lag}", overrides, scorer))
     return made
 
 
@@ -71,8 +81,8 @@ class Runner:
 
     def __init__(self, config: Config, path: str, sleeps: bool) -> None:
         policy = load_policy(config, path, torch.device("cpu"))
-        rewards = RewardService(config.reward, config.rollout.max_response_tokens)
-        scores = TrainingScores(rewards, policy.decode, patience=1 << 30)
+        self.rewards = RewardService(config.reward, config.rollout.max_response_tokens)
+        scores = TrainingScores(self.rewards, policy.decode, patience=1 << 30)
         rng = random.Random(config.run.seed)
 
         async def slow(prompt: Prompt, trajectory: Trajectory) -> Score:
@@ -80,6 +90,7 @@ class Runner:
             return await scores(prompt, trajectory)
 
         source = training_prompts(config.data, policy.tokenizer, config.run.seed)
+        self.rewards.check_sources(source.data_sources)
         loader = PromptLoader(source, config.run.seed, config.data.shuffle)
         self.engine = make_engine(config, policy)
         self.sampler = Sampler(
@@ -104,7 +115,13 @@ class Runner:
         return *seconds, sampled.counts.tokens.generated, ticks
 
 
-async def run(seed: int, steps: int, cases: Sequence[Variant], scratch: str) -> None:
+async def run(
+    seed: int,
+    steps: int,
+    cases: Sequence[Variant],
+    scratch: str,
+    closing: contextlib.ExitStack,
+) -> None:
     """All cases with one seed, step by step in turn."""
     runners = []
     for case in cases:
@@ -114,7 +131,8 @@ async def run(seed: int, steps: int, cases: Sequence[Variant], scratch: str) -> 
         )
         assert isinstance(config.warm_start, SftWarmStart)
         warm = make_warm_start(config, config.warm_start, False, lambda step, record: None)
-        runners.append(Runner(config, str(warm.folder), case.sleeps))
+        runners.append(Runner(config, str(warm.folder), case.scorer == "sleep"))
+        closing.callback(runners[-1].rewards.close)
     for step in range(1, steps + 1):
         turn = [(step + i) % len(cases) for i in range(len(cases))]
         for place in turn if step % 2 else reversed(turn):
@@ -131,17 +149,16 @@ def table(cases: Sequence[Variant]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case in cases:
-        free = next(c for c in cases if c.name == "free" and c.sleeps == case.sleeps)
+        free = next(c for c in cases if c.name == "free" and c.scorer == case.scorer)
         rows, base = np.array(case.rows), np.array(free.rows)
         wall, cpu, tokens, ticks = rows.mean(0)
         ratios = ["1"] * 3
         if case is not free:
             ratios = [_ratio(rows[:, [k, 2]], base[:, [k, 2]]) for k in (0, 1, 3)]
-        scorer = f"sleeps 0 to {SLEEP_S * 1000:.0f} ms" if case.sleeps else "at once"
         mode = case.name if case is free else f"deterministic, {case.name}"
         lines.append(
-            f"| {scorer} | {mode} | {tokens:,.0f} | {ticks:.0f} | {tokens / wall:,.0f} "
-            f"| {wall:.3f} | {cpu:.3f} | {' | '.join(ratios)} |"
+            f"| {SCORERS[case.scorer]} | {mode} | {tokens:,.0f} | {ticks:.0f} "
+            f"| {tokens / wall:,.0f} | {wall:.3f} | {cpu:.3f} | {' | '.join(ratios)} |"
         )
     return "\n".join(lines)
 
@@ -164,14 +181,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--lags", type=int, nargs="+", default=[0, 16])
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 8, 16])
+    parser.add_argument("--scorers", choices=SCORERS, nargs="+", default=list(SCORERS))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    cases = variants(args.lags)
+    cases = variants(args.lags, args.scorers)
     with tempfile.TemporaryDirectory() as scratch:
         for seed in args.seeds:
-            asyncio.run(run(seed, args.steps, cases, scratch))
+            with contextlib.ExitStack() as closing:
+                asyncio.run(run(seed, args.steps, cases, scratch, closing))
     text = table(cases)
     print(text)
     if args.out is not None:
