@@ -8,6 +8,7 @@ from pydantic import Field
 
 from winnow.config.base import Section
 from winnow.config.reward_model import NoRewardModel, RewardModel
+from winnow.config.sandbox import SandboxConfig
 
 
 class OverlongConfig(Section):
@@ -58,6 +59,8 @@ class RewardConfig(Section):
     """Seconds that a worker has for one answer."""
     memory_mb: int = Field(2048, ge=64)
     """Resident memory that a worker may use, in MiB, what your file imports included."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where the code in an answer runs."""
     overlong: OverlongConfig = OverlongConfig()
     """Length shaping."""
     on_failure: Literal["wrong", "drop_group", "fatal"] = "wrong"

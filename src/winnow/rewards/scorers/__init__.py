@@ -12,6 +12,7 @@ from typing import Any
 
 from winnow.rewards.scorers import (
     answer_format,
+    code,
     countdown,
     dapo_math,
     geometry3k,
@@ -40,6 +41,8 @@ class Scorer:
     """Numbers in `Score.extra` that a filter may ask for."""
     apart: bool = False
     """It is slow, may hang, or needs a main thread of its own: a worker of the pool runs it."""
+    sandboxed: bool = False
+    """It runs code in the sandbox, and waits for it: a thread calls it."""
     package: str = ""
     """What it imports beyond Winnow's own needs, where that is an extra."""
 
@@ -62,6 +65,7 @@ SCORERS: dict[str, Scorer] = {
         Scorer("think_answer", answer_format.score_think_answer, 0.0),
         Scorer("think_boxed", answer_format.score_think_boxed, 0.0),
         Scorer("countdown", countdown.score, 0.0, frozenset({"format"})),
+        Scorer("code", code.score, code.WRONG_REWARD, code.METRICS, sandboxed=True),
         Scorer(
             "reasoning_gym",
             procedural.score,

@@ -118,6 +118,7 @@ def _call_functions(code: str, tests: FunctionTests, sandbox: LocalSandbox) -> V
         "kind": tests.kind,
         "cases": list(tests.cases),
         "entry_point": tests.entry_point,
+        "prompt": tests.prompt,
         "call_s": config.time_s,
         "stop_early": config.credit == "all",
     }

@@ -12,9 +12,12 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,14 +67,14 @@ def read_tests(ground_truth: Any) -> CodeTests:
         if not isinstance(test, str):
             raise ValueError("test of the ground truth must be Python code")
         if not _CHECK.search(test):
-            return FunctionTests("asserts", [test], entry, prompt)
+            return FunctionTests("asserts", [test], entry or _asserted([test]), prompt)
         if entry is None:
             raise ValueError("the ground truth has a check, but no entry_point to check")
         return FunctionTests("check", [test], entry, prompt)
     if asserts:
         if not _are_texts(asserts):
             raise ValueError("assert_case of the ground truth must be a list of Python asserts")
-        return FunctionTests("asserts", list(asserts), entry, prompt)
+        return FunctionTests("asserts", list(asserts), entry or _asserted(asserts), prompt)
     if not (_is_list(inputs) and _is_list(outputs) and inputs and len(inputs) == len(outputs)):
         raise ValueError(
             "the ground truth has no tests: it needs inputs and outputs of one length, "
@@ -112,6 +115,16 @@ def _parsed(ground_truth: Any) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise ValueError(f"the ground truth must be an object, got {type(given).__name__}")
     return given
+
+
+def _asserted(asserts: Sequence[str]) -> str | None:
+    """The builtin that asserts are about, where they call nothing else: then it is redefined."""
+    called: list[str] = []
+    with suppress(SyntaxError, ValueError, RecursionError):  # whose test fails, and says so
+        for node in ast.walk(ast.parse("\n".join(asserts))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                called.append(node.func.id)
+    return called[0] if called and all(hasattr(builtins, name) for name in called) else None
 
 
 def _is_list(value: Any) -> bool:

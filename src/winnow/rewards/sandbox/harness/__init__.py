@@ -41,8 +41,8 @@ def program(solution: dict[str, Any], tests: dict[str, Any]) -> Program:
 
     Args:
         solution: `code`, `prompt` (code that it goes on from), `entry_point` or None.
-        tests: `kind` (calls, asserts, check), `cases`, `entry_point`, `call_s` (seconds a call),
-            `stop_early` (at the first case that does not pass).
+        tests: `kind` (calls, asserts, check), `cases`, `entry_point`, `prompt`, `call_s`
+            (seconds a call), `stop_early` (at the first case that does not pass).
     """
     first = json.dumps(solution).encode()
     return Program(_MAIN, b"%010d" % len(first) + first + json.dumps(tests).encode())

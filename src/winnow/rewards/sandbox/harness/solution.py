@@ -110,6 +110,16 @@ def without_docstring(prompt: str) -> str:
     return "".join(lines)
 
 
+def imports_of(prompt: str) -> Any:
+    """The imports at the top of a prompt, compiled; none of one that is no whole code."""
+    try:
+        tree = compile(prompt, "prompt.py", "exec", _ONLY_AST)
+    except SyntaxError:
+        tree = compile("", "prompt.py", "exec", _ONLY_AST)
+    tree.body = [node for node in tree.body if type(node).__name__ in ("Import", "ImportFrom")]
+    return compile(tree, "prompt.py", "exec")
+
+
 def provide(text: str, space: dict[str, Any]) -> None:
     """Import what a text uses of the usual modules."""
     words = words_of(text)

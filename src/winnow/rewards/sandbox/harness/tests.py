@@ -14,6 +14,7 @@ from winnow.rewards.sandbox.harness.solution import (
     REPLIES,
     REQUESTS,
     describe,
+    imports_of,
     provide,
     serve,
     words_of,
@@ -132,6 +133,7 @@ def prepared(solution: Solution, tests: dict[str, Any]) -> Iterator[Callable[[],
     words = words_of(text)
     space: dict[str, Any] = {"__name__": "tests"}
     provide(text, space)
+    exec(imports_of(tests["prompt"]), space)
     for name in solution.names:
         # A solution must not lend the tests its own idea of `set` or `sorted`.
         usual = hasattr(builtins, name) or name in MODULES

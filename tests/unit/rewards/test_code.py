@@ -1,0 +1,282 @@
+"""Code scored by its tests: formats, outcomes, and answers that try to pass without solving."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.sandboxes import need_bubblewrap
+
+from winnow.config.sandbox import SandboxConfig
+from winnow.rewards.sandbox import current
+from winnow.rewards.scorers import SCORERS, code
+from winnow.rewards.scorers.code_tests import FunctionTests, ProgramTests, code_of, read_tests
+from winnow.types import Score
+
+DOUBLE = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10"]}
+ADD = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]]}
+ASSERTS = {"assert_case": ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]"]}
+CHECK = {
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+    "    assert candidate(0, 0) == 0",
+    "entry_point": "add",
+    "prompt": 'def add(a, b):\n    """Add."""\n',
+}
+RIGHT = "def add(a, b):\n    return a + b\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sandbox() -> Iterator[None]:
+    need_bubblewrap()
+    current.start(SandboxConfig(max_concurrent=1, time_s=20))
+    yield
+    current.close()
+
+
+@pytest.fixture
+def shares() -> Iterator[None]:
+    """Rewards are shares while a test runs."""
+    before = current.current().config
+    current.start(before.model_copy(update={"credit": "share"}))
+    yield
+    current.start(before)
+
+
+def score(answer: str, truth: Any) -> Score:
+    return code.score("any", answer, truth, {})
+
+
+def outcome(answer: str, truth: Any) -> str:
+    """What became of the first case that did not pass."""
+    found = score(answer, truth)
+    assert (found.accuracy == 1) == (found.extra["pred"] == "pass")
+    assert found.extra["passed"] <= found.extra["cases"]
+    return str(found.extra["pred"])
+
+
+@pytest.mark.parametrize("truth", [DOUBLE, json.dumps(DOUBLE)], ids=["dict", "json"])
+def test_a_program_that_prints_what_is_expected_passes(truth: Any) -> None:
+    found = score("Here:\n```python\nprint(2 * int(input()), '  ')\nprint()\n```\nDone.", truth)
+    assert (found.reward, found.accuracy, found.parts) == (1, 1, {"task": 1})
+    assert found.extra == {
+        "pred": "pass", "detail": "", "cases": 2, "passed": 2, "passed_share": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("print(2 * int(input()) + 1)", "wrong"),
+        ("print(' ', 2 * int(input()))", "wrong"),
+        ("print(4)", "wrong"),
+        ("", "compile_error"),
+        ("print(", "compile_error"),
+        ("  x = 1\n y = 2", "compile_error"),
+        ("raise ValueError", "runtime_error"),
+        ("print(2 * int(input())); raise SystemExit(1)", "runtime_error"),
+        ("import os; print(4, flush=True); os._exit(3)", "runtime_error"),
+        ("while True: print('x' * 1000)", "output_limit"),
+    ],
+)
+def test_a_program_that_does_not_is_told_apart(program: str, expected: str) -> None:
+    assert outcome(program, DOUBLE) == expected
+
+
+@pytest.mark.parametrize("truth", [ADD, ASSERTS, CHECK], ids=["calls", "asserts", "check"])
+def test_a_function_that_returns_what_is_expected_passes(truth: Any) -> None:
+    assert outcome(RIGHT, truth) == "pass"
+    assert outcome(f"<think>```python\nx\n```</think>```py\n{RIGHT}```", truth) == "pass"
+    assert outcome("class Solution:\n    def add(self, a, b): return a + b", ADD) == "pass"
+
+
+CHEATS = {
+    "nothing": "def add(a, b): return None",
+    "fresh object": "class Box:\n    def __init__(self, x): self.x = x\n"
+    "def add(a, b): return Box(a + b)",
+    "equal to all": "class All:\n    def __eq__(self, other): return True\n"
+    "    def __ne__(self, other): return False\n    def __bool__(self): return True\n"
+    "def add(a, b): return All()",
+    "equal to all, of a kind": "class All(int):\n    def __eq__(self, other): return True\n"
+    "    __hash__ = None\ndef add(a, b): return All(7)",
+    "exit at once": "import os, sys\nos._exit(0)",
+    "exit when called": "import sys\ndef add(a, b): sys.exit(0)",
+    "end when called": "import os\ndef add(a, b): os._exit(0)",
+    "claims a verdict": "import os\ndef add(a, b):\n    for n in range(64):\n        try:\n"
+    '            os.write(n, b\'{"d":[["passed",2],["of",2],["outcome","pass"],\'\n'
+    '                        b\'["text",""]]}\\n\')\n'
+    "        except OSError: pass\n    os._exit(0)",
+    "patches equality": "import builtins\nbuiltins.AssertionError = None\n"
+    "builtins.isinstance = lambda *_: True\ndef add(a, b): return 'x'",
+    "raises what asserts raise": "def add(a, b): raise AssertionError",
+    "reads the tests": "import sys, os\ndef add(a, b):\n    said = sys.stdin.read()\n"
+    "    try: said += open('main.py').read()\n    except OSError: pass\n"
+    "    return 3 if 'candidate' in said or 'assert add' in said else None",
+    "shadows a module of the tests": "open('json.py', 'w').write('raise SystemExit')\n"
+    "open('math.py', 'w').write('import os; os._exit(0)')\ndef add(a, b): return None",
+    "kills the tests": "import os, signal\ndef add(a, b): os.kill(os.getppid(), signal.SIGKILL)",
+    "flat no": "def sub(a, b): return a - b",
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.parametrize("truth", [ADD, ASSERTS, CHECK], ids=["calls", "asserts", "check"])
+def test_an_answer_that_only_looks_right_fails(name: str, truth: Any) -> None:
+    found = score(CHEATS[name], truth)
+    assert (found.reward, found.accuracy) == (0, 0)
+    assert found.extra["passed"] == 0
+
+
+def test_a_solution_does_not_lend_the_tests_its_own_builtins() -> None:
+    truth = {"assert_case": ["assert set(add([1], [2])) == set([1, 2])",
+                             "assert sorted(add([2], [1])) == [1, 2]"]}  # fmt: skip
+    assert outcome(RIGHT, truth) == "pass"
+    lies = "def add(a, b): return []\ndef set(x): return 1\ndef sorted(x): return [1, 2]"
+    assert outcome(lies, truth) == "wrong"
+
+
+def test_a_function_may_have_the_name_of_a_builtin_where_the_tests_call_nothing_else() -> None:
+    truth = {"test_list": ["assert sum(10, 15) == 25", "assert sum(1, 1) == 2"], "prompt": ""}
+    assert outcome("def sum(a, b): return a + b", truth) == "pass"
+    assert outcome("def add(a, b): return a + b", truth) != "pass"
+
+
+@pytest.mark.parametrize(
+    ("body", "call"),
+    [
+        ("return (1, [2.5, None], {'a': {3}}, b'x', 1j, True)",
+         "f() == (1, [2.5, None], {'a': {3}}, b'x', 1j, True)"),
+        ("return float('nan')", "f() != f()"),
+        ("return 10**5000", "f() == 10**5000"),
+        ("return 'ä\\ud800\\n'", "f() == 'ä\\ud800\\n'"),
+        ("import collections; return collections.Counter('aab')", "f() == {'a': 2, 'b': 1}"),
+        ("import collections; return collections.deque([1])", "f() == [1]"),
+        ("return map(str, [1, 2])", "list(f()) == ['1', '2']"),
+        ("return range(3)", "list(f()) == [0, 1, 2]"),
+        ("return {(1, 2): frozenset([3])}", "f()[1, 2] == {3}"),
+        ("return [1.0, -0.0, float('inf')]", "f() == [1, 0, math.inf]"),
+    ],
+)  # fmt: skip
+def test_values_come_to_the_tests_as_they_are(body: str, call: str) -> None:
+    text = f"def f():\n    {body}"
+    assert outcome(text, {"assert_case": [f"assert {call}"], "entry_point": "f"}) == "pass"
+
+
+def test_what_a_function_does_to_its_arguments_is_seen() -> None:
+    test = "x = [3, 1]\nd = {1: 2}\nf(x, d=1)\nassert x == [1, 3], x\ng(d)\nassert d == {}"
+    text = "def f(x, d): x.sort()\ndef g(d): d.clear()"
+    assert outcome(text, {"test": test}) == "pass"
+
+
+def test_exceptions_come_to_the_tests_by_name() -> None:
+    test = "try:\n    f()\n    raise SystemError\nexcept KeyError as error:\n    pass"
+    assert outcome("def f(): raise KeyError('x')", {"test": test}) == "pass"
+    assert outcome("def f(): raise ValueError('x')", {"test": test}) == "runtime_error"
+    own = "class Own(Exception): pass\ndef f(): raise Own"
+    assert outcome(own, {"assert_case": ["assert f()"]}) == "runtime_error"
+
+
+def test_an_endless_call_ends_at_its_time_and_costs_the_cases_behind_it() -> None:
+    before = current.current().config
+    current.start(before.model_copy(update={"time_s": 1.0, "credit": "share"}))
+    try:
+        text = "def add(a, b):\n    while a == 1: pass\n    return a + b"
+        truth = {"assert_case": ["assert add(2, 2) == 4", "assert add(1, 2) == 3",
+                                 "assert add(3, 3) == 6"]}  # fmt: skip
+        found = score(text, truth)
+        assert (found.extra["pred"], found.extra["passed"]) == ("time_limit", 1)
+        program = "x = int(input())\nwhile x == 2: pass\nprint(2 * x)"
+        found = score(program, DOUBLE)
+        assert (found.extra["pred"], found.extra["passed"], found.reward) == ("time_limit", 1, 0.5)
+        assert outcome("while True: pass", ADD) == "time_limit"
+    finally:
+        current.start(before)
+
+
+@pytest.mark.usefixtures("shares")
+def test_the_share_of_cases_that_pass_can_be_the_reward() -> None:
+    found = score("print(4)", DOUBLE)
+    assert (found.reward, found.accuracy, found.extra["passed_share"]) == (0.5, 0, 0.5)
+    half = "def add(a, b): return 3"
+    for truth in (ADD, ASSERTS):
+        assert score(half, truth).reward == 0.5
+    assert score(half, CHECK).reward == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "passes"),
+    [
+        ("    return a + b", True),
+        ("  c = a + b\n  return c", True),
+        ("\treturn a + b", True),
+        ("return a + b", False),
+        (RIGHT, True),
+        ("from math import fsum\n" + RIGHT, True),
+    ],
+)
+def test_an_answer_may_go_on_from_the_prompt_or_be_whole(answer: str, passes: bool) -> None:
+    assert (outcome(answer, CHECK) == "pass") == passes
+
+
+def test_helpers_of_the_prompt_are_there_for_the_answer_and_the_tests() -> None:
+    truth = {
+        "prompt": "import math\n\ndef double(x):\n    return 2 * x\n\ndef f(x):\n    '''Doc.'''\n",
+        "entry_point": "f",
+        "test": "def check(candidate):\n    assert double(candidate(3)) == math.floor(12.5)",
+    }
+    assert outcome("def f(x):\n    return double(x)", truth) == "pass"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("no fence", "no fence"),
+        ("```python\na\n```", "a\n"),
+        ("```py\na\n```\nand\n```\nb\n```\n", "b\n"),
+        ("```python\na\n```\n```bash\nls\n```", "a\n"),
+        ("```python\ncut off", "cut off"),
+        ("<think>```python\na\n```</think>\nb", "\nb"),
+        ("  ```python\n  a\n  ```", "  a\n"),
+    ],
+)
+def test_the_code_of_an_answer_is_its_last_block_of_python(given: str, expected: str) -> None:
+    assert code_of(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("truth", "said"),
+    [
+        ("42", "must be an object, got int"),
+        ("no json", "must be a JSON object"),
+        ({}, "has no tests"),
+        ({"inputs": ["1"], "outputs": []}, "of one length"),
+        ({"inputs": [], "outputs": []}, "has no tests"),
+        ({"assert_case": [1]}, "list of Python asserts"),
+        ({"test": "def check(c): pass"}, "no entry_point"),
+        ({"test": 3}, "must be Python code"),
+        ({"test": "x", "prompt": 3}, "must be texts"),
+    ],
+)
+def test_a_row_without_usable_tests_is_a_failed_scoring(truth: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_tests(truth)
+    with pytest.raises(ValueError, match=said):
+        score(RIGHT, truth)
+
+
+def test_tests_that_are_no_python_are_no_fault_of_the_answer() -> None:
+    with pytest.raises(ValueError, match="no Python: SyntaxError"):
+        score(RIGHT, {"assert_case": ["assert add(1"]})
+
+
+def test_usual_forms_of_rows_are_read() -> None:
+    assert read_tests({"input": ["1"], "output": ["2"]}) == ProgramTests([("1", "2")])
+    assert read_tests({"inputs": [["1", "2"]], "outputs": [[3]]}) == ProgramTests([("1\n2", "3")])
+    calls = read_tests({"inputs": ["[1]\n2"], "outputs": ["[3]"], "fn_name": "f"})
+    assert calls == FunctionTests("calls", [[[[1], 2], [3]]], "f", "")
+
+
+def test_the_metrics_of_the_scorer_are_in_each_score() -> None:
+    for answer in ("", RIGHT):
+        assert SCORERS["code"].metrics <= score(answer, ADD).extra.keys()
