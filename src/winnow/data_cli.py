@@ -35,7 +35,8 @@ def prepare_command(
         str,
         typer.Argument(
             metavar="NAME",
-            help="gsm8k, math, dapo-math-17k, aime-2024, aime-2025 or sort_digits.",
+            help="gsm8k, math, dapo-math-17k, aime-2024, aime-2025, amc, humaneval, mbpp, or made "
+            "on the spot: sort_digits, countdown, reasoning_gym/TASK.",
         ),
     ],
     source: Annotated[
@@ -62,8 +63,8 @@ def prepare_command(
             "of the published DAPO files."
         ),
     ] = "none",
-    rows: Annotated[int | None, typer.Option(help="How many problems, for sort_digits.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the problems, for sort_digits.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Problems of a set that is made.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of a set that is made.")] = None,
 ) -> None:
     """Write a data set as parquet in verl's schema, without copies of a row."""
     from winnow.data.prepare import Request, prepare
@@ -170,7 +171,7 @@ def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
     unknown = [source for source in done.data_sources if scorer_of(source) is None]
     for source in done.data_sources:
         console.print(_routing(source, scorer_of(source)), markup=False)
-    if done.name != "sort_digits":
+    if done.name != _BARE:
         console.print(_asking(done, instruction), markup=False)
     console.print(f"Next: winnow data check {shlex.quote(done.out)}", markup=False)
     console.print(f"      {_training(done, instruction, unknown)}", markup=False)
@@ -185,9 +186,16 @@ def _routing(source: str, scorer: str | None) -> str:
     )
 
 
+# Its prompts are asked as they are, of a model that was warmed up on them.
+_BARE = "sort_digits"
+_MATHS_ABILITY = "math"
+
+
 def _asking(done: Prepared, instruction: str) -> str:
     if instruction == "dapo":
         return "Prompts hold DAPO's instruction: for recipes without data.prompt_template."
+    if done.abilities != {_MATHS_ABILITY}:
+        return "Prompts say how to answer: take the template out of recipes that have one."
     recipe = "gsm8k" if done.name == "gsm8k" else "dapo-math"
     other = "" if recipe == "gsm8k" else "; for dapo_qwen2.5_32b add --instruction dapo"
     return f"Prompts are bare questions: the recipe {recipe} says how to ask{other}."
@@ -196,7 +204,7 @@ def _asking(done: Prepared, instruction: str) -> str:
 def _training(done: Prepared, instruction: str, unknown: list[str]) -> str:
     """A command that trains on the file, or evaluates with it."""
     words = ["winnow", "train"]
-    if done.name == "sort_digits":
+    if done.name == _BARE:
         words += ["quickstart", "data/task=none"]
     elif done.name == "gsm8k":
         words += ["gsm8k", "model.path=FOLDER"]
@@ -207,7 +215,10 @@ def _training(done: Prepared, instruction: str, unknown: list[str]) -> str:
         words += ["data.train_files=[FILE]", f"data.eval_files=[{done.out}]"]
     else:
         words.append(f"data.train_files=[{done.out}]")
-    words += [f"reward.scorers.{source}=dapo_math" for source in unknown]
+    if done.name != _BARE and done.abilities != {_MATHS_ABILITY}:
+        words.append('data.prompt_template={*:"{prompt}"}')
+    scorer = "dapo_math" if done.abilities == {_MATHS_ABILITY} else "SCORER"
+    words += [f"reward.scorers.{source}={scorer}" for source in unknown]
     return shlex.join(words)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -30,7 +30,22 @@ class SortDigitsTask(Section):
     """Held-out problems for evaluation, always the same ones first."""
 
 
-Task = Annotated[NoTask | SortDigitsTask, Field(discriminator="name")]
+class ReasoningGymTask(Section):
+    """A task of reasoning-gym (`pip install 'winnow[reasoning-gym]'`); endless, judged by itself.
+
+    Problems whose question's crc32 modulo 10 is 0 are held out for evaluation.
+    """
+
+    name: Literal["reasoning_gym"] = "reasoning_gym"
+    task: str = "chain_sum"
+    """Its name there, such as chain_sum or sudoku."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The task's own settings, such as {max_digits: 3}."""
+    eval_problems: int = Field(200, ge=1)
+    """Held-out problems for evaluation, always the same ones first."""
+
+
+Task = Annotated[NoTask | SortDigitsTask | ReasoningGymTask, Field(discriminator="name")]
 
 
 class DataConfig(Section):

@@ -13,18 +13,16 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from winnow.config.data import SortDigitsTask
+from winnow.data.prepare_generated import generated
 from winnow.data.prepare_hub import download
 from winnow.data.prepare_instruction import with_dapo_instruction
 from winnow.data.prepare_rows import Item, foreign_source, nothing_belongs, to_item
-from winnow.data.prepare_sets import GENERATED, NamedSet, named_set
-from winnow.data.sort_digits import SortDigitsStream, held_out_problems, row
+from winnow.data.prepare_sets import GENERATED, NamedSet, is_generated, named_set
 from winnow.data.sources import read_objects
 from winnow.errors import DataError, WinnowError
 from winnow.observe.files import write_atomic
 
 INSTRUCTIONS = ("none", "dapo")
-TRAIN_PROBLEMS, TEST_PROBLEMS = 10_000, 400
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,8 @@ class Prepared:
     written: int
     data_sources: Mapping[str, int]
     """Of the rows written."""
+    abilities: frozenset[str]
+    """Of the rows written, such as `math` or `code`."""
 
 
 def prepare(request: Request) -> Prepared:
@@ -78,16 +78,18 @@ def prepare(request: Request) -> Prepared:
         raise DataError(f"--instruction is {request.instruction}; it must be none or dapo")
     if request.rows is not None and request.rows < 1:
         raise DataError(f"--rows is {request.rows}; it must be at least 1")
-    if request.name == GENERATED:
+    if is_generated(request.name):
         return _generate(request)
     named = named_set(request.name)
     for given, option in ((request.rows, "--rows"), (request.seed, "--seed")):
         if given is not None:
-            raise DataError(f"{option} is {given}, but only {GENERATED} is generated; leave it out")
+            raise DataError(
+                f"{option} is {given}, but only {', '.join(GENERATED)} are generated; leave it out"
+            )
     if request.instruction == "dapo" and not named.dapo_scored:
         raise DataError(
             f"--instruction is dapo, but {named.name} is not scored by a line Answer:; leave it "
-            "out (the recipe gsm8k says how to ask)"
+            + ("out (the recipe gsm8k says how to ask)" if named.truth == "gsm8k" else "out")
         )
     if request.files and request.revision != "main":
         raise DataError("--revision chooses from the hub and --from does not; give one of the two")
@@ -116,26 +118,15 @@ def _items(paths: Sequence[str], named: NamedSet, others: Counter[str]) -> Itera
 
 def _generate(request: Request) -> Prepared:
     if request.files or request.instruction != "none" or request.revision != "main":
-        raise DataError(f"{GENERATED} is generated; leave out --from, --revision and --instruction")
+        raise DataError(
+            f"{request.name} is generated; leave out --from, --revision and --instruction"
+        )
     split = request.split or "train"
     if split not in ("train", "test"):
-        raise DataError(f"--split is {split}, but {GENERATED} has train and test; choose one")
-    task, seed = SortDigitsTask(), request.seed or 0
-    if split == "train":
-        stream = SortDigitsStream(task, seed)
-        problems = [stream.digits(i) for i in range(request.rows or TRAIN_PROBLEMS)]
-        origin = f"generated with seed {seed}"
-    else:
-        problems = held_out_problems(task, request.rows or TEST_PROBLEMS)
-        origin = "generated, held out from training"
-    items = (_generated(digits) for digits in problems)
-    return _write(request, split, origin, _target(request, split, True), items, Counter(), None)
-
-
-def _generated(digits: str) -> Item:
-    made = row(digits)
-    messages = tuple((message["role"], message["content"]) for message in made.messages)
-    return Item(made.data_source, messages, made.ground_truth, {"digits": digits})
+        raise DataError(f"--split is {split}, but {request.name} has train and test; choose one")
+    out = _target(request, split, True)
+    items, origin = generated(request.name, split == "test", request.rows, request.seed or 0)
+    return _write(request, split, origin, out, items, Counter(), None)
 
 
 def _write(
@@ -169,12 +160,14 @@ def _write(
         other_sources=dict(others),
         written=len(unique),
         data_sources=dict(Counter(item.data_source for item in unique.values())),
+        abilities=frozenset(item.ability for item in unique.values()),
     )
 
 
 def _target(request: Request, split: str, several: bool) -> str:
     """Where to write, seen to be a parquet file on this machine before any work is done."""
-    name = f"{request.name}-{split}" if several else request.name
+    stem = request.name.replace("/", "-")
+    name = f"{stem}-{split}" if several else stem
     out = request.out or f"data/{name}.parquet"
     if "://" in out:
         raise DataError(f"--out is {out}; it must be a file on this machine: copy it from there")
@@ -231,7 +224,7 @@ def _record(index: int, item: Item, split: str, instruction: str) -> dict[str, o
     return {
         "data_source": item.data_source,
         "prompt": prompt,
-        "ability": "math" if item.data_source != GENERATED else GENERATED,
+        "ability": item.ability,
         "reward_model": {"style": "rule", "ground_truth": item.ground_truth},
         "extra_info": {**item.notes, "index": index, "split": split},
     }

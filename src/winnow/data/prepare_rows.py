@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from winnow.data.prepare_code import question_and_truth
 from winnow.data.prepare_instruction import bare
 from winnow.data.prepare_sets import NamedSet
 from winnow.data.sources import Record, to_row, wrong_field
@@ -37,6 +38,7 @@ class Item:
     notes: Mapping[str, str]
     """More for `extra_info`."""
     instruction_removed: bool = False
+    ability: str = "math"
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -63,6 +65,11 @@ def to_item(record: Record, path: str, number: int, named: NamedSet) -> Item:
     """
     if "data_source" in record or "reward_model" in record:
         item = _from_verl(record, path, number, named)
+    elif named.truth == "tests":
+        asked, truth = question_and_truth(record, path, number)
+        return Item(
+            named.data_source, (("user", asked),), truth, _notes(record, named), ability="code"
+        )
     else:
         item = _from_columns(record, path, number, named)
     if named.truth == "integer":
@@ -97,8 +104,12 @@ def _from_columns(record: Record, path: str, number: int, named: NamedSet) -> It
     plain = bare(question)
     removed = plain != question.strip()
     truth = _truth(record, path, number, named)
-    notes = {key: str(record[key]) for key in named.kept if isinstance(record.get(key), str | int)}
-    return Item(named.data_source, (("user", plain),), truth, notes, removed)
+    asked = (("user", plain),)
+    return Item(named.data_source, asked, truth, _notes(record, named), removed)
+
+
+def _notes(record: Record, named: NamedSet) -> dict[str, str]:
+    return {key: str(record[key]) for key in named.kept if isinstance(record.get(key), str | int)}
 
 
 def _truth(record: Record, path: str, number: int, named: NamedSet) -> str:

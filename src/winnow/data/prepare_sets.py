@@ -8,7 +8,8 @@ from typing import Literal
 
 from winnow.errors import DataError
 
-GENERATED = "sort_digits"
+GENERATED = ("sort_digits", "countdown", "reasoning_gym/TASK")
+_GYM = "reasoning_gym/"
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class NamedSet:
     """Given to rows that have none; routes to a scorer."""
     own_sources: tuple[str, ...]
     """Patterns, in lower case, of the `data_source`s that rows of this set may have already."""
-    truth: Literal["gsm8k", "math", "integer", "text"]
+    truth: Literal["gsm8k", "math", "integer", "text", "tests"]
     """How the ground truth is written: after `####`, in the last box, as an integer from 0 to
-    999, or as it stands."""
+    999, as it stands, or as Python tests."""
     kept: tuple[str, ...] = ()
     """Columns that go into `extra_info`."""
     renamed: frozenset[str] = frozenset()
@@ -110,9 +111,51 @@ _SETS = (
         kept=("ID", "id", "url"),
         renamed=frozenset({"math_dapo"}),
     ),
+    # AMC 12 of 2022 and 2023; answers are written as numbers such as 142.0.
+    NamedSet(
+        name="amc",
+        repo="AI-MO/aimo-validation-amc",
+        licence="Apache-2.0",
+        files={"test": ("data/train-*.parquet", "data/*.parquet")},
+        data_source="amc",
+        own_sources=("amc*", "ai-mo/aimo-validation-amc", "math-ai/amc23"),
+        truth="text",
+        kept=("id", "url"),
+    ),
+    NamedSet(
+        name="humaneval",
+        repo="openai/openai_humaneval",
+        licence="MIT",
+        files={"test": ("openai_humaneval/test-*.parquet",)},
+        data_source="humaneval",
+        own_sources=("humaneval*",),
+        truth="tests",
+        kept=("task_id", "canonical_solution"),
+        dapo_scored=False,
+    ),
+    # The 427 problems that people went over; of the 974 many are ambiguous.
+    NamedSet(
+        name="mbpp",
+        repo="google-research-datasets/mbpp",
+        licence="CC-BY-4.0",
+        files={
+            "train": ("sanitized/train-*.parquet",),
+            "test": ("sanitized/test-*.parquet",),
+        },
+        data_source="mbpp",
+        own_sources=("mbpp*",),
+        truth="tests",
+        kept=("task_id", "code", "canonical_solution"),
+        dapo_scored=False,
+    ),
 )
 SETS: Mapping[str, NamedSet] = {named.name: named for named in _SETS}
-NAMES = (*SETS, GENERATED)
+NAMES = (*SETS, *GENERATED)
+
+
+def is_generated(name: str) -> bool:
+    """Whether a set is made on the spot."""
+    return name in GENERATED[:-1] or name.startswith(_GYM)
 
 
 def named_set(name: str) -> NamedSet:

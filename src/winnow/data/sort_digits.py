@@ -98,6 +98,8 @@ def row(digits: str) -> Row:
 class SortDigitsStream:
     """The endless training problems of a seed. A row depends on its index alone."""
 
+    data_source = DATA_SOURCE
+
     def __init__(self, task: SortDigitsTask, seed: int) -> None:
         self._task = task
         self._seed = seed
@@ -110,6 +112,14 @@ class SortDigitsStream:
     def row(self, index: int) -> Row:
         """The row at `index`."""
         return row(self.digits(index))
+
+    def candidates(self, index: int) -> Iterator[Row]:
+        """The row at `index` alone: they are all of a length."""
+        return iter([self.row(index)])
+
+    def candidates_of(self, uid: str) -> Iterator[Row]:
+        """The row of a uid alone; KeyError when there is none."""
+        return iter([self.row_of(uid)])
 
     def row_of(self, uid: str) -> Row:
         """The row that a uid names.

@@ -149,9 +149,9 @@ def test_the_real_dapo_file_shows_its_known_faults(shared_data: Path) -> None:
 
 
 def test_the_table_names_what_it_counts(write_jsonl: WriteJsonl) -> None:
-    path = write_jsonl([row("[red]a[/red]\x1b[2J", str(i), "MATH") for i in range(7)])
+    path = write_jsonl([row("[red]a[/red]\x1b[2J", str(i), "Klingon") for i in range(7)])
     shown = CliRunner().invoke(app, ["check", path, "--eval", path]).output
-    assert "MATH 7 NO SCORER for it" in " ".join(shown.split())
+    assert "Klingon 7 NO SCORER for it" in " ".join(shown.split())
     assert "conflicting labels 1 prompts" in " ".join(shown.split())
     assert "[red]a[/red]\ufffd[2J" in shown
     assert "\x1b" not in shown

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shlex
 from collections.abc import Callable
+from fractions import Fraction
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from winnow.data.sort_digits import is_held_out, solution
 from winnow.data.sources import read_rows
 from winnow.data_cli import app
 from winnow.errors import DataError
+from winnow.rewards.scorers import SCORERS
 
 WriteJsonl = Callable[..., str]
 GSM8K = {"question": "How many?", "answer": "Two.\n#### 2"}
@@ -198,9 +202,13 @@ def test_what_does_not_go_together_is_refused_before_any_work(
         ({"name": "gsm9k"}, "gsm9k is no data set that can be prepared; there are gsm8k, math, "),
         ({"split": "dev"}, "--split is dev, but gsm8k has train and test; choose one"),
         ({"name": "aime-2024", "split": "train"}, "--split is train, but aime-2024 has test"),
-        ({"rows": 5}, "--rows is 5, but only sort_digits is generated; leave it out"),
+        ({"rows": 5}, "--rows is 5, but only sort_digits, countdown, reasoning_gym/TASK are gen"),
         ({"name": "sort_digits", "rows": 0}, "--rows is 0; it must be at least 1"),
-        ({"seed": 0}, "--seed is 0, but only sort_digits is generated; leave it out"),
+        ({"seed": 0}, "--seed is 0, but only sort_digits, countdown, reasoning_gym/TASK are gen"),
+        ({"name": "humaneval", "instruction": "dapo"}, "--instruction is dapo, but humaneval is"),
+        ({"name": "countdown", "instruction": "dapo"}, "countdown is generated; leave out --fr"),
+        ({"name": "reasoning_gym/x", "files": ("a",)}, "reasoning_gym/x is generated; leave out"),
+        ({"name": "reasoning_gym/x"}, "reasoning_gym/x: reasoning-gym has no such task; see its"),
         ({"instruction": "x"}, "--instruction is x; it must be none or dapo"),
         ({"instruction": "dapo"}, "--instruction is dapo, but gsm8k is not scored by a line"),
         ({"files": ("a",), "revision": "v1"}, "--revision chooses from the hub and --from does"),
@@ -249,6 +257,156 @@ def test_a_source_without_scorer_is_said_loudly(
     result = CliRunner().invoke(app, ["prepare", "math", "--from", path, "--out", out])
     assert "data_source MATH has NO built-in scorer yet" in result.output
     assert "reward.scorers.MATH=dapo_math" in result.output
+
+
+def test_a_source_of_code_without_scorer_leaves_the_scorer_to_the_user(
+    write_jsonl: WriteJsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("winnow.rewards.routing.ROUTES", {"gsm8k": "gsm8k"})
+    path = write_jsonl([{"prompt": "def f():\n", "test": "def check(c): ...", "entry_point": "f"}])
+    out = str(tmp_path / "o.parquet")
+    result = CliRunner().invoke(app, ["prepare", "humaneval", "--from", path, "--out", out])
+    assert "reward.scorers.humaneval=SCORER" in result.output
+
+
+def test_amc_answers_are_numbers_without_a_point(
+    made: Callable[..., Prepared], write_jsonl: WriteJsonl
+) -> None:
+    rows = [
+        {"id": 0, "problem": "p", "answer": 142.0, "url": "u"},
+        {"id": 1, "problem": "q", "answer": 0.5, "url": "v"},
+    ]
+    done = made("amc", write_jsonl(rows))
+    assert (done.split, done.data_sources) == ("test", {"amc": 2})
+    assert [row.ground_truth for row in read_rows([done.out])] == ["142", "0.5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "count"),
+    [("humaneval", "HumanEval.jsonl.gz", 164), ("mbpp", "mbpp_sanitized.jsonl", 427)],
+)
+def test_real_programming_problems_come_with_their_tests(
+    name: str, file: str, count: int, made: Callable[..., Prepared], shared_data: Path
+) -> None:
+    done = made(name, str(shared_data / "code" / file), split="test")
+    assert (done.read, done.copies, done.written) == (count, 0, count)
+    for row in read_rows([done.out]):
+        truth = json.loads(row.ground_truth)
+        assert sorted(truth) == ["entry_point", "prompt", "test"]
+        assert f"def {truth['entry_point']}(" in truth["prompt"]
+        assert "def check(candidate):" in truth["test"]
+        assert truth["prompt"].rstrip() in row.messages[0]["content"]
+        assert row.extra["ability"] == "code"
+        assert row.extra["extra_info"]["canonical_solution"]
+        assert row.extra["extra_info"]["canonical_solution"] not in row.messages[0]["content"]
+
+
+def test_mbpp_rows_of_the_hub_show_their_asserts(
+    made: Callable[..., Prepared], write_jsonl: WriteJsonl
+) -> None:
+    row = {
+        "task_id": 2, "prompt": "Write f.", "code": "def f(): return 1",
+        "test_imports": ["import math"], "test_list": ["assert f() == 1", "assert f() != 2"],
+    }  # fmt: skip
+    (written,) = read_rows([made("mbpp", write_jsonl([row])).out])
+    assert json.loads(written.ground_truth) == {
+        "test_list": ["assert f() == 1", "assert f() != 2"], "prompt": "import math"
+    }  # fmt: skip
+    asked = written.messages[0]["content"]
+    assert asked.startswith(
+        "Write f.\n\nThe code must pass these tests:\n\n```python\nimport math\n"
+    )
+    assert "assert f() == 1\nassert f() != 2\n```" in asked
+    assert written.extra["extra_info"]["code"] == "def f(): return 1"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": ""}, "prompt is an empty text; it must be a text"),
+        ({"test_list": []}, "test_list is missing; it must be a list of Python asserts"),
+        ({"test_list": [1]}, "test_list is the list [1]; it must be a list of texts"),
+        ({"test_imports": "os"}, "test_imports is the text 'os'; it must be a list of texts"),
+    ],
+)
+def test_a_programming_problem_without_tests_is_named(
+    change: dict[str, Any], message: str, made: Callable[..., Prepared], write_jsonl: WriteJsonl
+) -> None:
+    row = {"prompt": "Write f.", "test_imports": [], "test_list": ["assert f()"], **change}
+    with pytest.raises(DataError) as caught:
+        made("mbpp", write_jsonl([row]))
+    assert str(caught.value).endswith(f"rows.jsonl row 1: {message}")
+
+
+def test_countdown_problems_can_be_solved_and_the_splits_share_none(
+    made: Callable[..., Prepared],
+) -> None:
+    splits = {}
+    for split in ("train", "test"):
+        done = made("countdown", split=split, rows=150, seed=4)
+        rows = read_rows([done.out])
+        assert (done.written, done.copies) == (len(rows), 150 - len(rows))
+        truths = [json.loads(row.ground_truth) for row in rows]
+        splits[split] = {(t["target"], tuple(sorted(t["numbers"]))) for t in truths}
+        for row, truth in zip(rows, truths, strict=True):
+            assert 10 <= truth["target"] <= 99
+            assert len(truth["numbers"]) in (3, 4)
+            assert _can_make(truth["target"], [Fraction(n) for n in truth["numbers"]])
+            asked = f"Make {truth['target']} from the numbers {truth['numbers']}. "
+            assert row.messages[0]["content"].startswith(asked.replace("[", "").replace("]", ""))
+    assert not splits["train"] & splits["test"]
+    again = read_rows([made("countdown", rows=150, seed=4).out])
+    assert {json.loads(row.ground_truth)["target"] for row in again} == {
+        target for target, _ in splits["train"]
+    }
+    other = made("countdown", rows=150, seed=5)
+    assert read_rows([other.out])[0].ground_truth != again[0].ground_truth
+
+
+def _can_make(target: int, numbers: list[Fraction]) -> bool:
+    if len(numbers) == 1:
+        return numbers[0] == target
+    for a, b in permutations(range(len(numbers)), 2):
+        rest = [n for i, n in enumerate(numbers) if i not in (a, b)]
+        x, y = numbers[a], numbers[b]
+        values = [x + y, x - y, x * y, *([x / y] if y else [])]
+        if any(_can_make(target, [*rest, value]) for value in values):
+            return True
+    return False
+
+
+def test_a_task_of_reasoning_gym_is_written_with_all_that_judges_it(
+    made: Callable[..., Prepared],
+) -> None:
+    for split in ("train", "test"):
+        done = made("reasoning_gym/sudoku", split=split, rows=4, seed=1)
+        assert done.data_sources == {"reasoning_gym/sudoku": 4}
+        for row in read_rows([done.out]):
+            said = f"<answer>\n{row.ground_truth}\n</answer>"
+            found = SCORERS["reasoning_gym"].score(
+                row.data_source, said, row.ground_truth, row.extra
+            )
+            assert found.accuracy == 1
+            wrong = said.replace("1", "2")
+            assert (
+                not SCORERS["reasoning_gym"]
+                .score(row.data_source, wrong, row.ground_truth, row.extra)
+                .accuracy
+            )
+
+
+def test_the_command_for_puzzles_takes_the_template_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["prepare", "countdown", "--rows", "3"])
+    assert result.exit_code == 0, result.output
+    assert "data_source countdown is scored by countdown." in result.output
+    (command,) = (line for line in result.output.splitlines() if "winnow train" in line)
+    words = shlex.split(command)
+    data = resolve_recipe(words[2], words[3:]).data
+    assert data.train_files == ("data/countdown-train.parquet",)
+    assert data.prompt_template == {"*": "{prompt}"}
 
 
 def _installed(package: str) -> bool:

@@ -122,8 +122,8 @@ def test_a_row_that_does_not_fit_is_named_with_field_and_value() -> None:
 
 
 def test_every_set_says_where_it_lies_and_under_which_licence() -> None:
-    assert set(NAMES) == {*SETS, "sort_digits"}
+    assert set(NAMES) == {*SETS, "sort_digits", "countdown", "reasoning_gym/TASK"}
     for named in SETS.values():
         assert named.repo.count("/") == 1
-        assert named.licence in ("MIT", "Apache-2.0")
+        assert named.licence in ("MIT", "Apache-2.0", "CC-BY-4.0")
         assert all(named.files.values())

@@ -1,0 +1,224 @@
+"""Problems of reasoning-gym (an extra): any of its tasks by name, endless, made on the spot.
+
+A problem's number decides it: the package gives problem `i` of a seed the same way each time. A
+row carries the whole entry, because the task that set the problem judges the answer too
+(`winnow.rewards.scorers.procedural`). Problems whose question's crc32 modulo 10 is 0 are held
+out for evaluation and never trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+from winnow.config.data import ReasoningGymTask
+from winnow.data.sources import Row
+from winnow.errors import DataError
+
+PREFIX = "reasoning_gym/"
+INSTRUCTION = (
+    "\n\nThink step by step, then give the final answer alone between <answer> and </answer>."
+)
+# Their problems depend on the order of sets of texts, which differs from process to process.
+UNSTABLE = frozenset(
+    {
+        "codeio",
+        "isomorphic_strings",
+        "knight_swap",
+        "list_functions",
+        "polynomial_multiplication",
+        "ransom_note",
+        "word_ladder",
+    }
+)
+_BLOCK = 500
+"""Problems of one seed: some tasks prepare them all at once."""
+_ATTEMPTS = 50
+_EVALUATION = "evaluation"
+
+
+class ProceduralStream:
+    """The endless training problems of a task and a seed. Those of an index are always the same."""
+
+    def __init__(self, task: ReasoningGymTask, seed: int) -> None:
+        """Look the task up.
+
+        Raises:
+            DataError: the package or the task is missing, refuses its options, or makes other
+                problems in each process.
+        """
+        _dataset(task.task, _as_json(task.options), "0", 0)
+        if task.task in UNSTABLE:
+            raise DataError(
+                f"data.task.task is {task.task}, whose problems differ from process to process, "
+                f"so that no run could be resumed; write them to a file with `winnow data prepare "
+                f"{PREFIX}{task.task}`"
+            )
+        self._task = task
+        self._seed = seed
+
+    @property
+    def data_source(self) -> str:
+        """What all its rows have."""
+        return f"{PREFIX}{self._task.task}"
+
+    def candidates(self, index: int) -> Iterator[Row]:
+        """Rows for `index`: the first will do that is short enough.
+
+        Raises:
+            DataError: the task has hardly any problem that is not held out.
+        """
+        return _candidates(self._task, self._seed, index)
+
+    def candidates_of(self, uid: str) -> Iterator[Row]:
+        """Those that a uid names.
+
+        Raises:
+            KeyError: no training problem of this task has it.
+        """
+        number = uid.removeprefix(f"{self.data_source}:").partition("-")[0]
+        if number == uid or not number.isdecimal():
+            raise KeyError(uid)
+        found = next((each for each in self.candidates(int(number)) if each.uid == uid), None)
+        if found is None:
+            raise KeyError(uid)
+        return iter([found])
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the rows do."""
+        options = _as_json(self._task.options)
+        return f"{self._task.task} {options}, seed {self._seed}, version {version('reasoning-gym')}"
+
+
+def is_held_out(entry: Mapping[str, Any]) -> bool:
+    """Whether a problem is kept for evaluation."""
+    return _crc(entry) % 10 == 0
+
+
+def _crc(entry: Mapping[str, Any]) -> int:
+    return zlib.crc32(str(entry["question"]).encode("utf-8", "surrogatepass"))
+
+
+def training_rows(task: ReasoningGymTask, seed: int, count: int) -> Iterator[Row]:
+    """The first `count` rows of a seed; any task will do, because a file holds still.
+
+    Raises:
+        DataError: as `ProceduralStream`.
+    """
+    return (next(_candidates(task, seed, index)) for index in range(count))
+
+
+def held_out_rows(task: ReasoningGymTask) -> list[Row]:
+    """The first `eval_problems` of the one fixed list of different held-out problems.
+
+    Raises:
+        DataError: there are not so many.
+    """
+    options = _as_json(task.options)
+    found: dict[str, Row] = {}
+    for index in range(1_000 + 50 * task.eval_problems):
+        entry = _entry(task.task, options, _EVALUATION, index)
+        if is_held_out(entry):
+            number = f"held-out-{len(found)}"
+            found.setdefault(str(entry["question"]), row(task.task, options, entry, number))
+        if len(found) == task.eval_problems:
+            return list(found.values())
+    raise DataError(
+        f"data.task.eval_problems is {task.eval_problems}, but {task.task} gives only about "
+        f"{len(found)} different held-out problems; lower it, or change data.task.options"
+    )
+
+
+def row(task: str, options: str, entry: Mapping[str, Any], number: str) -> Row:
+    """A problem as a row of data; `options` is JSON. The uid tells problems of a number apart."""
+    source = f"{PREFIX}{task}"
+    number = f"{number}-{_crc(entry):08x}"
+    info = {"task": task, "config": options, "entry": _as_json(dict(entry))}
+    answer = entry["answer"]
+    return Row(
+        uid=f"{source}:{number}",
+        origin=f"{source} {number}",
+        data_source=source,
+        messages=({"role": "user", "content": f"{entry['question']}{INSTRUCTION}"},),
+        # Some tasks have no answer of their own to show, only a way to judge one.
+        ground_truth="" if answer is None else str(answer),
+        extra={"extra_info": info},
+    )
+
+
+def _candidates(task: ReasoningGymTask, seed: int, index: int) -> Iterator[Row]:
+    options = _as_json(task.options)
+    is_empty = True
+    for attempt in range(_ATTEMPTS):
+        entry = _entry(task.task, options, f"{seed}/{attempt}", index)
+        if not is_held_out(entry):
+            is_empty = False
+            yield row(task.task, options, entry, str(index))
+    if is_empty:
+        raise DataError(
+            f"reasoning_gym/{task.task} gives too few different problems to hold some out; "
+            "change data.task.options, or choose another task"
+        )
+
+
+def _entry(task: str, options: str, key: str, index: int) -> Mapping[str, Any]:
+    block, place = divmod(index, _BLOCK)
+    entry: Mapping[str, Any] = _dataset(task, options, key, block)[place]
+    return entry
+
+
+@lru_cache(maxsize=8)
+def _dataset(task: str, options: str, key: str, block: int) -> Any:
+    """The problems of a block.
+
+    Raises:
+        DataError: the package or the task is missing, or refuses its options.
+    """
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{PREFIX}{task} needs the package reasoning-gym, which is not installed; "
+            "pip install 'winnow[reasoning-gym]'"
+        ) from error
+    if task not in DATASETS:
+        near = get_close_matches(task, DATASETS)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; see its list of tasks"
+        raise DataError(f"{PREFIX}{task}: reasoning-gym has no such task{hint}")
+    digest = hashlib.blake2b(f"{key}/{block}".encode(), digest_size=4).digest()
+    settings = json.loads(options)
+    try:
+        return create_dataset(
+            task, **{"seed": int.from_bytes(digest, "big") >> 1, "size": _BLOCK, **settings}
+        )
+    # Settings are checked by assertions, and unknown ones by the class that is to hold them.
+    except (AssertionError, TypeError, ValueError, KeyError) as error:
+        said = " ".join(str(error).split())
+        raise DataError(
+            f"data.task.options is {options}, which reasoning-gym's {task} refuses ({said}); "
+            "change or remove them"
+        ) from error
+
+
+def _as_json(value: Any) -> str:
+    """JSON that keeps tuples, and keys that are no texts."""
+    return json.dumps(_plain(value), ensure_ascii=False, sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return {"__tuple__": [_plain(each) for each in value]}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict) and all(type(key) is str for key in value):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, dict):
+        return {"__items__": [[_plain(key), _plain(each)] for key, each in value.items()]}
+    return value

@@ -1,0 +1,131 @@
+"""Tasks of reasoning-gym judge their answers, and run none of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from winnow.config.data import ReasoningGymTask
+from winnow.data.procedural import training_rows
+from winnow.data.sources import Row
+from winnow.rewards.scorers import SCORERS, procedural_screen
+from winnow.rewards.scorers.procedural_screen import EXPRESSIONS, LISTS, may_pass
+from winnow.types import Score
+
+TASKS = sorted(DATASETS.keys() - {"composite"})
+NO_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+"""Tasks that judge answers and have none to show."""
+
+
+def rows(task: str, count: int) -> list[Row]:
+    return list(training_rows(ReasoningGymTask(task=task), 1, count))
+
+
+def score(row: Row, text: str) -> Score:
+    return SCORERS["reasoning_gym"].score(row.data_source, text, row.ground_truth, row.extra)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_every_task_finds_its_own_answer_right_and_none_wrong(part: int) -> None:
+    """Two problems of each task, judged from what a row holds."""
+    for task in TASKS[part::4]:
+        for row in rows(task, 2):
+            assert score(row, row.ground_truth).reward < 1, task
+            if task in NO_ANSWER:
+                assert row.ground_truth == ""
+                continue
+            found = score(row, f"<think>hm</think><answer>{row.ground_truth}</answer>")
+            assert (found.reward, found.accuracy, found.extra["unreadable"]) == (1, 1, 0), task
+            if task != "game_of_life_halting":  # takes whatever it cannot read for False
+                assert score(row, "<answer>\x00?!</answer>").accuracy == 0, task
+
+
+def test_a_share_of_the_score_is_reward_and_no_accuracy() -> None:
+    (row,) = rows("chain_sum", 1)
+    near = score(row, f"<answer>{row.ground_truth} or so</answer>")
+    assert 0 < near.reward < 1
+    assert near.accuracy == 0
+    assert near.parts == {"task": near.reward}
+    assert score(row, f"It is {row.ground_truth}").reward == 0
+
+
+def test_the_settings_of_a_task_come_with_the_row() -> None:
+    task = ReasoningGymTask(task="chain_sum", options={"min_digits": 6, "max_digits": 6})
+    row = next(training_rows(task, 1, 1))
+    assert row.extra["extra_info"]["config"] == '{"min_digits": 6, "max_digits": 6}'
+    assert score(row, f"<answer>{row.ground_truth}</answer>").accuracy == 1
+
+
+def test_a_row_without_its_entry_is_a_failure_of_scoring() -> None:
+    with pytest.raises(KeyError):
+        SCORERS["reasoning_gym"].score("reasoning_gym/chain_sum", "x", "5", {"extra_info": {}})
+
+
+@pytest.mark.parametrize("task", sorted(LISTS | EXPRESSIONS))
+def test_an_answer_is_never_run(task: str, tmp_path: Path) -> None:
+    (row,) = rows(task, 1)
+    mark = tmp_path / "run"
+    for code in (
+        f"__import__('pathlib').Path({str(mark)!r}).touch()",
+        f"open({str(mark)!r}, 'w')",
+        f"[open({str(mark)!r}, 'w')]",
+        f"open({str(mark)!r},'w').write('x') or 1 + 1",
+        f"(lambda: open({str(mark)!r}, 'w'))()",
+        f"[1, 2] + [].append(open({str(mark)!r}, 'w'))",
+        "9**9**9**9",
+        "[0] * 10**10",
+    ):
+        found = score(row, f"<answer>{code}</answer>")
+        assert (found.reward, found.extra["unreadable"]) == (0, 1)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "passes"),
+    [
+        ("n_queens", "[['_', 'Q'], ['Q', '_']]", True),
+        ("spiral_matrix", "[1, 2, -3.5]", True),
+        ("spiral_matrix", "1 2 3", True),
+        ("spiral_matrix", "print(1)", False),
+        ("spiral_matrix", "f'{1}'", False),
+        ("spiral_matrix", "[0]*9", False),
+        ("countdown", "(1 + 2) * 3 / 4 - 0.5", True),
+        ("simple_integration", "x**4/4 + 2*x**2 - sin(x)*exp(x) + C", True),
+        ("intermediate_integration", "-2*Integral(x*sin(2*x), x) + C", True),
+        ("polynomial_multiplication", "36*x**6 - 2*x**3*y**2", True),
+        ("simple_integration", "x.__class__", False),
+        ("simple_integration", "x.real", False),
+        ("simple_integration", "open(x)", False),
+        ("simple_integration", "'x'", False),
+        ("simple_integration", "x[0]", False),
+        ("simple_integration", "9**9**9", False),
+        ("simple_integration", "9**(9)**9", False),
+        ("simple_integration", "9**99999", False),
+        ("simple_integration", "x" * 501, False),
+        ("chain_sum", "__import__('os')", True),
+    ],
+)
+def test_what_may_pass_holds_nothing_that_runs(task: str, answer: str, passes: bool) -> None:
+    assert may_pass(task, answer) == passes
+
+
+def test_no_other_task_evaluates_answers() -> None:
+    """A new version of the package may have more that do: look at each place."""
+    folder = Path(reasoning_gym.__file__).parent
+    calls = re.compile(r"(?<![\w.])(?:eval|exec)\(|parse_expr\(|sympify\(")
+    found = {
+        file.stem
+        for file in folder.rglob("*.py")
+        if "contrib" not in file.parts and calls.search(file.read_text(encoding="utf-8"))
+    }
+    # These evaluate what they made themselves, or read formulas with a parser of their own.
+    harmless = {
+        "basic_arithmetic", "bitwise_arithmetic", "codeio", "generators_00_49",
+        "generators_50_99", "number_sorting", "propositional_logic",
+    }  # fmt: skip
+    assert found - harmless == procedural_screen.LISTS | procedural_screen.EXPRESSIONS
