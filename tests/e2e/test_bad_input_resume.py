@@ -130,7 +130,7 @@ CHECKPOINTS = [
     *(case for part, file in PARTS.items() for case in damaged(part, file)),
     asked_for(
         "manifest-of-another-format",
-        edit(f"{STEP}/manifest.json", lambda text: text.replace(b'"format": 2', b'"format": 99')),
+        edit(f"{STEP}/manifest.json", lambda text: text.replace(b'"format": 3', b'"format": 99')),
     ),
     asked_for(
         "checkpoint-of-another-model",

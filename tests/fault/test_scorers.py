@@ -107,9 +107,11 @@ def test_where_and_when_answers_are_scored_changes_no_bit(lab: Lab, tmp_path: Pa
     scorer, waiting = tmp_path / "scorer.py", tmp_path / "waiting.py"
     scorer.write_text(LATE_SCORER)
     waiting.write_text(LATE_ASYNC)
-    prompt = [*reward(scorer, longest=0.0), "trainer.save_every=1"]
-    late = [*reward(scorer, longest=0.05), "trainer.save_every=1", "reward.workers=2"]
-    late_async = [*reward(waiting, longest=0.05), "trainer.save_every=1", "reward.workers=2"]
+    # Without the number of ticks the lag would depend on where answers are scored.
+    common = ["trainer.save_every=1", "sampling.score_lag_ticks=16"]
+    prompt = [*reward(scorer, longest=0.0), *common]
+    late = [*reward(scorer, longest=0.05), *common, "reward.workers=2"]
+    late_async = [*reward(waiting, longest=0.05), *common, "reward.workers=2"]
     assert lab.start("here", *prompt, "reward.workers=0").wait(120) == 0
     calm = lab.run("here")
     assert lab.start("apart", *late).wait(240) == 0

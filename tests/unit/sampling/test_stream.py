@@ -388,6 +388,7 @@ def test_a_step_ends_by_the_last_score_though_the_engine_goes_on() -> None:
     asyncio.run(go())
 
 
+@only_deterministic
 def test_scores_are_taken_side_by_side_and_entered_in_event_order() -> None:
     running = peak = 0
 
