@@ -49,7 +49,7 @@ class Host:
                 os._exit(0)
         theirs.close()
         self._pipe = ours
-        self.answer()  # ready, or the error
+        self.description: str = self.answer()
 
     def answer(self) -> Any:
         """What it says next."""

@@ -15,6 +15,7 @@ from typer.core import TyperOption
 
 from winnow.data_cli import app as data_app
 from winnow.errors import WinnowError
+from winnow.reward_cli import app as reward_app
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
+app.add_typer(reward_app, name="reward")
 
 Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or a YAML file.")]
 Overrides = Annotated[
