@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
+import logging
+import os
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from winnow.errors import DataError, RewardError
+from winnow.errors import ConfigError, DataError, RewardError
 
 if TYPE_CHECKING:
-    from winnow.config.reward import RewardConfig
-    from winnow.rewards.task import Failure
-    from winnow.types import Prompt, Score
+    from winnow.config.reward import RewardConfig, UserFunction
+    from winnow.config.root import Config
+    from winnow.rewards.service import RewardService
+    from winnow.types import Prompt, Score, Trajectory
 
 app = typer.Typer(
     name="reward",
@@ -27,6 +34,21 @@ _SHOWN = 300
 """Characters of a long text that are shown."""
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """What came of one scoring."""
+
+    scorer: str
+    sandbox: str
+    """Which is in force; empty where no program was run."""
+    score: Score
+    """As a run would count it; `error` says why it failed."""
+    traceback: str
+    seconds: float
+    """The scoring alone, without the start of workers."""
+    printed: str
+
+
 @app.callback()
 def reward() -> None:
     """Try what scores an answer."""
@@ -34,9 +56,13 @@ def reward() -> None:
 
 @app.command("try", no_args_is_help=True)
 def try_command(
-    file: Annotated[
-        str | None,
-        typer.Argument(metavar="[FILE]", help="Data file whose row is answered; or give --truth."),
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE] [KEY=VALUE]...",
+            help="Data file whose row is answered (or give --truth), and settings of a run, "
+            "such as reward.timeout_s=2.",
+        ),
     ] = None,
     row: Annotated[int | None, typer.Option(help="Row of FILE, from 1; 1 by default.")] = None,
     answer: Annotated[
@@ -53,28 +79,91 @@ def try_command(
         str | None,
         typer.Option(metavar="FILE.py[:NAME]", help="Your reward function instead of a scorer."),
     ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Take the settings of this recipe, or a run's config.yaml.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=0, help="Tokens of the answer, where its length is scored.")
+    ] = None,
     prompt_key: Annotated[str, typer.Option(help="Column with the prompt.")] = "prompt",
     as_json: Annotated[bool, typer.Option("--json", help="Print the score as JSON.")] = False,
 ) -> None:
-    """Score one answer as a run would, in a worker with its limits, and show all parts."""
+    """Score one answer as a run would, with its limits, and show all that came of it.
+
+    For instance: winnow reward try train.parquet --row 3 --answer "#### 42"
+    """
+    file, settings = _split(words or [])
     if scorer is not None and function is not None:
         raise RewardError(f"--scorer is {scorer} and --function is {function}; give one of the two")
     if row is not None and file is None:
         raise DataError(f"--row is {row}, but there is no FILE; name the data file first")
-    prompt = _prompt(
-        file, 1 if row is None else row, truth, source or scorer, prompt_key, function is not None
-    )
-    text = sys.stdin.read() if answer is None else answer
-    name, result = _scored(_config(scorer, function), prompt, text)
-    from winnow.rewards.task import Failure
-
-    if isinstance(result, Failure):
-        typer.echo(result.trace.rstrip() or result.line, err=True)
-        raise RewardError(f"{name} failed at this answer: {result.line}; mend it, or the row")
+    config = _config(recipe, settings, scorer, function, tokens)
+    any_source = config.reward.function.path is not None
+    number = 1 if row is None else row
+    prompt = _prompt(file, number, truth, source or scorer, prompt_key, any_source)
+    text = _from_stdin() if answer is None else answer
+    trial = _tried(config, prompt, text, tokens or 0)
     if as_json:
-        typer.echo(json.dumps(_as_json(name, result), ensure_ascii=False, default=str))
+        typer.echo(json.dumps(_as_json(trial), ensure_ascii=False, default=str))
     else:
-        _show(name, prompt, text, result)
+        _show(trial, prompt, text)
+    if trial.score.error:
+        raise RewardError(
+            f"{trial.scorer} failed at this answer: {trial.score.error}; mend it, or the row"
+        )
+
+
+def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The file, and the settings."""
+    settings = [word for word in words if "=" in word and not os.path.exists(word)]
+    files = [word for word in words if word not in settings]
+    if len(files) > 1:
+        raise DataError(f"there are {len(files)} files, {' and '.join(files)}; give one")
+    return (files[0] if files else None), settings
+
+
+def _from_stdin() -> str:
+    if sys.stdin.isatty():
+        typer.echo("Type the answer, then Ctrl-D on a line of its own:", err=True)
+    return sys.stdin.read()
+
+
+def _config(
+    recipe: str | None,
+    settings: Sequence[str],
+    scorer: str | None,
+    function: str | None,
+    tokens: int | None,
+) -> Config:
+    """The settings of a recipe, or the defaults, with those given here."""
+    from winnow.config.load import resolve_recipe
+    from winnow.config.root import Config
+
+    # Hydra takes its time to load, and most trials need no settings.
+    config = resolve_recipe(recipe, settings) if recipe or settings else Config()
+    changes: dict[str, Any] = {"on_failure": "wrong"}
+    if scorer is not None:
+        changes["scorers"] = {"*": scorer}
+    if function is not None:
+        changes["function"] = _user_function(function, config.reward.function)
+    reward = config.reward.model_copy(update=changes)
+    if tokens is None and _length_counts(reward):
+        raise ConfigError(
+            "reward.overlong.enabled=true scores the length of an answer; give it in --tokens, "
+            "or set reward.overlong.enabled=false"
+        )
+    return config.model_copy(update={"reward": reward})
+
+
+def _length_counts(config: RewardConfig) -> bool:
+    return config.overlong.enabled
+
+
+def _user_function(named: str, section: UserFunction) -> UserFunction:
+    path, colon, name = named.rpartition(":")
+    if not colon or name.endswith(".py"):
+        return section.model_copy(update={"path": named})
+    return section.model_copy(update={"path": path, "name": name})
 
 
 def _prompt(
@@ -105,6 +194,7 @@ def _prompt(
         source or chosen.data_source,
         chosen.ground_truth if truth is None else _read(truth),
         chosen.extra,
+        tuple(chosen.messages),
     )
 
 
@@ -116,55 +206,133 @@ def _read(truth: str) -> Any:
     return truth
 
 
-def _config(scorer: str | None, function: str | None) -> RewardConfig:
-    from winnow.config.reward import RewardConfig, UserFunction
+def _tried(config: Config, prompt: Prompt, text: str, tokens: int) -> _Trial:
+    """Score an answer as in training, in one worker where scorers run apart.
 
-    if function is not None:
-        path, colon, name = function.rpartition(":")
-        if not colon or name.endswith(".py"):
-            return RewardConfig(function=UserFunction(path=function))
-        return RewardConfig(function=UserFunction(path=path, name=name))
-    return RewardConfig(scorers={} if scorer is None else {"*": scorer})
-
-
-def _scored(config: RewardConfig, prompt: Prompt, text: str) -> tuple[str, Score | Failure]:
-    """The scorer's name, and what it says."""
-    from winnow.rewards.backend import Backend
-
-    with contextlib.closing(Backend(config)) as backend:
-        backend.prepare({prompt.data_source})
-        name = (
-            config.function.name
-            if backend.has_user_function
-            else backend.router.scorer(prompt.data_source).name
+    Raises:
+        RewardError: nothing can score this source, or the function's file is wrong.
+    """
+    workers = config.reward.workers
+    if workers is not None and workers > 1:
+        config = config.model_copy(
+            update={"reward": config.reward.model_copy(update={"workers": 1})}
         )
-        return name, asyncio.run(backend.score(prompt, text))
+    with _listening() as heard, contextlib.ExitStack() as stack:
+        # What is loaded and called here, in this process, may print, too.
+        here = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        service = _service(config)
+        stack.callback(service.close)
+        service.check_sources([prompt.data_source])
+        scorer, sandbox = _who_scores(config.reward, prompt.data_source)
+        service.check_prompt(prompt)
+        began = time.perf_counter()
+        score = asyncio.run(service.score(prompt, _trajectory(tokens), text, training=True))
+        seconds = time.perf_counter() - began
+        traceback = service.failure_report.first_traceback.rstrip()
+    # Workers have ended, so all of their output has come.
+    return _Trial(scorer, sandbox, score, traceback, seconds, here.getvalue() + "".join(heard))
 
 
-def _as_json(name: str, score: Score) -> dict[str, Any]:
+def _service(config: Config) -> RewardService:
+    from winnow.config.reward_model import NoRewardModel
+    from winnow.rewards.service import RewardService
+
+    if isinstance(config.reward.model, NoRewardModel):
+        return RewardService(config.reward, config.rollout.max_response_tokens)
+    import torch
+
+    from winnow.trainer.build import make_rewards
+
+    return make_rewards(config, torch.device("cpu"))
+
+
+def _who_scores(config: RewardConfig, data_source: str) -> tuple[str, str]:
+    """The name of the scorer, and the sandbox where it has one."""
+    from winnow.rewards.routing import Router
+    from winnow.rewards.sandbox.current import current
+
+    if config.function.path is not None:
+        return config.function.name, ""
+    scorer = Router(config.scorers).scorer(data_source)
+    return scorer.name, current().description if scorer.sandboxed else ""
+
+
+def _trajectory(tokens: int) -> Trajectory:
+    import numpy as np
+
+    from winnow.types import Segment, Trajectory
+
+    zeros = np.zeros(tokens, np.int64)
+    return Trajectory((Segment(zeros, zeros.astype(np.float32), ()),), "stop")
+
+
+class _Listener(logging.Handler):
+    """Takes what workers printed, which otherwise goes to a run's log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the text of a record that has one."""
+        printed = getattr(record, "printed", None)
+        if printed is not None:
+            self.heard.append(str(printed))
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[list[str]]:
+    listener = _Listener()
+    logger = logging.getLogger("winnow.rewards.child")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(listener)
+    try:
+        yield listener.heard
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(before)
+
+
+def _as_json(trial: _Trial) -> dict[str, Any]:
+    score = trial.score
     return {
-        "scorer": name,
+        "scorer": trial.scorer,
+        **({"sandbox": trial.sandbox} if trial.sandbox else {}),
         "reward": score.reward,
         "accuracy": score.accuracy,
         "parts": dict(score.parts),
         "extra": dict(score.extra),
+        "seconds": round(trial.seconds, 6),
+        "printed": trial.printed,
+        **({"error": score.error, "traceback": trial.traceback} if score.error else {}),
     }
 
 
-def _show(name: str, prompt: Prompt, text: str, score: Score) -> None:
+def _show(trial: _Trial, prompt: Prompt, text: str) -> None:
+    score = trial.score
     lines = [
-        ("scorer", f"{name} (data source {prompt.data_source})"),
+        ("scorer", f"{trial.scorer} (data source {prompt.data_source})"),
+        *([("sandbox", trial.sandbox)] if trial.sandbox else []),
         *([("prompt", _short(prompt.text))] if prompt.text else []),
         ("ground truth", _short(str(prompt.ground_truth))),
         ("answer", _short(text)),
-        ("reward", f"{score.reward:g}"),
+        ("reward", f"{score.reward:g}{_WRONG if score.error else ''}"),
         ("accuracy", f"{score.accuracy:g}"),
         *((f"part {part}", f"{value:g}") for part, value in score.parts.items()),
-        *((str(key), _short(str(value))) for key, value in score.extra.items()),
+        *((str(key), _short(str(value))) for key, value in score.extra.items() if value != ""),
+        ("time", f"{trial.seconds:.3g} s"),
     ]
     width = max(len(label) for label, _ in lines)
     for label, value in lines:
-        typer.echo(f"{label:<{width}}  {value}")
+        typer.echo(f"{label:<{width}}  {value}".rstrip())
+    if trial.printed.strip():
+        typer.echo(f"\nIt printed:\n{trial.printed.rstrip()}")
+    if trial.traceback:
+        typer.echo(f"\n{trial.traceback}", err=True)
+
+
+_WRONG = " (scoring failed: a run counts the answer as wrong, see reward.on_failure)"
 
 
 def _short(text: str) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.sandboxes import need_bubblewrap
 from typer.testing import CliRunner, Result
 
 from winnow.cli import app
-from winnow.errors import DataError, RewardError, WinnowError
+from winnow.errors import ConfigError, DataError, RewardError, WinnowError
 
 ROWS = [
     {
@@ -33,6 +37,14 @@ def ask(*words: str, stdin: str = "") -> Result:
     return CliRunner().invoke(app, ["reward", "try", *words], input=stdin)
 
 
+def as_json(*words: str, stdin: str = "") -> dict[str, Any]:
+    """What `--json` prints, but for the time that it took."""
+    said = json.loads(ask(*words, "--json", stdin=stdin).stdout)
+    assert isinstance(said, dict)
+    assert 0 < said.pop("seconds") < 60
+    return said
+
+
 def shown(*words: str, stdin: str = "") -> dict[str, str]:
     result = ask(*words, stdin=stdin)
     assert result.exit_code == 0, result.output
@@ -41,7 +53,9 @@ def shown(*words: str, stdin: str = "") -> dict[str, str]:
 
 
 def test_a_row_is_scored_by_its_source_and_every_part_is_shown(file: str) -> None:
-    assert shown(file, "--answer", "So\n#### 72") == {
+    said = shown(file, "--answer", "So\n#### 72")
+    assert re.fullmatch(r"[\d.e-]+ s", said.pop("time"))
+    assert said == {
         "scorer": "gsm8k (data source gsm8k)",
         "prompt": "What is 72?",
         "ground truth": "72",
@@ -54,18 +68,15 @@ def test_a_row_is_scored_by_its_source_and_every_part_is_shown(file: str) -> Non
 
 
 def test_the_row_the_scorer_and_the_truth_can_be_named(file: str) -> None:
-    result = ask(file, "--row", "2", "--answer", "Answer: 1,000", "--json")
-    assert json.loads(result.output) == {
+    assert as_json(file, "--row", "2", "--answer", "Answer: 1,000") == {
         "scorer": "dapo_math", "reward": 1, "accuracy": 1, "parts": {"task": 1},
-        "extra": {"pred": "1000"},
+        "extra": {"pred": "1000"}, "printed": "",
     }  # fmt: skip
-    told = ["--answer", "It is 1,000.", "--json"]
-    result = ask(file, "--row", "2", "--scorer", "gsm8k_flexible", *told)
-    assert json.loads(result.output)["reward"] == 1
-    result = ask(file, "--row", "2", "--scorer", "gsm8k_flexible", "--truth", "7", *told)
-    assert json.loads(result.output)["reward"] == 0
-    result = ask(file, "--source", "gsm8k", "--row", "3", "--answer", "#### Qapla", "--json")
-    assert json.loads(result.output)["scorer"] == "gsm8k"
+    told = [file, "--row", "2", "--scorer", "gsm8k_flexible", "--answer", "It is 1,000."]
+    assert as_json(*told)["reward"] == 1
+    assert as_json(*told, "--truth", "7")["reward"] == 0
+    said = as_json(file, "--source", "gsm8k", "--row", "3", "--answer", "#### Qapla")
+    assert said["scorer"] == "gsm8k"
 
 
 def test_without_a_file_the_truth_is_enough_and_the_answer_may_come_from_elsewhere() -> None:
@@ -77,34 +88,120 @@ def test_without_a_file_the_truth_is_enough_and_the_answer_may_come_from_elsewhe
 
 
 def test_a_scorer_apart_is_asked_in_its_worker() -> None:
-    result = ask("--truth", "1/4", "--source", "MATH", "--answer", r"\boxed{0.25}", "--json")
-    assert json.loads(result.output)["scorer"] == "math_verify"
-    assert json.loads(result.output)["accuracy"] == 1
+    said = as_json("--truth", "1/4", "--source", "MATH", "--answer", r"\boxed{0.25}")
+    assert (said["scorer"], said["accuracy"]) == ("math_verify", 1)
 
 
-def test_ones_own_function_gets_the_row_and_what_it_gives_is_shown(
-    file: str, tmp_path: Path
+OWN = """
+import asyncio, os, time
+print("loaded")
+def judge(data_source, solution_str, ground_truth, extra_info):
+    print("asked about", solution_str)
+    value = 1 / inner(solution_str)
+    return {"score": value, "acc": 0.5, "hint": extra_info["hint"], "pid": os.getpid()}
+def inner(text):
+    if text == "hang": time.sleep(600)
+    if text == "end": os._exit(3)
+    return len(text) - 4
+async def waits(data_source, solution_str, ground_truth, extra_info, factor=1):
+    await asyncio.sleep(0)
+    return factor * len(solution_str)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_ones_own_function_gets_the_row_and_what_it_gives_and_prints_is_shown(
+    file: str, own: Path
 ) -> None:
-    own = tmp_path / "own.py"
-    own.write_text(
-        "def judge(data_source, solution_str, ground_truth, extra_info):\n"
-        "    if solution_str == 'boom': return 1 / 0\n"
-        "    return {'score': len(solution_str), 'acc': 0.5, 'hint': extra_info['hint']}\n"
-    )
-    result = ask(file, "--row", "3", "--function", f"{own}:judge", "--answer", "abc", "--json")
-    assert json.loads(result.output) == {
-        "scorer": "judge", "reward": 3, "accuracy": 0.5, "parts": {"task": 3},
-        "extra": {"hint": "Qapla"},
+    words = [file, "--row", "3", "--function", f"{own}:judge", "--answer", "abcde"]
+    said = as_json(*words)
+    assert said.pop("extra")["pid"] != os.getpid()
+    assert said == {
+        "scorer": "judge", "reward": 1, "accuracy": 0.5, "parts": {"task": 1},
+        "printed": "loaded\nasked about abcde\n",
     }  # fmt: skip
-    result = ask(file, "--function", f"{own}:judge", "--answer", "boom")
+    out = ask(*words).stdout
+    assert "\nhint          Qapla\n" in out
+    assert out.endswith("\n\nIt printed:\nloaded\nasked about abcde\n")
+    here = as_json(*words, "reward.workers=0")
+    assert here["printed"] == "loaded\nasked about abcde\n"
+    assert here["extra"]["pid"] == os.getpid()
+
+
+def test_settings_of_a_run_hold(file: str, own: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"reward: {{function: {{path: {own}, name: waits, kwargs: {{factor: 2}}}}}}")
+    assert as_json(file, "--answer", "abc", "--recipe", str(recipe))["reward"] == 6
+    words = [file, "--answer", "abc", "--recipe", str(recipe), "reward.function.kwargs.factor=3"]
+    assert as_json(*words)["reward"] == 9
+    # A row of the data, though its name has an equals sign.
+    odd = tmp_path / "a=b.jsonl"
+    odd.write_text(Path(file).read_text())
+    assert as_json(str(odd), *words[1:])["reward"] == 9
+
+
+def test_parts_beside_the_rules_are_shown() -> None:
+    words = ["--truth", "1", "--scorer", "gsm8k", "--answer", "#### 1", "--recipe", "quickstart"]
+    # 128 tokens at most: from 80 on the penalty falls to -1.
+    said = as_json(*words, "--tokens", "104")
+    assert (said["reward"], said["accuracy"]) == (0.5, 1)
+    assert said["parts"] == {"task": 1, "overlong": -0.5}
+    assert shown(*words, "--tokens", "128")["part overlong"] == "-1"
+    result = ask(*words)
+    assert str(result.exception).startswith("reward.overlong.enabled=true scores the length of")
+
+
+@pytest.mark.parametrize(
+    ("answer", "line", "trace"),
+    [
+        ("boom", "ZeroDivisionError: division by zero at OWN:6", "in judge\n    value = 1 /"),
+        ("hang", "no score within reward.timeout_s=1", "Its process had written:\nloaded\nasked"),
+        ("end", "the scorer's process ended with exit code 3", "asked about end"),
+    ],
+)
+def test_of_a_function_that_fails_everything_is_told(
+    answer: str, line: str, trace: str, file: str, own: Path
+) -> None:
+    words = [file, "--function", f"{own}:judge", "--answer", answer, "reward.timeout_s=1"]
+    result = ask(*words)
     assert isinstance(result.exception, RewardError)
-    assert str(result.exception) == (
-        f"judge failed at this answer: ZeroDivisionError: division by zero at {own}:2; mend it, or "
-        "the row"
-    )
-    assert "Traceback" in result.stderr
-    result = ask(file, "--function", str(own), "--answer", "abc")
-    assert "own.py has no function compute_score; it has judge" in str(result.exception)
+    said = line.replace("OWN", str(own))
+    assert str(result.exception) == f"judge failed at this answer: {said}; mend it, or the row"
+    assert "\nreward        -1 (scoring failed: a run counts the answer as wrong" in result.stdout
+    assert f"It printed:\nloaded\nasked about {answer}\n" in result.stdout
+    assert trace in result.stderr
+    assert "winnow/rewards" not in result.stderr  # a user's traceback is of the user's code
+    if answer == "boom":
+        data = json.loads(ask(*words, "--json").stdout)
+        assert (data["error"], data["reward"]) == (said, -1)
+        assert "Traceback" in data["traceback"]
+
+
+def test_code_runs_in_the_sandbox_and_the_failing_case_is_told() -> None:
+    need_bubblewrap()
+    truth = json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]})
+    words = ["--source", "taco", "--truth", truth]
+    said = shown(*words, "--answer", "```python\nprint(sum(map(int, input().split())))\n```")
+    assert said["sandbox"].startswith("bubblewrap, ")
+    assert (said["reward"], said["pred"], "detail" in said) == ("1", "pass", False)
+    said = shown(*words, "--answer", "print(3)", "reward.sandbox.credit=share")
+    assert (said["reward"], said["pred"]) == ("0.5", "wrong")
+    assert said["detail"] == "case 2: printed '3', expected '7'"
+    said = shown(*words, "--answer", "1 / 0")
+    assert said["detail"] == "case 1: ZeroDivisionError: division by zero"
+    asserts = ["--source", "mbpp", "--truth", json.dumps({"assert_case": ["assert f(1) == 2"]})]
+    said = shown(*asserts, "--answer", "def f(x): return x")
+    assert said["detail"] == "AssertionError in assert f(1) == 2"
+    said = shown(*asserts, "--answer", "def f(x): return {}[x]")
+    assert said["detail"] == "KeyError: 1 in assert f(1) == 2"
+    result = ask(*words, "--answer", "1", "reward.sandbox.python=/nowhere")
+    assert str(result.exception).startswith("no program can be run: reward.sandbox.python is /now")
 
 
 @pytest.mark.parametrize(
@@ -119,15 +216,24 @@ def test_ones_own_function_gets_the_row_and_what_it_gives_is_shown(
         (["FILE", "--row", "3"], RewardError, "data_source klingon has no scorer; name one of "),
         (["FILE", "--scorer", "magic"], RewardError, "reward.scorers.* is magic, which is no"),
         (["none.jsonl"], DataError, "none.jsonl: no such file; check the path"),
+        (["FILE", "b.jsonl"], DataError, "there are 2 files, FILE and b.jsonl; give one"),
+        (["FILE", "reward.timeout=3"], ConfigError, "reward.timeout is no known key"),
+        (
+            ["FILE", "--function", "OWN"],
+            RewardError,
+            "reward.function.path OWN has no function "
+            "compute_score; it has judge, inner, waits. Name the one",
+        ),
     ],
 )
 def test_what_cannot_be_scored_is_told_in_one_line(
-    words: list[str], kind: type[WinnowError], message: str, file: str
+    words: list[str], kind: type[WinnowError], message: str, file: str, own: Path
 ) -> None:
-    result = ask(*(file if word == "FILE" else word for word in words), "--answer", "x")
+    names = {"FILE": file, "OWN": str(own)}
+    result = ask(*(names.get(word, word) for word in words), "--answer", "x")
     assert isinstance(result.exception, kind)
     assert result.exception.exit_code == 2
-    said = str(result.exception).replace(file, "FILE")
+    said = str(result.exception).replace(file, "FILE").replace(str(own), "OWN")
     assert said.startswith(message)
     assert "\n" not in said
 

@@ -51,8 +51,11 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def resolve_recipe(recipe: str, overrides: Sequence[str] = ()) -> Config:
+def resolve_recipe(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
     """Like `load_recipe`, without the rules across sections: a recipe to be completed passes.
+
+    Args:
+        recipe: None lays the overrides over the defaults alone.
 
     Raises:
         ConfigError: with one line for each fault found.
@@ -62,7 +65,7 @@ def resolve_recipe(recipe: str, overrides: Sequence[str] = ()) -> Config:
     from winnow.config.overrides import ready
 
     tree = Tree()
-    for layer in read_layers(recipe):
+    for layer in () if recipe is None else read_layers(recipe):
         tree.lay(layer.tree, layer.place)
     commands = ready(tree, overrides)
     if tree.problems:

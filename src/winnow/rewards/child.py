@@ -192,6 +192,7 @@ class Child:
                 "a scorer's process wrote %d bytes to its output; it begins with: %s",
                 self.printed_bytes,
                 self.output_text,
+                extra={"printed": self.printed.decode(errors="replace")},
             )
         return self.process.returncode if had_ended else None
 

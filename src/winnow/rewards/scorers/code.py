@@ -29,6 +29,8 @@ WRONG_REWARD = 0.0
 METRICS = frozenset({"cases", "passed", "passed_share"})
 _SYNTAX_ERRORS = ("SyntaxError:", "IndentationError:", "TabError:")
 _LEAST_S = 0.05
+_TOLD = 100
+"""Characters of a text that people see."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,9 @@ def judged(code: str, tests: ProgramTests | FunctionTests, sandbox: LocalSandbox
 
 
 def _run_program(code: str, tests: ProgramTests, sandbox: LocalSandbox) -> Verdict:
-    passed, first = 0, ""
+    passed, first, text = 0, "", ""
     until = time.monotonic() + sandbox.config.sample_s
-    for stdin, expected in tests.pairs:
+    for number, (stdin, expected) in enumerate(tests.pairs, start=1):
         left = until - time.monotonic()
         if left < _LEAST_S:
             first = first or "time_limit"
@@ -96,18 +98,32 @@ def _run_program(code: str, tests: ProgramTests, sandbox: LocalSandbox) -> Verdi
         passed += outcome == "pass"
         if outcome == "pass":
             continue
-        first = first or outcome
+        if not first:
+            first, text = outcome, f"case {number}: {_told(result, outcome, expected)}"
         if sandbox.config.credit == "all" or outcome == "compile_error":
             break
-    return Verdict(passed, len(tests.pairs), first or "pass")
+    return Verdict(passed, len(tests.pairs), first or "pass", text)
+
+
+def _told(result: Result, outcome: str, expected: str) -> str:
+    """A word on a case that did not pass, for people."""
+    if outcome == "wrong":
+        got = result.stdout[:_TOLD].decode(errors="replace").rstrip()
+        return f"printed {got!r}, expected {expected[:_TOLD].rstrip()!r}"
+    if result.ending != "finished":
+        return f"ended after {result.seconds:.2g} s with {len(result.stdout)} bytes printed"
+    return _last_line(result)[:_TOLD] or f"exit code {result.exit_code}"
+
+
+def _last_line(result: Result) -> str:
+    return result.stderr.decode(errors="replace").rstrip().rpartition("\n")[2]
 
 
 def _outcome(result: Result, expected: str) -> str:
     if result.ending != "finished":
         return result.ending
     if result.exit_code != 0:
-        last = result.stderr.decode(errors="replace").rstrip().rpartition("\n")[2]
-        return "compile_error" if last.startswith(_SYNTAX_ERRORS) else "runtime_error"
+        return "compile_error" if _last_line(result).startswith(_SYNTAX_ERRORS) else "runtime_error"
     return "pass" if same_output(result.stdout.decode(errors="replace"), expected) else "wrong"
 
 

@@ -140,7 +140,7 @@ def words_of(text: str) -> set[str]:
 def describe(error: BaseException) -> str:
     """An exception in one short line."""
     try:
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
     except Exception:
         text = type(error).__name__
     return " ".join(text.split())[:200]

@@ -85,7 +85,7 @@ class Solution:
                 error = kind(text)
             except TypeError:  # it wants other arguments
                 return Failed("runtime_error", text)
-            error.of_solution = True  # type: ignore[attr-defined]
+            error.of_solution = text  # type: ignore[attr-defined]
             return error
         return Failed("runtime_error", text)
 
@@ -101,17 +101,16 @@ def judge(solution: Solution, tests: dict[str, Any]) -> dict[str, Any]:
     except SyntaxError as error:
         return {"broken": describe(error)}
     passed, first, text = 0, None, ""
-    for case in cases:
+    for number, case in enumerate(cases):
         outcome = "pass"
         try:
             case()
         except Failed as failed:
             outcome, said = failed.outcome, failed.text
-        except AssertionError as error:
-            outcome, said = "wrong", describe(error)
         except Exception as error:
             outcome = "runtime_error" if hasattr(error, "of_solution") else "wrong"
-            said = describe(error)
+            said = getattr(error, "of_solution", None) or describe(error)
+            said += line_of(error, number, tests["cases"][number])
         if outcome == "pass":
             passed += 1
             continue
@@ -121,6 +120,22 @@ def judge(solution: Solution, tests: dict[str, Any]) -> dict[str, Any]:
         if tests["stop_early"] or outcome == "time_limit":
             break
     return {"passed": passed, "of": len(cases), "outcome": first or "pass", "text": text}
+
+
+def line_of(error: BaseException, number: int, case: Any) -> str:
+    """The line of a case's text that an error came through, for people."""
+    lines: list[str] = []
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == file_of(number):
+            lines = case.splitlines()[trace.tb_lineno - 1 : trace.tb_lineno]
+        trace = trace.tb_next
+    return f" in {lines[0].strip()[:200]}" if lines else ""
+
+
+def file_of(number: int) -> str:
+    """The name under which a case is compiled."""
+    return f"test {number + 1}"
 
 
 def prepared(solution: Solution, tests: dict[str, Any]) -> Iterator[Callable[[], None]]:
@@ -140,7 +155,7 @@ def prepared(solution: Solution, tests: dict[str, Any]) -> Iterator[Callable[[],
         if name == tests["entry_point"] or (name in words and not usual):
             space[name] = solution.function(name)
     for number, case in enumerate(tests["cases"]):
-        code = compile(case, f"test {number + 1}", "exec")
+        code = compile(case, file_of(number), "exec")
         yield functools.partial(run, code, space, solution, tests["kind"], tests["entry_point"])
 
 
