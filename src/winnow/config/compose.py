@@ -43,7 +43,7 @@ def compose(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]
     """
     try:
         with _hydra_left_as_found() as store:
-            _store(store, Config, tree, "", _ROOT)
+            _Groups(store, overrides).add(Config, tree, "", _ROOT)
             with hydra.initialize_config_dir(str(RECIPES), version_base="1.3"):
                 composed = hydra.compose(_ROOT, overrides=list(overrides))
         with _counting():
@@ -58,43 +58,54 @@ def compose(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]
     return {str(key): _with_text_keys(value) for key, value in resolved.items()}
 
 
-def _store(
-    store: ConfigStore, cls: type[Section], tree: Mapping[str, Any], group: str, option: str
-) -> None:
-    """Store a section as an option of a group, and each union in it as a group below."""
-    defaults: list[Any] = ["_self_"]
-    body = _without_unions(store, cls, tree, group, "", option, defaults)
-    store.store(option, {"defaults": defaults, **body}, group=group or None)
+class _Groups:
+    """Stores a tree for Hydra, with a group for each union of which a variant is chosen.
 
+    Other unions stay in the body as they are laid: Hydra copies each group several times.
+    """
 
-def _without_unions(
-    store: ConfigStore,
-    cls: type[Section],
-    tree: Mapping[str, Any],
-    group: str,
-    below: str,
-    option: str,
-    defaults: list[Any],
-) -> dict[str, Any]:
-    body: dict[str, Any] = {}
-    for key, field in cls.model_fields.items():
-        inner, options = section(field), variants(field)
-        relative = f"{below}/{key}" if below else key
-        if inner:
-            body[key] = _without_unions(store, inner, tree[key], group, relative, option, defaults)
-        elif options:
+    def __init__(self, store: ConfigStore, overrides: Sequence[str]) -> None:
+        self._store = store
+        self._overrides = tuple(overrides)
+
+    def add(self, cls: type[Section], tree: Mapping[str, Any], group: str, option: str) -> None:
+        """Store a section as an option of a group, and each union in it as a group below."""
+        defaults: list[Any] = ["_self_"]
+        body = self._body(cls, tree, group, "", option, defaults)
+        self._store.store(option, {"defaults": defaults, **body}, group=group or None)
+
+    def _body(
+        self,
+        cls: type[Section],
+        tree: Mapping[str, Any],
+        group: str,
+        below: str,
+        option: str,
+        defaults: list[Any],
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {}
+        for key, field in cls.model_fields.items():
+            inner, options = section(field), variants(field)
+            relative = f"{below}/{key}" if below else key
             path = f"{group}/{relative}" if group else relative
-            for name, variant in options.items():
-                _store(store, variant, default_tree(variant), path, name)
-            # A tree as laid holds unions as laid; a variant's defaults hold default variants.
-            laid = option in (_ROOT, _AS_LAID)
-            name = tree[key]["name"]
-            if laid:
-                _store(store, options[name], tree[key], path, _AS_LAID)
-            defaults.append({relative: _AS_LAID if laid else name})
-        else:
-            body[key] = tree[key]
-    return body
+            if inner:
+                body[key] = self._body(inner, tree[key], group, relative, option, defaults)
+            elif options and self._is_chosen(path):
+                for name, variant in options.items():
+                    self.add(variant, default_tree(variant), path, name)
+                # A tree as laid holds unions as laid; a variant's defaults hold default variants.
+                laid = option in (_ROOT, _AS_LAID)
+                name = tree[key]["name"]
+                if laid:
+                    self.add(options[name], tree[key], path, _AS_LAID)
+                defaults.append({relative: _AS_LAID if laid else name})
+            else:
+                body[key] = tree[key]
+        return body
+
+    def _is_chosen(self, path: str) -> bool:
+        """Whether an override chooses a variant of this union or of one within it."""
+        return any(override.startswith((f"{path}=", f"{path}/")) for override in self._overrides)
 
 
 @contextmanager
