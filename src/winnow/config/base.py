@@ -20,3 +20,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
         validate_default=True,
     )
+
+
+class SecretError(ValueError):
+    """What a validator raises where the value itself must not be shown."""

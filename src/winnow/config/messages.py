@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from winnow.config.base import SecretError
 from winnow.config.root import Config
 from winnow.config.schema import (
     Path,
@@ -112,7 +113,10 @@ def validation_lines(
         reason = fault.get("ctx", {}).get("error")
         own = str(reason) if isinstance(reason, ValueError) else ""
         want = own or f"must be {allowed(field, entry=is_entry)}"
-        lines[path] = _fault(path, field, want, lookup(tree, path), place)
+        if isinstance(reason, SecretError):
+            lines[path] = f"{spell(path)} {want} (set by {place(path)})"
+        else:
+            lines[path] = _fault(path, field, want, lookup(tree, path), place)
     return list(lines.values())
 
 

@@ -57,11 +57,20 @@ class SequenceClassifier(Section):
     @field_validator("part")
     @classmethod
     def _is_free(cls, value: str) -> str:
-        if not value.isidentifier():
-            raise ValueError("must be a name of letters, digits and _")
-        if value in _TAKEN:
-            raise ValueError(f"must be none of {', '.join(_TAKEN)}, which are taken")
-        return value
+        return free_part(value)
+
+
+def free_part(value: str) -> str:
+    """The name, if a part of the reward may have it.
+
+    Raises:
+        ValueError: it may not.
+    """
+    if not value.isidentifier():
+        raise ValueError("must be a name of letters, digits and _")
+    if value in _TAKEN:
+        raise ValueError(f"must be none of {', '.join(_TAKEN)}, which are taken")
+    return value
 
 
 RewardModel = Annotated[NoRewardModel | SequenceClassifier, Field(discriminator="name")]
