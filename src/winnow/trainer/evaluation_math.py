@@ -9,7 +9,13 @@ that a scorer may give part marks.
 | avg@N | mean accuracy |
 | std@N | standard deviation of the accuracies (population: divided by N) |
 | pass@k | 1 - C(N-c, k) / C(N, k): the chance that k of the N, drawn at once, hold a right one |
-| maj@k | the accuracy of the most frequent parsed answer among k drawn with replacement |
+| maj@k | the accuracy of the most frequent parsed answer among k of the N, over all draws at once |
+
+pass@k is eq. 1 of Chen et al. 2021 (arXiv 2107.03374). maj@k averages over the same draws, those
+of k different answers, so that maj@1 is avg@N and maj@N is what the vote of all says.
+
+Standard errors are taken over the means of prompts, because answers to one prompt are not
+independent of each other: clustering by prompt, Miller 2024 (arXiv 2411.00640), section 2.2.
 """
 
 from __future__ import annotations
@@ -22,10 +28,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from winnow.observe.names import EVAL
+from winnow.trainer.evaluation_student import two_sided_bound
 
 Floats = NDArray[np.float64]
-_Z95 = 1.959963984540054
-RESAMPLES = 500
+LEVEL = 0.95
+"""Of the intervals."""
+EXACT_ANSWERS = 128
+"""Up to so many answers maj@k is exact; beyond, it is a mean over random draws."""
+DRAWS = 2000
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +47,10 @@ class PromptAnswers:
     """[N] 0..1"""
     parsed: Sequence[Hashable | None] | None = None
     """[N] what each answer says; None where nothing could be read. Absent: no maj@k."""
+    tokens: Sequence[int] = ()
+    """[N] lengths."""
+    truncated: Sequence[bool] = ()
+    """[N] whether the limit ended it."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +67,16 @@ class Estimate:
         """95 % for a share: Wilson's interval at the effective number of independent answers.
 
         That number is mean·(1-mean)/standard_error², or the number of prompts where all agree,
-        so that 30 right ones of 30 do not pretend to certainty.
+        so that 30 right ones of 30 do not pretend to certainty. The bound is Student's for
+        prompts - 1 degrees of freedom (Korn and Graubard 1998), because 30 prompts are few.
         """
         p, n = self.mean, float(self.prompts)
         spread = p * (1 - p)
         if self.standard_error > 0 and spread > 0:
             n = spread / self.standard_error**2
-        centre = (p + _Z95**2 / (2 * n)) / (1 + _Z95**2 / n)
-        half = _Z95 / (1 + _Z95**2 / n) * math.sqrt(spread / n + _Z95**2 / (4 * n**2))
+        t = two_sided_bound(1 - LEVEL, max(self.prompts - 1, 1))
+        centre = (p + t**2 / (2 * n)) / (1 + t**2 / n)
+        half = t / (1 + t**2 / n) * math.sqrt(max(spread, 0.0) / n + t**2 / (4 * n**2))
         return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
@@ -89,41 +105,93 @@ def pass_at_k(n: ArrayLike, correct: ArrayLike, k: int) -> Floats:
 def maj_at_k(
     accuracies: Sequence[float],
     parsed: Sequence[Hashable | None],
-    k: int,
-    seed: int | Sequence[int],
-    resamples: int = RESAMPLES,
-) -> float:
-    """The maj@k of one prompt, by bootstrap: the same seed gives the same number.
+    ks: Sequence[int],
+    seed: int | Sequence[int] = 0,
+    exact_answers: int = EXACT_ANSWERS,
+) -> Floats:
+    """The maj@k of one prompt for each k: the expectation over all draws of k different answers.
 
-    Draws k answers with replacement, `resamples` times. The most frequent parsed answer wins and
-    brings the mean accuracy of the answers that say it; equally frequent ones share: each brings
-    its part. What could not be parsed has no vote; where nobody has one, the draw brings 0.
+    The most frequent parsed answer wins and brings the mean accuracy of the answers that say it;
+    equally frequent ones share: each brings its part. What could not be parsed has no vote; where
+    nobody has one, the draw brings 0. `seed` decides random draws, where there are more than
+    `exact_answers` answers.
+
+    Example: `maj_at_k([1, 1, 0], ["a", "a", "b"], [1, 2, 3])` is `[2/3, 2/3, 1]`.
 
     Raises:
-        ValueError: k or `resamples` is below 1, or the lengths differ.
+        ValueError: a k is not in 1..N, or the lengths differ.
     """
-    if k < 1 or resamples < 1:
-        raise ValueError(f"maj@k: k and resamples must be at least 1, got {k} and {resamples}")
-    if len(accuracies) != len(parsed):
-        raise ValueError(f"maj@k: {len(accuracies)} accuracies but {len(parsed)} parsed answers")
+    n = len(parsed)
+    if len(accuracies) != n:
+        raise ValueError(f"maj@k: {len(accuracies)} accuracies but {n} parsed answers")
+    if any(not 1 <= k <= n for k in ks):
+        raise ValueError(f"maj@k: k must lie in 1..{n} (answers a prompt), got {list(ks)}")
     classes: dict[Hashable, int] = {}
     labels = [-1 if p is None else classes.setdefault(p, len(classes)) for p in parsed]
-    sizes = np.bincount(np.array(labels, dtype=np.int64) + 1, minlength=len(classes) + 1)
-    marks = np.bincount(
-        np.array(labels, dtype=np.int64) + 1, weights=accuracies, minlength=len(classes) + 1
-    )
-    if not classes:
-        return 0.0
+    place = np.array(labels, dtype=np.int64) + 1
+    sizes = np.bincount(place, minlength=len(classes) + 1)
+    marks = np.bincount(place, weights=accuracies, minlength=len(classes) + 1)
     worth = marks[1:] / sizes[1:]  # [D]
-    if len(classes) == 1 and sizes[0] == 0:
-        return float(worth[0])
-    # Counts of each class among k draws are multinomial: no need to draw one by one.
+    if n <= exact_answers:
+        won = _votes(sizes[1:].tolist(), worth.tolist(), int(sizes[0]))
+        return np.array([won[k - 1] for k in ks], dtype=np.float64)
     generator = np.random.default_rng(seed)
-    votes = generator.multinomial(k, sizes / sizes.sum(), size=resamples)[:, 1:]  # [R, D]
-    most = votes.max(axis=1, keepdims=True)
+    return np.array([_drawn_votes(sizes, worth, k, generator) for k in ks])
+
+
+def _drawn_votes(
+    sizes: NDArray[np.int64], worth: Floats, k: int, generator: np.random.Generator
+) -> float:
+    """The mean over `DRAWS` random draws; `sizes` [1 + D] begins with the unparsed."""
+    votes = generator.multivariate_hypergeometric(sizes, k, size=DRAWS)[:, 1:]  # [R, D]
+    most = votes.max(axis=1, keepdims=True, initial=0)
     wins = (votes == most) & (most > 0)
-    ties = np.maximum(wins.sum(axis=1), 1)
-    return float(np.mean((wins @ worth) / ties))
+    return float(np.mean((wins @ worth) / np.maximum(wins.sum(axis=1), 1)))
+
+
+def _votes(sizes: Sequence[int], worth: Sequence[float], blank: int) -> Floats:
+    """maj@1 … maj@N of classes of these sizes, by counting the draws in which m votes win.
+
+    In polynomials in x, whose power is the number of answers drawn: a class that gets fewer than m
+    votes is sum over v < m of C(size, v) x^v, and one that gets m is C(size, m) x^m, here times u
+    for a class that ties. `won` sums over the class whose worth is counted. A draw with t others
+    on m votes is worth 1 / (t + 1) of it, which is the integral of u^t from 0 to 1: Gauss-Legendre
+    nodes give it exactly. All terms are positive, so nothing cancels.
+    """
+    n = blank + sum(sizes)
+    total = np.zeros(n + 1)
+    for m in range(1, max(sizes, default=0) + 1):
+        big = [(size, value) for size, value in zip(sizes, worth, strict=True) if size >= m]
+        others = n - sum(size for size, _ in big)  # who cannot reach m votes
+        nodes, weights = np.polynomial.legendre.leggauss((len(big) + 1) // 2)
+        u = (nodes[:, None] + 1) / 2
+        lost = np.zeros((len(u), n + 1))
+        lost[:, : others + 1] = [math.comb(others, v) for v in range(others + 1)]
+        won = np.zeros_like(lost)
+        for size, value in big:
+            top = math.comb(size, m)
+            tied = _shifted(lost, m) * top
+            won = _fewer(won, size, m) + u * top * _shifted(won, m) + value * tied
+            lost = _fewer(lost, size, m) + u * tied
+        total += weights / 2 @ won
+    return np.asarray(total[1:] / [float(math.comb(n, k)) for k in range(1, n + 1)])
+
+
+def _fewer(polynomials: Floats, size: int, m: int) -> Floats:
+    """Times sum over v < m of C(size, v) x^v."""
+    product = np.zeros_like(polynomials)
+    for v in range(m):
+        product += math.comb(size, v) * _shifted(polynomials, v)
+    return product
+
+
+def _shifted(polynomials: Floats, power: int) -> Floats:
+    """Times x^power, cut off behind the last power."""
+    if power == 0:
+        return polynomials
+    moved = np.zeros_like(polynomials)
+    moved[:, power:] = polynomials[:, :-power]
+    return moved
 
 
 def estimate(per_prompt: ArrayLike) -> Estimate:
@@ -149,7 +217,7 @@ def summarise(prompts: Sequence[PromptAnswers], seed: int = 0) -> dict[str, dict
     """All statistics: data source → `avg@N`, `std@N`, `pass@k`, `maj@k` → estimate.
 
     N is the smallest number of answers to a prompt of the source; k runs through `default_ks(N)`,
-    maj@k starts at 2, and needs parsed answers throughout. The bootstrap of a prompt depends on
+    maj@k starts at 2, and needs parsed answers throughout. Random draws of a prompt depend on
     `seed` and its place alone.
 
     Raises:
@@ -200,7 +268,7 @@ def _of_source(members: Sequence[tuple[int, PromptAnswers]], seed: int) -> dict[
     votes = [(place, p, p.parsed) for place, p in members if p.parsed is not None]
     if len(votes) < len(members):
         return found
-    for k in ks[1:]:
-        per_prompt = [maj_at_k(p.accuracies, said, k, [seed, place]) for place, p, said in votes]
-        found[f"maj@{k}"] = estimate(per_prompt)
+    per_prompt = [maj_at_k(p.accuracies, said, ks[1:], [seed, place]) for place, p, said in votes]
+    for i, k in enumerate(ks[1:]):
+        found[f"maj@{k}"] = estimate([row[i] for row in per_prompt])
     return found
