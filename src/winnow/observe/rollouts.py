@@ -7,6 +7,7 @@ eval/step-N.parquet, the answers to held-out prompts after step N, has the same 
 | step, group, answer | group is the admission index, answer the place among its finished ones |
 | kind | sampled, greedy; a greedy one beside sampled ones is their baseline, and stands last |
 | prompt_uid, data_source | the row of data |
+| problem | what it asks and is compared with, as a digest: the same for copies of a row |
 | outcome | trained, all_right, all_wrong, surplus, stale, failed; held_out, held_out_greedy |
 | prompt_tokens, response_tokens | lengths |
 | reward, part/NAME, accuracy | the score; reward is the sum of the parts, each by its weight |
@@ -23,6 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +59,17 @@ class RolloutGroup:
         kind = "greedy" if self.outcome == "held_out_greedy" else "sampled"
         baseline = [] if self.group.baseline is None else ["greedy"]
         return [kind] * len(self.group.answers) + baseline
+
+
+def problem_id(prompt: Prompt) -> str:
+    """A digest of what a prompt asks and its answers are compared with.
+
+    The conversation counts, not the text that a tokenizer's template makes of it, so that two
+    models answer the same problem.
+    """
+    asked = [(message.get("role"), message.get("content")) for message in prompt.messages]
+    said = repr((prompt.data_source, prompt.ground_truth, asked or prompt.text))
+    return blake2b(said.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
 
 
 def choose_text_groups(group_ids: Iterable[int], count: int, seed: int, step: int) -> set[int]:
@@ -149,6 +162,7 @@ def _table(
     answers = [answer for _, answer in rows]
     prompts = [entry.group.prompt for entry, _ in rows]
     indices = [index for entry in groups for index in range(len(entry.group.scored))]
+    problems = {entry.group.prompt.uid: problem_id(entry.group.prompt) for entry in groups}
     versions = [answer.trajectory.versions for answer in answers]
     oldest = [v[0] if v else None for v in versions]
     columns = {
@@ -158,6 +172,7 @@ def _table(
         "kind": _strings([kind for entry in groups for kind in entry.kinds]),
         "prompt_uid": _strings([prompt.uid for prompt in prompts]),
         "data_source": _strings([prompt.data_source for prompt in prompts]),
+        "problem": _strings([problems[prompt.uid] for prompt in prompts]),
         "outcome": _strings([entry.outcome for entry, _ in rows]),
         "prompt_tokens": _ints([len(prompt.token_ids) for prompt in prompts]),
         "response_tokens": _ints([_length(answer) for answer in answers]),

@@ -16,7 +16,13 @@ from typing import Any
 from winnow.config.evaluation import EvaluationConfig
 from winnow.observe.metrics import Metrics
 from winnow.observe.names import EVAL, Number
-from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
+from winnow.observe.rollouts import (
+    Decode,
+    RolloutGroup,
+    choose_text_groups,
+    problem_id,
+    write_rollouts,
+)
 from winnow.rewards.blending import TASK
 from winnow.rewards.service import RewardService
 from winnow.rollout.engine import Engine, SamplingParams
@@ -26,6 +32,8 @@ from winnow.trainer.evaluation_math import PromptAnswers, as_record, summarise
 from winnow.types import Answer, Group, Prompt, Trajectory
 
 _SEED_STREAM = 0x0E7A1
+_SCORES_CASES = "passed_share"
+"""A number of scorers whose `pred` says what became of an answer's tests, not what it says."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,46 @@ class EvaluationSettings:
         return cls(config.n, config.greedy, sampling, seed)
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """The scored answers of an evaluation, a group a prompt."""
+
+    groups: tuple[Group, ...]
+    greedy: tuple[Group, ...]
+    """One greedy answer a prompt; empty where none was asked for."""
+    votes: frozenset[str]
+    """The data sources whose scorers tell what an answer says."""
+    seed: int
+
+    @property
+    def problems(self) -> list[PromptAnswers]:
+        """The sampled answers by problem."""
+        return by_problem(self.groups, self.votes)
+
+    @property
+    def greedy_problems(self) -> list[PromptAnswers]:
+        """The greedy answers by problem."""
+        return by_problem(self.greedy, frozenset())
+
+    def record(self) -> dict[str, Number]:
+        """Figures `eval/SOURCE/…`."""
+        greedy = summarise(self.greedy_problems, self.seed) if self.greedy else None
+        sampled = summarise(self.problems, self.seed)
+        return {**as_record(sampled, greedy), **_means(self.groups)}
+
+
+@dataclass(frozen=True)
+class AskProgress:
+    """How far an evaluation has come, in answers and tokens."""
+
+    answers: int
+    """That it will have in all."""
+    written: int
+    scored: int
+    tokens: int
+    """Written so far."""
+
+
 class Evaluator:
     """Asks the held-out prompts and scores the answers, without shaping.
 
@@ -73,12 +121,23 @@ class Evaluator:
         self._settings, self._file_of = settings, file_of
         self.decode = decode
         self._text_groups = text_groups
-        self._scorings = 0
+        self._asked = self._scorings = self._tokens_before = 0
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
         """The held-out prompts."""
         return self._prompts
+
+    @property
+    def progress(self) -> AskProgress:
+        """How far the evaluation under way has come."""
+        status = self._engine.status()
+        return AskProgress(
+            answers=len(self._prompts) * (self._settings.n + self._settings.greedy),
+            written=self._asked - status.running - status.queued,
+            scored=self._scorings,
+            tokens=status.generated_tokens - self._tokens_before,
+        )
 
     async def evaluate(self, step: int) -> dict[str, Number]:
         """Figures `eval/SOURCE/…`; nothing where there are no held-out prompts.
@@ -90,17 +149,23 @@ class Evaluator:
         """
         if not self._prompts:
             return {}
+        return (await self.ask(step)).record()
+
+    async def ask(self, step: int) -> Evaluated:
+        """The scored answers to the held-out prompts, which are written to the step's file, too.
+
+        Raises:
+            RewardError: scoring failed for more than `reward.max_failure_share` of them.
+        """
         settings = self._settings
+        self._asked, self._tokens_before = 0, self._engine.status().generated_tokens
         groups = await self._answer(settings.sampling, settings.n)
-        shown = groups
-        greedy = None
+        greedy: list[Group] = []
         if settings.greedy:
-            shown = await self._answer(replace(settings.sampling, temperature=0.0), 1)
-            greedy = summarise([_statistics_of(group) for group in shown], settings.seed)
-        self._write(step, groups, shown if settings.greedy else [])
-        sampled = summarise([_statistics_of(group) for group in groups], settings.seed)
+            greedy = await self._answer(replace(settings.sampling, temperature=0.0), 1)
+        self._write(step, groups, greedy)
         self._check_scoring()
-        return {**as_record(sampled, greedy), **_means(groups)}
+        return Evaluated(tuple(groups), tuple(greedy), self._votes(), settings.seed)
 
     async def _answer(self, sampling: SamplingParams, n: int) -> list[Group]:
         fresh: Mapping[int, Any] = dict.fromkeys(range(n))
@@ -109,6 +174,7 @@ class Evaluator:
             group_request(place, prompt, fresh, sampling, seed)
             for place, prompt in enumerate(self._prompts)
         ]
+        self._asked += n * len(requests)
         done = await generate(self._engine, requests)
         groups = []
         for place, prompt in enumerate(self._prompts):
@@ -124,6 +190,11 @@ class Evaluator:
         score = await self._rewards.score(prompt, trajectory, text, training=False)
         self._scorings += 1
         return Answer(trajectory, score)
+
+    def _votes(self) -> frozenset[str]:
+        sources = {prompt.data_source for prompt in self._prompts}
+        known = {source: self._rewards.known_metrics([source]) for source in sources}
+        return frozenset(s for s in sources if _SCORES_CASES not in (known[s] or ()))
 
     def _check_scoring(self) -> None:
         try:
@@ -146,11 +217,30 @@ class Evaluator:
         )
 
 
-def _statistics_of(group: Group) -> PromptAnswers:
-    said = [_vote(answer.score.extra.get("pred")) for answer in group.answers]
-    parsed = said if any("pred" in answer.score.extra for answer in group.answers) else None
-    accuracies = [answer.score.accuracy for answer in group.answers]
-    return PromptAnswers(group.prompt.data_source, accuracies, parsed)
+def by_problem(groups: Sequence[Group], votes: frozenset[str]) -> list[PromptAnswers]:
+    """The answers to each problem: rows that ask the same are one problem.
+
+    Published files repeat a problem for each answer that they want; answers to copies of a row
+    are no more independent than answers to the row.
+    """
+    members: dict[str, list[Group]] = {}
+    for group in groups:
+        members.setdefault(problem_id(group.prompt), []).append(group)
+    return [_statistics_of(copies, votes) for copies in members.values()]
+
+
+def _statistics_of(copies: Sequence[Group], votes: frozenset[str]) -> PromptAnswers:
+    source = copies[0].prompt.data_source
+    answers = [answer for group in copies for answer in group.answers]
+    said = [_vote(answer.score.extra.get("pred")) for answer in answers]
+    is_told = source in votes and any("pred" in answer.score.extra for answer in answers)
+    return PromptAnswers(
+        source,
+        [answer.score.accuracy for answer in answers],
+        said if is_told else None,
+        tokens=[answer.trajectory.generated_tokens for answer in answers],
+        truncated=[answer.trajectory.truncated for answer in answers],
+    )
 
 
 def _vote(pred: object) -> str | None:

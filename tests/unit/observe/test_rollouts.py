@@ -17,11 +17,12 @@ from winnow.observe.rollouts import (
     RolloutGroup,
     choose_text_groups,
     drop_rollouts_after,
+    problem_id,
     read_rollouts,
     rollout_files,
     write_rollouts,
 )
-from winnow.types import Answer, Group, IntArray, Score, Segment, Trajectory
+from winnow.types import Answer, Group, IntArray, Prompt, Score, Segment, Trajectory
 
 MakeGroup = Callable[..., Group]
 Row = dict[str, Any]
@@ -51,6 +52,7 @@ def test_each_answer_has_a_row_with_its_scalars(tmp_path: Path, make_group: Make
         "kind": "sampled",
         "prompt_uid": "row-11",
         "data_source": "sort_digits",
+        "problem": problem_id(trained.group.prompt),
         "outcome": "trained",
         "prompt_tokens": 4,
         "response_tokens": 3,
@@ -75,6 +77,24 @@ def test_each_answer_has_a_row_with_its_scalars(tmp_path: Path, make_group: Make
         (11, 1, -1.0),
         (12, 0, None),
     ]
+
+
+def test_a_problem_is_what_is_asked_and_compared_with_whatever_the_row_is_called() -> None:
+    messages = ({"role": "user", "content": "5391:"},)
+    prompt = Prompt("a.parquet:1", np.arange(4), "5391:", "sort_digits", "1359", {}, messages)
+    other_order = ({"content": "5391:", "role": "user", "name": "x"},)
+    like = replace(
+        prompt, uid="b.jsonl:7", token_ids=np.arange(9), text="<5391:>", messages=other_order
+    )
+    assert problem_id(like) == problem_id(prompt)
+    unlike = [
+        replace(prompt, ground_truth="1395"),
+        replace(prompt, data_source="gsm8k"),
+        replace(prompt, messages=({"role": "user", "content": "5392:"},)),
+        replace(prompt, messages=({"role": "system", "content": "5391:"},)),
+        replace(prompt, messages=(), text="5391:\ud83d"),
+    ]
+    assert len({problem_id(each) for each in [prompt, *unlike]}) == 6
 
 
 def test_a_greedy_baseline_has_a_row_behind_the_answers_that_were_sampled(
