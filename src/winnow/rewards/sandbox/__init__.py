@@ -1,1 +1,1 @@
-"""Runs programs that nobody has read: `local.LocalSandbox` is what others use."""
+"""Runs programs that nobody has read: on this machine (`local`), or by a service (`fusion`)."""

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import threading
 
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.sandbox import FusionConfig, SandboxConfig
 from winnow.rewards.sandbox.local import LocalSandbox
+from winnow.rewards.sandbox.program import Sandbox
 
 _lock = threading.Lock()
-_sandbox: LocalSandbox | None = None
+_sandbox: Sandbox | None = None
 
 
-def start(config: SandboxConfig) -> LocalSandbox:
+def start(config: SandboxConfig | FusionConfig) -> Sandbox:
     """The sandbox of this section; one of another section is closed.
 
     Raises:
-        RewardError: this machine has no way to confine programs.
+        RewardError: this machine has no way to confine programs, or the service runs none.
     """
     global _sandbox
     with _lock:
         if _sandbox is None or _sandbox.config != config:
             _close()
-            _sandbox = LocalSandbox(config)
+            _sandbox = _made(config)
         return _sandbox
 
 
-def current() -> LocalSandbox:
+def current() -> Sandbox:
     """The sandbox that was started, or one with the defaults."""
     with _lock:
         if _sandbox is not None:
@@ -37,6 +38,14 @@ def close() -> None:
     """End the sandbox and what runs in it."""
     with _lock:
         _close()
+
+
+def _made(config: SandboxConfig | FusionConfig) -> Sandbox:
+    if isinstance(config, SandboxConfig):
+        return LocalSandbox(config)
+    from winnow.rewards.sandbox.fusion import FusionSandbox  # httpx takes its time to import
+
+    return FusionSandbox(config)
 
 
 def _close() -> None:

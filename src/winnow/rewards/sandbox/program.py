@@ -1,14 +1,16 @@
-"""The words of the sandbox: what is run, within which limits, and what came of it."""
+"""The words of the sandbox: what is run, by whom, within which limits, and what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.sandbox import FusionConfig, SandboxConfig
 
-Ending = Literal["finished", "time_limit", "output_limit"]
+Ending = Literal["finished", "time_limit", "output_limit", "compile_error"]
+OUTPUT_LIMIT = "output_limit"
+"""The message of our own server beside a program that wrote too much."""
 
 
 class SandboxError(Exception):
@@ -80,3 +82,34 @@ class Slot(NamedTuple):
     number: int
     uid: int | None
     """The unprivileged user that it runs as; None keeps ours, which is unprivileged already."""
+
+
+class Sandbox(Protocol):
+    """What runs programs; safe to use from any thread."""
+
+    @property
+    def config(self) -> SandboxConfig | FusionConfig:
+        """The section that describes it."""
+        ...
+
+    @property
+    def slots(self) -> Sequence[object]:
+        """One for each program that may run at once."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        ...
+
+    def run_for(self, program: Program, time_s: float) -> Result:
+        """Run a program within a time; waits for a slot.
+
+        Raises:
+            SandboxError: the sandbox failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what runs."""
+        ...

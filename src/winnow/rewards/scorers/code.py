@@ -7,15 +7,13 @@ the answer's: that scoring fails, and the service decides what it means.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from winnow.rewards.sandbox import harness
 from winnow.rewards.sandbox.current import current
-from winnow.rewards.sandbox.local import LocalSandbox
-from winnow.rewards.sandbox.program import Program, Result
+from winnow.rewards.sandbox.program import Program, Result, Sandbox
 from winnow.rewards.scorers.code_tests import (
     FunctionTests,
     ProgramTests,
@@ -47,7 +45,7 @@ class Verdict:
 
 
 def score(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
-    """Run the code of an answer against the tests of its row, in this process's sandbox.
+    """Run the code of an answer against the tests of its row, in the sandbox of this run.
 
     Raises:
         ValueError: the row has no usable tests.
@@ -69,7 +67,7 @@ def score(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, An
     return Score(reward, accuracy, {"task": reward}, said)
 
 
-def judged(code: str, tests: ProgramTests | FunctionTests, sandbox: LocalSandbox) -> Verdict:
+def judged(code: str, tests: ProgramTests | FunctionTests, sandbox: Sandbox) -> Verdict:
     """Run code against tests.
 
     Raises:
@@ -84,16 +82,16 @@ def judged(code: str, tests: ProgramTests | FunctionTests, sandbox: LocalSandbox
     return _call_functions(code, tests, sandbox)
 
 
-def _run_program(code: str, tests: ProgramTests, sandbox: LocalSandbox) -> Verdict:
+def _run_program(code: str, tests: ProgramTests, sandbox: Sandbox) -> Verdict:
     passed, first, text = 0, "", ""
-    until = time.monotonic() + sandbox.config.sample_s
+    left = sandbox.config.sample_s  # of what programs took, not of waiting for a busy sandbox
     for number, (stdin, expected) in enumerate(tests.pairs, start=1):
-        left = until - time.monotonic()
         if left < _LEAST_S:
             first = first or "time_limit"
             break
-        limits = replace(sandbox.limits, time_s=min(sandbox.config.time_s, left))
-        result = sandbox.run(Program(code, stdin.encode("utf-8", "surrogatepass")), limits)
+        program = Program(code, stdin.encode("utf-8", "surrogatepass"))
+        result = sandbox.run_for(program, min(sandbox.config.time_s, left))
+        left -= result.seconds
         outcome = _outcome(result, expected)
         passed += outcome == "pass"
         if outcome == "pass":
@@ -127,7 +125,7 @@ def _outcome(result: Result, expected: str) -> str:
     return "pass" if same_output(result.stdout.decode(errors="replace"), expected) else "wrong"
 
 
-def _call_functions(code: str, tests: FunctionTests, sandbox: LocalSandbox) -> Verdict:
+def _call_functions(code: str, tests: FunctionTests, sandbox: Sandbox) -> Verdict:
     config = sandbox.config
     solution = {"prompt": tests.prompt, "code": code, "entry_point": tests.entry_point}
     asked = {
@@ -138,13 +136,12 @@ def _call_functions(code: str, tests: FunctionTests, sandbox: LocalSandbox) -> V
         "call_s": config.time_s,
         "stop_early": config.credit == "all",
     }
-    limits = replace(sandbox.limits, time_s=config.sample_s)
-    result = sandbox.run(harness.program(solution, asked), limits)
+    result = sandbox.run_for(harness.program(solution, asked), config.sample_s)
     count = len(tests.cases)
     if result.ending != "finished":
         return Verdict(0, count, result.ending)
-    report = harness.verdict(result.stdout)
-    if report is None:  # memory that the solution's values took from the tests
+    report = harness.verdict(result.stdout) if result.exit_code == 0 else None
+    if report is None:  # memory that the solution's values took from the tests, or forgery
         return Verdict(0, count, "runtime_error", result.stderr[-200:].decode(errors="replace"))
     if "broken" in report:
         raise ValueError(f"the tests of this row are no Python: {report['broken']}")
