@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from winnow.config.checks_algorithm import ALGORITHM_RULES
 from winnow.config.checks_correction import CORRECTION_RULES
+from winnow.config.checks_judge import JUDGE_RULES
 from winnow.config.checks_reward import REWARD_RULES
 from winnow.config.data import NoTask, SortDigitsTask
 from winnow.config.root import Config
@@ -274,4 +275,5 @@ RULES: tuple[Rule, ...] = (
     *ALGORITHM_RULES,
     *CORRECTION_RULES,
     *REWARD_RULES,
+    *JUDGE_RULES,
 )

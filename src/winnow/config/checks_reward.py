@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from winnow.config.advantage import GdpoAdvantage
+from winnow.config.judge import NoJudge, OpenAiJudge
 from winnow.config.reward_model import NoRewardModel
 from winnow.config.root import Config
 
 
 def left_to_nobody(c: Config) -> str | None:
-    """A source without a scorer needs the model."""
+    """A source without a scorer needs a model."""
     sources = [source for source, scorer in c.reward.scorers.items() if scorer == "none"]
-    if not sources or not isinstance(c.reward.model, NoRewardModel):
+    models = c.reward.model, c.reward.judge
+    if not sources or models != (NoRewardModel(), NoJudge()):
         return None
     return (
-        f"reward.scorers.{sources[0]}=none leaves a source to the reward model, but "
-        "reward/model=none; name a scorer, or set reward/model=sequence_classifier"
+        f"reward.scorers.{sources[0]}=none leaves a source to the reward model or the judge, but "
+        "reward/model=none and reward/judge=none; name a scorer, or set reward/model="
+        "sequence_classifier or reward/judge=openai"
     )
 
 
 def nothing_to_learn(c: Config) -> str | None:
     """Some part must count; gdpo has weights of its own."""
-    task, model = c.reward.weights.task, c.reward.model
+    task, model, judge = c.reward.weights.task, c.reward.model, c.reward.judge
+    if isinstance(judge, OpenAiJudge) and judge.weight != 0:
+        return None
     if task != 0 or isinstance(c.algorithm.advantage, GdpoAdvantage):
         return None
     if isinstance(model, NoRewardModel):

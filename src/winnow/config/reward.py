@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from winnow.config.base import Section
+from winnow.config.judge import Judge, NoJudge
 from winnow.config.reward_model import NoRewardModel, RewardModel
 from winnow.config.sandbox import SandboxConfig
 
@@ -47,11 +48,14 @@ class RewardConfig(Section):
     """Your own reward."""
     scorers: dict[str, str] = Field(default_factory=dict)
     """Scorer by data source, over the built-in routing (`*` at the end for prefixes); none leaves
-    a source to the reward model alone."""
+    a source to the reward model or the judge alone."""
     model: RewardModel = NoRewardModel()
     """A model that scores, too."""
+    judge: Judge = NoJudge()
+    """A language model that is asked over HTTP, too."""
     weights: PartWeights = PartWeights()
-    """How much the parts of the reward count; reward.model.weight is the model's."""
+    """How much the parts of the reward count; reward.model.weight and reward.judge.weight are
+    the models'."""
     workers: int | None = Field(None, ge=0)
     """Processes that score; 0 scores in the run's own process, without limits of time and memory.
     null: half of the cores for your own function, none for quick built-in rules."""
