@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from winnow.config.advantage import GdpoAdvantage
 from winnow.config.judge import NoJudge, OpenAiJudge
+from winnow.config.reward_manager import (
+    BatchManager,
+    CustomManager,
+    DapoManager,
+    NaiveManager,
+    ParallelManager,
+    RemoteManager,
+)
 from winnow.config.reward_model import NoRewardModel
 from winnow.config.root import Config
 
@@ -23,22 +31,98 @@ def left_to_nobody(c: Config) -> str | None:
 
 def nothing_to_learn(c: Config) -> str | None:
     """Some part must count; gdpo has weights of its own."""
-    task, model, judge = c.reward.weights.task, c.reward.model, c.reward.judge
-    if isinstance(judge, OpenAiJudge) and judge.weight != 0:
+    task, model = c.reward.weights.task, c.reward.model
+    others = {f"reward.parts.{name}.weight": part.weight for name, part in c.reward.parts.items()}
+    if not isinstance(model, NoRewardModel):
+        others["reward.model.weight"] = model.weight
+    if isinstance(c.reward.judge, OpenAiJudge):
+        others["reward.judge.weight"] = c.reward.judge.weight
+    if c.reward.cosine.enabled:
+        others["reward.cosine.weight"] = c.reward.cosine.weight
+    if task != 0 or any(others.values()) or isinstance(c.algorithm.advantage, GdpoAdvantage):
         return None
-    if task != 0 or isinstance(c.algorithm.advantage, GdpoAdvantage):
-        return None
-    if isinstance(model, NoRewardModel):
+    if not others:
         return (
             "reward.weights.task=0 and reward/model=none leave no reward to learn from; "
             "set reward.weights.task to another number"
         )
-    if model.weight != 0:
-        return None
+    zeros = ", ".join(["reward.weights.task=0", *(f"{key}=0" for key in list(others)[:-1])])
     return (
-        f"reward.weights.task=0 and reward.model.weight={model.weight:g} leave no reward to learn "
+        f"{zeros} and {list(others)[-1]}=0 leave no reward to learn "
         "from; set one of them to another number"
     )
 
 
-REWARD_RULES = (left_to_nobody, nothing_to_learn)
+def workers_of_a_manager(c: Config) -> str | None:
+    """The number of workers fits who calls the scorers."""
+    manager, workers = c.reward.manager, c.reward.workers
+    given = f"reward/manager={manager.name} and reward.workers={workers}"
+    if isinstance(manager, NaiveManager) and workers:
+        return (
+            f"{given}: naive scores in the run's own process; set reward.workers=null, or "
+            "reward/manager=parallel"
+        )
+    if isinstance(manager, ParallelManager | BatchManager) and workers == 0:
+        return f"{given}: it scores in workers; set reward.workers to null or at least 1"
+    if isinstance(manager, RemoteManager | CustomManager) and workers and not c.reward.parts:
+        return f"{given}: there is nothing that workers would score; set reward.workers=null"
+    return None
+
+
+def function_of_a_manager(c: Config) -> str | None:
+    """A user's function is there for batch, and for nobody who would not call it."""
+    manager, path = c.reward.manager, c.reward.function.path
+    if isinstance(manager, BatchManager) and path is None:
+        return (
+            "reward/manager=batch and reward.function.path=null: it calls your own function with "
+            "many answers; name its file in reward.function.path, or set reward/manager=auto"
+        )
+    if isinstance(manager, RemoteManager | CustomManager) and path is not None:
+        return (
+            f"reward/manager={manager.name} and reward.function.path={path}: only one of them can "
+            "score; set reward.function.path=null, or reward/manager=auto"
+        )
+    return None
+
+
+def dapo_without_overlong(c: Config) -> str | None:
+    """The manager is there for the penalty."""
+    if not isinstance(c.reward.manager, DapoManager) or c.reward.overlong.enabled:
+        return None
+    return (
+        "reward/manager=dapo adds the penalty for long answers, but reward.overlong.enabled=false; "
+        "set reward.overlong.enabled=true, or reward/manager=auto"
+    )
+
+
+def parts_of_one_name(c: Config) -> str | None:
+    """The reward model's part is not that of a scorer."""
+    model = c.reward.model
+    if isinstance(model, NoRewardModel) or model.part not in c.reward.parts:
+        return None
+    return (
+        f"reward.model.part={model.part} and reward.parts.{model.part} have the same name; "
+        "rename one of them"
+    )
+
+
+def cosine_beyond_the_limit(c: Config) -> str | None:
+    """An answer can reach the limit."""
+    limit, most = c.reward.cosine.limit_tokens, c.rollout.max_response_tokens
+    if not c.reward.cosine.enabled or limit is None or limit <= most:
+        return None
+    return (
+        f"reward.cosine.limit_tokens={limit} is longer than rollout.max_response_tokens={most}, so "
+        f"no answer could exceed it; set it to null or at most {most}, or raise the limit"
+    )
+
+
+REWARD_RULES = (
+    left_to_nobody,
+    nothing_to_learn,
+    workers_of_a_manager,
+    function_of_a_manager,
+    dapo_without_overlong,
+    parts_of_one_name,
+    cosine_beyond_the_limit,
+)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from winnow.config.base import Section
-from winnow.config.judge import Judge, NoJudge
-from winnow.config.reward_model import NoRewardModel, RewardModel
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.reward_manager import AutoManager, RewardManager
+from winnow.config.reward_model import NoRewardModel, RewardModel, free_part
+from winnow.config.sandbox import SandboxChoice, SandboxConfig
 
 
 class OverlongConfig(Section):
@@ -21,6 +21,40 @@ class OverlongConfig(Section):
     """The penalty falls linearly over these last tokens before the response limit."""
     factor: float = Field(1.0, gt=0)
     """Its size at the limit."""
+
+
+class CosineConfig(Section):
+    """A reward by length that falls along a cosine where an answer is right and rises where it is
+    wrong (arXiv 2502.03373), in training only. There it replaces the task's reward:
+    reward.weights.task=0. The defaults are the authors'."""
+
+    enabled: bool = False
+    """Whether it is a part of the reward."""
+    weight: float = 1.0
+    """Of this part in the reward."""
+    right_short: float = 2.0
+    """Reward of a right answer of no length."""
+    right_long: float = 1.0
+    """Reward of a right answer as long as the limit."""
+    wrong_short: float = -10.0
+    """Reward of a wrong answer of no length."""
+    wrong_long: float = 0.0
+    """Reward of a wrong answer as long as the limit."""
+    exceeded: float = -10.0
+    """Reward of any answer that has reached the limit."""
+    limit_tokens: int | None = Field(None, ge=1)
+    """The limit; null is rollout.max_response_tokens."""
+
+
+class PartConfig(Section):
+    """A scorer beside the one that the data source chooses."""
+
+    scorer: str
+    """A built-in scorer by name."""
+    weight: float = 1.0
+    """Of its score in the reward; 0 only measures and filters."""
+    in_evaluation: bool = False
+    """Score held-out answers, too; their accuracy remains the source's scorer's."""
 
 
 class UserFunction(Section):
@@ -41,6 +75,9 @@ class PartWeights(Section):
     """Of the rule's score, or your function's; 0 only measures and filters."""
 
 
+PartName = Annotated[str, AfterValidator(free_part)]
+
+
 class RewardConfig(Section):
     """Scorers, shaping, and what happens when scoring fails."""
 
@@ -48,25 +85,28 @@ class RewardConfig(Section):
     """Your own reward."""
     scorers: dict[str, str] = Field(default_factory=dict)
     """Scorer by data source, over the built-in routing (`*` at the end for prefixes); none leaves
-    a source to the reward model or the judge alone."""
+    a source to the reward model alone."""
+    manager: RewardManager = AutoManager()
+    """Who calls what scores, and where."""
     model: RewardModel = NoRewardModel()
     """A model that scores, too."""
-    judge: Judge = NoJudge()
-    """A language model that is asked over HTTP, too."""
     weights: PartWeights = PartWeights()
-    """How much the parts of the reward count; reward.model.weight and reward.judge.weight are
-    the models'."""
+    """How much the parts of the reward count; reward.model.weight is the model's."""
     workers: int | None = Field(None, ge=0)
-    """Processes that score; 0 scores in the run's own process, without limits of time and memory.
-    null: half of the cores for your own function, none for quick built-in rules."""
+    """Processes that score. null: half of the cores, where anything scores apart. With
+    reward/manager=auto 0 keeps everything in the run's own process, a number takes rules apart."""
     timeout_s: float = Field(10.0, gt=0)
     """Seconds that a worker has for one answer."""
     memory_mb: int = Field(2048, ge=64)
     """Resident memory that a worker may use, in MiB, what your file imports included."""
-    sandbox: SandboxConfig = SandboxConfig()
+    sandbox: SandboxChoice = SandboxConfig()
     """Where the code in an answer runs."""
+    parts: dict[PartName, PartConfig] = Field(default_factory=dict)
+    """Further scorers by the name of their part, each with its weight."""
     overlong: OverlongConfig = OverlongConfig()
-    """Length shaping."""
+    """Length shaping near the limit."""
+    cosine: CosineConfig = CosineConfig()
+    """Length shaping by right and wrong."""
     on_failure: Literal["wrong", "drop_group", "fatal"] = "wrong"
     """A failed scoring counts as a wrong answer, drops its group, or stops the run."""
     max_failure_share: float = Field(0.2, ge=0, le=1)

@@ -9,7 +9,10 @@ from pydantic import Field, field_validator
 from winnow.config.base import Section
 from winnow.config.model import Dtype
 
-_TAKEN = ("accuracy", "reward", "task_reward", "task", "overlong", "pred")
+_TAKEN = (
+    *("accuracy", "reward", "task_reward", "task", "pred"),
+    *("overlong", "overlong_reward", "cosine"),
+)
 
 
 class NoRewardModel(Section):

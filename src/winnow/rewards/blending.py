@@ -11,14 +11,16 @@ from dataclasses import replace
 
 from winnow.config.reward import RewardConfig
 from winnow.config.reward_model import SequenceClassifier
+from winnow.rewards.shaping import COSINE
 from winnow.types import Score
 
-TASK, OVERLONG = "task", "overlong"
+TASK = "task"
 
 
 def part_weights(config: RewardConfig) -> dict[str, float]:
     """The weights that a recipe gives, by part; a part that is not named counts once."""
-    weights = {TASK: config.weights.task}
+    weights = {TASK: config.weights.task, COSINE: config.cosine.weight}
+    weights |= {name: part.weight for name, part in config.parts.items()}
     if isinstance(config.model, SequenceClassifier):
         weights[config.model.part] = config.model.weight
     return weights

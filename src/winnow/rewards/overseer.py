@@ -24,10 +24,9 @@ from typing import Protocol
 
 from winnow.errors import RewardError
 from winnow.rewards.child import Child, ending_in_words
-from winnow.rewards.task import Failure
+from winnow.rewards.task import Failure, Outcome
 from winnow.rewards.wire import Job, Reply
 from winnow.rewards.worker_async import late_line
-from winnow.types import Score
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class Office(Protocol):
         """A worker is ready."""
         ...
 
-    def settle(self, outcomes: Sequence[tuple[int, Score | Failure]]) -> None:
+    def settle(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
         """These items are done with."""
         ...
 
@@ -83,7 +82,7 @@ class Overseer:
         self._items: dict[int, bytes] = {}
         self._queue: deque[int] = deque()
         self._alone: deque[int] = deque()
-        self._done: list[tuple[int, Score | Failure]] = []
+        self._done: list[tuple[int, Outcome]] = []
         self._at_once = ASYNC_AT_ONCE
         self._seconds_each = _BATCH_S
         self._next_look = 0.0
@@ -235,7 +234,7 @@ class Overseer:
             log.warning("an async scorer blocks others; now %d at once", self._at_once)
         self._alone.extend(held)
 
-    def _settle(self, number: int, outcome: Score | Failure) -> None:
+    def _settle(self, number: int, outcome: Outcome) -> None:
         self._items.pop(number, None)
         self._done.append((number, outcome))
 

@@ -21,23 +21,35 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 
-from winnow.config.reward import RewardConfig
+from winnow.config.reward import RewardConfig, UserFunction
 from winnow.rewards.overseer import Overseer
-from winnow.rewards.task import Arguments, Failure
-from winnow.rewards.wire import Item, Job, pack
+from winnow.rewards.task import Arguments, Failure, Outcome
+from winnow.rewards.wire import BatchItem, Item, Job, pack
 from winnow.types import Score
 
 WAITING_PER_WORKER = 128
 """Answers that are taken in; more wait with their callers, and hold no memory here."""
 
-_Future = asyncio.Future[Score | Failure]
+_Future = asyncio.Future[Outcome]
 _Loop = asyncio.AbstractEventLoop
 
 
 class ScorerPool:
-    """Workers that score; used from one event loop at a time."""
+    """Workers that score; used from one event loop at a time.
 
-    def __init__(self, config: RewardConfig, workers: int) -> None:
+    Args:
+        config: gives the limits.
+        function: the user's; None: the workers run built-in scorers.
+        batched: it takes many answers in a call.
+    """
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        workers: int,
+        function: UserFunction | None = None,
+        batched: bool = False,
+    ) -> None:
         self._capacity = WAITING_PER_WORKER * workers
         self._room: tuple[_Loop, asyncio.Semaphore] | None = None
         self._numbers = count()
@@ -50,8 +62,8 @@ class ScorerPool:
         self._broken: Exception | None = None
         self._is_closed = False
         self.finished = 0
-        function = config.function if config.function.path is not None else None
-        job = Job(function, config.timeout_s, config.memory_mb << 20, tuple(sys.path))
+        memory_bytes = config.memory_mb << 20
+        job = Job(function, config.timeout_s, memory_bytes, tuple(sys.path), batched)
         self._overseer = Overseer(job, workers, self)
         self._thread = threading.Thread(target=self._overseer.run, name="scorers", daemon=True)
 
@@ -78,12 +90,28 @@ class ScorerPool:
         Raises:
             RewardError: a new worker could not load the user's file.
         """
+        outcome = await self._ask(Item(next(self._numbers), scorer, seed, arguments))
+        assert isinstance(outcome, Score | Failure)
+        return outcome
+
+    async def score_batch(
+        self, seed: int, batch: Sequence[Arguments]
+    ) -> tuple[Score | Failure, ...] | Failure:
+        """Score answers in one call of the user's function; a failure is that of the whole call.
+
+        Raises:
+            RewardError: a new worker could not load the user's file.
+        """
+        outcome = await self._ask(BatchItem(next(self._numbers), seed, tuple(batch)))
+        assert isinstance(outcome, tuple | Failure)
+        return outcome
+
+    async def _ask(self, item: Item | BatchItem) -> Outcome:
         loop = asyncio.get_running_loop()
         if self._room is None or self._room[0] is not loop:
             self._room = loop, asyncio.Semaphore(self._capacity)
         async with self._room[1]:
-            number = next(self._numbers)
-            packed = pack(Item(number, scorer, seed, arguments))
+            number, packed = item.id, pack(item)
             future: _Future = loop.create_future()
             self._waiting[number] = loop, future
             self._inbox.append((number, packed))
@@ -132,10 +160,10 @@ class ScorerPool:
         """A worker is ready."""
         self._loaded.set()
 
-    def settle(self, outcomes: Sequence[tuple[int, Score | Failure]]) -> None:
+    def settle(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
         """Hand outcomes to the event loop that waits for them, all in one call."""
         self.finished += len(outcomes)
-        by_loop: dict[_Loop, list[tuple[_Future, Score | Failure]]] = {}
+        by_loop: dict[_Loop, list[tuple[_Future, Outcome]]] = {}
         for number, outcome in outcomes:
             waiting = self._waiting.pop(number, None)
             if waiting is not None:
@@ -161,7 +189,19 @@ class ScorerPool:
                 os.write(self._waker, b"!")
 
 
-def _set_all(outcomes: Sequence[tuple[_Future, Score | Failure]]) -> None:
+def default_workers() -> int:
+    """Half of the cores that this process may use: the other half is the run's own."""
+    return max(1, cores() // 2)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _set_all(outcomes: Sequence[tuple[_Future, Outcome]]) -> None:
     for future, outcome in outcomes:
         if not future.done():  # cancelled
             future.set_result(outcome)

@@ -58,13 +58,24 @@ class Router:
             RewardError: one has none, or the scorer's package is not installed.
         """
         for data_source in sorted(data_sources):
-            scorer = self.scorer(data_source)
-            if scorer.package and find_spec(scorer.package) is None:
-                extra = scorer.package.replace("_", "-")
-                raise RewardError(
-                    f"data_source {data_source} is scored by {scorer.name}, whose package is not "
-                    f"installed; pip install 'winnow[{extra}]', or name another in reward.scorers"
-                )
+            check_package(self.scorer(data_source), f"data_source {data_source}")
+
+
+def check_package(scorer: Scorer, what: str) -> None:
+    """See that a scorer has what it imports.
+
+    Args:
+        what: is scored by it.
+
+    Raises:
+        RewardError: the package is not installed.
+    """
+    if scorer.package and find_spec(scorer.package) is None:
+        extra = scorer.package.replace("_", "-")
+        raise RewardError(
+            f"{what} is scored by {scorer.name}, whose package is not installed; "
+            f"pip install 'winnow[{extra}]', or name another in reward.scorers"
+        )
 
 
 def _by_length(patterns: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -3,23 +3,28 @@
 A scorer that raises, exits, hangs, dies, or returns NaN or the wrong type marks its own sample as
 failed: `Score.error` says why, the reward is that of a wrong answer and the accuracy 0. Too large
 a share of failures stops the run, because a broken reward must not train a model. Where scorers
-run is the affair of `winnow.rewards.backend`.
+run is the affair of `winnow.rewards.managers`.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import SupportsFloat
 
 from winnow.config.reward import RewardConfig
+from winnow.config.reward_manager import DapoManager
 from winnow.errors import RewardError
-from winnow.rewards.backend import Backend
-from winnow.rewards.blending import OVERLONG, TASK, blended, part_weights
+from winnow.rewards.blending import TASK, blended, part_weights
+from winnow.rewards.managers import make_manager, rules_place
+from winnow.rewards.managers.protocol import Manager
+from winnow.rewards.managers.rules import Rules
 from winnow.rewards.model_scorer import ModelScorer
+from winnow.rewards.parts import ScoredParts
 from winnow.rewards.routing import NO_SCORER
-from winnow.rewards.shaping import overlong_penalty
+from winnow.rewards.shaping import COSINE, OVERLONG, OVERLONG_REWARD, length_parts
 from winnow.rewards.task import Failure
 from winnow.rewards.user_function import WRONG_REWARD
 from winnow.types import Prompt, Score, Trajectory
@@ -43,13 +48,11 @@ class RewardService:
         self,
         config: RewardConfig,
         max_response_tokens: int,
-        backend: Backend | None = None,
         model: ModelScorer | None = None,
     ) -> None:
         """Load what scores; a user's file is imported here, or in its workers.
 
         Args:
-            backend: another service's; None starts one, which `close` ends.
             model: runs what `config.model` describes; None leaves it out.
 
         Raises:
@@ -57,24 +60,30 @@ class RewardService:
         """
         self._config = config
         self._max_response_tokens = max_response_tokens
-        self._backend = backend or Backend(config)
+        self._manager = manager = make_manager(config)
+        self._rules = manager if isinstance(manager, Rules) else Rules(config, rules_place(config))
+        self._parts = ScoredParts(config, self._rules)
         self._model = model
         self._weights = part_weights(config)
-        self._has_user = config.function.path is not None
         self._required: str | None = None
         self._failures = FailureReport(0, "", "")
 
     def twin(self) -> RewardService:
         """Another service over the same scorers and workers, with a count of its own."""
-        return RewardService(self._config, self._max_response_tokens, self._backend, self._model)
+        other = copy.copy(self)
+        other._required = None
+        other.reset_failures()
+        return other
 
     def close(self) -> None:
         """End the workers; nothing can be scored afterwards."""
-        self._backend.close()
+        self._manager.close()
+        self._rules.close()
 
     def scored_apart(self) -> int:
         """Answers that workers or the model have dealt with: grows as long as scoring gets on."""
-        return self._backend.scored + (self._model.scored if self._model else 0)
+        own: set[Manager] = {self._manager, self._rules}
+        return sum(each.scored for each in own) + (self._model.scored if self._model else 0)
 
     def check_sources(self, data_sources: Iterable[str], held_out: bool = False) -> None:
         """See before training that every source can be scored.
@@ -86,7 +95,8 @@ class RewardService:
             RewardError: one cannot.
         """
         sources = set(data_sources)
-        self._backend.prepare(sources)
+        self._manager.prepare(sources)
+        self._parts.prepare()
         for source in sorted(sources):
             if held_out and not self._has_task(source):
                 raise RewardError(
@@ -105,15 +115,15 @@ class RewardService:
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
         """Whether scores of these sources come later, from scorers beside the engine."""
-        return self._backend.takes_time(data_sources)
+        return self._manager.takes_time(data_sources) or self._parts.take_time
 
     def known_metrics(self, data_sources: Iterable[str]) -> frozenset[str] | None:
         """The numbers that every score of these sources has; None: only a run will tell."""
-        if self._has_user:
+        router = self._manager.router
+        if router is None:
             return None
         own = [
-            self._backend.router.scorer(source).metrics | self._common_metrics(source)
-            for source in data_sources
+            router.scorer(source).metrics | self._common_metrics(source) for source in data_sources
         ]
         return frozenset.intersection(*own) if own else self._common_metrics()
 
@@ -147,18 +157,21 @@ class RewardService:
         """
         model = self._model if training or self._judges_held_out() else None
         verdict = None if model is None else model.begin(prompt, text)
-        result = await self._backend.score(prompt, text)
+        result: Score | Failure = await self._manager.score(prompt, text)
+        parts = self._parts.wrong(training)
+        if not isinstance(result, Failure):
+            scores = await self._parts.score(prompt, text, training)
+            result, parts = (scores, parts) if isinstance(scores, Failure) else (result, scores)
         said = None if verdict is None else await verdict
         if isinstance(said, Failure) and not isinstance(result, Failure):
-            result = said
+            result, parts = said, self._parts.wrong(training)
         score = self._failed(prompt, result) if isinstance(result, Failure) else result
-        parts: dict[str, float] = {}
         if model is not None and said is not None:
             part, wrong = model.config.part, model.config.wrong_score
             parts[part] = wrong if isinstance(said, Failure) or score.error else said
         if training:
             self._check_required(score)
-            parts.update(self._length_part(trajectory))
+            score = self._shaped(score, trajectory, parts)
         return blended(score, parts, self._weights)
 
     @property
@@ -201,36 +214,38 @@ class RewardService:
         return Score(wrong, 0.0, parts, extra, error=line)
 
     def _wrong_reward(self, prompt: Prompt) -> float:
-        if self._has_user:
-            return WRONG_REWARD
-        return self._backend.router.scorer(prompt.data_source).wrong_reward
+        router = self._manager.router
+        return WRONG_REWARD if router is None else router.scorer(prompt.data_source).wrong_reward
 
-    def _length_part(self, trajectory: Trajectory) -> dict[str, float]:
-        overlong = self._config.overlong
-        if not overlong.enabled:
-            return {}
-        penalty = overlong_penalty(
-            trajectory.generated_tokens,
-            self._max_response_tokens,
-            overlong.buffer_tokens,
-            overlong.factor,
-        )
-        return {OVERLONG: penalty}
+    def _shaped(self, score: Score, trajectory: Trajectory, parts: dict[str, float]) -> Score:
+        """Add what the length makes to the parts, and what verl's dapo manager notes of it."""
+        tokens, limit = trajectory.generated_tokens, self._max_response_tokens
+        parts.update(length_parts(self._config, score.accuracy, tokens, limit))
+        if not isinstance(self._config.manager, DapoManager):
+            return score
+        penalty = parts[OVERLONG]
+        notes = {OVERLONG: float(penalty < 0), OVERLONG_REWARD: penalty}
+        return replace(score, extra={**score.extra, **notes})
 
     def _judges_held_out(self) -> bool:
         return self._model is not None and self._model.config.in_evaluation
 
     def _has_task(self, data_source: str) -> bool:
         """Whether something else than the reward model scores this source."""
-        return self._has_user or self._backend.router.scorer(data_source) is not NO_SCORER
+        router = self._manager.router
+        return router is None or router.scorer(data_source) is not NO_SCORER
 
     def _common_metrics(self, data_source: str | None = None) -> frozenset[str]:
         """Numbers of every training score, or of those of a source."""
-        names = {"reward"}
+        names = {"reward"} | self._parts.names
         if data_source is None or self._has_task(data_source):
             names |= {"accuracy", "task_reward", TASK}
         if self._config.overlong.enabled:
             names.add(OVERLONG)
+        if self._config.cosine.enabled:
+            names.add(COSINE)
+        if isinstance(self._config.manager, DapoManager):
+            names.add(OVERLONG_REWARD)
         if self._model is not None:
             names.add(self._model.config.part)
         return frozenset(names)

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import math
 import traceback
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,10 @@ class Failure:
     """For the log."""
 
 
+Outcome = Score | Failure | tuple[Score | Failure, ...]
+"""Of one answer, or of each in a batch; a `Failure` may be that of a whole batch."""
+
+
 async def outcome(user: UserScorer | None, scorer: str, arguments: Arguments) -> Score | Failure:
     """Score one answer with the user's function, or else with a built-in scorer."""
     try:
@@ -58,6 +62,45 @@ def outcome_without_loop(
         return checked(read_result(_awaited(result) if inspect.isawaitable(result) else result))
     except (Exception, SystemExit) as error:
         return failure_of(error, user.file if user else None)
+
+
+async def outcomes(
+    user: UserScorer, batch: Sequence[Arguments]
+) -> tuple[Score | Failure, ...] | Failure:
+    """Score answers in one call of the user's function; a failure is that of the call."""
+    try:
+        result = user.call_batch(batch)
+        return _each(user, await result if inspect.isawaitable(result) else result, len(batch))
+    except (Exception, SystemExit) as error:
+        return failure_of(error, user.file)
+
+
+def outcomes_without_loop(
+    user: UserScorer, batch: Sequence[Arguments]
+) -> tuple[Score | Failure, ...] | Failure:
+    """The same where no event loop runs, so that the function may run one of its own."""
+    try:
+        result = user.call_batch(batch)
+        return _each(user, _awaited(result) if inspect.isawaitable(result) else result, len(batch))
+    except (Exception, SystemExit) as error:
+        return failure_of(error, user.file)
+
+
+def _each(user: UserScorer, result: Any, count: int) -> tuple[Score | Failure, ...]:
+    """The score in each part of what a call returned; what is no score fails alone."""
+    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__iter__"):
+        raise TypeError(f"the function must return a list of scores, got {type(result).__name__}")
+    parts = list(result)
+    if len(parts) != count:
+        raise ValueError(f"the function returned {len(parts)} scores for {count} answers")
+    return tuple(_read(user, part) for part in parts)
+
+
+def _read(user: UserScorer, part: Any) -> Score | Failure:
+    try:
+        return checked(read_result(part))
+    except Exception as error:  # of an object that the user's function made
+        return failure_of(error, user.file)
 
 
 def _awaited(result: Awaitable[Any]) -> Any:
@@ -88,9 +131,12 @@ def failure_of(error: BaseException, user_file: str | None) -> Failure:
         text = f"(no text: {type(in_text).__name__} in its __str__)"
     if len(text) > _LONGEST_LINE:
         text = f"{text[:_LONGEST_LINE]}…"
-    frames = traceback.extract_tb(error.__traceback__)
+    below = error.__traceback__
+    while below and below.tb_next and below.tb_frame.f_code.co_filename in _OUR_FILES:
+        below = below.tb_next
+    frames = traceback.extract_tb(below)
     foreign = [frame for frame in frames if frame.filename not in _OUR_FILES]
     own = [frame for frame in foreign if frame.filename == user_file] or foreign
     place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     line = f"{type(error).__name__}{': ' if text else ''}{text}{place}"
-    return Failure(line, "".join(traceback.format_exception(error)))
+    return Failure(line, "".join(traceback.format_exception(type(error), error, below)))

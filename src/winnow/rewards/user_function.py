@@ -5,6 +5,9 @@ It is called as `compute_score(data_source=…, solution_str=…, ground_truth=�
 (without it: 1 where the score is above 0), every other key is kept with the sample. A sync
 function runs in the main thread, because signals (math-verify's alarm) work nowhere else: that
 of a worker of the pool, or with `reward.workers=0` the run's.
+
+With `reward/manager=batch` it is called with lists, as `compute_score(data_sources=…,
+solution_strs=…, ground_truths=…, extra_infos=…, **kwargs)`, and returns a list of such results.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import inspect
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, SupportsFloat, cast
@@ -24,19 +27,25 @@ from winnow.errors import RewardError
 from winnow.types import Score
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_BATCH_ARGUMENTS = tuple(f"{name}s" for name in _ARGUMENTS)
 WRONG_REWARD = -1.0
 """Reward of an answer whose scoring failed. A user's scale is unknown; the lower end of the
 usual ones keeps a policy from living on answers that break the scorer."""
 
 
 class UserScorer:
-    """The function of a file, called and its result read."""
+    """The function of a file, called and its result read.
 
-    def __init__(self, config: UserFunction) -> None:
+    Args:
+        batched: the function takes many answers in a call.
+    """
+
+    def __init__(self, config: UserFunction, batched: bool = False) -> None:
         assert config.path is not None
         self.file = str(Path(config.path).expanduser().absolute())
         self._kwargs = config.kwargs
-        self._function = _function(_load(config.path, self.file), config)
+        names = _BATCH_ARGUMENTS if batched else _ARGUMENTS
+        self._function = _function(_load(config.path, self.file), config, names)
         called = getattr(self._function, "__call__", None)  # noqa: B004  an object's own
         self.is_async = any(map(inspect.iscoroutinefunction, (self._function, called)))
         """Whether many calls may wait side by side."""
@@ -48,6 +57,17 @@ class UserScorer:
             solution_str=text,
             ground_truth=ground_truth,
             extra_info=dict(extra.get("extra_info") or {}),
+            **self._kwargs,
+        )
+
+    def call_batch(self, batch: Sequence[tuple[str, str, Any, Mapping[str, Any]]]) -> Any:
+        """What the function returns for these; each is what `call` takes."""
+        sources, texts, truths, extras = zip(*batch, strict=True)
+        return self._function(
+            data_sources=list(sources),
+            solution_strs=list(texts),
+            ground_truths=list(truths),
+            extra_infos=[dict(extra.get("extra_info") or {}) for extra in extras],
             **self._kwargs,
         )
 
@@ -119,7 +139,7 @@ def _line(error: BaseException, file: str) -> int | str:
     return next((f.lineno or "?" for f in reversed(frames) if f.filename == file), "?")
 
 
-def _function(module: ModuleType, config: UserFunction) -> Callable[..., Any]:
+def _function(module: ModuleType, config: UserFunction, names: Sequence[str]) -> Callable[..., Any]:
     where = f"reward.function.path {config.path}"
     function: Any = getattr(module, config.name, None)
     if not callable(function):
@@ -129,9 +149,9 @@ def _function(module: ModuleType, config: UserFunction) -> Callable[..., Any]:
             "Name the one to call in reward.function.name"
         )
     try:
-        inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS), **config.kwargs)
+        inspect.signature(function).bind(**dict.fromkeys(names), **config.kwargs)
     except TypeError as error:
-        arguments = ", ".join([*_ARGUMENTS, *config.kwargs])
+        arguments = ", ".join([*names, *config.kwargs])
         raise RewardError(
             f"{where}: {config.name}{inspect.signature(function)} cannot be called with "
             f"{arguments} ({error}); change its arguments, or reward.function.kwargs"

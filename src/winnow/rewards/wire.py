@@ -32,6 +32,8 @@ class Job:
     memory_bytes: int
     python_path: tuple[str, ...]
     """Of the run: the user's file finds the same modules."""
+    batched: bool = False
+    """The function takes many answers in a call."""
 
 
 class Item(NamedTuple):
@@ -45,6 +47,15 @@ class Item(NamedTuple):
     arguments: Arguments
 
 
+class BatchItem(NamedTuple):
+    """Answers to be scored in one call of the user's function."""
+
+    id: int
+    seed: int
+    """Of random numbers that the call may draw."""
+    batch: tuple[Arguments, ...]
+
+
 class Reply(NamedTuple):
     """What a worker says.
 
@@ -52,7 +63,7 @@ class Reply(NamedTuple):
     |---|---|---|
     | ready | | whether the function is asynchronous |
     | refused | | why the user's file cannot be used, for the user |
-    | done | of the item | `Score` or `Failure` |
+    | done | of the item | `Score` or `Failure`; of a batch a tuple of them, or one `Failure` |
     | again | of the item | its time was up, but others had blocked the worker |
     | retiring | | none: it takes no more, what it has not answered is to be sent elsewhere |
     """

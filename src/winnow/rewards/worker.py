@@ -24,9 +24,17 @@ from typing import Any, cast
 import numpy as np
 
 from winnow.errors import RewardError
-from winnow.rewards.task import Failure, failure_of, outcome, outcome_without_loop
+from winnow.rewards.task import (
+    Failure,
+    Outcome,
+    failure_of,
+    outcome,
+    outcome_without_loop,
+    outcomes,
+    outcomes_without_loop,
+)
 from winnow.rewards.user_function import UserScorer
-from winnow.rewards.wire import Item, Job, Reply, Unpacker, pack, portable
+from winnow.rewards.wire import BatchItem, Item, Job, Reply, Unpacker, pack, portable
 from winnow.types import Score
 
 _PR_SET_PDEATHSIG = 1
@@ -70,33 +78,45 @@ class Bench:
     user: UserScorer | None
     retire_bytes: float
 
-    def is_worn(self, result: Score | Failure) -> bool:
+    def is_worn(self, result: Outcome) -> bool:
         """Whether to go on in a new process."""
-        is_out = isinstance(result, Failure) and result.line.startswith("MemoryError")
+        each = result if isinstance(result, tuple) else (result,)
+        is_out = any(isinstance(r, Failure) and r.line.startswith("MemoryError") for r in each)
         return is_out or resident_bytes() > self.retire_bytes
 
-    async def score(self, item: Item) -> Score | Failure:
+    async def score(self, item: Item | BatchItem) -> Outcome:
         """Score an item; whatever happens short of the process's end is an outcome."""
         try:
             self._seed(item)
+            if isinstance(item, BatchItem):
+                return _portable(await outcomes(self._function, item.batch))
             return _portable(await outcome(self.user, item.scorer, item.arguments))
         except BaseException as error:  # KeyboardInterrupt, CancelledError: the scorer raised it
             return failure_of(error, self.user.file if self.user else None)
 
-    def score_without_loop(self, item: Item) -> Score | Failure:
+    def score_without_loop(self, item: Item | BatchItem) -> Outcome:
         """The same where no event loop runs."""
         try:
             self._seed(item)
+            if isinstance(item, BatchItem):
+                return _portable(outcomes_without_loop(self._function, item.batch))
             return _portable(outcome_without_loop(self.user, item.scorer, item.arguments))
         except BaseException as error:
             return failure_of(error, self.user.file if self.user else None)
 
-    def _seed(self, item: Item) -> None:
+    @property
+    def _function(self) -> UserScorer:
+        assert self.user is not None
+        return self.user
+
+    def _seed(self, item: Item | BatchItem) -> None:
         if self.user is not None:
             seed_scorer(item.seed)
 
 
-def _portable(result: Score | Failure) -> Score | Failure:
+def _portable(result: Outcome) -> Outcome:
+    if isinstance(result, tuple):
+        return tuple(portable(r) if isinstance(r, Score) else r for r in result)
     return portable(result) if isinstance(result, Score) else result
 
 
@@ -113,7 +133,7 @@ def main() -> None:
         return
     sys.path[:] = job.python_path
     try:
-        user = UserScorer(job.function) if job.function else None
+        user = UserScorer(job.function, job.batched) if job.function else None
     except RewardError as error:
         channel.send("refused", -1, str(error))
         return

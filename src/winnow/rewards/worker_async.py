@@ -11,7 +11,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from winnow.rewards.task import Failure
-from winnow.rewards.wire import Item
+from winnow.rewards.wire import BatchItem, Item
 
 if TYPE_CHECKING:
     from winnow.rewards.worker import Bench, Channel
@@ -44,7 +44,7 @@ async def serve(channel: Channel, bench: Bench, timeout_s: float) -> None:
     running: set[asyncio.Task[None]] = set()
     ticking = asyncio.ensure_future(blockage.watch())
 
-    async def answer(item: Item) -> None:
+    async def answer(item: Item | BatchItem) -> None:
         blocked = blockage.seconds
         work = asyncio.ensure_future(bench.score(item))
         await asyncio.wait({work}, timeout=timeout_s)

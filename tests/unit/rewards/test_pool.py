@@ -17,7 +17,7 @@ from tests.unit.rewards.conftest import PROMPT, UserService, answer
 
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
-from winnow.rewards import backend
+from winnow.rewards import pool
 from winnow.rewards.pool import WAITING_PER_WORKER
 from winnow.rewards.service import RewardService
 from winnow.types import Prompt, Score
@@ -275,7 +275,7 @@ def vars_of(score: Score) -> tuple[object, ...]:
 def test_by_default_built_in_rules_stay_here_and_a_users_function_goes_apart(
     user_service: UserService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "cores", lambda: 4)
+    monkeypatch.setattr(pool, "cores", lambda: 4)
     before = children()
     here = RewardService(RewardConfig(), 8)
     here.check_sources(["sort_digits", "gsm8k"])
@@ -300,8 +300,7 @@ def test_more_answers_than_the_pool_takes_in_wait_with_their_callers(
 ) -> None:
     service = user_service("return float(solution_str)", workers=1)
     many = [str(number) for number in range(5 * WAITING_PER_WORKER)]
-    pool = service._backend._pool
-    assert pool is not None
+    pool = service._manager._pool
 
     async def run() -> tuple[int, list[Score]]:
         asked = [

@@ -1,0 +1,93 @@
+"""Who calls what scores, and where: one by one, in workers, in batches, or over HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from winnow.config.base import Section
+
+
+class AutoManager(Section):
+    """Your function in workers, quick built-in rules in the run's own process."""
+
+    name: Literal["auto"] = "auto"
+
+
+class NaiveManager(Section):
+    """Answers one by one in the run's own process, without limits of time and memory."""
+
+    name: Literal["naive"] = "naive"
+
+
+class ParallelManager(Section):
+    """Everything that scores in worker processes, with limits for each answer."""
+
+    name: Literal["parallel"] = "parallel"
+
+
+class BatchManager(Section):
+    """Your function gets the answers that wait together in one call, in a worker."""
+
+    name: Literal["batch"] = "batch"
+    max_answers: int = Field(64, ge=1)
+    """Answers in one call at most; reward.timeout_s is the time of the whole call."""
+
+
+class DapoManager(Section):
+    """As auto, for reward.overlong; logs `overlong` and `overlong_reward` as verl's dapo does."""
+
+    name: Literal["dapo"] = "dapo"
+
+
+class RemoteManager(Section):
+    """A service over HTTP scores every source."""
+
+    name: Literal["remote"] = "remote"
+    url: str
+    """Where answers are posted to, with verl's arguments as JSON."""
+    token_env: str | None = None
+    """Environment variable that holds the service's token, which is sent as a bearer."""
+    max_concurrent: int = Field(64, ge=1)
+    """Requests in flight at once over the whole run."""
+    tries: int = Field(3, ge=1)
+    """Of each request, at statuses 429, 502, 503 and 504 and where the connection fails."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        scheme, colon, rest = value.partition("://")
+        if scheme not in ("http", "https") or not colon or rest.startswith(("/", "?")) or not rest:
+            raise ValueError("must begin with http:// or https:// and name a host")
+        return value
+
+
+class CustomManager(Section):
+    """A class of your own scores every source."""
+
+    name: Literal["custom"] = "custom"
+    path: str
+    """`package.module:Class`, or `FILE.py:Class`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the class."""
+
+    @field_validator("path")
+    @classmethod
+    def _names_a_class(cls, value: str) -> str:
+        module, _, name = value.rpartition(":")
+        if not module or not name.isidentifier():
+            raise ValueError("must be package.module:Class or FILE.py:Class")
+        return value
+
+
+RewardManager = Annotated[
+    AutoManager
+    | NaiveManager
+    | ParallelManager
+    | BatchManager
+    | DapoManager
+    | RemoteManager
+    | CustomManager,
+    Field(discriminator="name"),
+]

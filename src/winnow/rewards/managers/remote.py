@@ -1,0 +1,131 @@
+"""Scores from a service over HTTP, asked with verl's arguments as JSON.
+
+    POST URL  {"data_source": "…", "solution_str": "…", "ground_truth": …, "extra_info": {…}}
+    200       0.5   or   {"score": 0.5, "acc": 1, …}   or   {"error": "ValueError: …"}
+
+An `error` is the sample's own failure and is not asked for again; what the connection or the
+service fails in is (`winnow.rewards.http`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import urllib.parse
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from winnow.config.reward import RewardConfig
+from winnow.config.reward_manager import RemoteManager
+from winnow.errors import RewardError
+from winnow.rewards.http import HttpJson, RemoteError
+from winnow.rewards.task import Failure, checked, failure_of
+from winnow.rewards.user_function import read_result
+from winnow.types import Prompt, Score
+
+_FIELD = "reward.manager.url"
+_CONNECT_S = 10.0
+
+
+class Remote:
+    """Asks the service for each answer, many at once within one limit over the whole run."""
+
+    router = None
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Read the address and the token; nothing is connected yet.
+
+        Raises:
+            RewardError: one of them cannot be used.
+        """
+        section = config.manager
+        assert isinstance(section, RemoteManager)
+        self._url, self._timeout_s = section.url, config.timeout_s
+        base, _, self._path = section.url.rpartition("/")
+        if base.endswith(("/", ":")):  # no path: it was the scheme's slash
+            base, self._path = section.url, ""
+        try:
+            self._http = HttpJson(
+                base,
+                token=_token(section.token_env),
+                max_concurrent=section.max_concurrent,
+                retries=section.tries,
+            )
+        except ValueError as error:
+            raise RewardError(f"{_FIELD} {self._url}: {error}; mend it") from error
+        self.scored = 0
+
+    def prepare(self, data_sources: Iterable[str]) -> None:
+        """See that somebody listens; whatever the sources are, the service must know them.
+
+        Raises:
+            RewardError: nobody does.
+        """
+        url = urllib.parse.urlsplit(self._url)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        try:
+            socket.create_connection((str(url.hostname), port), _CONNECT_S).close()
+        except OSError as error:
+            raise RewardError(
+                f"{_FIELD}: {url.hostname}:{port} cannot be reached ({error}); start the service "
+                "first (`winnow reward serve`), or mend the address"
+            ) from error
+
+    def takes_time(self, data_sources: Iterable[str]) -> bool:
+        """Always: others work at it."""
+        return True
+
+    async def score(self, prompt: Prompt, text: str) -> Score | Failure:
+        """What the service says."""
+        try:
+            body = {
+                "data_source": prompt.data_source,
+                "solution_str": text,
+                "ground_truth": _plain(prompt.ground_truth),
+                "extra_info": _plain(prompt.extra.get("extra_info") or {}),
+            }
+            return _read(await self._http.post(self._path, body, self._timeout_s))
+        except RemoteError as error:
+            return Failure(error.line, error.line)
+        except (TypeError, ValueError) as error:
+            return failure_of(error, None)
+        finally:
+            self.scored += 1
+
+    def close(self) -> None:
+        """End the requests; may be called twice."""
+        self._http.close()
+
+
+def _token(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "")
+    if not token:
+        raise RewardError(
+            f"reward.manager.token_env is {variable}, which is not set; export {variable}=TOKEN, "
+            "or leave token_env out"
+        )
+    return token
+
+
+def _read(said: Any) -> Score | Failure:
+    if isinstance(said, Mapping) and "score" not in said and isinstance(said.get("error"), str):
+        line = " ".join(said["error"].split())
+        return Failure(line, line)
+    return checked(read_result(said))
+
+
+def _plain(value: Any) -> Any:
+    """As JSON holds it: arrays as lists, objects as their text."""
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
