@@ -198,10 +198,21 @@ def test_a_death_by_signal_is_told_as_such(sandbox: LocalSandbox) -> None:
     assert sandbox.run(Program(code)).exit_code == -11
 
 
-def test_files_have_plain_names(sandbox: LocalSandbox) -> None:
-    for name in ("../x", "/x", "", ".", "a/b", "main.py"):
-        with pytest.raises(ValueError, match="no plain name"):
-            sandbox.run(Program("", files={name: b""}))
+def test_files_may_lie_in_folders(sandbox: LocalSandbox) -> None:
+    code = "print(open('a/b/c.txt').read(), open('a/d').read())"
+    result = sandbox.run(Program(code, files={"a/b/c.txt": b"1", "a/d": b"2", "ä b": b""}))
+    assert (result.stdout, result.stderr) == (b"1 2\n", b"")
+
+
+@pytest.mark.parametrize(
+    "files",
+    ["../x", "/x", "", ".", "a/", "a/../b", "a//b", "./a", "main.py", "main.py/a", "a\nb", "a\0",
+     "\ud800", "x" * 201, ("a", "a/b")],
+)  # fmt: skip
+def test_files_have_plain_names(files: str | tuple[str, ...]) -> None:
+    names = (files,) if isinstance(files, str) else files
+    with pytest.raises(ValueError, match="no plain name"):
+        Program("", files=dict.fromkeys(names, b""))
 
 
 def test_programs_wait_for_a_slot(sandbox: LocalSandbox) -> None:

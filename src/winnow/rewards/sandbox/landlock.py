@@ -66,6 +66,9 @@ class Landlock:
             files = {MAIN: program.code.encode("utf-8", "surrogatepass"), **program.files}
             for name, data in files.items():
                 path = Path(folder, name)
+                for parent in reversed(path.relative_to(folder).parents[:-1]):
+                    Path(folder, parent).mkdir(exist_ok=True)
+                    Path(folder, parent).chmod(0o755)
                 path.write_bytes(data)
                 path.chmod(0o644)
             plan = memory_file("plan", self._plan(limits, slot, folder, writer))

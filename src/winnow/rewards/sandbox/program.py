@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Literal, NamedTuple, Protocol
 
 from winnow.config.sandbox import FusionConfig, SandboxConfig
@@ -11,6 +12,7 @@ from winnow.config.sandbox import FusionConfig, SandboxConfig
 Ending = Literal["finished", "time_limit", "output_limit", "compile_error"]
 OUTPUT_LIMIT = "output_limit"
 """The message of our own server beside a program that wrote too much."""
+_LONGEST_NAME = 200
 
 
 class SandboxError(Exception):
@@ -55,7 +57,15 @@ class Program:
     code: str
     stdin: bytes = b""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """By plain name, in the folder that it starts in."""
+    """By name, in the folder that it starts in or below it (`data/rows.txt`)."""
+
+    def __post_init__(self) -> None:
+        folders = {str(parent) for name in self.files for parent in PurePosixPath(name).parents}
+        for name in self.files:
+            is_plain = name.isprintable() and not {"", ".", ".."} & set(name.split("/"))
+            is_taken = name in folders or name.partition("/")[0] == "main.py"
+            if not is_plain or is_taken or len(name.encode()) > _LONGEST_NAME:
+                raise ValueError(f"{name[:99]!r} is no plain name of a file beside main.py")
 
 
 @dataclass(frozen=True)
