@@ -42,6 +42,7 @@ LAYERS = {
     "trainer": 4,
     "cli": 5,
     "data_cli": 5,
+    "eval_cli": 5,
     "reward_cli": 5,
     "supervisor": 5,
     "dashboard": 5,

@@ -28,3 +28,5 @@ class EvaluationConfig(Section):
     """Take only the first so many prompts."""
     max_response_tokens: int | None = Field(None, ge=1)
     """Response limit; null takes the rollout's."""
+    data_set: str | None = None
+    """What `winnow data prepare` calls the held-out data; said where its file is missing."""

@@ -28,6 +28,7 @@ MOST_NODES = 20_000
 MOST_FILES = 100
 """That a recipe may take in, each as often as it is included."""
 _SUFFIXES = (".yaml", ".yml")
+_EVALUATION = "eval_"
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,19 @@ class Layer:
 
 
 def available_recipes() -> list[str]:
-    """Names of the recipes that ship with Winnow."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    """Names of the training recipes that ship with Winnow."""
+    names = (path.stem for path in RECIPES.glob("*.yaml"))
+    return sorted(name for name in names if not name.startswith(_EVALUATION))
+
+
+def evaluation_recipes() -> list[str]:
+    """Names of the shipped recipes that only evaluate, for `winnow eval --recipe`."""
+    return sorted(path.stem[len(_EVALUATION) :] for path in RECIPES.glob(f"{_EVALUATION}*.yaml"))
+
+
+def evaluation_recipe(name: str) -> str:
+    """What `read_layers` takes for a recipe that `--recipe` names: any recipe can be given."""
+    return str(RECIPES / f"{_EVALUATION}{name}.yaml") if name in evaluation_recipes() else name
 
 
 def read_layers(recipe: str) -> list[Layer]:

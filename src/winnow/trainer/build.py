@@ -218,6 +218,7 @@ def make_evaluator(
         policy.decode,
         file_of,
         config.observe.rollout_text_groups,
+        held_out.report.filtered,
     )
 
 

@@ -105,6 +105,7 @@ class Evaluator:
     Args:
         rewards: this evaluator's own, because it counts failures.
         text_groups: prompts whose answers are kept with their text.
+        left_out: rows of the held-out data that were too long to be asked.
     """
 
     def __init__(
@@ -116,10 +117,11 @@ class Evaluator:
         decode: Decode,
         file_of: Callable[[int], Path],
         text_groups: int,
+        left_out: int = 0,
     ) -> None:
         self._engine, self._prompts, self._rewards = engine, tuple(prompts), rewards
         self._settings, self._file_of = settings, file_of
-        self.decode = decode
+        self.decode, self.left_out = decode, left_out
         self._text_groups = text_groups
         self._asked = self._scorings = self._tokens_before = 0
 

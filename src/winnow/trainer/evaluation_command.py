@@ -1,0 +1,131 @@
+"""`winnow eval` from its words to the table: load, ask, score, write, show.
+
+Ctrl-C ends it with nothing written: answers that are finished first are the short ones, so
+figures of a part would flatter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+import winnow
+from winnow.config.evaluation import EvaluationConfig
+from winnow.config.root import Config
+from winnow.errors import DataError, ModelError
+from winnow.observe.files import write_atomic
+from winnow.rollout.engine import WeightUpdate
+from winnow.trainer.build import load_policy, make_engine, make_evaluator, make_rewards, use_machine
+from winnow.trainer.evaluate import Evaluated, Evaluator
+from winnow.trainer.evaluation_progress import ProgressLine, watched
+from winnow.trainer.evaluation_report import Report
+from winnow.trainer.evaluation_subject import (
+    EvalRequest,
+    Subject,
+    check_not_asked_twice,
+    subject_of,
+)
+from winnow.trainer.evaluation_tables import print_report
+
+
+def run_evaluation(request: EvalRequest, console: Console) -> Report:
+    """Evaluate a model, write answers and figures, and print the figures.
+
+    Raises:
+        WinnowError: no such run, checkpoint or model, or nothing to evaluate on.
+    """
+    subject = subject_of(request)
+    began = time.monotonic()
+    found, evaluator = _ask(subject, console)
+    seconds = time.monotonic() - began
+    report = Report.of(found)
+    about = _about(subject, evaluator, seconds)
+    write_atomic(subject.report, report.as_json(about))
+    print_report(report, _title(subject, evaluator), console)
+    if evaluator.left_out:
+        console.print(
+            f"{evaluator.left_out:,} rows are left out: longer than data.max_prompt_tokens",
+            markup=False,
+        )
+    for line in (f"answers  {subject.answers}", f"figures  {subject.report}"):
+        console.print(Text(line), soft_wrap=True)
+    return report
+
+
+def _ask(subject: Subject, console: Console) -> tuple[Evaluated, Evaluator]:
+    config = subject.config
+    device = use_machine(config)
+    policy = load_policy(config, subject.model, device)
+    engine = make_engine(config, policy)
+    line = ProgressLine(console, config.observe.console)
+
+    async def ask(evaluator: Evaluator) -> Evaluated:
+        await engine.load_weights(WeightUpdate(version=subject.step))
+        return await watched(evaluator, subject.step, line)
+
+    with contextlib.closing(make_rewards(config, device, training=False)) as rewards:
+        with _limits_named_as_given(config.evaluation):
+            evaluator = make_evaluator(
+                _with_all_texts(config), policy, engine, lambda _: subject.answers, rewards
+            )
+        if not evaluator.prompts:
+            raise DataError("no held-out prompts: give --data FILE, or data.eval_files=[FILE]")
+        check_not_asked_twice(config.data, [(p.uid, p.text) for p in evaluator.prompts])
+        with line.shown():
+            return asyncio.run(ask(evaluator)), evaluator
+
+
+def _with_all_texts(config: Config) -> Config:
+    """Every answer is kept with its text; in a run only some are."""
+    rows = 2**63 - 1
+    observe = config.observe.model_copy(update={"rollout_text_groups": rows})
+    return config.model_copy(update={"observe": observe})
+
+
+@contextlib.contextmanager
+def _limits_named_as_given(config: EvaluationConfig) -> Any:
+    """A limit that does not fit is told by the key that set it."""
+    try:
+        yield
+    except ModelError as error:
+        if config.max_response_tokens is None:
+            raise
+        own = "evaluation.max_response_tokens"
+        raise ModelError(str(error).replace("rollout.max_response_tokens", own)) from error
+
+
+def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, Any]:
+    config = subject.config
+    asked = config.evaluation
+    return {
+        "title": subject.title,
+        "model": subject.model,
+        "step": subject.step,
+        "winnow": winnow.__version__,
+        "data": list(config.data.eval_files) or config.data.task.name,
+        "settings": {
+            "n": asked.n,
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "top_k": asked.top_k,
+            "max_response_tokens": config.rollout.max_response_tokens,
+            "seed": config.run.seed,
+        },
+        "rows_left_out": evaluator.left_out,
+        "generated_tokens": evaluator.progress.tokens,
+        "seconds": round(seconds, 3),
+    }
+
+
+def _title(subject: Subject, evaluator: Evaluator) -> str:
+    asked = subject.config.evaluation
+    how = [f"{len(evaluator.prompts):,} held-out prompts", f"temperature {asked.temperature:g}"]
+    how += [f"top_p {asked.top_p:g}"] if asked.top_p < 1 else []
+    how += [f"top_k {asked.top_k}"] if asked.top_k else []
+    limit = subject.config.rollout.max_response_tokens
+    return f"{subject.title}: {', '.join(how)}, at most {limit:,} tokens"
