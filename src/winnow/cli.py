@@ -128,6 +128,19 @@ def export(
 
 
 @app.command()
+def doctor(
+    runs: Annotated[str, typer.Option("--runs", help="Folder that is to hold runs.")] = "runs",
+) -> None:
+    """Say what this machine has for Winnow, what is missing, and how to get it."""
+    from winnow.doctor import Health
+
+    health = Health()
+    for line in health.report(runs):
+        typer.echo(line)
+    raise typer.Exit(1 if health.faults else 0)
+
+
+@app.command()
 def recipes() -> None:
     """List the shipped recipes."""
     from winnow.config.load import available_recipes

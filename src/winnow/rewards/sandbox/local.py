@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
@@ -50,6 +50,21 @@ class Kind(Protocol):
 
 
 KINDS: dict[str, Callable[[Interpreter], Kind]] = {"bubblewrap": Bubblewrap, "landlock": Landlock}
+
+
+class NoSandboxError(RewardError):
+    """No kind of sandbox holds on this machine; `reasons` says why not, by kind."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self.reasons = reasons
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        super().__init__(
+            f"no sandbox holds here, so no program is run. {why}. Install bubblewrap (apt-get "
+            "install bubblewrap) and allow unprivileged user namespaces, or take another scorer"
+        )
+
+    def __reduce__(self) -> tuple[type[NoSandboxError], tuple[Mapping[str, str]]]:
+        return NoSandboxError, (self.reasons,)
 
 
 class LocalSandbox:
@@ -154,7 +169,7 @@ class LocalSandbox:
 
     def _chosen(self, interpreter: Interpreter) -> Kind:
         wanted = self.config.backend
-        reasons = []
+        reasons: dict[str, str] = {}
         for name in KINDS if wanted == "auto" else [wanted]:
             try:
                 kind = KINDS[name](interpreter)
@@ -162,12 +177,8 @@ class LocalSandbox:
                     self._try_out(kind, slot)
                 return kind
             except SandboxError as error:
-                reasons.append(f"{name}: {error}")
-        raise RewardError(
-            f"no sandbox holds here, so no program is run. {'; '.join(reasons)}. Install "
-            "bubblewrap (apt-get install bubblewrap) and allow unprivileged user namespaces, or "
-            "take another scorer"
-        )
+                reasons[name] = str(error)
+        raise NoSandboxError(reasons)
 
     def _try_out(self, kind: Kind, slot: Slot) -> None:
         """See that a program in the sandbox cannot do what it must not.
