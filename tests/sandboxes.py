@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
+import struct
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,9 @@ ORDINARY_UID = 61500
 """Of no account, as good as any; systemd gives out the range above 61184 for a moment only."""
 USERS = ("root", "ordinary") if os.geteuid() == 0 else ("ordinary",)
 BACKENDS = ("bubblewrap", "landlock")
+_IS_ROOT = os.geteuid() == 0
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_NEW_USER_NAMESPACE = 0x10000000
 
 
 def need_bubblewrap() -> None:
@@ -118,3 +124,50 @@ def host(
         yield made
     finally:
         made.close()
+
+
+def block_namespaces(first: int = 0, count: int = 65536) -> None:
+    """Go where no user namespace can be made, as on a hardened system; keep the users given."""
+    user, group = os.geteuid(), os.getegid()
+    if not _IS_ROOT:
+        first, count = user, 1
+    pid = os.getpid()
+    ready, go = os.pipe()
+    helper = os.fork()
+    if helper == 0:  # it has rights outside
+        os.read(ready, 1)
+        if _IS_ROOT:
+            Path(f"/proc/{pid}/gid_map").write_text(f"{first} {first} {count}")
+            Path(f"/proc/{pid}/uid_map").write_text(f"{first} {first} {count}")
+        os._exit(0)
+    assert _LIBC.unshare(_NEW_USER_NAMESPACE) == 0
+    os.write(go, b"!")
+    assert os.waitpid(helper, 0)[1] == 0
+    if not _IS_ROOT:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/sys/user/max_user_namespaces").write_text("0")
+
+
+def block_landlock() -> None:
+    """Have the kernel say that it knows no Landlock."""
+    code = b"".join(
+        struct.pack("=HBBI", *each)
+        for each in [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x00050026),
+                     (0x06, 0, 0, 0x7FFF0000)]
+    )  # fmt: skip
+    program = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(keep := _buffer(code)))
+    assert keep
+    assert _LIBC.prctl(38, 1, 0, 0, 0) == 0
+    assert _LIBC.prctl(22, 2, program, 0, 0) == 0
+
+
+def _buffer(code: bytes) -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(code, len(code))
+
+
+def block_all() -> None:
+    """Both."""
+    block_namespaces()
+    block_landlock()

@@ -7,13 +7,15 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 import torch
 from packaging.requirements import Requirement
-from tests.sandboxes import need_bubblewrap
+from tests.sandboxes import block_all, block_namespaces, need_bubblewrap
 from tests.unprivileged import permissions_apply
 from typer.testing import CliRunner
 
@@ -68,6 +70,42 @@ def test_each_extra_is_there_or_told_how_to_get() -> None:
         else:
             assert finding.state == "ok"
             assert f"{package} {version}" in finding.text
+
+
+def sandboxes_where(block: Callable[[], None]) -> list[Finding]:
+    """What is found in a process that has blocked something for good."""
+    ours, theirs = Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            block()
+            theirs.send(list(doctor._sandboxes()))
+        finally:
+            os._exit(0)
+    theirs.close()
+    try:
+        return list(ours.recv())
+    finally:
+        os.waitpid(pid, 0)
+
+
+def test_which_sandbox_holds_is_tried_and_the_reason_told() -> None:
+    need_bubblewrap()
+    both = sandboxes_where(lambda: None)
+    assert [finding.state for finding in both] == ["ok", "ok"]
+    assert both[1].text.startswith("holds, and is not used while bubblewrap does")
+    one = sandboxes_where(block_namespaces)
+    assert [finding.state for finding in one] == ["note", "ok"]
+    assert one[0].text.startswith("bwrap could not set the sandbox up")
+    assert "sysctl user.max_user_namespaces" in one[0].remedy
+    assert one[1].text.startswith("in force: ")
+    none = sandboxes_where(block_all)
+    assert [finding.name for finding in none] == [
+        "sandbox bubblewrap", "sandbox landlock", "sandbox",
+    ]  # fmt: skip
+    assert none[1].text == "Landlock is off; version 3 (Linux 6.2) is needed"
+    assert none[2].text == "none: recipes whose rewards run code are refused"
+    assert {finding.state for finding in none} == {"note"}
 
 
 @pytest.mark.parametrize(

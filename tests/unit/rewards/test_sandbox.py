@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -20,7 +18,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.sandboxes import BACKENDS, USERS, Host, host, need_bubblewrap
+from tests.sandboxes import (
+    BACKENDS,
+    USERS,
+    Host,
+    block_all,
+    block_namespaces,
+    host,
+    need_bubblewrap,
+)
 
 from winnow.config.reward import RewardConfig
 from winnow.config.sandbox import SandboxConfig
@@ -31,55 +37,7 @@ from winnow.rewards.sandbox.program import Program
 from winnow.rewards.service import RewardService
 from winnow.types import Prompt, Segment, Trajectory
 
-LIBC = ctypes.CDLL(None, use_errno=True)
-NEW_USER_NAMESPACE = 0x10000000
 ROOT = os.geteuid() == 0
-
-
-def block_namespaces(first: int = 0, count: int = 65536) -> None:
-    """Go where no user namespace can be made, as on a hardened system; keep the users given."""
-    user, group = os.geteuid(), os.getegid()
-    if not ROOT:
-        first, count = user, 1
-    pid = os.getpid()
-    ready, go = os.pipe()
-    helper = os.fork()
-    if helper == 0:  # it has rights outside
-        os.read(ready, 1)
-        if ROOT:
-            Path(f"/proc/{pid}/gid_map").write_text(f"{first} {first} {count}")
-            Path(f"/proc/{pid}/uid_map").write_text(f"{first} {first} {count}")
-        os._exit(0)
-    assert LIBC.unshare(NEW_USER_NAMESPACE) == 0
-    os.write(go, b"!")
-    assert os.waitpid(helper, 0)[1] == 0
-    if not ROOT:
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-    Path("/proc/sys/user/max_user_namespaces").write_text("0")
-
-
-def block_landlock() -> None:
-    """Have the kernel say that it knows no Landlock."""
-    code = b"".join(
-        struct.pack("=HBBI", *each)
-        for each in [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x00050026),
-                     (0x06, 0, 0, 0x7FFF0000)]
-    )  # fmt: skip
-    program = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(keep := _buffer(code)))
-    assert keep
-    assert LIBC.prctl(38, 1, 0, 0, 0) == 0
-    assert LIBC.prctl(22, 2, program, 0, 0) == 0
-
-
-def _buffer(code: bytes) -> ctypes.Array[ctypes.c_char]:
-    return ctypes.create_string_buffer(code, len(code))
-
-
-def block_all() -> None:
-    block_namespaces()
-    block_landlock()
 
 
 @pytest.mark.parametrize("user", USERS)
