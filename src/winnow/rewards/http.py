@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import json
+import os
 import random
 import re
 import threading
@@ -23,6 +24,8 @@ from contextlib import suppress
 from typing import Any, Literal
 
 import httpx
+
+from winnow.errors import RewardError
 
 Kind = Literal["unreachable", "timeout", "status", "garbage"]
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
@@ -45,25 +48,28 @@ class RemoteError(Exception):
             answer that is no JSON, too large, or cut off.
         status: of the last answer; None where there was none.
         line: one line for people, without secrets.
+        after_s: seconds after which the last answer asked to be tried again.
     """
 
-    def __init__(self, kind: Kind, status: int | None, line: str) -> None:
+    def __init__(
+        self, kind: Kind, status: int | None, line: str, after_s: float | None = None
+    ) -> None:
         super().__init__(line)
         self.kind = kind
         self.status = status
         self.line = line
+        self.after_s = after_s
 
-    def __reduce__(self) -> tuple[type[RemoteError], tuple[Kind, int | None, str]]:
-        return RemoteError, (self.kind, self.status, self.line)
+    def __reduce__(self) -> tuple[type[RemoteError], tuple[Kind, int | None, str, float | None]]:
+        return RemoteError, (self.kind, self.status, self.line, self.after_s)
 
 
 class _Passing(Exception):
     """A failure that may be over soon."""
 
-    def __init__(self, error: RemoteError, after_s: float | None = None) -> None:
+    def __init__(self, error: RemoteError) -> None:
         super().__init__(error.line)
         self.error = error
-        self.after_s = after_s
 
 
 class HttpJson:
@@ -196,7 +202,7 @@ class HttpJson:
                         if attempt == self._tries:
                             raise self._final(passing.error) from None
                         self.retried += 1
-                        await asyncio.sleep(self._pause_s(attempt, passing.after_s))
+                        await asyncio.sleep(self._pause_s(attempt, passing.error.after_s))
         except asyncio.CancelledError:
             if self._is_closed:
                 raise self._closed_error() from None
@@ -223,8 +229,9 @@ class HttpJson:
             raise self._broken(error, status) from None
         if not 200 <= status < 300:
             refusal = self._refused(status, data)
+            refusal.after_s = _retry_after_s(response.headers.get("Retry-After"))
             if status in self._retry_statuses:
-                raise _Passing(refusal, _retry_after_s(response.headers.get("Retry-After")))
+                raise _Passing(refusal)
             raise refusal
         try:
             return json.loads(data)
@@ -263,7 +270,8 @@ class HttpJson:
     def _final(self, error: RemoteError) -> RemoteError:
         if self._tries == 1:
             return error
-        return RemoteError(error.kind, error.status, f"{error.line}, {self._tries} times over")
+        line = f"{error.line}, {self._tries} times over"
+        return RemoteError(error.kind, error.status, line, error.after_s)
 
     def _closed_error(self) -> RemoteError:
         return self._error("unreachable", None, "is not asked any more: the client is closed")
@@ -274,6 +282,25 @@ class HttpJson:
         most = min(self._backoff_s * 2.0 ** (attempt - 1), _LONGEST_BACKOFF_S)
         # Jitter is no part of a run's random numbers: it moves times, never scores.
         return most * random.SystemRandom().uniform(0.5, 1.0)
+
+
+def token_of(variable: str | None, field: str) -> str | None:
+    """The token that an environment variable holds; None where none is named.
+
+    Args:
+        field: that names the variable, for the error.
+
+    Raises:
+        RewardError: there is no such variable, or it is empty.
+    """
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise RewardError(
+            f"{field} is {variable}, but there is no such environment variable; export {variable}"
+        )
+    return token
 
 
 def _address(base_url: str) -> httpx.URL:
