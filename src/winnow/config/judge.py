@@ -164,6 +164,13 @@ class OpenAiJudge(Section):
             raise ValueError("must show the judge the answer: {{ answer }}")
         return value
 
+    @field_validator("options")
+    @classmethod
+    def _are_further(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(value.keys() & {"model", "messages", "stream", "n"}):
+            raise ValueError(f"must leave {', '.join(taken)} alone")
+        return value
+
     @field_validator("part")
     @classmethod
     def _is_free(cls, value: str) -> str:
