@@ -15,7 +15,9 @@ from typer.core import TyperOption
 
 from winnow.data_cli import app as data_app
 from winnow.errors import WinnowError
+from winnow.eval_cli import compare_command, eval_command
 from winnow.reward_cli import app as reward_app
+from winnow.sandbox_cli import app as sandbox_app
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +33,7 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 app.add_typer(reward_app, name="reward")
+app.add_typer(sandbox_app, name="sandbox")
 
 Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or a YAML file.")]
 Overrides = Annotated[
@@ -96,18 +99,8 @@ def sft(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> No
     typer.echo(f"Warm start: {run_sft(config, fresh, _console())}")
 
 
-@app.command("eval", no_args_is_help=True)
-def evaluate(
-    run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME.")],
-    overrides: Overrides = None,
-    step: Annotated[
-        int | None, typer.Option(help="Checkpoint to take; the last by default.")
-    ] = None,
-) -> None:
-    """Ask a run's model its held-out prompts (settings: evaluation.n=16, data.eval_files=[…])."""
-    from winnow.trainer.commands import run_evaluation
-
-    run_evaluation(run, step, overrides or [], _console())
+app.command("eval", no_args_is_help=True)(eval_command)
+app.command("compare", no_args_is_help=True)(compare_command)
 
 
 @app.command(no_args_is_help=True)
@@ -143,10 +136,11 @@ def doctor(
 @app.command()
 def recipes() -> None:
     """List the shipped recipes."""
-    from winnow.config.load import available_recipes
+    from winnow.config.files import available_recipes, evaluation_recipes
 
     for name in available_recipes():
         typer.echo(name)
+    typer.echo(f"\nFor winnow eval MODEL --recipe: {', '.join(evaluation_recipes())}")
 
 
 def _continuing(config: Config, folder: str) -> Config:
