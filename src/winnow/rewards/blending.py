@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from winnow.config.judge import OpenAiJudge
 from winnow.config.reward import RewardConfig
 from winnow.config.reward_model import SequenceClassifier
 from winnow.rewards.shaping import COSINE
@@ -23,6 +24,8 @@ def part_weights(config: RewardConfig) -> dict[str, float]:
     weights |= {name: part.weight for name, part in config.parts.items()}
     if isinstance(config.model, SequenceClassifier):
         weights[config.model.part] = config.model.weight
+    if isinstance(config.judge, OpenAiJudge):
+        weights[config.judge.part] = config.judge.weight
     return weights
 
 

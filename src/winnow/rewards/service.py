@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import SupportsFloat
 
@@ -18,6 +18,7 @@ from winnow.config.reward import RewardConfig
 from winnow.config.reward_manager import DapoManager
 from winnow.errors import RewardError
 from winnow.rewards.blending import TASK, blended, part_weights
+from winnow.rewards.judge import Judge
 from winnow.rewards.managers import make_manager, rules_place
 from winnow.rewards.managers.protocol import Manager
 from winnow.rewards.managers.rules import Rules
@@ -49,11 +50,13 @@ class RewardService:
         config: RewardConfig,
         max_response_tokens: int,
         model: ModelScorer | None = None,
+        judge: Judge | None = None,
     ) -> None:
         """Load what scores; a user's file is imported here, or in its workers.
 
         Args:
             model: runs what `config.model` describes; None leaves it out.
+            judge: asks what `config.judge` describes; None leaves it out.
 
         Raises:
             RewardError: a scorer's name or the user's file is wrong.
@@ -63,7 +66,8 @@ class RewardService:
         self._manager = manager = make_manager(config)
         self._rules = manager if isinstance(manager, Rules) else Rules(config, rules_place(config))
         self._parts = ScoredParts(config, self._rules)
-        self._model = model
+        self._model, self._judge = model, judge
+        self._models = [each for each in (model, judge) if each is not None]
         self._weights = part_weights(config)
         self._required: str | None = None
         self._failures = FailureReport(0, "", "")
@@ -79,11 +83,13 @@ class RewardService:
         """End the workers; nothing can be scored afterwards."""
         self._manager.close()
         self._rules.close()
+        if self._judge is not None:
+            self._judge.close()
 
     def scored_apart(self) -> int:
-        """Answers that workers or the model have dealt with: grows as long as scoring gets on."""
-        own: set[Manager] = {self._manager, self._rules}
-        return sum(each.scored for each in own) + (self._model.scored if self._model else 0)
+        """Answers that workers or models have dealt with: grows as long as scoring gets on."""
+        own: set[Manager | ModelScorer | Judge] = {self._manager, self._rules, *self._models}
+        return sum(each.scored for each in own)
 
     def check_sources(self, data_sources: Iterable[str], held_out: bool = False) -> None:
         """See before training that every source can be scored.
@@ -98,24 +104,34 @@ class RewardService:
         self._manager.prepare(sources)
         self._parts.prepare()
         for source in sorted(sources):
-            if held_out and not self._has_task(source):
+            if held_out and not self._has_task(source) and not self._judge_decides(training=False):
                 raise RewardError(
-                    f"reward.scorers leaves {source} to the reward model, which gives held-out "
-                    "answers no accuracy; name a scorer for it, or leave it out of data.eval_files"
+                    f"reward.scorers leaves {source} to the reward model or the judge, which gives "
+                    "held-out answers no accuracy; name a scorer for it, leave it out of data."
+                    "eval_files, or set reward.judge.in_evaluation and reward.judge.as_accuracy"
                 )
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """See before training that answers to a prompt can be put before the reward model.
+        """See before training that answers to a prompt can be put before the models.
 
         Raises:
-            ModelError: they cannot.
+            ModelError: not before the reward model.
+            RewardError: not before the judge.
         """
-        if self._model is not None:
-            self._model.check(prompt)
+        for model in self._models:
+            model.check(prompt)
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
         """Whether scores of these sources come later, from scorers beside the engine."""
-        return self._manager.takes_time(data_sources) or self._parts.take_time
+        return (
+            self._judge is not None
+            or self._manager.takes_time(data_sources)
+            or self._parts.take_time
+        )
+
+    def figures(self) -> dict[str, int]:
+        """`judge/…`: what the judge was asked since the last call, by twins, too."""
+        return {} if self._judge is None else self._judge.figures()
 
     def known_metrics(self, data_sources: Iterable[str]) -> frozenset[str] | None:
         """The numbers that every score of these sources has; None: only a run will tell."""
@@ -148,27 +164,33 @@ class RewardService:
     ) -> Score:
         """What an answer is worth; length is shaped in training only.
 
-        The reward model is asked before anything is waited for, so that answers whose scoring
+        The models are asked before anything is waited for, so that answers whose scoring
         begins together are run together.
 
         Raises:
             RewardError: scoring failed and `on_failure` is fatal, or the score lacks the metric
                 that the filter asks for.
         """
-        model = self._model if training or self._judges_held_out() else None
-        verdict = None if model is None else model.begin(prompt, text)
+        asked = [
+            (model.config, model.begin(prompt, text))
+            for model in self._models
+            if training or model.config.in_evaluation
+        ]
         result: Score | Failure = await self._manager.score(prompt, text)
         parts = self._parts.wrong(training)
         if not isinstance(result, Failure):
             scores = await self._parts.score(prompt, text, training)
             result, parts = (scores, parts) if isinstance(scores, Failure) else (result, scores)
-        said = None if verdict is None else await verdict
-        if isinstance(said, Failure) and not isinstance(result, Failure):
-            result, parts = said, self._parts.wrong(training)
+        verdicts = {section.part: (section, await verdict) for section, verdict in asked}
+        for _, said in verdicts.values():
+            if isinstance(said, Failure) and not isinstance(result, Failure):
+                result, parts = said, self._parts.wrong(training)
         score = self._failed(prompt, result) if isinstance(result, Failure) else result
-        if model is not None and said is not None:
-            part, wrong = model.config.part, model.config.wrong_score
-            parts[part] = wrong if isinstance(said, Failure) or score.error else said
+        for part, (section, said) in verdicts.items():
+            if isinstance(said, Failure) or score.error:
+                said = section.wrong_score
+            parts[part] = said
+        score = self._decided(score, parts, training)
         if training:
             self._check_required(score)
             score = self._shaped(score, trajectory, parts)
@@ -227,11 +249,21 @@ class RewardService:
         notes = {OVERLONG: float(penalty < 0), OVERLONG_REWARD: penalty}
         return replace(score, extra={**score.extra, **notes})
 
-    def _judges_held_out(self) -> bool:
-        return self._model is not None and self._model.config.in_evaluation
+    def _judge_decides(self, training: bool) -> bool:
+        """Whether the accuracy is the judge's."""
+        if self._judge is None or not self._judge.config.as_accuracy:
+            return False
+        return training or self._judge.config.in_evaluation
+
+    def _decided(self, score: Score, parts: Mapping[str, float], training: bool) -> Score:
+        """The score with the judge's accuracy, where that counts; a failed one stays wrong."""
+        if self._judge is None or score.error or not self._judge_decides(training):
+            return score
+        judge = self._judge.config
+        return replace(score, accuracy=float(parts[judge.part] >= judge.threshold))
 
     def _has_task(self, data_source: str) -> bool:
-        """Whether something else than the reward model scores this source."""
+        """Whether something else than models scores this source."""
         router = self._manager.router
         return router is None or router.scorer(data_source) is not NO_SCORER
 
@@ -240,14 +272,15 @@ class RewardService:
         names = {"reward"} | self._parts.names
         if data_source is None or self._has_task(data_source):
             names |= {"accuracy", "task_reward", TASK}
+        if self._judge_decides(training=True):
+            names.add("accuracy")
         if self._config.overlong.enabled:
             names.add(OVERLONG)
         if self._config.cosine.enabled:
             names.add(COSINE)
         if isinstance(self._config.manager, DapoManager):
             names.add(OVERLONG_REWARD)
-        if self._model is not None:
-            names.add(self._model.config.part)
+        names |= {model.config.part for model in self._models}
         return frozenset(names)
 
     def _check_required(self, score: Score) -> None:
