@@ -68,7 +68,7 @@ VARIANTS = {
     ),
 }
 """Settings of each kind of run."""
-CLOCKED = ("time/", "sft/time_s", "throughput/", "memory/")
+CLOCKED = ("time/", "sft/time_s", "throughput/", "memory/", "judge/")
 MOMENTS = ("any", "any", "saving", "logged", "starting")
 LONGEST_S = 300.0
 

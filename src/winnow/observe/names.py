@@ -34,7 +34,9 @@ is the evaluation before training.
 | eval/SOURCE/{avg@N,pass@K,maj@K,std@N,greedy,prompts} | held-out prompts of a data source |
 | eval/SOURCE/{avg@N_se,greedy_se} | their standard errors |
 | eval/SOURCE/{length,truncated} | of the sampled held-out answers |
-| eval/SOURCE/part_NAME | their mean score by a reward model that scores in evaluation, too |
+| eval/SOURCE/part_NAME | their mean score by a model that scores in evaluation, too |
+| judge/{requests,retries,cache_hits,unparsed} | of a judge over HTTP, since the line before |
+| judge/tokens | that it was sent and wrote, cached replies not counted |
 | sft/loss | the warm-up |
 | sft/time_s | seconds that the start took, in the first line |
 | time/PHASE_s, time/step_s | seconds; the phases and `time/other_s` add up to the step |

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from winnow.checkpoint import Content, Retention, sync, this_machine
+from winnow.config.judge import OpenAiJudge
 from winnow.config.load import dump_config
 from winnow.config.reward_model import SequenceClassifier
 from winnow.config.root import Config
@@ -26,6 +27,7 @@ from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import Sinks
+from winnow.rewards.judge import Judge
 from winnow.rewards.service import RewardService
 from winnow.rollout.engine import SamplingParams
 from winnow.rollout.torch_engine import TorchEngine
@@ -176,21 +178,24 @@ def score_lag_ticks(config: Config, rewards: RewardService, data_sources: Iterab
 
 
 def make_rewards(config: Config, device: torch.device, training: bool = True) -> RewardService:
-    """The scorers, with workers where they run apart, and the reward model; close it.
+    """The scorers, with workers where they run apart, and the models that judge; close it.
 
     Args:
         training: else a model that scores only in training is left out.
 
     Raises:
-        RewardError: a scorer's name or the user's file is wrong.
+        RewardError: a scorer's name, the user's file, or the judge's key or cache is wrong.
         ModelError: the reward model is not usable.
     """
     section, model = config.reward.model, None
+    asked, judge = config.reward.judge, None
     if isinstance(section, SequenceClassifier) and (training or section.in_evaluation):
         budget = section.microbatch_tokens or config.trainer.microbatch_tokens
         deterministic = config.run.deterministic
         model = make_model_scorer(section, config.model, device, budget, deterministic)
-    return RewardService(config.reward, config.rollout.max_response_tokens, model=model)
+    if isinstance(asked, OpenAiJudge) and (training or asked.in_evaluation):
+        judge = Judge(asked)
+    return RewardService(config.reward, config.rollout.max_response_tokens, model, judge)
 
 
 def make_evaluator(
@@ -337,6 +342,7 @@ def build(
         stop=stop,
         keep_rollouts=_rollout_writer(config, folder, policy.decode),
         check_scoring=scores.end_step,
+        scoring_figures=rewards.figures,
     )
     course = _course(config, bool(evaluator.prompts))
     return Built(parts, course, evaluator, (*_notes(source), *learning.notes))

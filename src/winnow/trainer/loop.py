@@ -55,6 +55,8 @@ class Parts:
     keep_rollouts: Callable[[int, Sequence[RolloutGroup]], None]
     check_scoring: Callable[[], None]
     """Raises when too many of a step's scorings failed."""
+    scoring_figures: Callable[[], Mapping[str, Number]]
+    """What scoring has cost since the last call, held-out answers included."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ async def train(parts: Parts, course: Course) -> None:
     if course.evaluate_before:
         with watch.phase("evaluate"):
             figures = await parts.stop.interruptible(parts.evaluator.evaluate(before))
-        parts.sinks.log(before, {**figures, **watch.lap()})
+        parts.sinks.log(before, {**figures, **watch.lap(), **parts.scoring_figures()})
     parts.state.note(before, course.unfinished, figures)
     if course.unfinished is not None:
         await _finish(parts, course, before, course.unfinished, (0, 0), watch)
@@ -130,7 +132,7 @@ async def _finish(
             await parts.sampler.halt()
             figures = await parts.stop.interruptible(parts.evaluator.evaluate(step))
     times = watch.lap()
-    work = parts.throughput.figures(*tokens, times)
+    work = {**parts.throughput.figures(*tokens, times), **parts.scoring_figures()}
     parts.sinks.log(step, {**record, **figures, **times, **work})
     with watch.phase("checkpoint"):
         parts.state.note(step, None, figures)

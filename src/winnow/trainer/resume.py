@@ -50,6 +50,12 @@ HARMLESS = frozenset(
         "run.device",
         "warm_start.cache_dir",
         "reward.workers",
+        *(
+            f"reward.judge.{key}"  # who asks, how fast, and where replies are kept
+            for key in ("api_key_env", "cache", "max_concurrent", "retries", "timeout_s")
+        ),
+        "reward.judge.requests_per_minute",
+        "reward.judge.tokens_per_minute",
         "sampling.stall_timeout_s",
         "trainer.save_every",
         "trainer.keep_last",
@@ -65,14 +71,15 @@ HARMLESS = frozenset(
 """Keys that no figure but times depends on."""
 REMEDIES = frozenset(
     {
+        "reward.judge.base_url",
         "reward.memory_mb",
         "reward.timeout_s",
         "sampling.max_groups_per_step",
         "sampling.on_bound",
     }
 )
-"""Keys that may change because a run that stopped at its bound, or at failing scorers, asks for
-it."""
+"""Keys that may change because a run that stopped at its bound, at failing scorers, or at a judge
+that has moved, asks for it."""
 _SHOWN = 4
 _BEFORE_THE_START = {LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE}
 """What a run makes before there is anything to lose."""
