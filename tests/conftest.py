@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from tests.examples import QUICK, THOROUGH
 
 # Set before torch is imported: the run is parallel already, one process a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,10 +24,15 @@ NO_GPU = "needs a GPU"
 NO_SHARED_DATA = "shared data absent"
 EXEMPT_REASONS = (NO_GPU, NO_SHARED_DATA)
 
-# The strict run gives one verdict for one commit; other runs go on looking for new examples.
-settings.register_profile("strict", derandomize=True, deadline=None, print_blob=True)
-if os.environ.get("WINNOW_STRICT") == "1":
-    settings.load_profile("strict")
+# No time limits for examples: on a machine that others use too they would say nothing. The strict
+# run gives one verdict for one commit; other runs go on looking for new examples.
+settings.register_profile(
+    "quick", max_examples=QUICK, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+_quick = settings.get_profile("quick")
+settings.register_profile("strict", _quick, derandomize=True, print_blob=True)
+settings.register_profile("thorough", _quick, max_examples=QUICK * THOROUGH, print_blob=True)
+settings.load_profile("strict" if os.environ.get("WINNOW_STRICT") == "1" else "quick")
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 

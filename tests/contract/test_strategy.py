@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from tests.examples import examples
 from torch import Tensor, nn
 
 from winnow.batching import Batch, all_micro_batches, gather_tokens, micro_batches, pack
@@ -238,9 +239,7 @@ def test_bf16_is_near_fp32(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(
         st.tuples(st.integers(1, 5), st.lists(st.integers(1, 24), min_size=1, max_size=4)),

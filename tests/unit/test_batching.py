@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 from torch import Tensor
 
 from winnow.algorithms.advantages import grpo
@@ -109,7 +110,6 @@ def test_overlong_filtering_takes_truncated_answers_out_of_the_loss_only() -> No
     assert counts == Counts(tokens=4, samples=2, groups=2)
 
 
-@settings(deadline=None)
 @given(groups=step())
 def test_a_batch_gives_back_every_sample(groups: list[Group]) -> None:
     batch = pack(groups)
@@ -141,7 +141,6 @@ def test_a_prompt_without_tokens_is_refused() -> None:
         pack([group([], answer(segment([1])))])
 
 
-@settings(deadline=None)
 @given(n=st.integers(0, 200), size=st.integers(1, 40), seed=st.integers(0, 2**40))
 def test_updates_partition_the_groups_into_near_equal_parts(n: int, size: int, seed: int) -> None:
     updates = cut_updates(n, size, seed)
@@ -168,7 +167,6 @@ def test_an_update_size_must_be_positive() -> None:
         cut_updates(4, 0, 1)
 
 
-@settings(deadline=None)
 @given(groups=step(), budget=st.integers(1, 30), seed=st.integers(0, 9))
 def test_micro_batches_hold_each_sample_of_the_update_once(
     groups: list[Group], budget: int, seed: int
@@ -207,7 +205,6 @@ def check_micro_batch(micro: MicroBatch, batch: Batch, update: list[int]) -> Non
     assert not micro.positions[micro.scored_positions].eq(0).any()
 
 
-@settings(deadline=None)
 @given(groups=step(), budget=st.integers(1, 30))
 def test_values_of_micro_batches_come_back_to_their_tokens(
     groups: list[Group], budget: int
@@ -283,7 +280,7 @@ def assert_same(got: Tensor, want: Tensor) -> None:
 
 
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
-@settings(deadline=None, max_examples=20)
+@examples(10)
 @given(groups=step(), budget=st.integers(1, 25), order=st.randoms(), filtering=st.booleans())
 def test_the_gradient_depends_on_neither_split_nor_order(
     aggregation: str, groups: list[Group], budget: int, order: random.Random, filtering: bool
@@ -296,7 +293,7 @@ def test_the_gradient_depends_on_neither_split_nor_order(
 
 
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
-@settings(deadline=None, max_examples=20)
+@examples(10)
 @given(groups=step())
 def test_tokens_outside_the_masks_change_nothing(aggregation: str, groups: list[Group]) -> None:
     def disturb(micro: MicroBatch) -> MicroBatch:

@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.algorithms.advantages import grpo
@@ -63,7 +63,6 @@ def test_a_group_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@settings(deadline=None)
 @given(data=scored_groups())
 def test_loops_agree(normalization: str, data: tuple[torch.Tensor, torch.Tensor]) -> None:
     rewards, groups = data
@@ -73,7 +72,6 @@ def test_loops_agree(normalization: str, data: tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@settings(deadline=None)
 @given(data=scored_groups(), order=st.randoms(use_true_random=False))
 def test_a_permutation_of_samples_permutes_the_advantages(
     normalization: str,
@@ -89,7 +87,6 @@ def test_a_permutation_of_samples_permutes_the_advantages(
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@settings(deadline=None)
 @given(data=scored_groups(min_size=2), shift=REWARDS)
 def test_a_constant_shift_of_rewards_changes_nothing(
     normalization: str, data: tuple[torch.Tensor, torch.Tensor], shift: float

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.algorithms.advantages import centred, gdpo, gpg, grpo, grpo_passk, opo, rloo
@@ -54,7 +54,6 @@ def test_opo_worked_by_hand() -> None:
     assert opo(REWARDS, GROUPS, lengths).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-@settings(deadline=None)
 @given(rewards=st.lists(SIXTEENTHS, min_size=2, max_size=6), length=st.integers(1, 9))
 def test_opo_of_answers_of_one_length_takes_the_plain_mean(
     rewards: list[float], length: int

@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from tests.ragged_steps import Sample, inputs_of, steps
 
 from winnow.algorithms.token_advantages import (
@@ -96,7 +96,6 @@ def test_gae_as_trained_on_is_whitened_and_its_returns_are_not() -> None:
     assert returns.tolist() == [0, 1.0, 0, 1.0, 0, -1.0]
 
 
-@settings(deadline=None)
 @given(samples=steps())
 def test_gae_without_discounts_is_reward_to_go_minus_value(samples: list[Sample]) -> None:
     step = inputs_of(samples)

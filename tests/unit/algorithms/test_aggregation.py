@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.algorithms.aggregation import AGGREGATIONS, aggregate
@@ -99,7 +99,6 @@ def test_an_update_worked_by_hand() -> None:
     assert got == pytest.approx(expected)
 
 
-@settings(deadline=None)
 @given(update=UPDATES, cuts=st.lists(st.integers(0, 8), max_size=3))
 def test_micro_batches_add_up_to_the_definition(update: Update, cuts: list[int]) -> None:
     bounds = [0, *sorted(cuts), len(update.samples)]

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 from torch import Tensor
 
 from winnow.algorithms.correction import (
@@ -224,7 +225,7 @@ def bounded_weight(name: str, w: float, bounds: dict[str, float]) -> float:
     return w if bounds["low"] <= w <= bounds["high"] else 0.0
 
 
-@settings(deadline=None, max_examples=150)
+@examples(25)
 @given(batches, weights, rejections, levels, places)
 def test_loops_over_samples_and_tokens_agree(
     samples: list[Sample], weight: Any, rejection: Any, level: str, place: dict[str, str]
@@ -265,7 +266,6 @@ def test_loops_over_samples_and_tokens_agree(
         assert float(found.sums["weight"]) == pytest.approx(sum(kept), rel=1e-9)
 
 
-@settings(deadline=None, max_examples=100)
 @given(batches, weights, rejections, levels, places, st.randoms(use_true_random=False))
 def test_micro_batches_of_whole_samples_in_any_order_give_the_batchs_results(
     samples: list[Sample], weight: Any, rejection: Any, level: str, place: dict[str, str], rng: Any
@@ -289,7 +289,6 @@ def test_micro_batches_of_whole_samples_in_any_order_give_the_batchs_results(
     assert sums == pytest.approx({name: float(total) for name, total in whole.sums.items()})
 
 
-@settings(deadline=None)
 @given(batches, weights, rejections, levels, places, st.floats())
 def test_what_stands_off_gen_mask_is_not_read(
     samples: list[Sample],

@@ -11,8 +11,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.ragged_steps import COMPONENTS, SIXTEENTHS, Sample, Token, inputs_of, steps
 
 from winnow.algorithms.estimators import ESTIMATORS, AdvantageInputs, Advantages
@@ -92,7 +93,9 @@ def loop_whitened(samples: Sequence[Sample], rows: Rows) -> Rows:
     learnt = [x for pair in pairs for token, x in pair if token.learns]
     mean = statistics.fmean(learnt) if learnt else 0.0
     variance = statistics.variance(learnt) if len(learnt) > 1 else 0.0
-    scale = math.sqrt(variance + 1e-8)
+    # Equal but for noise, such as two rewards over (std + 1e-6), they teach nothing.
+    flat = math.sqrt(variance) <= 1e-6 * max(abs(mean), 1e-4)
+    scale = math.inf if flat else math.sqrt(variance + 1e-8)
     return [
         [(x - mean) / scale if t.learns else 0.0 for t, x in zip(s.tokens, row, strict=True)]
         for s, row in zip(samples, rows, strict=True)
@@ -228,7 +231,7 @@ def rows_of(samples: Sequence[Sample], tokens: torch.Tensor) -> Rows:
 
 
 @every_case
-@settings(deadline=None, max_examples=30)
+@examples(12)
 @given(data=st.data())
 def test_loops_agree(
     name: str, options: dict[str, Any], reference: Reference, data: st.DataObject
@@ -252,7 +255,6 @@ def test_loops_agree(
     assert (got.returns is None) == (name != "gae")
 
 
-@settings(deadline=None)
 @given(samples=steps())
 def test_returns_are_unwhitened_advantages_plus_values(samples: list[Sample]) -> None:
     returns = estimate("gae", inputs_of(samples), {"gamma": 0.75, "lam": 0.5}).returns
@@ -268,7 +270,7 @@ def test_returns_are_unwhitened_advantages_plus_values(samples: list[Sample]) ->
 
 
 @every_case
-@settings(deadline=None, max_examples=12)
+@examples(6)
 @given(data=st.data(), random_order=st.randoms(use_true_random=False))
 def test_order_and_names_of_samples_and_groups_do_not_matter(
     name: str,
@@ -296,7 +298,7 @@ def test_order_and_names_of_samples_and_groups_do_not_matter(
     [(name, options) for name, options, _ in CASES if name in OUTCOME - {"gpg"}]
     + [("gpg", {}), ("reinforce_plus_plus_baseline", {}), ("remax", {})],
 )
-@settings(deadline=None, max_examples=20)
+@examples(10)
 @given(samples=steps(min_group=2), shift=SIXTEENTHS)
 def test_a_constant_shift_of_rewards_changes_nothing(
     name: str, options: dict[str, Any], samples: list[Sample], shift: float
@@ -329,7 +331,7 @@ def test_a_constant_shift_of_rewards_changes_nothing(
 
 
 @every_case
-@settings(deadline=None, max_examples=12)
+@examples(6)
 @given(data=st.data(), bad=st.sampled_from([math.nan, math.inf, 1e30]))
 def test_tokens_outside_the_masks_change_nothing(
     name: str,

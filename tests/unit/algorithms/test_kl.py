@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,13 +29,11 @@ def test_values_worked_by_hand() -> None:
     assert at("k3", d) == pytest.approx(math.exp(0.5) - 1.5)
 
 
-@settings(deadline=None)
 @given(st.floats(-0.05, 0.05))
 def test_k2_and_k3_agree_to_second_order(d: float) -> None:
     assert abs(at("k2", d) - at("k3", d)) <= 0.2 * abs(d) ** 3 + 1e-15
 
 
-@settings(deadline=None)
 @given(st.floats(-1000, 1000))
 def test_k3_is_never_negative_and_bounded(d: float) -> None:
     assert -1e-12 <= at("k3", d) <= 10
@@ -201,7 +199,6 @@ def test_the_weight_moves_against_the_error_by_samples_over_horizon(
     assert adapted_coef(0.5, kl, target=0.1, n=512, horizon=10_000) == pytest.approx(wanted)
 
 
-@settings(deadline=None)
 @given(kl=st.floats(-10, 10), n=st.integers(0, 5000), coef=st.floats(1e-6, 10))
 def test_the_weight_stays_above_zero_and_moves_by_a_fifth_of_the_horizon_at_most(
     kl: float, n: int, coef: float

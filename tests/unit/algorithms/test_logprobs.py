@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 from torch import Tensor
 
 from winnow.algorithms import logprobs
@@ -78,7 +79,7 @@ def test_loops_over_tokens_and_ids_agree() -> None:
         assert float(square_sum[t]) == pytest.approx(sum(q * q for q in p), rel=1e-10)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(12)
 @given(
     chunk=st.integers(1, T + 3),
     temperature=st.sampled_from([0.5, 1.0, 1.7]),
@@ -317,7 +318,7 @@ def test_an_fp32_head_that_is_tied_to_the_embeddings_gets_both_gradients() -> No
     assert float((results[0] - results[1]).norm() / results[1].norm()) < 0.01
 
 
-@settings(max_examples=25, deadline=None)
+@examples(12)
 @given(
     seed=st.integers(0, 99),
     order=st.permutations(range(T)),

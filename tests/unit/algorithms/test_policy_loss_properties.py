@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 from torch import Tensor
 
 from winnow.algorithms.aggregation import AGGREGATIONS, aggregate
@@ -128,7 +129,7 @@ def counts_of(update: Update) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@settings(deadline=None, max_examples=40)
+@examples(15)
 @given(junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30, -3.0]), **RAGGED)
 def test_tokens_that_do_not_count_change_nothing(
     name: str, junk: float, seed: int, lengths: list[int], scale: float
@@ -157,7 +158,7 @@ def test_tokens_that_do_not_count_change_nothing(
 
 
 @pytest.mark.parametrize(("name", "aggregation"), PAIRS)
-@settings(deadline=None, max_examples=25)
+@examples(12)
 @given(data=st.data(), **RAGGED)
 def test_order_and_split_change_neither_value_nor_gradient(
     name: str, aggregation: str, data: st.DataObject, seed: int, lengths: list[int], scale: float

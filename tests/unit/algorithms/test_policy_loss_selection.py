@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -41,7 +41,6 @@ def chosen(selected: Tensor) -> set[int]:
     return set(selected.nonzero().flatten().tolist())
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 2**31), n=st.integers(1, 300), share=st.sampled_from([2e-4, 0.01, 0.1, 1.0])
 )
@@ -97,7 +96,6 @@ def test_ties_of_covariance_are_settled_by_the_draws() -> None:
     assert chosen(kl_cov_select(old, advantage, mask, 1 - draws, share=0.25)) == {0, 1, 2}
 
 
-@settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**31), n=st.integers(1, 60), precision=st.sampled_from([1, 12]))
 def test_the_order_of_the_tokens_does_not_matter(seed: int, n: int, precision: int) -> None:
     old, advantage, mask, draws = columns(seed, n)

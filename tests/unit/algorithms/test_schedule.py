@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.algorithms.schedule import lr_at
@@ -40,7 +40,6 @@ def test_constant_stays_at_its_peak() -> None:
     assert [lr_at(s, total_steps=4, lr=2.0, warmup_steps=2) for s in (1, 2, 3, 4)] == [1, 2, 2, 2]
 
 
-@settings(deadline=None)
 @given(
     total=st.integers(1, 50),
     warmup=st.integers(0, 60),

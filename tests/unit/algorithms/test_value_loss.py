@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -41,7 +41,6 @@ def test_only_a_value_that_went_too_far_towards_its_return_has_no_gradient() -> 
     assert grad.tolist() == pytest.approx([1.2 - 3, 0.0, 0.0 - 3])
 
 
-@settings(deadline=None)
 @given(rows=rows, clip=st.sampled_from([None, 0.1, 0.5, 20.0]))
 def test_a_loop_over_tokens_agrees_and_nothing_is_nan(
     rows: list[tuple[float, float, float, bool]], clip: float | None
@@ -115,7 +114,6 @@ def test_explained_variance_is_defined_where_returns_do_not_vary(level: float) -
     assert variance(one, 1) == 1.0
 
 
-@settings(deadline=None)
 @given(rows=rows, cut=st.integers(0, 12))
 def test_sums_of_parts_add_up_to_those_of_the_whole(
     rows: list[tuple[float, float, float, bool]], cut: int

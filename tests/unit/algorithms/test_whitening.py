@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.algorithms.whitening import Moments, merge, moments, whiten
@@ -36,7 +36,6 @@ def test_moments_worked_by_hand() -> None:
     assert (got.mean, got.m2, got.variance) == pytest.approx((1 / 3, 8 / 3, 4 / 3))
 
 
-@settings(deadline=None)
 @given(data=st.lists(st.tuples(NUMBERS, st.booleans()), max_size=20))
 def test_loops_agree(data: list[tuple[float, bool]]) -> None:
     chosen = [x for x, inside in data if inside]
@@ -47,7 +46,6 @@ def test_loops_agree(data: list[tuple[float, bool]]) -> None:
     assert got.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(
     data=st.lists(st.tuples(NUMBERS, st.booleans(), st.integers(0, 3)), max_size=20),
     shift=st.sampled_from([0.0, 1e6]),

@@ -12,9 +12,10 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.version import VersionBase
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
+from tests.examples import examples
 
 from winnow.config.base import Section
 from winnow.config.compose import compose
@@ -337,7 +338,7 @@ TRICKY = st.text(max_size=12) | st.sampled_from(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(15)
 @given(text=TRICKY, key=TRICKY, number=st.floats(0, 1e300))
 def test_any_text_survives_a_dump(
     text: str, key: str, number: float, tmp_path_factory: pytest.TempPathFactory
@@ -456,13 +457,11 @@ def is_config_or_clear_error(load: Callable[[], Config]) -> bool:
         return all(line.strip() and line.isprintable() for line in str(error).split("\n"))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(overrides=st.lists(OVERRIDES | st.text(max_size=15), max_size=4))
 def test_any_override_gives_a_configuration_or_a_clear_error(overrides: list[str]) -> None:
     assert is_config_or_clear_error(lambda: load_recipe("quickstart", overrides))
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     text=st.text(max_size=60)
     | st.lists(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.config.data import DataConfig, SortDigitsTask
@@ -94,7 +94,6 @@ def test_what_is_given_back_comes_first_in_the_same_order() -> None:
 ACTIONS = st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=12)
 
 
-@settings(deadline=None)
 @given(
     actions=ACTIONS,
     after=ACTIONS,
@@ -130,7 +129,6 @@ def test_a_loader_restored_at_any_point_goes_on_the_same(
     assert take(restored, 20) == take(loader, 20)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.lists(st.integers(1, 5), max_size=8))
 def test_giving_back_never_loses_or_doubles_a_prompt(size: int, counts: list[int]) -> None:
     loader = PromptLoader(prompts(size), seed=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.config.data import SortDigitsTask
@@ -47,7 +47,6 @@ def test_the_worked_form_is_selection_sort(digits: str, form: str) -> None:
     assert worked_form(digits) == form
 
 
-@settings(deadline=None)
 @given(PROBLEM)
 def test_each_step_takes_the_first_of_the_least_digits_out_of_what_remains(digits: str) -> None:
     working, _, answer = worked_form(digits).partition("#")
@@ -62,7 +61,6 @@ def test_each_step_takes_the_first_of_the_least_digits_out_of_what_remains(digit
     assert answer == solution(digits)
 
 
-@settings(deadline=None)
 @given(PROBLEM.filter(lambda digits: len(digits) <= 8))
 def test_a_worked_form_of_eight_digits_with_eos_fits_the_response_limit(digits: str) -> None:
     assert len(encode(worked_form(digits))) + 1 <= 128
@@ -72,7 +70,6 @@ def test_the_vocabulary_has_29_different_entries() -> None:
     assert len(VOCABULARY) == len(set(VOCABULARY)) == len(TOKENIZER) == 29
 
 
-@settings(deadline=None)
 @given(KNOWN_TEXT)
 def test_a_text_comes_back_from_its_ids_and_both_encoders_agree(text: str) -> None:
     ids = TOKENIZER(text)["input_ids"]
@@ -80,13 +77,11 @@ def test_a_text_comes_back_from_its_ids_and_both_encoders_agree(text: str) -> No
     assert TOKENIZER.decode(ids) == text
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(3, 28), min_size=1, max_size=60))
 def test_ids_come_back_from_their_text(ids: list[int]) -> None:
     assert TOKENIZER(TOKENIZER.decode(ids))["input_ids"] == ids
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=20))
 def test_an_unknown_character_is_one_unknown_token(text: str) -> None:
     expected = [VOCABULARY.index(c) if c in VOCABULARY else UNKNOWN_ID for c in text]

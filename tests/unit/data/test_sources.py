@@ -12,8 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from winnow.data.sources import read_rows
 from winnow.errors import DataError
@@ -254,9 +255,7 @@ JSON = st.recursive(
 )
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None
-)
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(key=st.sampled_from(sorted(ROW)), value=JSON, junk=st.binary(max_size=20))
 def test_any_content_gives_rows_or_one_clear_line(
     key: str, value: object, junk: bytes, tmp_path: Path

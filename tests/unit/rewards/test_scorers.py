@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.rewards.scorers import SCORERS
@@ -50,7 +50,6 @@ def test_without_a_mark_there_is_no_answer_whatever_the_truth() -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-@settings(deadline=None)
 @given(text=st.text(max_size=80), truth=st.text(max_size=10) | st.integers())
 def test_any_text_gets_a_score(name: str, text: str, truth: object) -> None:
     given_score = score(name, text, truth)
@@ -186,7 +185,6 @@ def test_dapo_math_looks_at_the_last_300_characters_only() -> None:
     assert accuracy("dapo_math", line + "\n" + "." * (300 - len(line)), "42") == 0
 
 
-@settings(deadline=None)
 @given(st.integers(-(10**9), 10**9))
 def test_dapo_math_finds_any_whole_number_right_with_or_without_commas(number: int) -> None:
     assert accuracy("dapo_math", f"Answer: {number}", str(number)) == 1

@@ -7,8 +7,9 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from winnow.rewards.scorers import SCORERS
 
@@ -48,14 +49,14 @@ def check(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@examples(25, suppress_health_check=list(HealthCheck))
 @given(text=TEXTS)
 def test_any_text_gets_a_score(name: str, text: str) -> None:
     check(name, text)
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@examples(15, suppress_health_check=list(HealthCheck))
 @given(inside=TEXTS)
 def test_any_stated_answer_gets_a_score(name: str, inside: str) -> None:
     """Where the answer is looked for: behind the tags and boxes that lead deeper."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.rollout.draw import RowParams, draw, truncate, uniform
@@ -30,7 +30,6 @@ def params_of(rows: int, **sampling: float) -> RowParams:
     return params
 
 
-@settings(deadline=None)
 @given(st.integers(0, MASK), st.integers(0, 2**40))
 def test_a_number_is_the_splitmix_hash_of_its_seed_and_position(seed: int, position: int) -> None:
     signed = np.array([seed], np.uint64).astype(np.int64)
@@ -66,7 +65,6 @@ def test_tokens_come_as_often_as_their_probability_says() -> None:
     torch.testing.assert_close(logprobs, p.log()[ids])
 
 
-@settings(deadline=None)
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 6), st.data())
 def test_a_token_without_probability_is_never_drawn(
     u: float, alive: int, data: st.DataObject

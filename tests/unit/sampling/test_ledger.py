@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from engines import prompt, written
 from winnow.config.sampling import NoFilter, SamplingConfig, VarianceFilter
@@ -442,7 +443,7 @@ class World:
 SEEDS = st.integers(0, 2**32)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(25)
 @given(configs(), st.integers(1, 3), st.booleans(), SEEDS, st.booleans(), st.booleans())
 def test_in_any_order_of_events_the_ledger_does_what_the_model_says(
     config: SamplingConfig, n: int, drop_failed_scores: bool, seed: int, live: bool, baseline: bool
@@ -450,7 +451,7 @@ def test_in_any_order_of_events_the_ledger_does_what_the_model_says(
     World(config, n, drop_failed_scores, seed, live, baseline).run(events=250)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(15)
 @given(
     *(configs(), st.integers(1, 3), st.booleans(), SEEDS),
     *(st.integers(1, 20), st.booleans(), st.booleans()),
@@ -485,7 +486,7 @@ def destined(group: int) -> bool:
     return answer_seed(0, group, 0) % 3 == 0
 
 
-@settings(max_examples=40, deadline=None)
+@examples(15)
 @given(st.integers(1, 4), st.integers(0, 2), SEEDS, st.booleans(), st.booleans())
 def test_what_is_trained_does_not_depend_on_who_finishes_first(
     n: int, ahead: int, seed: int, live: bool, baseline: bool
@@ -499,7 +500,6 @@ def test_what_is_trained_does_not_depend_on_who_finishes_first(
     assert len(trained) == n * world.steps
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 5),
     st.integers(1, 3),

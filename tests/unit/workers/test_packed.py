@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 from torch import Tensor
 
 from winnow.workers import packed
@@ -38,7 +39,7 @@ def one_by_one(
     return torch.cat(outs)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(15)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     kv_heads=st.sampled_from([1, 2, 4]),
