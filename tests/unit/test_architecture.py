@@ -44,6 +44,7 @@ LAYERS = {
     "data_cli": 5,
     "eval_cli": 5,
     "reward_cli": 5,
+    "sandbox_cli": 5,
     "supervisor": 5,
     "dashboard": 5,
     "plan": 5,

@@ -12,13 +12,12 @@ is late, cut off, or not of this API all raise `SandboxError`, and that scoring 
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from winnow.config.sandbox import FusionConfig
 from winnow.errors import RewardError
-from winnow.rewards.http import HttpJson, RemoteError
+from winnow.rewards.http import HttpJson, RemoteError, token_of
 from winnow.rewards.sandbox.program import OUTPUT_LIMIT, Ending, Program, Result, SandboxError
 
 _SLACK_S = 10.0
@@ -40,7 +39,7 @@ class FusionSandbox:
         try:
             self._http = HttpJson(
                 config.url,
-                token=_token(config.token_env),
+                token=token_of(config.token_env, "reward.sandbox.token_env"),
                 max_concurrent=config.max_concurrent,
                 # Six characters of JSON for a byte, at worst.
                 max_bytes=(config.output_kb << 10) * 8 + (1 << 20),
@@ -159,20 +158,3 @@ def _mapping(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise SandboxError(f"{what} of the service is {type(value).__name__}, not an object")
     return value
-
-
-def _token(variable: str | None) -> str | None:
-    """The value of the environment variable.
-
-    Raises:
-        RewardError: there is none.
-    """
-    if variable is None:
-        return None
-    token = os.environ.get(variable, "").strip()
-    if not token:
-        raise RewardError(
-            f"reward.sandbox.token_env is {variable}, but there is no such environment variable; "
-            f"export {variable}, or set reward.sandbox.token_env to null"
-        )
-    return token
