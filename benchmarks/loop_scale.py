@@ -223,6 +223,7 @@ class Run:
             stop=Stop(),
             keep_rollouts=self._keep_rollouts,
             check_scoring=lambda: None,
+            scoring_figures=dict,
         )
 
     def _keep_rollouts(self, step: int, closed: Sequence[RolloutGroup]) -> None:
