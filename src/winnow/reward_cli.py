@@ -1,4 +1,4 @@
-"""`winnow reward`: try a scorer on one answer before training by it."""
+"""`winnow reward`: try a scorer on one answer, or serve a function of yours to runs elsewhere."""
 
 from __future__ import annotations
 
@@ -248,9 +248,13 @@ def _service(config: Config) -> RewardService:
 
 def _who_scores(config: RewardConfig, data_source: str) -> tuple[str, str]:
     """The name of the scorer, and the sandbox where it has one."""
+    from winnow.config.reward_manager import CustomManager, RemoteManager
     from winnow.rewards.routing import Router
     from winnow.rewards.sandbox.current import current
 
+    if isinstance(config.manager, RemoteManager | CustomManager):
+        section = config.manager
+        return section.url if isinstance(section, RemoteManager) else section.path, ""
     if config.function.path is not None:
         return config.function.name, ""
     scorer = Router(config.scorers).scorer(data_source)
@@ -342,3 +346,33 @@ def _short(text: str) -> str:
         return shown
     half = _SHOWN // 2
     return f"{shown[:half]} … {shown[-half:]}"
+
+
+@app.command("serve", no_args_is_help=True)
+def serve_command(
+    function: Annotated[str, typer.Option(metavar="FILE.py[:NAME]", help="Your reward function.")],
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8090,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that score; half of the cores by default.")
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="Seconds for one answer.")] = 10.0,
+    token_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable with the token to ask for."),
+    ] = None,
+) -> None:
+    """Serve a reward function over HTTP for runs with reward/manager=remote."""
+    from winnow.config.reward import RewardConfig, UserFunction
+    from winnow.rewards.managers import make_manager
+    from winnow.rewards.managers.remote import token_of
+    from winnow.rewards.serving import listen, make_app, serve
+
+    token = token_of(token_env, "--token-env")
+    with contextlib.closing(listen(host, port, token)) as listener:
+        section = _user_function(function, UserFunction())
+        manager = make_manager(RewardConfig(function=section, workers=workers, timeout_s=timeout_s))
+        with contextlib.closing(manager):
+            bound, taken = listener.getsockname()[:2]
+            typer.echo(f"{section.name} of {section.path} scores at http://{bound}:{taken}/")
+            serve(make_app(manager, token), listener)

@@ -9,6 +9,8 @@ is the evaluation before training.
 |---|---|
 | score/{reward,task_reward,accuracy,advantage} SPREAD | over the answers trained on |
 | score/parts/NAME SPREAD | each part of the reward, before weights: task, overlong, … |
+| score/overlong | share of the answers penalised for their length (reward/manager=dapo) |
+| score/overlong_reward SPREAD | the penalty (reward/manager=dapo) |
 | sampling/accuracy | over all answers of the groups closed in the step, before the filter |
 | sampling/keep_rate | share of the closed groups that passed the filter |
 | sampling/groups/{trained,all_right,all_wrong,surplus,stale,failed} | groups whose life ended |

@@ -11,6 +11,7 @@ import numpy as np
 from winnow.observe.metrics import Metrics
 from winnow.observe.rollouts import RolloutGroup
 from winnow.rewards.blending import TASK
+from winnow.rewards.shaping import OVERLONG, OVERLONG_REWARD
 from winnow.sampling.report import StepGroups
 from winnow.trainer.learner import Learned
 from winnow.types import Score
@@ -44,6 +45,12 @@ def _record_parts(metrics: Metrics, scores: Sequence[Score]) -> None:
         metrics.spread(f"score/parts/{name}", values)
         if name == TASK:
             metrics.spread("score/task_reward", values)
+    keys = (OVERLONG, OVERLONG_REWARD)
+    noted = [[score.extra.get(key) for key in keys] for score in scores]
+    if noted and all(isinstance(value, float) for pair in noted for value in pair):  # by dapo
+        flags, penalties = zip(*noted, strict=True)
+        metrics.mean_of("score/overlong", sum(flags), len(flags))
+        metrics.spread("score/overlong_reward", penalties)
 
 
 def _record_sampling(metrics: Metrics, sampled: StepGroups) -> None:

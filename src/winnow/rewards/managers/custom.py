@@ -79,19 +79,21 @@ class Custom:
 
     async def score(self, prompt: Prompt, text: str) -> Score | Failure:
         """What the object says."""
+        limit = asyncio.timeout(self._timeout_s)
         try:
             said = self._own.score(prompt, text)
             if inspect.isawaitable(said):
-                said = await asyncio.wait_for(said, self._timeout_s)
+                # In this very task: a SystemExit in another one would end the event loop.
+                async with limit:
+                    said = await said
             if isinstance(said, Failure):
                 return said
             return checked(said if isinstance(said, Score) else read_result(said))
-        except TimeoutError:
-            line = late_line(self._timeout_s)
-            return Failure(line, line)
         except RewardError:  # its way to say that nothing can be scored any more
             raise
         except (Exception, SystemExit) as error:
+            if limit.expired() and isinstance(error, TimeoutError):
+                return Failure(late_line(self._timeout_s), late_line(self._timeout_s))
             return failure_of(error, inspect.getsourcefile(type(self._own)))
         finally:
             self.scored += 1

@@ -49,7 +49,7 @@ class Remote:
         try:
             self._http = HttpJson(
                 base,
-                token=_token(section.token_env),
+                token=token_of(section.token_env, "reward.manager.token_env"),
                 max_concurrent=section.max_concurrent,
                 retries=section.tries,
             )
@@ -83,8 +83,8 @@ class Remote:
             body = {
                 "data_source": prompt.data_source,
                 "solution_str": text,
-                "ground_truth": _plain(prompt.ground_truth),
-                "extra_info": _plain(prompt.extra.get("extra_info") or {}),
+                "ground_truth": plain(prompt.ground_truth),
+                "extra_info": plain(prompt.extra.get("extra_info") or {}),
             }
             return _read(await self._http.post(self._path, body, self._timeout_s))
         except RemoteError as error:
@@ -99,14 +99,18 @@ class Remote:
         self._http.close()
 
 
-def _token(variable: str | None) -> str | None:
+def token_of(variable: str | None, setting: str) -> str | None:
+    """The token that an environment variable holds; None where none is named.
+
+    Raises:
+        RewardError: the variable is not set.
+    """
     if variable is None:
         return None
     token = os.environ.get(variable, "")
     if not token:
         raise RewardError(
-            f"reward.manager.token_env is {variable}, which is not set; export {variable}=TOKEN, "
-            "or leave token_env out"
+            f"{setting} is {variable}, which is not set; export {variable}=TOKEN, or leave it out"
         )
     return token
 
@@ -118,14 +122,14 @@ def _read(said: Any) -> Score | Failure:
     return checked(read_result(said))
 
 
-def _plain(value: Any) -> Any:
-    """As JSON holds it: arrays as lists, objects as their text."""
+def plain(value: Any) -> Any:
+    """As JSON holds it: arrays as lists, bytes and objects as their text."""
     if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)
