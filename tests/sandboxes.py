@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import pickle
+import socket
 import struct
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from winnow.rewards.sandbox.bubblewrap import Bubblewrap
 from winnow.rewards.sandbox.interpreter import find_interpreter
 from winnow.rewards.sandbox.local import LocalSandbox
 from winnow.rewards.sandbox.program import Limits, Program, Result, SandboxError
+from winnow.rewards.sandbox.server import ServerLimits
+from winnow.rewards.sandbox.serving import running
 
 ORDINARY_UID = 61500
 """Of no account, as good as any; systemd gives out the range above 61184 for a moment only."""
@@ -171,3 +174,22 @@ def block_all() -> None:
     """Both."""
     block_namespaces()
     block_landlock()
+
+
+@contextlib.contextmanager
+def served(
+    config: SandboxConfig, token: str | None = None, **changes: Any
+) -> Iterator[tuple[str, LocalSandbox]]:
+    """The address of a server over a local sandbox, in a thread of this process.
+
+    Args:
+        changes: fields of `ServerLimits`.
+    """
+    with (
+        contextlib.closing(socket.create_server(("127.0.0.1", 0), backlog=256)) as listener,
+        contextlib.closing(LocalSandbox(config)) as sandbox,
+    ):
+        given = {"programs": sandbox.limits, "max_body_bytes": 1 << 22, "max_queued": 256}
+        limits = ServerLimits(**{**given, **changes})
+        with running(sandbox, limits, token, listener, lambda: None):
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", sandbox
