@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from winnow.config.base import Section
+from winnow.config.judge import Judge, NoJudge
 from winnow.config.reward_manager import AutoManager, RewardManager
 from winnow.config.reward_model import NoRewardModel, RewardModel, free_part
 from winnow.config.sandbox import SandboxChoice, SandboxConfig
@@ -85,13 +86,16 @@ class RewardConfig(Section):
     """Your own reward."""
     scorers: dict[str, str] = Field(default_factory=dict)
     """Scorer by data source, over the built-in routing (`*` at the end for prefixes); none leaves
-    a source to the reward model alone."""
+    a source to the reward model or the judge alone."""
     manager: RewardManager = AutoManager()
     """Who calls what scores, and where."""
     model: RewardModel = NoRewardModel()
     """A model that scores, too."""
+    judge: Judge = NoJudge()
+    """A language model that is asked over HTTP, too."""
     weights: PartWeights = PartWeights()
-    """How much the parts of the reward count; reward.model.weight is the model's."""
+    """How much the parts of the reward count; reward.model.weight and reward.judge.weight are
+    the models'."""
     workers: int | None = Field(None, ge=0)
     """Processes that score. null: half of the cores, where anything scores apart. With
     reward/manager=auto 0 keeps everything in the run's own process, a number takes rules apart."""
