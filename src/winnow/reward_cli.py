@@ -102,7 +102,7 @@ def try_command(
     number = 1 if row is None else row
     prompt = _prompt(file, number, truth, source or scorer, prompt_key, any_source)
     text = _from_stdin() if answer is None else answer
-    trial = _tried(config, prompt, text, tokens or 0)
+    trial = _tried(config, prompt, text, tokens or 0, quiet=as_json)
     if as_json:
         typer.echo(json.dumps(_as_json(trial), ensure_ascii=False, default=str))
     else:
@@ -147,16 +147,13 @@ def _config(
     if function is not None:
         changes["function"] = _user_function(function, config.reward.function)
     reward = config.reward.model_copy(update=changes)
-    if tokens is None and _length_counts(reward):
-        raise ConfigError(
-            "reward.overlong.enabled=true scores the length of an answer; give it in --tokens, "
-            "or set reward.overlong.enabled=false"
-        )
+    for name, shaping in (("overlong", reward.overlong), ("cosine", reward.cosine)):
+        if tokens is None and shaping.enabled:
+            raise ConfigError(
+                f"reward.{name}.enabled=true scores the length of an answer; give it in --tokens, "
+                f"or set reward.{name}.enabled=false"
+            )
     return config.model_copy(update={"reward": reward})
-
-
-def _length_counts(config: RewardConfig) -> bool:
-    return config.overlong.enabled
 
 
 def _user_function(named: str, section: UserFunction) -> UserFunction:
@@ -206,20 +203,23 @@ def _read(truth: str) -> Any:
     return truth
 
 
-def _tried(config: Config, prompt: Prompt, text: str, tokens: int) -> _Trial:
+def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) -> _Trial:
     """Score an answer as in training, in one worker where scorers run apart.
+
+    Args:
+        quiet: keep what is printed in this process from the terminal, where a debugger wants it.
 
     Raises:
         RewardError: nothing can score this source, or the function's file is wrong.
     """
-    workers = config.reward.workers
-    if workers is not None and workers > 1:
-        config = config.model_copy(
-            update={"reward": config.reward.model_copy(update={"workers": 1})}
-        )
+    section = config.reward
+    if section.workers or (section.workers is None and section.function.path is not None):
+        section = section.model_copy(update={"workers": 1})  # more would only load the file again
+        config = config.model_copy(update={"reward": section})
     with _listening() as heard, contextlib.ExitStack() as stack:
-        # What is loaded and called here, in this process, may print, too.
-        here = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        here = io.StringIO()
+        if quiet:
+            stack.enter_context(contextlib.redirect_stdout(here))
         service = _service(config)
         stack.callback(service.close)
         service.check_sources([prompt.data_source])
@@ -234,11 +234,14 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int) -> _Trial:
 
 
 def _service(config: Config) -> RewardService:
+    from winnow.config.judge import NoJudge
     from winnow.config.reward_model import NoRewardModel
     from winnow.rewards.service import RewardService
 
-    if isinstance(config.reward.model, NoRewardModel):
-        return RewardService(config.reward, config.rollout.max_response_tokens)
+    section = config.reward
+    if isinstance(section.model, NoRewardModel) and isinstance(section.judge, NoJudge):
+        return RewardService(section, config.rollout.max_response_tokens)
+    # Only these need torch, which takes its time to load.
     import torch
 
     from winnow.trainer.build import make_rewards
