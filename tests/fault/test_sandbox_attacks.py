@@ -117,6 +117,11 @@ def test_a_memory_bomb_meets_the_limit_of_memory(box: Host) -> None:
     result = box.run(code, memory_bytes=256 * MIB)
     assert result.exit_code == 1
     assert b"MemoryError" in result.stderr
+    caught = code.replace("while", "try:\n  while").replace("\n    ", "\n      ")
+    caught += "\nexcept MemoryError:\n  print(json.dumps([len(eaten)]))"
+    (blocks,) = told(box, caught, memory_bytes=256 * MIB)
+    assert isinstance(blocks, int)
+    assert 4 <= blocks < 16
 
 
 def test_memory_that_no_limit_of_a_process_counts_cannot_be_had(box: Host) -> None:
