@@ -46,7 +46,12 @@ def eval_command(
     from winnow.trainer.evaluation_subject import EvalRequest
 
     request = EvalRequest(model, tuple(overrides or ()), tuple(data or ()), recipe, out, step)
-    run_evaluation(request, _console())
+    try:
+        run_evaluation(request, _console())
+    except KeyboardInterrupt:
+        # Answers that end first are the short ones: figures of a part would flatter.
+        typer.echo("winnow: interrupted; nothing of this evaluation is kept", err=True)
+        raise typer.Exit(130) from None
 
 
 def compare_command(

@@ -629,7 +629,7 @@ def test_export_leaves_a_folder_alone_that_is_there(place: Path) -> None:
     )
     said = in_this_process("eval", "runs/good-run", folder=place)
     assert said.code == 2
-    assert said.err.startswith("winnow: no held-out prompts: give data.eval_files=[FILE]")
+    assert said.err.startswith("winnow: no held-out prompts: give --data FILE")
 
 
 def test_a_damaged_checkpoint_is_named(place: Path) -> None:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from winnow.algorithms.schedule import lr_at
 from winnow.checkpoint import checkpoints_in
 from winnow.config.load import load_recipe
-from winnow.data.sort_digits import is_held_out, solution
+from winnow.data.sort_digits import held_out_problems, is_held_out, prompt_text, solution
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.names import OUTCOMES
 from winnow.observe.rollouts import read_rollouts
@@ -278,20 +278,72 @@ def test_the_closing_screen_sums_the_run_up(run: Run, screen: Outcome) -> None:
 def test_evaluating_again_reproduces_the_last_evaluation(home: Home, run: Run) -> None:
     said = home.winnow("eval", "runs/demo").check()
     again, was = run.evaluation(f"checkpoint-{STEPS}"), run.evaluation(f"step-{STEPS}")
-    for figure in ("prompt_uid", "answer", "token_ids", "response_tokens", "accuracy", "pred"):
+    for figure in ("prompt_uid", "answer", "response_tokens", "accuracy", "pred"):
         assert [row[figure] for row in again] == [row[figure] for row in was]
-    logprobs = [[x for row in rows for x in row["logprobs"] or []] for rows in (again, was)]
+    pairs = [(a, b) for a, b in zip(again, was, strict=True) if b["token_ids"] is not None]
+    assert len(pairs) == 8 * EVALUATED, "a run keeps the text of observe.rollout_text_groups"
+    assert [a["token_ids"] for a, _ in pairs] == [b["token_ids"] for _, b in pairs]
+    logprobs = [[x for pair in pairs for x in pair[side]["logprobs"]] for side in (0, 1)]
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
-    for words in (f"{HELD_OUT} held-out problems", percent(run.records[-1][PASS])):
+    for words in (f"{HELD_OUT} held-out prompts", percent(run.records[-1][PASS])):
         assert words in said.out
+    report = json.loads((run.folder.evaluations / f"checkpoint-{STEPS}.json").read_text())
+    figures = report["sources"]["sort_digits"]
+    for name in (f"avg@{EVALUATED}", "pass@1", f"pass@{EVALUATED}", f"maj@{EVALUATED}", "greedy"):
+        assert figures[name]["mean"] == run.records[-1][f"eval/sort_digits/{name}"]
+    assert all(row["response"] is not None for row in again)
+
+
+def test_the_models_folder_alone_answers_a_file_of_the_problems_as_its_run_did(
+    home: Home, run: Run
+) -> None:
+    task = load_recipe(str(run.folder.config)).data.task
+    with (home.path / "held-out.jsonl").open("w") as file:
+        for digits in held_out_problems(task, HELD_OUT):
+            asked = [{"content": prompt_text(digits), "role": "user"}]
+            truth = {"ground_truth": solution(digits)}
+            line = {"data_source": "sort_digits", "prompt": asked, "reward_model": truth}
+            file.write(json.dumps(line) + "\n")
+    model = str(run.folder.checkpoint(STEPS) / "model")
+    like_the_run = [
+        *(f"evaluation.n={EVALUATED}", "evaluation.greedy=true", "run.threads=1"),
+        *("evaluation.max_response_tokens=128", "rollout.engine.slots=512"),
+    ]
+    command = ["eval", model, "--data", "held-out.jsonl", "--out", "alone", *like_the_run]
+    home.winnow(*command).check()
+    figures = json.loads((home.path / "alone/report.json").read_text())["sources"]["sort_digits"]
+    for name in (f"avg@{EVALUATED}", f"pass@{EVALUATED}", f"maj@{EVALUATED}", "greedy"):
+        assert figures[name]["mean"] == run.records[-1][f"eval/sort_digits/{name}"]
+    rows = read_rollouts(home.path / "alone/answers.parquet").to_pylist()
+    again = [row for row in rows if row["outcome"] == "held_out"]
+    was = run.evaluation(f"step-{STEPS}")
+    for figure in ("answer", "response_tokens", "accuracy", "pred", "finish_reason"):
+        assert [row[figure] for row in again] == [row[figure] for row in was]
+    said = home.winnow("compare", "alone", str(run.folder.evaluation(STEPS))).check()
+    assert f"did equally well on each of the {HELD_OUT} problems" in " ".join(said.out.split())
+
+
+def test_a_checkpoint_before_and_after_are_compared_by_problem(home: Home, run: Run) -> None:
+    before, after = (str(run.folder.evaluation(step)) for step in (0, STEPS))
+    said = home.winnow("compare", before, after).check()
+    rise = 100 * (run.records[-1][PASS] - run.records[0][PASS])
+    assert f"B is better: by {rise:.1f} points on these {HELD_OUT} problems" in " ".join(
+        said.out.split()
+    )
+    whole = home.winnow("compare", before, "runs/demo", "--json").check()
+    (figures,) = json.loads(whole.out)["sources"].values()
+    assert figures["a"] == pytest.approx(run.records[0][PASS])
+    assert figures["won"] + figures["tied"] + figures["lost"] == HELD_OUT
 
 
 def test_an_earlier_checkpoint_can_be_evaluated_with_other_settings(home: Home, run: Run) -> None:
     settings = ["evaluation.n=3", "evaluation.max_prompts=10", "evaluation.greedy=false"]
     said = home.winnow("eval", "runs/demo", *settings, "--step", "8").check()
     assert len(run.evaluation("checkpoint-8")) == 30
-    assert "right at least once in 3" in said.out
+    assert "avg@3" in said.out
     assert "greedy" not in said.out
+    rows = run.evaluation("checkpoint-8")
+    assert len({row["problem"] for row in rows}) == 10
 
 
 def test_an_exported_model_writes_in_transformers_what_it_wrote_here(home: Home, run: Run) -> None:

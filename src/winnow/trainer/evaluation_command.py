@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -46,7 +47,7 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
     report = Report.of(found)
     about = _about(subject, evaluator, seconds)
     write_atomic(subject.report, report.as_json(about))
-    print_report(report, _title(subject, evaluator), console)
+    print_report(report, console)
     if evaluator.left_out:
         console.print(
             f"{evaluator.left_out:,} rows are left out: longer than data.max_prompt_tokens",
@@ -60,7 +61,8 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
 def _ask(subject: Subject, console: Console) -> tuple[Evaluated, Evaluator]:
     config = subject.config
     device = use_machine(config)
-    policy = load_policy(config, subject.model, device)
+    with _limits_named_as_given(config.evaluation):
+        policy = load_policy(config, subject.model, device)
     engine = make_engine(config, policy)
     line = ProgressLine(console, config.observe.console)
 
@@ -76,6 +78,7 @@ def _ask(subject: Subject, console: Console) -> tuple[Evaluated, Evaluator]:
         if not evaluator.prompts:
             raise DataError("no held-out prompts: give --data FILE, or data.eval_files=[FILE]")
         check_not_asked_twice(config.data, [(p.uid, p.text) for p in evaluator.prompts])
+        console.print(Text(_title(subject, evaluator), style="bold"), soft_wrap=True)
         with line.shown():
             return asyncio.run(ask(evaluator)), evaluator
 
@@ -88,7 +91,7 @@ def _with_all_texts(config: Config) -> Config:
 
 
 @contextlib.contextmanager
-def _limits_named_as_given(config: EvaluationConfig) -> Any:
+def _limits_named_as_given(config: EvaluationConfig) -> Iterator[None]:
     """A limit that does not fit is told by the key that set it."""
     try:
         yield

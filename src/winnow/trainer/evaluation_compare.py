@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from winnow.errors import DataError, WinnowError
-from winnow.observe.figures import count, share
+from winnow.observe.figures import share
 from winnow.observe.rollouts import read_rollouts, rollout_files
 from winnow.observe.run_folder import RunFolder
 from winnow.observe.summary import WIDTH
@@ -170,17 +170,15 @@ def _print(found: Comparison, console: Console) -> None:
         console.print(Text(f"{name}  {answers.file}"), soft_wrap=True)
     console.print()
     rows = {**found.sources, **({ALL: found.everything} if found.everything else {})}
-    table = table_of("problems", "A", "B", "B - A", "95 %", "p (t)", "p (flips)", "won/tied/lost")
+    table = table_of("A", "B", "B - A", "95 %", "p", "won/tied/lost")
     for label, pair in rows.items():
         low, high = pair.interval
         table.add_row(
             Text(label),
-            count(pair.problems),
             share(pair.mean_a, 1),
             share(pair.mean_b, 1),
             f"{100 * pair.difference:+.1f}",
             f"{100 * low:+.1f} .. {100 * high:+.1f}",
-            _p(pair.p_t),
             _p(pair.p_flip),
             f"{pair.won}/{pair.tied}/{pair.lost}",
         )

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from winnow.observe.figures import DASH, count, number, share
+from winnow.observe.figures import count, number, share
 from winnow.observe.summary import WIDTH
 from winnow.trainer.evaluation_math import Estimate
 from winnow.trainer.evaluation_report import Report, SourceReport
@@ -18,11 +18,10 @@ from winnow.trainer.evaluation_report import Report, SourceReport
 ALL = "all"
 
 
-def print_report(report: Report, title: str, console: Console) -> None:
+def print_report(report: Report, console: Console) -> None:
     """A line for each data source, then pass@k and maj@k for each k."""
     rows = {**report.sources, **({ALL: report.everything} if report.everything else {})}
     console.print()
-    console.print(Text(title, style="bold"))
     show(_averages(rows), console)
     if any(source.answers > 1 for source in rows.values()):
         show(_by_k(rows), console)
@@ -37,7 +36,7 @@ def table_of(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", overflow="fold")
     for column in columns:
-        table.add_column(column, justify="right", overflow="fold")
+        table.add_column(column, justify="right", no_wrap=True, overflow="crop")
     return table
 
 
@@ -49,19 +48,20 @@ def show(table: Table, console: Console) -> None:
 def _averages(rows: dict[str, SourceReport]) -> Table:
     counts = {source.answers for source in rows.values()}
     name = f"avg@{counts.pop()}" if len(counts) == 1 else "avg@N"
-    has_greedy = any(source.greedy for source in rows.values())
-    greedy = ["greedy", "95 %"] if has_greedy else []
-    table = table_of("problems", "answers", name, "95 %", *greedy, "cut off", "tokens")
+    greedy = ["greedy"] if any(source.greedy for source in rows.values()) else []
+    table = table_of("problems", name, "95 %", *greedy, "cut off", "tokens")
     for label, source in rows.items():
-        cells = [share(source.average.mean, 1), _interval(source.average)]
-        if has_greedy:
-            cells += [
-                share(source.greedy.mean if source.greedy else None, 1),
-                _interval(source.greedy) if source.greedy else DASH,
-            ]
-        cells += [share(source.truncated.mean, 1), number(source.tokens.mean, 1)]
-        total = count(source.problems * source.answers)
-        table.add_row(Text(label), count(source.problems), total, *cells)
+        best = [share(source.greedy.mean if source.greedy else None, 1)] if greedy else []
+        low, high = source.average.interval
+        table.add_row(
+            Text(label),
+            count(source.problems),
+            share(source.average.mean, 1),
+            f"{100 * low:.1f} .. {100 * high:.1f}",
+            *best,
+            share(source.truncated.mean, 1),
+            number(source.tokens.mean, 1),
+        )
     return table
 
 
@@ -78,8 +78,3 @@ def _by_k(rows: dict[str, SourceReport]) -> Table:
 
 def _cells(by_k: dict[int, Estimate], ks: Sequence[int]) -> list[str]:
     return [share(by_k[k].mean if k in by_k else None, 1) for k in ks]
-
-
-def _interval(value: Estimate) -> str:
-    low, high = value.interval
-    return f"{100 * low:.1f} .. {100 * high:.1f}"

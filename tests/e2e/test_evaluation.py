@@ -1,0 +1,346 @@
+"""`winnow eval` and `winnow compare` on a small model with random weights, as a user types them.
+
+Its answers are noise; a reward file that goes by their letters makes some of them right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.small_models import digits_folder, qwen_folder
+from tests.winnow_command import WINNOW, Outcome, in_this_process
+
+from winnow.config.files import evaluation_recipe, evaluation_recipes
+from winnow.config.load import resolve_recipe
+from winnow.observe.rollouts import read_rollouts
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    said = solution_str[:1]
+    if solution_str[:2] == "00":
+        raise RuntimeError("cannot judge 00")
+    return {"score": float(said != "" and said in ground_truth), "pred": said if said.isdigit() else ""}
+"""
+ASKED = [
+    *("reward.function.path=reward.py", "reward.workers=0", "evaluation.n=6", "run.threads=1"),
+    *("evaluation.max_response_tokens=12", "observe.console=plain"),
+]
+"""Settings of every evaluation here."""
+N, PROBLEMS = 6, {"easy": 8, "hard": 5}
+TRUTHS = {"easy": "0123456", "hard": "7"}
+
+
+def rows_file(path: Path, source: str, count: int, copies: int = 1, first: int = 1000) -> None:
+    with path.open("w") as file:
+        for number in range(first, first + count):
+            row = {
+                "data_source": source,
+                "prompt": [{"role": "user", "content": f"{number}:"}],
+                "reward_model": {"style": "rule", "ground_truth": TRUTHS[source]},
+            }
+            file.write(f"{json.dumps(row)}\n" * copies)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    digits_folder(folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    for source, count in PROBLEMS.items():
+        rows_file(folder / f"{source}.jsonl", source, count)
+    rows_file(folder / "copies.jsonl", "easy", PROBLEMS["easy"], copies=2)
+    rows_file(folder / "others.jsonl", "easy", 4, first=5000)
+    return folder
+
+
+def winnow(place: Path, *arguments: str) -> Outcome:
+    return in_this_process(*arguments, folder=place)
+
+
+def asked(place: Path, out: str, *more: str, data: tuple[str, ...] = ("easy.jsonl",)) -> Outcome:
+    files = [word for file in data for word in ("--data", file)]
+    return winnow(place, "eval", "model", *files, "--out", out, *ASKED, *more)
+
+
+def rows_of(place: Path, out: str, outcome: str = "held_out") -> list[dict[str, Any]]:
+    rows = read_rollouts(place / out / "answers.parquet").to_pylist()
+    return [row for row in rows if row["outcome"] == outcome]
+
+
+def report_of(place: Path, out: str) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads((place / out / "report.json").read_text())
+    return body
+
+
+@pytest.fixture(scope="module")
+def both(place: Path) -> Outcome:
+    """Both files asked, with greedy answers beside the sampled ones."""
+    return asked(place, "both", "evaluation.greedy=true", data=("easy.jsonl", "hard.jsonl")).check()
+
+
+def majority(marks: list[float], said: list[str], k: int) -> float:
+    """maj@k by going through all draws."""
+    total = []
+    for draw in itertools.combinations(range(len(said)), k):
+        votes = Counter(said[i] for i in draw if said[i])
+        most = [one for one, number in votes.items() if number == max(votes.values())]
+        worth = [sum(m for m, s in zip(marks, said, strict=True) if s == one) for one in most]
+        shares = [w / said.count(one) for w, one in zip(worth, most, strict=True)]
+        total.append(sum(shares) / len(shares) if shares else 0.0)
+    return sum(total) / len(total)
+
+
+def test_every_answer_has_a_row_with_its_text_and_score(place: Path, both: Outcome) -> None:
+    rows = rows_of(place, "both")
+    assert len(rows) == N * sum(PROBLEMS.values())
+    assert len(rows_of(place, "both", "held_out_greedy")) == sum(PROBLEMS.values())
+    assert len({row["problem"] for row in rows}) == sum(PROBLEMS.values())
+    assert {row["prompt_uid"] for row in rows} >= {"easy.jsonl:1", "hard.jsonl:5"}
+    for row in rows:
+        failed = row["response"][:2] == "00"
+        right = not failed and row["response"][:1] in TRUTHS[row["data_source"]]
+        assert row["accuracy"] == float(right and row["response"] != "")
+        assert ("cannot judge 00" in row["scorer_error"]) == failed
+        assert row["response_tokens"] <= 12
+        assert row["finish_reason"] == "stop" or row["response_tokens"] == 12
+    assert any(row["accuracy"] for row in rows)
+    assert not all(row["accuracy"] for row in rows)
+
+
+def test_the_figures_are_those_of_the_rows(place: Path, both: Outcome) -> None:
+    report = report_of(place, "both")
+    by_problem: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows_of(place, "both"):
+        by_problem[row["data_source"], row["problem"]].append(row)
+    for source, count in [*PROBLEMS.items(), ("all", sum(PROBLEMS.values()))]:
+        figures = report["all"] if source == "all" else report["sources"][source]
+        mine = [rows for (own, _), rows in by_problem.items() if source in (own, "all")]
+        marks = [[row["accuracy"] for row in rows] for rows in mine]
+        said = [[row["pred"] or "" for row in rows] for rows in mine]
+        averages = [sum(each) / N for each in marks]
+        assert (figures["problems"], figures["answers"]) == (count, N)
+        mean = sum(averages) / count
+        assert figures[f"avg@{N}"]["mean"] == pytest.approx(mean)
+        error = math.sqrt(sum((a - mean) ** 2 for a in averages) / (count - 1) / count)
+        assert figures[f"avg@{N}"]["standard_error"] == pytest.approx(error)
+        for k in (1, 2, 4, 6):
+            wrong = [each.count(0.0) for each in marks]
+            passed = sum(1 - math.comb(w, k) / math.comb(N, k) for w in wrong) / count
+            assert figures[f"pass@{k}"]["mean"] == pytest.approx(passed)
+            if k > 1:
+                voted = sum(majority(m, s, k) for m, s in zip(marks, said, strict=True)) / count
+                assert figures[f"maj@{k}"]["mean"] == pytest.approx(voted)
+        rows = [row for each in mine for row in each]
+        cut = sum(row["finish_reason"] == "length" for row in rows) / len(rows)
+        assert figures["truncated"]["mean"] == pytest.approx(cut)
+        tokens = sum(row["response_tokens"] for row in rows) / len(rows)
+        assert figures["tokens"]["mean"] == pytest.approx(tokens)
+
+
+def test_the_table_shows_each_source_and_all(place: Path, both: Outcome) -> None:
+    report = report_of(place, "both")
+    for source, body in [*report["sources"].items(), ("all", report["all"])]:
+        line = next(line for line in both.out.splitlines() if line.startswith(f"{source} "))
+        found = body[f"avg@{N}"]
+        assert f"{100 * found['mean']:.1f} %" in line
+        assert f"{100 * found['low']:.1f} .. {100 * found['high']:.1f}" in line
+        assert f"{source} maj@k" in both.out
+    failed = sum(bool(r["scorer_error"]) for o in ("held_out", "held_out_greedy")
+                 for r in rows_of(place, "both", o))  # fmt: skip
+    assert (f"Scoring failed for {failed}" in both.out) == bool(failed)
+    assert "both/answers.parquet" in both.out
+
+
+def test_copies_of_a_row_are_one_problem_with_more_answers(place: Path) -> None:
+    asked(place, "copies", "evaluation.n=3", data=("copies.jsonl",)).check()
+    figures = report_of(place, "copies")["sources"]["easy"]
+    assert (figures["problems"], figures["answers"]) == (PROBLEMS["easy"], 6)
+    rows = rows_of(place, "copies")
+    assert len({row["prompt_uid"] for row in rows}) == 2 * len({row["problem"] for row in rows})
+    said = defaultdict(set)
+    for row in rows:
+        said[row["problem"]].add(row["prompt_uid"] + row["response"])
+    assert max(map(len, said.values())) > 3, "copies draw numbers of their own"
+
+
+def test_the_seed_decides_the_answers(place: Path, both: Outcome) -> None:
+    for out, seed in (("again", 0), ("other", 1)):
+        asked(place, out, f"run.seed={seed}", data=("easy.jsonl", "hard.jsonl")).check()
+    first, again, other = (
+        [row["response"] for row in rows_of(place, out)] for out in ("both", "again", "other")
+    )
+    assert first == again != other
+
+
+def test_two_evaluations_are_compared_on_what_both_answered(place: Path, both: Outcome) -> None:
+    asked(place, "greedy", "evaluation.temperature=0", "evaluation.n=1").check()
+    said = winnow(place, "compare", "both", "greedy", "--json").check()
+    body = json.loads(said.out)
+    assert (body["shared_problems"], list(body["sources"])) == (PROBLEMS["easy"], ["easy"])
+    figures = body["sources"]["easy"]
+    assert figures["a"] == pytest.approx(
+        report_of(place, "both")["sources"]["easy"]["avg@6"]["mean"]
+    )
+    assert figures["b"] == report_of(place, "greedy")["sources"]["easy"]["avg@1"]["mean"]
+    assert body["notes"] == [
+        "5 problems of A alone are left out.",
+        "They were asked in different ways: n is 6 in A, 1 in B.",
+        "They were asked in different ways: temperature is 1.0 in A, 0.0 in B.",
+    ]
+    shown = winnow(place, "compare", "both/answers.parquet", "greedy").check().out
+    assert " ".join(body["verdict"].split()) in " ".join(shown.split())
+
+
+WRONG = {
+    "no data": (
+        ["eval", "model", "--out", "new"],
+        "no held-out prompts: give --data FILE, data.eval_files=[FILE] or a task",
+    ),
+    "a recipe without its data": (
+        ["eval", "model", "--recipe", "aime2024"],
+        "data/aime-2024.parquet: no such file; get it by `winnow data prepare aime-2024`, or give "
+        "--data FILE",
+    ),
+    "an unknown recipe": (
+        ["eval", "model", "--recipe", "aime1824", "--data", "easy.jsonl"],
+        "there is no recipe 'aime1824'; Give the path of a YAML file, or a name that `winnow "
+        "recipes` lists",
+    ),
+    "a file that is missing": (
+        ["eval", "model", "--data", "nowhere.jsonl", *ASKED],
+        "nowhere.jsonl: no such file; check the path",
+    ),
+    "an evaluation in the way": (
+        ["eval", "model", "--data", "easy.jsonl", "--out", "both"],
+        "--out both holds an evaluation already; name another folder",
+    ),
+    "a file in the way": (
+        ["eval", "model", "--data", "easy.jsonl", "--out", "reward.py"],
+        "--out reward.py is a file; name a folder",
+    ),
+    "a step of a model": (
+        ["eval", "model", "--data", "easy.jsonl", "--step", "3"],
+        "--step is 3, but model is a model, not a run; leave it out",
+    ),
+    "a folder of neither kind": (
+        ["eval", "both", "--data", "easy.jsonl"],
+        "both is neither a run's folder (no config.yaml) nor a model's (no config.json); give "
+        "runs/NAME, a Hugging Face folder or a hub name",
+    ),
+    "a source without scorer": (
+        ["eval", "model", "--data", "easy.jsonl", "evaluation.max_response_tokens=12"],
+        "no scorer",
+    ),
+    "a limit beyond the model": (
+        ["eval", "model", "--data", "easy.jsonl", *ASKED, "evaluation.max_response_tokens=300"],
+        "evaluation.max_response_tokens 300 does not fit the model's 256 positions",
+    ),
+    "other problems": (
+        ["compare", "both", "others"],
+        "both/answers.parquet and others/answers.parquet have no problem in common: other data, or "
+        "asked with another data.prompt_template; evaluate both on one file in the same way",
+    ),
+    "nothing to compare": (
+        ["compare", "both", "model"],
+        "model holds no evaluation (no answers.parquet) and is no run's folder; give a folder that "
+        "winnow eval wrote, its answers.parquet, or runs/NAME",
+    ),
+    "no file of answers": (
+        ["compare", "both", "reward.py"],
+        "cannot read reward.py",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_answered_in_one_line(case: str, place: Path, both: Outcome) -> None:
+    if case == "other problems":
+        asked(place, "others", data=("others.jsonl",)).check()
+    command, says = WRONG[case]
+    said = winnow(place, *command)
+    assert said.code == 2, said
+    (line,) = said.err.splitlines()
+    assert line.startswith("winnow: ")
+    assert says in line
+    assert not (place / "evals").exists(), "nothing is left of it"
+
+
+def test_an_instruction_that_a_row_holds_already_is_refused(place: Path, tmp_path: Path) -> None:
+    words = "0123456789 0123456789 0123456789"
+    file = tmp_path / "instructed.jsonl"
+    row = {"data_source": "easy", "prompt": f"{words} 12:", "reward_model": {"ground_truth": "1"}}
+    file.write_text(json.dumps(row) + "\n")
+    template = f"data.prompt_template={{easy:'{words} {{prompt}}'}}"
+    said = asked(place, "never", template, data=(str(file),))
+    assert said.code == 2
+    assert "instructed.jsonl:1: the row holds the instruction of data.prompt_template" in said.err
+    assert not (place / "never").exists()
+
+
+@pytest.mark.parametrize("name", evaluation_recipes())
+def test_a_recipe_for_evaluation_says_what_it_is_for(name: str) -> None:
+    config = resolve_recipe(evaluation_recipe(name))
+    assert config.evaluation.n > 1
+    text = Path(evaluation_recipe(name)).read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    assert "winnow eval MODEL" in text
+
+
+def test_aime_2024_is_asked_as_published() -> None:
+    config = resolve_recipe(evaluation_recipe("aime2024"))
+    asked = config.evaluation
+    assert (asked.n, asked.temperature, asked.top_p, asked.top_k) == (32, 1.0, 0.7, 0)
+    assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (2048, 20480)
+    assert config.data.prompt_template == resolve_recipe("dapo-math").data.prompt_template
+
+
+def test_aime_2024_asks_real_problems_with_the_published_instruction(
+    place: Path, shared_data: Path
+) -> None:
+    qwen_folder(place / "qwen", "qwen2", ["a b c"], chat=True)
+    file = shared_data / "math/aime24_aime25_math500.parquet"
+    said = winnow(
+        place, "eval", "qwen", "--recipe", "aime2024", "--data", str(file), "--out", "aime",
+        *("evaluation.n=2", "evaluation.max_prompts=3", "evaluation.max_response_tokens=8"),
+    ).check()  # fmt: skip
+    assert "3 held-out prompts, temperature 1, top_p 0.7, at most 8 tokens" in said.out
+    (first, *_) = rows_of(place, "aime")
+    assert first["prompt"].startswith("<|user|>Solve the following math problem step by step.")
+    assert first["prompt"].endswith('its own line after "Answer:".\n<|assistant|>')
+
+
+def test_recipes_of_both_kinds_are_listed_apart(place: Path) -> None:
+    said = winnow(place, "recipes").check().out
+    training, evaluation = said.split("\n\n")
+    assert "quickstart" in training.splitlines()
+    assert "eval" not in training
+    assert evaluation == "For winnow eval MODEL --recipe: aime2024, default\n"
+
+
+def test_ctrl_c_ends_an_evaluation_and_leaves_nothing(place: Path) -> None:
+    long = ["evaluation.n=512", "evaluation.max_response_tokens=240", "rollout.engine.slots=8"]
+    command = [WINNOW, "eval", "model", "--data", "easy.jsonl", "--out", "broken", *ASKED, *long]
+    with subprocess.Popen(
+        command,
+        cwd=place,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert "8 held-out prompts" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "winnow: interrupted; nothing of this evaluation is kept\n"
+    assert not (place / "broken").exists()
