@@ -1,4 +1,4 @@
-"""A judge behind a real socket: it compares answer and reference in the message, as told, or late."""
+"""A judge behind a real socket: compares answer and reference in the message, or does as told."""
 
 from __future__ import annotations
 
