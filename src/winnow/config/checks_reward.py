@@ -96,14 +96,14 @@ def dapo_without_overlong(c: Config) -> str | None:
 
 
 def parts_of_one_name(c: Config) -> str | None:
-    """The reward model's part is not that of a scorer."""
-    model = c.reward.model
-    if isinstance(model, NoRewardModel) or model.part not in c.reward.parts:
-        return None
-    return (
-        f"reward.model.part={model.part} and reward.parts.{model.part} have the same name; "
-        "rename one of them"
-    )
+    """A model's part is not that of a scorer."""
+    for field, model in (("model", c.reward.model), ("judge", c.reward.judge)):
+        if not isinstance(model, NoRewardModel | NoJudge) and model.part in c.reward.parts:
+            return (
+                f"reward.{field}.part={model.part} and reward.parts.{model.part} have the same "
+                "name; rename one of them"
+            )
+    return None
 
 
 def cosine_beyond_the_limit(c: Config) -> str | None:

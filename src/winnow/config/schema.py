@@ -47,7 +47,7 @@ def is_table(field: FieldInfo) -> bool:
 def is_text(field: FieldInfo) -> bool:
     """Whether a field, or each entry of a table, takes any text."""
     if is_table(field):
-        return get_args(field.annotation)[1] is str
+        return _entry(field) is str
     return str in _options(field.annotation)
 
 
@@ -103,7 +103,8 @@ def all_keys(
 def leaf_of(location: Sequence[str | int]) -> tuple[Path, FieldInfo | None, bool]:
     """The key that a pydantic error's location lies in, without variant tags and indices.
 
-    The field is None where no section has the key; the flag tells an entry of a table.
+    The field is None where no section has the key; the flag tells an entry of a table. Entries
+    that are sections have keys of their own.
     """
     cls: type[Section] | None = Config
     path: Path = ()
@@ -119,6 +120,8 @@ def leaf_of(location: Sequence[str | int]) -> tuple[Path, FieldInfo | None, bool
             cls = options[parts.pop(0)]
         elif options:
             cls = next(iter(options.values()))
+        elif is_table(field) and parts[1:] not in ([], ["[key]"]) and _is_section(_entry(field)):
+            path, cls = (*path, parts.pop(0)), _entry(field)
         else:
             cls = section(field)
     is_entry = field is not None and is_table(field) and bool(parts)
@@ -131,7 +134,7 @@ def allowed(field: FieldInfo, *, entry: bool = False) -> str:
     if options:
         return f"one of {', '.join(options)}" if len(options) > 1 else next(iter(options))
     if entry:
-        return describe(get_args(field.annotation)[1])
+        return describe(_entry(field))
     return describe(field.annotation, field.metadata)
 
 
@@ -146,8 +149,12 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         if arguments[-1] is Ellipsis:
             return f"a list of {_plural(arguments[0])}"
         return f"a list of {len(arguments)} {_plural(arguments[0])}"
+    if origin is dict and _is_section(arguments[1]):
+        return f"a table, its entries {describe(arguments[1])}"
     if origin is dict:
         return f"a table of {_plural(arguments[1])}"
+    if _is_section(annotation):
+        return f"keys ({', '.join(annotation.model_fields)})"
     return _article(*_noun(annotation, metadata))
 
 
@@ -164,6 +171,11 @@ def lookup(tree: Mapping[str, Any], path: Path) -> Any:
             return None
         node = node[key]
     return node
+
+
+def _entry(field: FieldInfo) -> Any:
+    """What an entry of a table holds."""
+    return get_args(field.annotation)[1]
 
 
 def _is_section(annotation: Any) -> bool:

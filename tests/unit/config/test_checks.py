@@ -219,6 +219,46 @@ CASES = [
         ["reward.weights.task=0 and reward.model.weight=0 leave", "to another number"],
         ["reward.weights.task=0", *JUDGED],
     ),
+    (
+        ["reward/manager=naive", "reward.workers=4"],
+        ["reward/manager=naive and reward.workers=4", "workers=null, or reward/manager=parallel"],
+        ["reward/manager=parallel", "reward.workers=4"],
+    ),
+    (
+        ["reward/manager=parallel", "reward.workers=0"],
+        ["reward/manager=parallel and reward.workers=0", "null or at least 1"],
+        ["reward/manager=parallel"],
+    ),
+    (
+        ["reward/manager=remote", "reward.manager.url=http://h:1", "reward.workers=2"],
+        ["reward/manager=remote and reward.workers=2", "set reward.workers=null"],
+        ["reward/manager=remote", "reward.manager.url=http://h:1"],
+    ),
+    (
+        ["reward/manager=batch"],
+        ["reward/manager=batch and reward.function.path=null", "reward.function.path, or"],
+        ["reward/manager=batch", "reward.function.path=r.py"],
+    ),
+    (
+        ["reward/manager=custom", "reward.manager.path=a:B", "reward.function.path=r.py"],
+        ["reward/manager=custom and reward.function.path=r.py", "set reward.function.path=null"],
+        ["reward/manager=custom", "reward.manager.path=a:B"],
+    ),
+    (
+        ["reward/manager=dapo", "reward.overlong.enabled=false"],
+        ["reward/manager=dapo", "reward.overlong.enabled=false", "or reward/manager=auto"],
+        ["reward/manager=dapo"],
+    ),
+    (
+        ["reward.parts.model.scorer=gsm8k", *JUDGED],
+        ["reward.model.part=model and reward.parts.model", "rename one"],
+        ["reward.parts.model.scorer=gsm8k", "reward.model.part=taste", *JUDGED],
+    ),
+    (
+        ["reward.cosine.enabled=true", "reward.cosine.limit_tokens=129"],
+        ["reward.cosine.limit_tokens=129", "rollout.max_response_tokens=128", "at most 128"],
+        ["reward.cosine.enabled=true", "reward.cosine.limit_tokens=128"],
+    ),
 ]
 
 
@@ -235,8 +275,8 @@ def test_a_contradiction_names_both_fields_and_the_way_out(
 
 
 def test_every_rule_has_a_case() -> None:
-    # Four rules have two cases, for their two sides; the start and the pass have three.
-    assert len(CASES) == len(RULES) + 8
+    # Five rules have two cases, for their two sides; start, pass and scorers' workers have three.
+    assert len(CASES) == len(RULES) + 11
 
 
 def test_each_broken_rule_has_its_line() -> None:

@@ -176,11 +176,19 @@ def test_the_last_of_two_choices_holds(toy: str) -> None:
 
 
 def test_every_variant_can_be_chosen(toy: str) -> None:
+    by_path = {key.path: variants(key.field) for key in all_keys()}
+
+    def chosen(union: tuple[str, ...], name: str) -> tuple[list[str], dict[str, str]]:
+        fields = by_path[union][name].model_fields.items()
+        needed = {k: "http://h:1" if "url" in k else "p:P" for k, f in fields if f.is_required()}
+        values = [f"{'.'.join(union)}.{k}={value}" for k, value in needed.items()]
+        return [f"{'/'.join(union)}={name}", *values], needed
+
     for key in all_keys():
-        for name, variant in variants(key.field).items():
-            needed = {k: "P" for k, f in variant.model_fields.items() if f.is_required()}
-            values = [f"{'.'.join(key.path)}.{k}={value}" for k, value in needed.items()]
-            config = resolve_recipe(toy, [f"{key.spelling}={name}", *values])
+        around = [] if key.variant is None else chosen(*key.variant)[0]
+        for name, variant in by_path[key.path].items():
+            overrides, needed = chosen(key.path, name)
+            config = resolve_recipe(toy, [*around, *overrides])
             node: Section = config
             for part in key.path:
                 node = getattr(node, part)
