@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.recipes import recipe
 
 from winnow.config.files import RECIPES
 from winnow.config.load import available_recipes, load_recipe
@@ -19,7 +20,7 @@ DAPO_INSTRUCTION = (
 
 
 def load(name: str) -> Config:
-    return load_recipe(name, TO_COMPLETE if name in ("dapo-math", "gsm8k") else [])
+    return recipe(name, *(TO_COMPLETE if name in ("dapo-math", "gsm8k") else ()))
 
 
 def test_these_recipes_ship() -> None:
@@ -115,7 +116,8 @@ def test_the_paths_of_the_published_configuration_follow_the_home_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
-    config = load("dapo_qwen2.5_32b")
+    config = load_recipe("dapo_qwen2.5_32b")
     assert config.model.path == "/home/ada/verl/models/Qwen2.5-32B"
     monkeypatch.delenv("HOME")
-    assert load("dapo_qwen2.5_32b").data.train_files == ("/root/verl/data/dapo-math-17k.parquet",)
+    files = load_recipe("dapo_qwen2.5_32b").data.train_files
+    assert files == ("/root/verl/data/dapo-math-17k.parquet",)

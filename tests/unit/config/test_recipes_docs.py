@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from tests.recipes import recipe
 
 from winnow.algorithms.aggregation import AGGREGATIONS
 from winnow.algorithms.estimators import ESTIMATORS
 from winnow.algorithms.policy_loss import POLICY_LOSSES
 from winnow.config.advantage import Advantage
-from winnow.config.load import available_recipes, load_recipe
+from winnow.config.load import available_recipes
 from winnow.config.policy_loss import PolicyLoss
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "algorithms.md"
@@ -68,7 +69,7 @@ def test_the_keys_of_each_variant_are_those_it_has(title: str, union: object) ->
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_each_estimator_is_chosen_as_the_docs_say(name: str) -> None:
-    config = load_recipe("quickstart", [f"algorithm/advantage={name}"])
+    config = recipe("quickstart", f"algorithm/advantage={name}")
     assert config.algorithm.advantage.name == name
 
 
@@ -76,7 +77,7 @@ def test_each_estimator_is_chosen_as_the_docs_say(name: str) -> None:
 def test_each_loss_is_chosen_as_the_docs_say(name: str) -> None:
     aggregation = (POLICY_LOSSES[name].aggregations or ("token-mean",))[0]
     chosen = [f"algorithm/policy_loss={name}", f"algorithm.aggregation={aggregation}"]
-    assert load_recipe("quickstart", chosen).algorithm.policy_loss.name == name
+    assert recipe("quickstart", *chosen).algorithm.policy_loss.name == name
 
 
 def test_each_line_on_kl_length_and_correction_is_taken() -> None:
@@ -92,4 +93,4 @@ def test_each_line_on_kl_length_and_correction_is_taken() -> None:
         group, separator, _ = first.rpartition("=")
         together = [other for other in others if "=" in other]
         for choice in [first, *(group + separator + o for o in others if "=" not in o)]:
-            assert load_recipe("quickstart", [choice, *together, one_update])
+            assert recipe("quickstart", choice, *together, one_update)

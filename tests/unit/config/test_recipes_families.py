@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.recipes import recipe
 
 from winnow.config.files import RECIPES
-from winnow.config.load import available_recipes, load_recipe
+from winnow.config.load import available_recipes
 from winnow.config.warm_start import SftWarmStart
 from winnow.trainer.warm_start import cache_folder
 
@@ -76,7 +77,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def settings(name: str) -> dict[str, Any]:
-    return dict(leaves(load_recipe(name, []).model_dump(mode="json")))
+    return dict(leaves(recipe(name).model_dump(mode="json")))
 
 
 def lines_with_values(name: str) -> list[tuple[str, str]]:
@@ -100,7 +101,7 @@ def test_a_small_recipe_changes_what_its_family_changes_and_nothing_else(name: s
 
 
 def test_the_small_recipes_share_the_quickstarts_warm_start() -> None:
-    configs = [load_recipe(name, []) for name in ("quickstart", *SMALL)]
+    configs = [recipe(name) for name in ("quickstart", *SMALL)]
     starts = [config.warm_start for config in configs]
     folders = {
         cache_folder(config, start)
@@ -116,8 +117,8 @@ def test_a_small_recipe_says_its_name_and_paper(name: str) -> None:
     text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
     assert re.search(r"arXiv \d{4}\.\d{5}", text.splitlines()[0])
     assert f"winnow train {name}\n" in text
-    told = load_recipe(name, []).run.description
-    assert told != load_recipe("quickstart", []).run.description
+    told = recipe(name).run.description
+    assert told != recipe("quickstart").run.description
 
 
 def test_there_is_a_real_recipe_for_each_family() -> None:
@@ -152,7 +153,7 @@ def test_the_sources_that_a_real_recipe_names_are_those_of_its_head(name: str) -
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_recipe_sets_what_decides_a_run(name: str) -> None:
-    config = load_recipe(name, [])
+    config = recipe(name)
     assert config.model.path is not None
     assert config.warm_start.name == "none"
     assert config.data.train_files

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from winnow.config.load import load_recipe
+from tests.recipes import recipe
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
@@ -22,7 +21,7 @@ RUNG_NAMES = [name for name, _ in ladder.RUNGS]
 
 def settings(job: ladder.Job, seed: int = 1) -> dict[str, Any]:
     command = job.command(seed, 40, Path("runs"))
-    return load_recipe(command[2], command[3:]).model_dump(mode="json", exclude={"run"})
+    return recipe(command[2], *command[3:]).model_dump(mode="json", exclude={"run"})
 
 
 def rungs() -> list[dict[str, Any]]:
