@@ -10,6 +10,7 @@ from winnow.errors import ConfigError
 
 FILES = ["warm_start=none", "data/task=none", "model.path=M"]
 JUDGED = ["reward/model=sequence_classifier", "reward.model.path=R"]
+ASKED = ["reward/judge=openai", "reward.judge.base_url=http://h/v1", "reward.judge.model=M"]
 FUSED = ["algorithm.correction.mode=fused", "trainer.mini_batch_groups=null"]
 # Overrides of the quickstart that contradict each other, what the line must say, and a way out.
 CASES = [
@@ -258,6 +259,31 @@ CASES = [
         ["reward.cosine.enabled=true", "reward.cosine.limit_tokens=129"],
         ["reward.cosine.limit_tokens=129", "rollout.max_response_tokens=128", "at most 128"],
         ["reward.cosine.enabled=true", "reward.cosine.limit_tokens=128"],
+    ),
+    (
+        [*ASKED, "reward.judge.template='{{ answer }}'"],
+        ["reward.judge.template", "reward/judge/parse=built_in", "to number or labels"],
+        [*ASKED, "reward.judge.template='{{ answer }}'", "reward/judge/parse=labels"],
+    ),
+    (
+        [*ASKED, "reward/judge/parse=number", "reward.judge.parse.highest=1"],
+        ["reward.judge.parse.lowest=1", "reward.judge.parse.highest=1", "exchange them"],
+        [*ASKED, "reward/judge/parse=number", "reward.judge.parse.highest=5"],
+    ),
+    (
+        [*ASKED, "reward.judge.as_accuracy=true", "reward.judge.threshold=0"],
+        ["reward.judge.threshold=0 makes every answer right", "go from 0 to 1"],
+        [*ASKED, "reward.judge.as_accuracy=true", "reward.judge.threshold=1"],
+    ),
+    (
+        [*ASKED, *JUDGED, "reward.judge.part=model"],
+        ["reward.judge.part=model and reward.model.part=model", "rename one"],
+        [*ASKED, *JUDGED],
+    ),
+    (
+        [*ASKED, "reward.parts.judge.scorer=gsm8k"],
+        ["reward.judge.part=judge and reward.parts.judge", "rename one"],
+        [*ASKED, "reward.parts.form.scorer=gsm8k"],
     ),
 ]
 
