@@ -14,6 +14,7 @@ import asyncio
 import hmac
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,11 @@ from winnow.rewards.sandbox.request import RequestError, job_of, response_of, sa
 
 _BODY_S = 30.0
 _RETRY_AFTER = {"Retry-After": "2"}
+_CLOSE = {"Connection": "close"}
+_DRAIN_S = 5.0
+_DRAIN_TIMES = 8
+"""How long, and how many times the longest body, a refused client is let go on sending: one that
+is cut off while it sends would not see why."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +104,21 @@ class SandboxServer:
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             # A page in a browser may send any other kind of body to an address of this machine.
             if kind != "application/json":
-                raise Refusal(415, f"the body must be application/json, got {kind or 'nothing'}")
+                raise Refusal(
+                    415, f"the body must be application/json, got {kind or 'nothing'}", _CLOSE
+                )
             if self._taken >= self._places:
-                raise Refusal(503, f"{self._places} requests are here already", _RETRY_AFTER)
+                raise Refusal(
+                    503, f"{self._places} requests are here already", _RETRY_AFTER | _CLOSE
+                )
             self._taken += 1
             try:
                 return JSONResponse(await self._result(request))
             finally:
                 self._taken -= 1
         except Refusal as refusal:
+            if "Connection" in refusal.response.headers:
+                await self._drain(request)
             return refusal.response
         except ClientDisconnect:
             return JSONResponse({"detail": "the client has gone"}, 400)
@@ -118,7 +130,7 @@ class SandboxServer:
         is_ours = hmac.compare_digest(given.strip().encode(), self._token)
         if scheme.lower() != "bearer" or not is_ours:
             said = "wrong" if given else "missing"
-            raise Refusal(401, f"the token is {said}", {"WWW-Authenticate": "Bearer"})
+            raise Refusal(401, f"the token is {said}", _CLOSE | {"WWW-Authenticate": "Bearer"})
 
     async def _result(self, request: Request) -> dict[str, Any]:
         body = await self._body(request)
@@ -155,14 +167,24 @@ class SandboxServer:
         most = self._limits.max_body_bytes
         told = request.headers.get("content-length", "")
         if told.isdecimal() and int(told) > most:
-            raise Refusal(413, f"the body must be at most {most:,} bytes, got {told}")
+            raise Refusal(413, f"the body must be at most {most:,} bytes, got {told}", _CLOSE)
         body = bytearray()
         try:
             async with asyncio.timeout(_BODY_S):
                 async for part in request.stream():
                     body += part
                     if len(body) > most:
-                        raise Refusal(413, f"the body must be at most {most:,} bytes")
+                        raise Refusal(413, f"the body must be at most {most:,} bytes", _CLOSE)
         except TimeoutError:
-            raise Refusal(408, f"the body did not come within {_BODY_S:g} s") from None
+            raise Refusal(408, f"the body did not come within {_BODY_S:g} s", _CLOSE) from None
         return bytes(body)
+
+    async def _drain(self, request: Request) -> None:
+        """Let a client end what it is sending, within bounds."""
+        left = self._limits.max_body_bytes * _DRAIN_TIMES
+        with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # the last: all is read
+            async with asyncio.timeout(_DRAIN_S):
+                async for part in request.stream():
+                    left -= len(part)
+                    if left < 0:
+                        return

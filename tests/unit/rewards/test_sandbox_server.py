@@ -1,0 +1,320 @@
+"""The sandbox server over a real socket: its answers, its limits, and requests made to hurt it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from tests.sandboxes import need_bubblewrap, served
+
+from winnow.config.sandbox import SandboxConfig
+from winnow.rewards.sandbox.program import Limits, Result
+from winnow.rewards.sandbox.request import RequestError, job_of, response_of
+from winnow.rewards.sandbox.serving import is_loopback
+
+CONFIG = SandboxConfig(max_concurrent=2, time_s=20, output_kb=64)
+MOST = Limits.of(CONFIG)
+TOKEN = "s3cret-token"
+JSON = {"Content-Type": "application/json"}
+ASLEEP = "import time; time.sleep(60)"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    need_bubblewrap()
+    with served(CONFIG, max_body_bytes=200_000) as (address, _):
+        yield address
+
+
+def post(url: str, body: Any, **options: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    options = {"headers": JSON, "timeout": 60, **options}
+    return httpx.post(f"{url}/run_code", content=content, trust_env=False, **options)
+
+
+def run(url: str, code: str, language: str = "python", **fields: Any) -> dict[str, Any]:
+    response = post(url, {"code": code, "language": language, **fields})
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert isinstance(answer, dict)
+    return answer
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def test_a_program_that_ends_well_succeeds(url: str) -> None:
+    answer = run(url, "import sys; print(input()); print('e', file=sys.stderr)", stdin="ä\n")
+    seconds = answer["run_result"].pop("execution_time")
+    assert 0 < seconds < 20
+    assert answer == {
+        "status": "Success",
+        "message": "",
+        "compile_result": None,
+        "run_result": {"status": "Finished", "return_code": 0, "stdout": "ä\n", "stderr": "e\n"},
+        "files": {},
+    }
+
+
+def test_a_program_that_ends_badly_fails(url: str) -> None:
+    answer = run(url, "print(1); raise SystemExit(3)")
+    assert (answer["status"], answer["run_result"]["return_code"]) == ("Failed", 3)
+    assert answer["run_result"]["stdout"] == "1\n"
+    late = run(url, ASLEEP, run_timeout=0.5)
+    assert (late["status"], late["run_result"]["status"]) == ("Failed", "TimeLimitExceeded")
+    loud = run(url, "while True: print('x' * 1000)")
+    assert (loud["status"], loud["message"]) == ("Failed", "output_limit")
+    greedy = run(url, "bytearray(100 << 20)", memory_limit_MB=64)
+    assert "MemoryError" in greedy["run_result"]["stderr"]
+    assert run(url, "bytearray(100 << 20)", memory_limit_MB=-1)["status"] == "Success"
+
+
+def test_bash_runs_under_the_same_sandbox(url: str) -> None:
+    answer = run(url, "read x; echo got $x; cat d/a; exit 3", "bash", stdin="5\n",
+                 files={"d/a": b64(b"there")})  # fmt: skip
+    assert answer["run_result"]["stdout"] == "got 5\nthere"
+    assert answer["run_result"]["return_code"] == 3
+    assert run(url, "cat /etc/passwd", "bash")["run_result"]["stdout"] == ""
+
+
+@pytest.mark.parametrize(
+    ("language", "code"),
+    [
+        ("python", "open('out', 'wb').write(bytes([0, 255])); print(input()); raise SystemExit(4)"),
+        ("bash", "printf '\\x00\\xff' > out; read x; echo $x; exit 4"),
+    ],
+)
+def test_files_are_fetched_that_a_program_leaves(url: str, language: str, code: str) -> None:
+    names = ["out", "d/in", "nowhere"]
+    answer = run(url, code, language, stdin="7\n", files={"d/in": b64(b"x")}, fetch_files=names)
+    assert answer["files"] == {"out": b64(b"\x00\xff"), "d/in": b64(b"x")}
+    assert answer["run_result"]["stdout"] == "7\n"
+    assert answer["run_result"]["return_code"] == 4
+
+
+def test_what_is_fetched_counts_as_output_and_a_death_as_such(url: str) -> None:
+    loud = run(url, "open('out', 'w').write('x' * 100_000)", fetch_files=["out"])
+    assert (loud["message"], loud["files"]) == ("output_limit", {})
+    dead = run(url, "import ctypes; ctypes.string_at(0)", fetch_files=["out"])
+    assert (dead["run_result"]["return_code"], dead["files"]) == (-11, {})
+
+
+def test_a_forged_list_of_files_holds_names_asked_for_and_texts_alone() -> None:
+    job = job_of({"code": "", "fetch_files": ["a", "b"]}, MOST)
+    assert job.mark is not None
+    for said, files in (
+        (b'{"a": "eA==", "c": "eA=="}', {"a": "eA=="}),
+        (b'{"a": 1, "b": "\\ud800"}', {}),
+        (b"[1]", {}),
+        (b"[" * 100_000, {}),
+        (b"\xff", {}),
+    ):
+        answer = response_of(Result("finished", 0, b"out" + job.mark + said, b"", 1.0), job)
+        assert (answer["run_result"]["stdout"], answer["files"]) == ("out", files)
+        json.dumps(answer, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("code", 1, "code must be a text, got 1"),
+        ("code", None, "code must be a text, got None"),
+        ("language", "cpp", "language must be python or bash, got 'cpp'"),
+        ("language", "x" * 9999, "language must be"),
+        ("language", ["python"], "language must be a text"),
+        ("stdin", 3, "stdin must be a text"),
+        ("run_timeout", "3", "run_timeout must be a number, got '3'"),
+        ("run_timeout", True, "run_timeout must be a number, got True"),
+        ("run_timeout", 0, "run_timeout must lie in (0, 20] seconds here, got 0"),
+        ("run_timeout", -1, "run_timeout must lie"),
+        ("run_timeout", 21, "run_timeout must lie"),
+        ("run_timeout", float("nan"), "run_timeout must lie"),
+        ("run_timeout", float("inf"), "run_timeout must lie"),
+        ("run_timeout", 10**400, "run_timeout must lie"),
+        ("memory_limit_MB", 10**400, "memory_limit_MB must lie in [64, 512] here"),
+        ("memory_limit_MB", 513, "memory_limit_MB must lie"),
+        ("memory_limit_MB", 0, "memory_limit_MB must lie"),
+        ("memory_limit_MB", float("nan"), "memory_limit_MB must lie"),
+        ("files", [], "files must be an object, got []"),
+        ("files", {"a": 1}, "files['a'] must be a text in base64"),
+        ("files", {"a": "a"}, "files['a'] must be a text in base64"),
+        ("files", {"a": "ä"}, "files['a'] must be a text in base64"),
+        ("files", {"a": "!!!!"}, "files['a'] must be a text in base64"),
+        ("files", {"../a": ""}, "files: '../a' is no plain name"),
+        ("files", {"/etc/a": ""}, "files: '/etc/a' is no plain name"),
+        ("files", {"a/../../b": ""}, "is no plain name"),
+        ("files", {"main.py": ""}, "is no plain name"),
+        ("files", {"": ""}, "is no plain name"),
+        ("files", {"a\0": ""}, "is no plain name"),
+        ("files", {"\ud800": ""}, "is no plain name"),
+        ("files", {"a": "", "a/b": ""}, "is no plain name"),
+        ("files", {str(n): "" for n in range(33)}, "files must be at most 32, got 33"),
+        ("fetch_files", {}, "fetch_files must be a list"),
+        ("fetch_files", [1], "fetch_files must hold names"),
+        ("fetch_files", ["/etc/passwd"], "fetch_files: '/etc/passwd' is no plain name"),
+        ("fetch_files", ["../a"], "fetch_files: '../a' is no plain name"),
+        ("fetch_files", ["a"] * 33, "fetch_files must be at most 32"),
+    ],
+    ids=str,
+)
+def test_a_field_that_is_wrong_is_named(field: str, value: Any, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        job_of({"code": "", field: value}, MOST)
+    assert said in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_fields_are_read_as_the_protocol_has_them() -> None:
+    with pytest.raises(RequestError, match="code is missing"):
+        job_of({}, MOST)
+    for body in ([], "x", None, 3):
+        with pytest.raises(RequestError, match="must be a JSON object"):
+            job_of(body, MOST)
+    with pytest.raises(RequestError, match=r"must not hold script\.sh"):
+        job_of({"code": "", "language": "bash", "files": {"script.sh": ""}}, MOST)
+    job = job_of({"code": "x", "new_field": 1, "stdin": None, "files": {"a": None}}, MOST)
+    assert (job.program.code, job.program.stdin, job.program.files) == ("x", b"", {})
+    assert job.limits == replace(MOST, time_s=10)
+    short = replace(MOST, time_s=3)
+    assert job_of({"code": "x"}, short).limits == short
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b"", 400, "0 bytes are no JSON"),
+        (b"{", 400, "no JSON"),
+        (b"\xff\xfe", 400, "no JSON"),
+        (b"[" * 100_000, 400, "no JSON"),
+        (b'{"code": ' + b"9" * 10_000 + b"}", 400, "no JSON"),
+        (b"[]", 422, "must be a JSON object"),
+        (b" " * 200_001, 413, "at most 200,000 bytes, got 200001"),
+        (b" " * 30_000_000, 413, "at most 200,000 bytes, got 30000000"),
+    ],
+    ids=["empty", "half", "no text", "deep", "long number", "list", "large", "gigantic"],
+)
+def test_a_body_that_is_none_is_refused(url: str, body: bytes, status: int, said: str) -> None:
+    response = post(url, body)
+    assert response.status_code == status
+    assert said in response.json()["detail"]
+
+
+def test_a_body_without_a_length_ends_at_the_limit(url: str) -> None:
+    def endless() -> Iterator[bytes]:
+        while True:
+            yield b" " * 10_000
+
+    response = httpx.post(f"{url}/run_code", content=endless(), headers=JSON, trust_env=False)
+    assert (response.status_code, "at most" in response.text) == (413, True)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_page_in_a_browser_cannot_ask(url: str, kind: str) -> None:
+    response = post(url, {"code": "print(1)"}, headers={"Content-Type": kind})
+    assert response.status_code == 415
+
+
+def test_other_paths_and_methods_are_refused(url: str) -> None:
+    assert httpx.get(f"{url}/run_code", trust_env=False).status_code == 405
+    assert httpx.post(f"{url}/", trust_env=False).status_code == 404
+    assert httpx.get(f"{url}/../../etc/passwd", trust_env=False).status_code == 404
+
+
+def test_noise_on_the_socket_harms_nothing(url: str) -> None:
+    port = int(url.rpartition(":")[2])
+    for noise in (b"\x00" * 100, b"POST /run_code HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+                  b"POST /run_code HTTP/1.1\r\n" + b"X: " + b"y" * 200_000):  # fmt: skip
+        with closing(socket.create_connection(("127.0.0.1", port), 30)) as connection:
+            connection.sendall(noise)
+            connection.shutdown(socket.SHUT_WR)
+            assert b"200 OK" not in connection.recv(4096)
+    head = b"POST /run_code HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    with closing(socket.create_connection(("127.0.0.1", port), 30)) as connection:
+        connection.sendall(head + b'Content-Length: 900\r\n\r\n{"code":')  # and is gone
+    assert run(url, "print(1)")["status"] == "Success"
+    until = time.monotonic() + 20
+    while health(url)["waiting"]:
+        assert time.monotonic() < until, "a place is kept for a client that has gone"
+        time.sleep(0.02)
+
+
+def test_the_token_must_be_right() -> None:
+    need_bubblewrap()
+    with served(SandboxConfig(max_concurrent=1), TOKEN) as (url, _):
+        for given in (None, "Bearer wrong", f"Basic {TOKEN}", "Bearer", "Bearer ä", TOKEN):
+            headers = JSON if given is None else {**JSON, "Authorization": given.encode()}
+            response = post(url, b"no JSON, and nobody looks", headers=headers)
+            assert response.status_code == 401
+            assert response.headers["WWW-Authenticate"] == "Bearer"
+            assert TOKEN not in response.text
+        headers = {**JSON, "Authorization": f"bearer {TOKEN}"}
+        assert post(url, {"code": "print(1)"}, headers=headers).json()["status"] == "Success"
+        assert health(url)["status"] == "ok"
+
+
+def health(url: str) -> dict[str, Any]:
+    answer = httpx.get(f"{url}/health", trust_env=False).json()
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_the_queue_has_a_length() -> None:
+    need_bubblewrap()
+    slow = {"code": ASLEEP, "run_timeout": 90}
+    with ThreadPoolExecutor(2) as threads:
+        config = SandboxConfig(max_concurrent=1, time_s=100)
+        with served(config, max_queued=1, max_wait_s=90) as (url, _):
+            first, second = threads.submit(post, url, slow), threads.submit(post, url, slow)
+            while health(url)["running"] + health(url)["waiting"] < 2:
+                time.sleep(0.01)
+            third = post(url, slow)
+        assert (third.status_code, third.headers["Retry-After"]) == (503, "2")
+        assert "2 requests are here already" in third.text
+        assert first.result().status_code == second.result().status_code == 503
+        assert "closing" in first.result().text
+
+
+def test_who_waits_too_long_is_told_to_come_back() -> None:
+    need_bubblewrap()
+    slow = {"code": ASLEEP, "run_timeout": 90}
+    with ThreadPoolExecutor(1) as threads:
+        with served(SandboxConfig(max_concurrent=1, time_s=100), max_wait_s=0.2) as (url, _):
+            first = threads.submit(post, url, slow)
+            while not health(url)["running"]:
+                time.sleep(0.01)
+            second = post(url, slow)
+        assert (second.status_code, second.headers["Retry-After"]) == (503, "2")
+        assert "no slot came free" in second.text
+        assert first.result().status_code == 503
+
+
+def test_stopping_ends_what_runs_and_tells_its_client_to_come_back() -> None:
+    need_bubblewrap()
+    before = threading.enumerate()
+    with ThreadPoolExecutor(1, "asking") as threads:
+        with served(SandboxConfig(max_concurrent=1, time_s=100)) as (url, _):
+            answer = threads.submit(post, url, {"code": ASLEEP, "run_timeout": 90})
+            while not health(url)["running"]:
+                time.sleep(0.01)
+        assert (answer.result().status_code, answer.result().headers["Retry-After"]) == (503, "2")
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+
+
+@pytest.mark.parametrize(
+    ("host", "ours"),
+    [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True),
+     ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("example.com", False), ("", False)],
+)  # fmt: skip
+def test_only_addresses_of_this_machine_do_without_a_token(host: str, ours: bool) -> None:
+    assert is_loopback(host) == ours
