@@ -112,10 +112,10 @@ def section(name: str, file: Path, url: str = "") -> RewardConfig:
     return RewardConfig(timeout_s=timeout_s, **own[name], **workers)
 
 
-def served(manager: Manager, stack: ExitStack) -> str:
+def served(manager: Manager, stack: ExitStack, **how: Any) -> str:
     """The address of a service in a thread, before a manager."""
     listener = stack.enter_context(listen("127.0.0.1", 0, None))
-    server = uvicorn.Server(uvicorn.Config(make_app(manager), log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(make_app(manager, **how), log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
 

@@ -42,7 +42,7 @@ class ScoredParts:
             RewardError: one cannot run here.
         """
         for name, part in self._parts.items():
-            check_package(part.scorer, f"reward.parts.{name}")
+            check_package(part.scorer, f"reward.parts.{name}", f"reward.parts.{name}.scorer")
         self._rules.prepare_scorers(part.scorer for part in self._parts.values())
 
     @property

@@ -58,14 +58,15 @@ class Router:
             RewardError: one has none, or the scorer's package is not installed.
         """
         for data_source in sorted(data_sources):
-            check_package(self.scorer(data_source), f"data_source {data_source}")
+            check_package(self.scorer(data_source), f"data_source {data_source}", "reward.scorers")
 
 
-def check_package(scorer: Scorer, what: str) -> None:
+def check_package(scorer: Scorer, what: str, setting: str) -> None:
     """See that a scorer has what it imports.
 
     Args:
         what: is scored by it.
+        setting: can name another.
 
     Raises:
         RewardError: the package is not installed.
@@ -74,7 +75,7 @@ def check_package(scorer: Scorer, what: str) -> None:
         extra = scorer.package.replace("_", "-")
         raise RewardError(
             f"{what} is scored by {scorer.name}, whose package is not installed; "
-            f"pip install 'winnow[{extra}]', or name another in reward.scorers"
+            f"pip install 'winnow[{extra}]', or name another in {setting}"
         )
 
 

@@ -16,7 +16,7 @@ import hmac
 import json
 import math
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,13 +62,19 @@ def make_app(manager: Manager, token: str | None = None, limits: Limits = Limits
     """
     try:
         from starlette.applications import Starlette
-        from starlette.responses import JSONResponse
+        from starlette.responses import Response as Reply
         from starlette.routing import Route
     except ImportError as error:
         raise RewardError(
             "winnow reward serve needs starlette; pip install 'winnow[serve]'"
         ) from error
     waiting = 0
+
+    def reply(
+        said: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        # In ASCII: an answer may hold halves of surrogate pairs, which no UTF-8 has.
+        return Reply(json.dumps(said), status, headers, "application/json")
 
     async def score(request: Request) -> Response:
         nonlocal waiting
@@ -79,17 +85,17 @@ def make_app(manager: Manager, token: str | None = None, limits: Limits = Limits
             waiting += 1
             try:
                 prompt, text = _question(await _body(request, limits.max_body_bytes))
-                return JSONResponse(_said(await manager.score(prompt, text)))
+                return reply(_said(await manager.score(prompt, text)))
             finally:
                 waiting -= 1
         except RewardError as error:  # of the manager: nothing can be scored any more
-            return JSONResponse({"error": str(error)}, 500)
+            return reply({"error": str(error)}, 500)
         except _Refusal as refusal:
             headers = {"Retry-After": "1"} if refusal.status == 503 else {}
-            return JSONResponse({"error": str(refusal)}, refusal.status, headers)
+            return reply({"error": str(refusal)}, refusal.status, headers)
 
     async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok", "scored": manager.scored})
+        return reply({"status": "ok", "scored": manager.scored})
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

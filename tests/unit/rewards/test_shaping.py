@@ -1,10 +1,15 @@
-"""The soft overlong penalty."""
+"""What length does to the reward: the soft overlong penalty and the cosine."""
 
 from __future__ import annotations
 
-import pytest
+import math
 
-from winnow.rewards.shaping import overlong_penalty
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from winnow.config.reward import CosineConfig, OverlongConfig, RewardConfig
+from winnow.rewards.shaping import cosine_reward, length_parts, overlong_penalty
 
 
 @pytest.mark.parametrize(
@@ -14,3 +19,63 @@ from winnow.rewards.shaping import overlong_penalty
 def test_the_penalty_falls_over_the_buffer(length: int, penalty: float) -> None:
     assert overlong_penalty(length, 128, 48) == pytest.approx(penalty)
     assert overlong_penalty(length, 128, 48, factor=0.5) == pytest.approx(penalty / 2)
+
+
+THIRD, SIXTH = 0.75, (2 + math.sqrt(3)) / 4
+"""(1 + cos(pi/3)) / 2 and (1 + cos(pi/6)) / 2: what is left of the way from long to short."""
+
+
+@pytest.mark.parametrize(
+    ("length", "right", "wrong"),
+    [
+        (0, 2.0, -10.0),
+        (20, 1 + SIXTH, -10 * SIXTH),
+        (40, 1 + THIRD, -10 * THIRD),
+        (60, 1.5, -5.0),
+        (80, 1.25, -2.5),
+        (120, -10.0, -10.0),
+        (500, -10.0, -10.0),
+    ],
+)
+def test_the_cosine_by_hand_at_the_authors_values(length: int, right: float, wrong: float) -> None:
+    config = CosineConfig(enabled=True)
+    assert cosine_reward(config, True, length, 120) == pytest.approx(right)
+    assert cosine_reward(config, False, length, 120) == pytest.approx(wrong)
+
+
+def test_the_cosine_takes_any_ends() -> None:
+    config = CosineConfig(right_short=1, right_long=0.5, wrong_short=-1, wrong_long=-0.5,
+                          exceeded=-3)  # fmt: skip
+    assert cosine_reward(config, True, 5, 10) == pytest.approx(0.75)
+    assert cosine_reward(config, False, 5, 10) == pytest.approx(-0.75)
+    assert cosine_reward(config, True, 10, 10) == -3
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 10_000), st.data())
+def test_right_answers_lose_and_wrong_ones_gain_by_length(limit: int, data: st.DataObject) -> None:
+    a, b = sorted(data.draw(st.tuples(st.integers(0, limit - 1), st.integers(0, limit - 1))))
+    config = CosineConfig()
+    right = [cosine_reward(config, True, n, limit) for n in (a, b)]
+    wrong = [cosine_reward(config, False, n, limit) for n in (a, b)]
+    assert 2.0 >= right[0] >= right[1] >= 1.0
+    assert -10.0 <= wrong[0] <= wrong[1] <= 0.0
+    assert min(right) > max(wrong)
+
+
+@pytest.mark.parametrize(("accuracy", "cosine"), [(1.0, 1.5), (0.99, -5.0), (0.0, -5.0)])
+def test_an_answer_is_right_for_the_cosine_where_all_of_it_is(
+    accuracy: float, cosine: float
+) -> None:
+    config = RewardConfig(cosine=CosineConfig(enabled=True))
+    assert length_parts(config, accuracy, 60, 120) == {"cosine": pytest.approx(cosine)}
+
+
+def test_length_makes_the_parts_that_the_recipe_asks_for() -> None:
+    assert length_parts(RewardConfig(), 1.0, 100, 120) == {}
+    both = RewardConfig(
+        overlong=OverlongConfig(enabled=True, buffer_tokens=40),
+        cosine=CosineConfig(enabled=True, limit_tokens=100),
+    )
+    assert length_parts(both, 1.0, 50, 120) == {"overlong": 0.0, "cosine": pytest.approx(1.5)}
+    assert length_parts(both, 1.0, 100, 120) == {"overlong": -0.5, "cosine": -10.0}
