@@ -8,13 +8,14 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.sandboxes import need_bubblewrap
+from tests.sandboxes import need_bubblewrap, served
 
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.sandbox import FusionConfig, SandboxConfig
 from winnow.rewards.sandbox import current
 from winnow.rewards.scorers import code
 
@@ -29,22 +30,33 @@ FILES = {"HumanEval": ("HumanEval.jsonl.gz", 164), "MBPP": ("mbpp_sanitized.json
 FRESH = "class Fresh:\n    def __init__(self, value):\n        self.value = value\n\n"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _sandbox() -> Iterator[None]:
+EVERY = {"local": 1, "fusion": 25}
+"""All problems in the local sandbox; of those that go over a socket, one in so many."""
+
+
+@pytest.fixture(scope="module", params=EVERY)
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     need_bubblewrap()
-    current.start(SandboxConfig(time_s=60, sample_s=60))
-    yield
-    current.close()
+    kind = str(request.param)
+    local = SandboxConfig(time_s=60, sample_s=60)
+    with ExitStack() as stack:
+        config: SandboxConfig | FusionConfig = local
+        if kind == "fusion":
+            url, _ = stack.enter_context(served(local.model_copy(update={"memory_mb": 1024})))
+            config = FusionConfig(url=url, max_concurrent=4, time_s=60, sample_s=60)
+        current.start(config)
+        stack.callback(current.close)
+        yield kind
 
 
 @pytest.fixture(scope="module", params=FILES)
-def problems(request: pytest.FixtureRequest, shared_data: Path) -> list[Problem]:
+def problems(request: pytest.FixtureRequest, kind: str, shared_data: Path) -> list[Problem]:
     name, count = FILES[request.param]
     raw = (shared_data / "code" / name).read_bytes()
     text = (gzip.decompress(raw) if name.endswith(".gz") else raw).decode()
     rows = [json.loads(line) for line in text.splitlines()]
     assert len(rows) == count
-    return rows
+    return rows[:: EVERY[kind]]
 
 
 def truth(problem: Problem) -> dict[str, str]:
