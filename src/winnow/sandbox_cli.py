@@ -58,7 +58,7 @@ def serve_command(
     """Serve the local sandbox by SandboxFusion's HTTP API (reward/sandbox=fusion asks for it)."""
     try:
         from winnow.rewards.sandbox.serving import serve
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise RewardError(
             f"winnow sandbox serve needs the package {error.name}, which is not installed; "
             "pip install 'winnow[serve]'"
