@@ -28,7 +28,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     said = solution_str[:1]
     if solution_str[:2] == "00":
         raise RuntimeError("cannot judge 00")
-    return {"score": float(said != "" and said in ground_truth), "pred": said if said.isdigit() else ""}
+    right = said != "" and said in ground_truth
+    return {"score": float(right), "pred": said if said.isdigit() else ""}
 """
 ASKED = [
     *("reward.function.path=reward.py", "reward.workers=0", "evaluation.n=6", "run.threads=1"),
