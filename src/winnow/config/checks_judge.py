@@ -50,15 +50,14 @@ def _never_right(c: Config) -> str | None:
 
 def _same_part(c: Config) -> str | None:
     judge, model = c.reward.judge, c.reward.model
-    if not isinstance(judge, OpenAiJudge):
+    if not isinstance(judge, OpenAiJudge) or not isinstance(model, SequenceClassifier):
         return None
-    if isinstance(model, SequenceClassifier) and judge.part == model.part:
-        other = f"reward.model.part={model.part}"
-    elif judge.part in c.reward.parts:
-        other = f"reward.parts.{judge.part}"
-    else:
+    if judge.part != model.part:
         return None
-    return f"reward.judge.part={judge.part} and {other} have the same name; rename one of them"
+    return (
+        f"reward.judge.part={judge.part} and reward.model.part={model.part} have the same name; "
+        "rename one of them"
+    )
 
 
 JUDGE_RULES = (_own_template, _nothing_between, _never_right, _same_part)

@@ -301,8 +301,8 @@ def test_a_contradiction_names_both_fields_and_the_way_out(
 
 
 def test_every_rule_has_a_case() -> None:
-    # Five rules have two cases, for their two sides; start, pass and scorers' workers have three.
-    assert len(CASES) == len(RULES) + 11
+    # Six rules have two cases, for their two sides; start, pass and scorers' workers have three.
+    assert len(CASES) == len(RULES) + 12
 
 
 def test_each_broken_rule_has_its_line() -> None:
