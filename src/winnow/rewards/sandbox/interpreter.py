@@ -14,6 +14,10 @@ _ASK = (
     "import json, sys; print(json.dumps([sys.executable, sys.prefix, sys.base_prefix, "
     "sys.base_exec_prefix, *sys.version_info[:2]]))"
 )
+_COMPILE = (
+    "import marshal, sys; read = sys.stdin.buffer.read; "
+    "sys.stdout.buffer.write(marshal.dumps(compile(read(), 'main.py', 'exec')))"
+)
 _OLDEST = (3, 8)
 _ASK_S = 30.0
 
@@ -24,6 +28,25 @@ class Interpreter:
 
     path: str
     folders_outside_usr: tuple[str, ...]
+
+
+def compiled(python: str, code: str) -> bytes:
+    """Code of our own as an interpreter loads it with `marshal`; it is not run.
+
+    Raises:
+        SandboxError: it cannot be compiled.
+    """
+    try:
+        return subprocess.run(
+            [python, "-I", "-S", "-c", _COMPILE],
+            input=code.encode(),
+            env=dict(ENVIRONMENT),
+            capture_output=True,
+            timeout=_ASK_S,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SandboxError(f"{python} compiles nothing ({type(error).__name__})") from error
 
 
 def find_interpreter(path: str) -> Interpreter:

@@ -8,7 +8,7 @@ Each runs under a guardian, `confine.py`, that ends what the program leaves behi
 from __future__ import annotations
 
 import ctypes
-import json
+import marshal
 import os
 import shutil
 import signal
@@ -18,7 +18,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from winnow.rewards.sandbox.interpreter import Interpreter
+from winnow.rewards.sandbox.interpreter import Interpreter, compiled
 from winnow.rewards.sandbox.process import Started, memory_file, run
 from winnow.rewards.sandbox.program import Limits, Program, Result, SandboxError, Slot
 from winnow.rewards.sandbox.seccomp import filter_bytes
@@ -28,6 +28,9 @@ _CONFINE = Path(__file__).with_name("confine.py")
 _READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _LANDLOCK_CREATE_RULESET = 444
+_LOAD = "import marshal, sys; exec(marshal.loads(open(int(sys.argv[2]), 'rb').read()))"
+_MARSHAL = 2
+"""A version that every Python 3 reads: the guardian's may be another than ours."""
 _LEAST_ABI = 3
 """Before it, a file could be cut to nothing without the right to write to it."""
 
@@ -52,6 +55,7 @@ class Landlock:
             raise SandboxError(f"there is no system call filter for {os.uname().machine}")
         self._seccomp = seccomp
         self._guardian = shutil.which("python3", path="/usr/bin") or sys.executable
+        self._code = compiled(self._guardian, _CONFINE.read_text(encoding="utf-8"))
 
     def run(self, program: Program, limits: Limits, slot: Slot, closing: threading.Event) -> Result:
         """Run a program.
@@ -72,12 +76,14 @@ class Landlock:
                 path.write_bytes(data)
                 path.chmod(0o644)
             plan = memory_file("plan", self._plan(limits, slot, folder, writer))
+            code = memory_file("guardian", self._code)
             try:
-                command = [self._guardian, "-I", "-S", "-B", str(_CONFINE), str(plan)]
-                started = Started(command, [plan, writer], _ask_to_end)
+                command = [self._guardian, "-I", "-S", "-B", "-c", _LOAD, str(plan), str(code)]
+                started = Started(command, [plan, code, writer], _ask_to_end)
                 result = run(started, program.stdin, limits, closing)
             finally:
                 os.close(plan)
+                os.close(code)
                 os.close(writer)
                 writer = -1
             said = os.read(status, 4096)
@@ -118,7 +124,7 @@ class Landlock:
             "uid": slot.uid,
             "parent": os.getpid(),
         }
-        return json.dumps(plan).encode()
+        return marshal.dumps(plan, _MARSHAL)
 
 
 def landlock_abi() -> int:

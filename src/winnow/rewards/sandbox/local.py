@@ -24,13 +24,15 @@ from typing import Protocol
 from winnow.config.sandbox import SandboxConfig
 from winnow.errors import RewardError
 from winnow.rewards.sandbox.bubblewrap import Bubblewrap
-from winnow.rewards.sandbox.interpreter import Interpreter, find_interpreter
+from winnow.rewards.sandbox.interpreter import Interpreter, compiled, find_interpreter
 from winnow.rewards.sandbox.landlock import Landlock
 from winnow.rewards.sandbox.program import Limits, Program, Result, SandboxError, Slot
 from winnow.rewards.sandbox.trial import trial
 
 _FIRST_UID, _LAST_UID = 60706, 61183
 """Users that no distribution gives away (systemd's list of ranges leaves them unused)."""
+_COMPILED = "main.bin"
+_RUN_COMPILED = f"import marshal\nexec(marshal.loads(open({_COMPILED!r}, 'rb').read()))\n"
 _TRIES = 3
 _PAUSE_S = 0.2
 _TRIAL_S = 20.0
@@ -89,13 +91,16 @@ class LocalSandbox:
         try:
             if os.geteuid() == 0:
                 self.slots = [Slot(number, self._claim_uid()) for number in range(count)]
-            self._kind = self._chosen(find_interpreter(config.python))
+            interpreter = find_interpreter(config.python)
+            self._python = interpreter.path
+            self._kind = self._chosen(interpreter)
         except SandboxError as error:
             self.close()
             raise RewardError(f"no program can be run: {error}") from error
         except RewardError:
             self.close()
             raise
+        self._compiled: dict[str, bytes] = {}
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self.slots:
             self._free.put(slot)
@@ -125,6 +130,7 @@ class LocalSandbox:
         """
         slot = self._free.get()
         try:
+            program = self._ready(program)
             for attempt in range(1, _TRIES + 1):
                 try:
                     return self._kind.run(program, limits or self.limits, slot, self._closing)
@@ -146,6 +152,15 @@ class LocalSandbox:
         for claim in self._claims:
             claim.close()
         self._claims.clear()
+
+    def _ready(self, program: Program) -> Program:
+        """The program, with code of ours compiled: that takes longer than most of it runs."""
+        if not program.is_ours:
+            return program
+        code = self._compiled.get(program.code)
+        if code is None:
+            code = self._compiled[program.code] = compiled(self._python, program.code)
+        return replace(program, code=_RUN_COMPILED, files={**program.files, _COMPILED: code})
 
     def _claim_uid(self) -> int:
         """An unprivileged user that nobody has, held while this process lives.

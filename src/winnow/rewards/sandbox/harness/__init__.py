@@ -45,7 +45,8 @@ def program(solution: dict[str, Any], tests: dict[str, Any]) -> Program:
             (seconds a call), `stop_early` (at the first case that does not pass).
     """
     first = json.dumps(solution).encode()
-    return Program(_MAIN, b"%010d" % len(first) + first + json.dumps(tests).encode())
+    stdin = b"%010d" % len(first) + first + json.dumps(tests).encode()
+    return Program(_MAIN, stdin, is_ours=True)
 
 
 def verdict(stdout: bytes) -> dict[str, Any] | None:

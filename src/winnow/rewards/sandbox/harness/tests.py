@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import functools
 import os
 import select
 import sys
@@ -142,7 +141,7 @@ def prepared(solution: Solution, tests: dict[str, Any]) -> Iterator[Callable[[],
     """Each case as a function that raises."""
     if tests["kind"] == "calls":
         for args, expected in tests["cases"]:
-            yield functools.partial(call_once, solution, tests["entry_point"], args, expected)
+            yield later(call_once, solution, tests["entry_point"], args, expected)
         return
     text = "\n".join(tests["cases"])
     words = words_of(text)
@@ -156,7 +155,12 @@ def prepared(solution: Solution, tests: dict[str, Any]) -> Iterator[Callable[[],
             space[name] = solution.function(name)
     for number, case in enumerate(tests["cases"]):
         code = compile(case, file_of(number), "exec")
-        yield functools.partial(run, code, space, solution, tests["kind"], tests["entry_point"])
+        yield later(run, code, space, solution, tests["kind"], tests["entry_point"])
+
+
+def later(function: Callable[..., None], *args: Any) -> Callable[[], None]:
+    """A call to be made later (functools draws in much)."""
+    return lambda: function(*args)
 
 
 def call_once(solution: Solution, name: str, args: Any, expected: Any) -> None:
