@@ -36,7 +36,7 @@ from winnow.rewards.managers.rules import Rules
 from winnow.rewards.sandbox import current
 from winnow.rewards.sandbox.fusion import FusionSandbox, result_of
 from winnow.rewards.sandbox.program import Program, SandboxError
-from winnow.rewards.scorers import code
+from winnow.rewards.scorers import code as scorer
 from winnow.rewards.task import Failure
 from winnow.types import Prompt
 
@@ -72,7 +72,7 @@ def scored(script: Sequence[Step], **settings: Any) -> tuple[Any, Served]:
     with serving([TRIED, *script]) as service:
         current.start(FusionConfig(url=service.url, **settings))
         try:
-            return code.score("any", "print(1)", DOUBLE, {}).extra["pred"], service
+            return scorer.score("any", "print(1)", DOUBLE, {}).extra["pred"], service
         except SandboxError as error:
             return error, service
         finally:
@@ -155,6 +155,31 @@ def test_a_gateway_that_fails_in_passing_costs_nothing() -> None:
     assert (outcome, len(service.requests)) == ("pass", 6)
 
 
+VERDICT = '{"d":[["passed",2],["of",2],["outcome","pass"],["text",""]]}\n'
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "outcome"),
+    [
+        (VERDICT, 0, "pass"),
+        (VERDICT, -9, "runtime_error"),
+        (VERDICT, 1, "runtime_error"),
+        (VERDICT + VERDICT, 0, "runtime_error"),
+        ("x" + VERDICT, 0, "runtime_error"),
+        ("", 0, "runtime_error"),
+    ],
+)
+def test_a_verdict_is_whole_and_alone_and_its_process_ended_well(
+    said: str, code: int, outcome: str
+) -> None:
+    truth = {"fn_name": "add", "inputs": [[1, 2], [1, 1]], "outputs": [3, 2]}
+    with serving([TRIED, ok(answer(said, return_code=code))]) as service:
+        current.start(FusionConfig(url=service.url))
+        found = scorer.score("any", "def add(a, b): return a + b", truth, {})
+        current.close()
+    assert (found.extra["pred"], found.accuracy) == (outcome, outcome == "pass")
+
+
 def test_times_that_are_none_count_as_nothing() -> None:
     for time_s in (None, "1", -1, float("nan"), float("inf"), 10**400):
         result = result_of(answer("x", execution_time=time_s))
@@ -211,7 +236,7 @@ def test_one_limit_holds_for_all_answers_of_a_run() -> None:
         current.start(FusionConfig(url=service.url, max_concurrent=3))
         truth = {"inputs": ["2"], "outputs": ["4"]}
         with ThreadPoolExecutor(12) as threads:
-            found = list(threads.map(lambda _: code.score("a", "x", truth, {}).reward, range(12)))
+            found = list(threads.map(lambda _: scorer.score("a", "x", truth, {}).reward, range(12)))
         current.close()
     assert found == [1.0] * 12
     assert service.most_at_once == 3
