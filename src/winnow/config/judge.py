@@ -51,8 +51,8 @@ class LabelsParse(Section):
     """The last of these words, as whole words in the same case, stands for a number."""
 
     name: Literal["labels"] = "labels"
-    labels: dict[str, float] = Field(default_factory=lambda: {"CORRECT": 1.0, "INCORRECT": 0.0})
-    """Words, and the number that each stands for."""
+    labels: dict[str, float] = Field(default_factory=dict)
+    """Words, and the number that each stands for, such as {GOOD: 1, BAD: 0}."""
 
     @field_validator("labels")
     @classmethod

@@ -51,7 +51,7 @@ Name its merits and faults in a few words. Then end with one line that holds a w
 (useless) to 10 (could not be better) and nothing else:
 Score: NUMBER"""
 _BUILT_IN: dict[str, tuple[str, LabelsParse | NumberParse]] = {
-    "correctness": (_CORRECTNESS, LabelsParse()),
+    "correctness": (_CORRECTNESS, LabelsParse(labels={"CORRECT": 1.0, "INCORRECT": 0.0})),
     "quality": (_QUALITY, NumberParse()),
 }
 

@@ -263,7 +263,7 @@ CASES = [
     (
         [*ASKED, "reward.judge.template='{{ answer }}'"],
         ["reward.judge.template", "reward/judge/parse=built_in", "to number or labels"],
-        [*ASKED, "reward.judge.template='{{ answer }}'", "reward/judge/parse=labels"],
+        [*ASKED, "reward.judge.template='{{ answer }}'", "reward/judge/parse=number"],
     ),
     (
         [*ASKED, "reward/judge/parse=number", "reward.judge.parse.highest=1"],

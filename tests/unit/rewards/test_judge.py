@@ -34,6 +34,7 @@ from winnow.rewards.judge import Judge
 from winnow.rewards.task import Failure
 from winnow.types import Prompt
 
+LABELS = LabelsParse(labels={"CORRECT": 1.0, "INCORRECT": 0.0})
 KEY = "sk-very-secret-1"
 MESSAGES = ({"role": "system", "content": "sort"}, {"role": "user", "content": "5391:"})
 PROMPT = Prompt("row 7", np.array([8]), "<s>5391:", "sort", "1359", {"extra_info": {"n": 4}},
@@ -86,7 +87,7 @@ def test_the_request_is_a_chat_completion_with_the_recipes_options(
         api_key_env="JUDGE_KEY",
         template=template,
         system="Be strict on {{ ground_truth }}.",
-        parse=LabelsParse(),
+        parse=LABELS,
         options={"top_p": 0.5, "max_tokens": None, "max_completion_tokens": 99},
         seed=3,
     )
@@ -317,9 +318,7 @@ def test_a_row_that_the_template_fails_on_fails_alone_and_is_found_before_traini
     with (
         serving([RIGHT]) as served,
         closing(
-            judge_of(
-                served, template="{{ extra.extra_info.n + 1 }}{{ answer }}", parse=LabelsParse()
-            )
+            judge_of(served, template="{{ extra.extra_info.n + 1 }}{{ answer }}", parse=LABELS)
         ) as judge,
     ):
 
@@ -337,7 +336,7 @@ def test_a_row_that_the_template_fails_on_fails_alone_and_is_found_before_traini
 
 def test_a_template_cannot_reach_into_python() -> None:
     template = "{{ answer.__class__.__mro__ }}"
-    found = one([RIGHT], template=template, parse=LabelsParse())
+    found = one([RIGHT], template=template, parse=LABELS)
     assert isinstance(found, Failure)
     assert "unsafe" in found.line
 
