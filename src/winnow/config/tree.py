@@ -7,7 +7,7 @@ and starts from the new one's defaults. What was typed for that variant is then 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -126,7 +126,7 @@ class Tree:
                     continue
             if inner is None:
                 if isinstance(value, dict) and isinstance(values[key], dict):
-                    values[key].update(value)
+                    values[key].update(_entries(values[key], value))
                 else:
                     values[key] = copy.deepcopy(value)
                 self.places[path] = place(path)
@@ -166,3 +166,13 @@ class Tree:
         if name != current:
             self.choose(path, name)
         return options[name]
+
+
+def _entries(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """New entries of a table; one that holds keys keeps those that it does not give anew."""
+    merged = copy.deepcopy(dict(new))
+    for name, entry in merged.items():
+        before = old.get(name)
+        if isinstance(entry, dict) and isinstance(before, dict):
+            merged[name] = {**before, **entry}
+    return merged

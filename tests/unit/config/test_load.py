@@ -300,6 +300,46 @@ def test_a_file_adds_to_the_table_of_the_file_it_includes(write: Write) -> None:
 # Includes
 
 
+def test_an_entry_with_keys_keeps_those_that_are_not_given_anew(write: Write) -> None:
+    write("defaults: [quickstart]\nreward: {parts: {form: {scorer: think_answer, weight: 2}}}",
+          "base.yaml")  # fmt: skip
+    recipe = write("defaults: [base]\nreward: {parts: {form: {weight: 0.5}}}")
+    for overrides in ([], ["reward.parts.form.in_evaluation=true", "reward.parts.b.scorer=gsm8k"]):
+        parts = load_recipe(recipe, overrides).reward.parts
+        assert (parts["form"].scorer, parts["form"].weight) == ("think_answer", 0.5)
+        assert (parts["form"].in_evaluation, "b" in parts) == (bool(overrides), bool(overrides))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("reward.parts.f.weight=1", "reward.parts.f.scorer must be text, got null"),
+        (
+            "reward.parts.f=gsm8k",
+            "reward.parts.f must be keys (scorer, weight, in_evaluation), got",
+        ),
+        ("reward.parts={f: {scorer: gsm8k, wieght: 1}}", "reward.parts.f.wieght is no known key"),
+        ("reward.parts={f: {scorer: gsm8k, weight: x}}", "reward.parts.f.weight must be a number,"),
+        ("reward.parts={f: {scorer: gsm8k, weight: inf}}", "reward.parts.f.weight must be a "),
+        ("reward.parts.task.scorer=gsm8k", "reward.parts.task must be none of accuracy, reward, "),
+        ("reward.parts.f-g.scorer=gsm8k", "reward.parts.f-g must be a name of letters, digits "),
+        ("reward.cosine.limit_tokens=-3", "reward.cosine.limit_tokens must be a whole number of "),
+        ("reward.manager=team", "reward.manager must be one of auto, naive, parallel, batch, "),
+        (
+            "reward/manager=remote",
+            "reward.manager.url has no default; add reward.manager.url=VALUE",
+        ),
+    ],
+)
+def test_what_is_no_part_and_no_manager_is_refused_in_one_line(
+    override: str, says: str, toy: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(toy, [override])
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_recipe_includes_shipped_ones_and_files_beside_it(write: Write, tmp_path: Path) -> None:
     write("defaults: [quickstart]\noptim: {lr: 0.25}", "base.yml")
     (tmp_path / "sub").mkdir()
