@@ -143,6 +143,11 @@ def is_adapters(name: str) -> bool:
     return ".lora_" in name
 
 
+def plain_name(name: str) -> str:
+    """What a parameter of an adapted model is called without the adapter."""
+    return name.replace(".base_layer.", ".")
+
+
 def adapter_dropouts(model: nn.Module) -> list[nn.Module]:
     """Dropout layers of the adapter, which act when `training` is set on them."""
     if not has_adapter(model):
@@ -167,7 +172,7 @@ def merged_weights(tensors: dict[str, Tensor], model: nn.Module) -> Iterator[tup
     for name, tensor in tensors.items():
         if is_adapters(name):
             continue
-        plain = name.replace(".base_layer.", ".")
+        plain = plain_name(name)
         layer = updated.get(name)
         yield plain, tensor.detach() if layer is None else _merged(layer, tensor.detach())
 

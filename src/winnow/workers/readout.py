@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +37,20 @@ class Readout:
         Raises:
             ValueError: an output that this kind of model does not have.
         """
+        self.check(outputs)
+        return self.read(hidden, micro, outputs)
+
+    def check(self, outputs: frozenset[Output]) -> None:
+        """Refuse what this kind of model does not have.
+
+        Raises:
+            ValueError: an output is not offered.
+        """
         if not outputs <= self.offered:
             raise ValueError(
                 f"{self.model} gives {', '.join(sorted(self.offered))}; "
                 f"asked for {', '.join(sorted(outputs))}"
             )
-        return self.read(hidden, micro, outputs)
 
 
 def readout_of(
@@ -118,7 +127,8 @@ class _Scores:
 
 def _one_number(model: nn.Module, hidden: Tensor) -> Tensor:
     head = scalar_head(model)
-    return nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)[:, 0]
+    # Called, not read: where the head is a unit of its own, the call gathers its weight.
+    return cast(Tensor, head(hidden.to(head.weight.dtype)))[:, 0]
 
 
 def _placed(values: Tensor, positions: Tensor, micro: MicroBatch) -> Tensor:

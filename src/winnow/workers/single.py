@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from winnow.batching import MicroBatch
-from winnow.errors import CheckpointError, ModelError
+from winnow.errors import ModelError
 from winnow.models import hidden_states
 from winnow.workers import lora
 from winnow.workers.fusing import fuse
+from winnow.workers.holding import HALF, check_state, enable_checkpointing, in_training, tensors_of
 from winnow.workers.packed import PackedLayout
 from winnow.workers.readout import readout_of
 from winnow.workers.strategy import LossFn, Output, Stats
@@ -68,7 +69,7 @@ class SingleStrategy:
             fuse(model)
         self._training_only = lora.adapter_dropouts(model)
         if gradient_checkpointing:
-            self._training_only += _enable_checkpointing(model)
+            self._training_only += enable_checkpointing(model)
         self._masters = {
             name: _master(parameter)
             for name, parameter in model.named_parameters()
@@ -107,7 +108,7 @@ class SingleStrategy:
         maxima: dict[str, Tensor] = {}
         for micro in microbatches:
             here = micro.to(self.device)
-            with _in_training(self._training_only):
+            with in_training(self._training_only):
                 result = loss_fn(here, self._run(here, outputs))
                 result.loss.backward()  # type: ignore[no-untyped-call]
             for name, value in {"loss": result.loss, **result.sums}.items():
@@ -152,7 +153,7 @@ class SingleStrategy:
         if adapter_only:
             found = lora.adapter_weights(self.model)
         else:
-            found = lora.merged_weights(_tensors(self.model), self.model)
+            found = lora.merged_weights(tensors_of(self.model), self.model)
         for name, tensor in found:
             cast_ = dtype if tensor.is_floating_point() else None
             yield name, tensor.to(cast_ or tensor.dtype)
@@ -179,7 +180,7 @@ class SingleStrategy:
         masters = self._masters
         weights = {
             name: masters.get(name, tensor).detach()
-            for name, tensor in _tensors(self.model).items()
+            for name, tensor in tensors_of(self.model).items()
             if not self.has_adapter or lora.is_adapters(name)
         }
         states = self._optimizer.state
@@ -195,16 +196,7 @@ class SingleStrategy:
             CheckpointError: names, shapes or dtypes are not those of this model.
         """
         own = self.state_dict()["weights"]
-        _check_same("weights", state["weights"], own)
-        for name, moments in state["optimizer"].items():
-            if name not in self._masters:
-                raise CheckpointError(
-                    f"the checkpoint has optimizer state for {name}, which is not trained here; "
-                    "resume with the model and the trained parameters of the run that saved it"
-                )
-            for key, value in moments.items():
-                if key != "step":
-                    _check_same(f"optimizer state {key}", {name: value}, {name: own[name]})
+        check_state(state, own, set(self._masters))
         for name, tensor in own.items():
             tensor.copy_(state["weights"][name])
         self._round_masters()
@@ -230,35 +222,12 @@ class SingleStrategy:
                     parameter.copy_(master)
 
 
-@contextlib.contextmanager
-def _in_training(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Layers recompute their activations, or drop inputs, within the block and nowhere else."""
-    for layer in layers:
-        layer.training = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
-
-
-def _enable_checkpointing(model: nn.Module) -> list[nn.Module]:
-    """Let transformers checkpoint; returns the layers that do so when `training` is set.
-
-    The flag is set on the layers alone, not on what they hold, so dropout stays off.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
-    return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-
-
 def _master(parameter: nn.Parameter) -> nn.Parameter:
     """What the optimizer steps: the parameter itself, or for half precision an fp32 copy.
 
     The copy takes over each gradient as soon as backward has it.
     """
-    if parameter.dtype not in (torch.bfloat16, torch.float16):
+    if parameter.dtype not in HALF:
         return parameter
     master = nn.Parameter(parameter.detach().float())
 
@@ -270,28 +239,3 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
 
     cast(Any, parameter).register_post_accumulate_grad_hook(take_over)
     return master
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, tied ones under their first name, and the buffers that are saved with them."""
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {n: t for n, t in model.state_dict().items() if n not in known}
-    return parameters | buffers
-
-
-def _check_same(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    remedy = "resume with the model of the run that saved it"
-    if given.keys() != own.keys():
-        missing, extra = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-        raise CheckpointError(
-            f"the checkpoint's {what} are not this model's: it lacks {missing[:3] or 'none'} "
-            f"({len(missing)}) and has {extra[:3] or 'none'} ({len(extra)}) too many; {remedy}"
-        )
-    for name, tensor in own.items():
-        other = given[name]
-        if other.shape != tensor.shape or other.dtype != tensor.dtype:
-            raise CheckpointError(
-                f"the checkpoint's {what}, {name}: {list(other.shape)} {other.dtype}, "
-                f"but the model has {list(tensor.shape)} {tensor.dtype}; {remedy}"
-            )

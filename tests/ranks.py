@@ -1,0 +1,139 @@
+"""Real processes that run a test's functions together, started once and asked many times.
+
+Starting a process that imports torch takes seconds, so that a session has one group of ranks:
+
+    with Ranks(4) as ranks:
+        assert ranks.run(rank_and_size) == [(0, 4), (1, 4), (2, 4), (3, 4)]
+
+A function is any that can be imported. It runs on every rank, within one gloo process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+START_S = 120.0
+"""Until torch is imported everywhere, on a machine with other work."""
+GRACE_S = 5.0
+"""For the other ranks, once one has failed."""
+
+
+class RankError(AssertionError):
+    """What a function raised on a rank, with its traceback there."""
+
+
+class Ranks:
+    """A group of processes; those that hung or died are started anew at the next call."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: Path | None = None
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the running processes, by rank."""
+        return [process.pid for process in self._processes]
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        """The function's results, by rank.
+
+        Raises:
+            RankError: it raised on a rank, a rank died, or took longer than the limit.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        return self._answers(timeout_s)
+
+    def stop(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._processes, self._pipes, self._folder = [], [], None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            target = (theirs, rank, self.world, str(self._folder / "store"))
+            process = context.Process(target=_serve, args=target, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        self._answers(START_S)
+
+    def _answers(self, timeout_s: float) -> list[Any]:
+        found: dict[int, Any] = {}
+        faults: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(found) + len(faults) < self.world:
+            missing = [r for r in range(self.world) if r not in found and r not in faults]
+            ready = wait([self._pipes[r] for r in missing], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in missing:
+                if self._pipes[rank] not in ready:
+                    continue
+                try:
+                    is_fault, value = self._pipes[rank].recv()
+                except EOFError:
+                    is_fault, value = True, "the process died"
+                (faults if is_fault else found)[rank] = value
+                if is_fault:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        silent = [r for r in range(self.world) if r not in found and r not in faults]
+        if silent or faults:
+            self.stop()
+            told = [f"rank {rank}: {text}" for rank, text in sorted(faults.items())]
+            if silent:
+                told.append(f"ranks {silent} did not answer in time ({timeout_s:g} s)")
+            raise RankError("\n".join(told))
+        return [found[rank] for rank in range(self.world)]
+
+
+def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
+    """What a process does: functions, until its parent goes."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    pipe.send((False, None))
+    with contextlib.suppress(EOFError):
+        while True:
+            answer: tuple[bool, Any]
+            try:
+                function, args = pipe.recv()
+                answer = False, function(*args)
+            except EOFError:
+                raise
+            except BaseException:
+                answer = True, traceback.format_exc()
+            pipe.send(answer)
