@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
+import shutil
 import signal
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,29 +21,71 @@ from winnow.config.sandbox import SandboxConfig
 
 COMBINATIONS = [(backend, user) for backend in BACKENDS for user in USERS]
 MIB = 1 << 20
+_SET_CHILD_SUBREAPER = 36
 
 
-@pytest.fixture(
-    scope="module",
-    params=COMBINATIONS,
-    ids="-".join,
-)
-def box(request: pytest.FixtureRequest) -> Iterator[Host]:
+@pytest.fixture(scope="module")
+def scratch() -> Iterator[Path]:
+    """Where the sandbox keeps its files; open to every user, as are the folders above it."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def outside() -> Iterator[Path]:
+    """A folder that every user may read and write."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS, ids="-".join)
+def box(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Host]:
     backend, user = request.param
     if backend == "bubblewrap":
         need_bubblewrap()
-    with host(user, SandboxConfig(backend=backend, max_concurrent=1, time_s=60)) as made:
+
+    def prepare() -> None:
+        tempfile.tempdir = str(scratch)
+        # What a program leaves behind comes to this process, and so is seen.
+        assert ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+    config = SandboxConfig(backend=backend, max_concurrent=1, time_s=60)
+    with host(user, config, prepare) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
-def works_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a program did, the next one finds the sandbox as it should be."""
+def nothing_is_left_and_all_works(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a program did, no process and no file is left, and the next one runs."""
     yield
     if "box" not in request.fixturenames:
         return
-    after = request.getfixturevalue("box").run("print(6 * 7)")
+    box = request.getfixturevalue("box")
+    give_up = time.monotonic() + 30
+    while left := living_children(box.pid):
+        assert time.monotonic() < give_up, left
+        time.sleep(0.05)
+    assert list(request.getfixturevalue("scratch").iterdir()) == []
+    after = box.run("print(6 * 7)")
     assert (after.stdout, after.exit_code) == (b"42\n", 0)
+
+
+def living_children(parent: int) -> list[str]:
+    """Processes that a process started or adopted, but those that have ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            status = (entry / "status").read_text() if entry.name.isdigit() else ""
+        except OSError:
+            continue
+        is_child = re.search(rf"^PPid:\t{parent}$", status, re.MULTILINE)
+        if is_child and not re.search(r"^State:\tZ", status, re.MULTILINE):
+            found.append(status)
+    return found
 
 
 def told(box: Host, code: str, **limits: float) -> list[object]:
@@ -167,15 +213,25 @@ for _ in range(1024):
     assert len(result.stdout) == 1 << 20
 
 
-def test_nothing_outside_can_be_written(box: Host, tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    target = tmp_path / "target"
+def test_nothing_outside_can_be_written(box: Host, outside: Path) -> None:
+    target = outside / "target"
     target.write_text("mine")
     target.chmod(0o666)
+    mark = uuid.uuid4().hex
+    folders = [
+        "/usr",
+        "/etc",
+        "/",
+        "/dev",
+        "/var/tmp",
+        "/tmp/..",
+        "/home",
+        "/dev/shm",
+        str(outside),
+    ]
     code = f"""
 said = []
-for path in ["/usr/x", "/etc/x", "/x", "/dev/x", "/var/tmp/x", "/home/x", "/dev/shm/x",
-             {str(tmp_path / "new")!r}, {str(target)!r}]:
+for path in {[f"{folder}/{mark}" for folder in folders]!r} + [{str(target)!r}]:
     try:
         open(path, "w").close()
         said.append(path)
@@ -191,9 +247,13 @@ for change in [lambda p: os.truncate(p, 0), os.remove, lambda p: os.rename(p, p 
         pass
 print(json.dumps(said))
 """
-    assert told(box, code) == []
-    assert target.read_text() == "mine"
-    assert os.listdir(tmp_path) == ["target"]
+    try:
+        assert told(box, code) == []
+        assert target.read_text() == "mine"
+        assert os.listdir(outside) == ["target"]
+    finally:
+        for folder in folders:
+            Path(folder, mark).unlink(missing_ok=True)
 
 
 def test_the_folder_in_memory_is_small_and_new_for_each_program(
@@ -214,11 +274,8 @@ print(json.dumps([written]))
     assert told(box, "print(json.dumps(os.listdir('.')))") == ["main.py"]
 
 
-def test_the_users_home_and_environment_cannot_be_read(
-    box: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tmp_path.chmod(0o755)
-    secret = tmp_path / "secret"
+def test_the_users_home_and_environment_cannot_be_read(box: Host, outside: Path) -> None:
+    secret = outside / "secret"
     secret.write_text("my key")
     secret.chmod(0o644)
     code = f"""
@@ -230,7 +287,7 @@ for path in [{str(secret)!r}, "/etc/passwd", "/etc/hostname", "/proc/self/enviro
         read.append(open(path).read())
     except OSError:
         pass
-for folder in [{str(tmp_path)!r}, "/root", "/home", "/proc", "/etc"]:
+for folder in [{str(outside)!r}, "/root", "/home", "/proc", "/etc"]:
     try:
         read += [name for name in os.listdir(folder) if name not in ("ld.so.cache", "alternatives")]
     except OSError:
@@ -367,6 +424,14 @@ def test_deep_recursion_ends_its_own_program_only(box: Host) -> None:
 
 
 def test_the_limits_hold_and_cannot_be_raised(box: Host) -> None:
+    names = {
+        "RLIMIT_AS": 512 * MIB, "RLIMIT_CPU": 62, "RLIMIT_NOFILE": 64, "RLIMIT_FSIZE": 16 * MIB,
+        "RLIMIT_CORE": 0, "RLIMIT_MEMLOCK": 0,
+    }  # fmt: skip
+    code = (
+        "import resource\nprint(json.dumps([resource.getrlimit(getattr(resource, n))[1] for n in "
+    )
+    assert told(box, f"{code}{list(names)!r}]))") == list(names.values())
     code = """
 import resource
 said = []
