@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,12 +88,13 @@ def noise(connection: socket.socket, _: Request) -> None:
 
 
 def together(count: int, body: Any) -> Step:
-    """Answers when so many requests are there at once, or after a second."""
+    """Answers a moment after so many requests are there at once, or after a second."""
     barrier = threading.Barrier(count)
 
     def step(connection: socket.socket, request: Request) -> None:
         with contextlib.suppress(threading.BrokenBarrierError):
             barrier.wait(1)
+        time.sleep(0.1)  # for more of them, were there any
         ok(body)(connection, request)
 
     return step

@@ -210,6 +210,17 @@ def test_a_body_that_is_none_is_refused(url: str, body: bytes, status: int, said
     assert said in response.json()["detail"]
 
 
+def test_a_refused_client_may_end_what_it_is_sending(url: str) -> None:
+    head = "POST /run_code HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    port = int(url.rpartition(":")[2])
+    with closing(socket.create_connection(("127.0.0.1", port), 30)) as connection:
+        connection.sendall(f"{head}Content-Length: 1000000\r\n\r\n".encode())
+        for _ in range(10):
+            time.sleep(0.02)
+            connection.sendall(b" " * 100_000)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
 def test_a_body_without_a_length_ends_at_the_limit(url: str) -> None:
     def endless() -> Iterator[bytes]:
         while True:
@@ -318,3 +329,14 @@ def test_stopping_ends_what_runs_and_tells_its_client_to_come_back() -> None:
 )  # fmt: skip
 def test_only_addresses_of_this_machine_do_without_a_token(host: str, ours: bool) -> None:
     assert is_loopback(host) == ours
+
+
+def test_landlock_serves_too_where_namespaces_are_blocked() -> None:
+    config = SandboxConfig(backend="landlock", max_concurrent=1, time_s=20)
+    with served(config) as (url, _):
+        assert health(url)["sandbox"] == "landlock"
+        files = {"d/a": b64(b"there")}
+        there = run(url, "print(open('d/a').read())", files=files, fetch_files=["d/a", "b"])
+        assert (there["run_result"]["stdout"], there["files"]) == ("there\n", files)
+        assert run(url, "cat d/a; exit 3", "bash", files=files)["run_result"]["stdout"] == "there"
+        assert run(url, "open('b', 'w')")["run_result"]["return_code"] == 1
