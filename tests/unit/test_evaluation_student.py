@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from winnow.trainer.evaluation_student import two_sided_bound, two_sided_p
@@ -21,6 +21,8 @@ def test_the_bounds_are_those_of_the_tables(degrees: int, bound: float) -> None:
 
 @settings(max_examples=25)
 @given(st.floats(0, 1e6))
+@example(1e-6)
+@example(5e-324)
 def test_with_one_and_two_degrees_there_are_closed_forms(t: float) -> None:
     assert two_sided_p(t, 1) == pytest.approx(2 / math.pi * math.atan2(1, t), abs=1e-12)
     assert two_sided_p(-t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t), abs=1e-12)

@@ -22,7 +22,8 @@ def two_sided_p(t: float, degrees: int) -> float:
     assert degrees >= 1, "a t distribution has at least one degree of freedom"
     if math.isinf(t):
         return 0.0
-    return _incomplete_beta(degrees / (degrees + t * t), degrees / 2, 0.5)
+    whole = degrees + t * t
+    return _incomplete_beta(degrees / whole, t * t / whole, degrees / 2, 0.5)
 
 
 @lru_cache(maxsize=256)
@@ -43,15 +44,15 @@ def two_sided_bound(p: float, degrees: int) -> float:
     return (low + high) / 2
 
 
-def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """I_x(a, b)."""
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
+def _incomplete_beta(x: float, rest: float, a: float, b: float) -> float:
+    """I_x(a, b); `rest` is 1 - x, which x near 1 would lose."""
+    if x <= 0 or rest <= 0:
+        return float(rest <= 0)
     # The fraction converges fast on this side; on the other, I_x(a, b) = 1 - I_(1-x)(b, a).
     if x > (a + 1) / (a + b + 2):
-        return 1 - _incomplete_beta(1 - x, b, a)
+        return 1 - _incomplete_beta(rest, x, b, a)
     log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
-    log_front += a * math.log(x) + b * math.log1p(-x)
+    log_front += a * math.log(x) + b * math.log(rest)
     return math.exp(log_front) / (a * _fraction(x, a, b))
 
 

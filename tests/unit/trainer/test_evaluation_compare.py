@@ -127,6 +127,10 @@ def test_a_comparison_is_clear_for_both_tests_or_not_at_all() -> None:
     assert skewed.p_flip == 2 / 64
     assert skewed.interval[0] < 0
     assert not skewed.is_clear
+    # All five the same: no spread for Student's t, but 2 of 32 signs are not rare enough.
+    alike = paired([0.0] * 5, [0.5] * 5)
+    assert (alike.p_t, alike.interval, alike.p_flip) == (0, (0.5, 0.5), 2 / 32)
+    assert not alike.is_clear
 
 
 def test_means_of_unlike_numbers_of_answers_are_compared() -> None:
