@@ -98,7 +98,8 @@ def try_command(
     if row is not None and file is None:
         raise DataError(f"--row is {row}, but there is no FILE; name the data file first")
     config = _config(recipe, settings, scorer, function, tokens)
-    any_source = config.reward.function.path is not None
+    by_one = config.reward.function.path is not None
+    any_source = by_one or config.reward.manager.name in ("remote", "custom")
     number = 1 if row is None else row
     prompt = _prompt(file, number, truth, source or scorer, prompt_key, any_source)
     text = _from_stdin() if answer is None else answer
@@ -109,7 +110,7 @@ def try_command(
         _show(trial, prompt, text)
     if trial.score.error:
         raise RewardError(
-            f"{trial.scorer} failed at this answer: {trial.score.error}; mend it, or the row"
+            f"scoring this answer failed: {trial.score.error}; mend the scorer, or the row"
         )
 
 

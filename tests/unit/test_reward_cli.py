@@ -172,7 +172,9 @@ def test_of_a_function_that_fails_everything_is_told(
     result = ask(*words)
     assert isinstance(result.exception, RewardError)
     said = line.replace("OWN", str(own))
-    assert str(result.exception) == f"judge failed at this answer: {said}; mend it, or the row"
+    assert (
+        str(result.exception) == f"scoring this answer failed: {said}; mend the scorer, or the row"
+    )
     assert "\nreward        -1 (scoring failed: a run counts the answer as wrong" in result.stdout
     assert f"It printed:\nloaded\nasked about {answer}\n" in result.stdout
     assert trace in result.stderr
