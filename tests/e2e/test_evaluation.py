@@ -275,6 +275,65 @@ def test_wrong_input_is_answered_in_one_line(case: str, place: Path, both: Outco
     assert not (place / "evals").exists(), "nothing is left of it"
 
 
+@pytest.fixture(scope="module")
+def run(place: Path) -> str:
+    """A run of two steps on the model, each with a checkpoint."""
+    recipe = [
+        *("model.path=model", "data.train_files=[easy.jsonl]", "data.eval_files=[hard.jsonl]"),
+        *("rollout.n=2", "rollout.max_response_tokens=12", "sampling.groups_per_step=4"),
+        *("sampling/filter=none", "trainer.mini_batch_groups=null", "trainer.steps=2"),
+        *("trainer.save_every=1", "trainer.keep_last=2", "optim.warmup_steps=0", "run.name=short"),
+        *("warm_start=none", "data/task=none", "reward.overlong.enabled=false"),
+        *ASKED[:3], *ASKED[4:],
+    ]  # fmt: skip
+    winnow(place, "train", "quickstart", *recipe).check()
+    return "runs/short"
+
+
+def test_a_run_brings_its_recipe_and_a_checkpoint_is_the_run_at_a_step(
+    place: Path, run: str
+) -> None:
+    said = winnow(place, "eval", run, "--step", "1").check()
+    assert "short, step 1: 5 held-out prompts" in said.out
+    by_step = read_rollouts(place / run / "eval/checkpoint-1.parquet").to_pylist()
+    winnow(place, "eval", f"{run}/checkpoints/step-1", "--out", "by-folder").check()
+    by_folder = read_rollouts(place / "by-folder/answers.parquet").to_pylist()
+    assert by_folder == by_step
+    assert {row["data_source"] for row in by_step} == {"hard"}
+    wrong = winnow(place, "eval", f"{run}/checkpoints/step-1", "--step", "2")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "--step is 2, but runs/short/checkpoints/step-1 is of step 1" in wrong.err
+    wrong = winnow(place, "eval", run, "--step", "7")
+    assert "runs/short has no checkpoint of step 7; there are: 1, 2" in wrong.err
+
+
+def test_a_run_can_be_asked_by_another_recipe_and_on_other_data(place: Path, run: str) -> None:
+    (place / "own.yaml").write_text("evaluation: {n: 3, temperature: 0.5}\nrun: {seed: 4}\n")
+    said = winnow(
+        place, "eval", run, "--recipe", "own.yaml", "--data", "easy.jsonl", "--out", "by-recipe",
+        *ASKED[:2], *ASKED[3:], "model.dtype=bfloat16",
+    ).check()  # fmt: skip
+    assert "short, step 2: 8 held-out prompts, temperature 0.5, at most 12 tokens" in said.out
+    body = report_of(place, "by-recipe")
+    assert (body["settings"]["n"], body["settings"]["seed"]) == (3, 4)
+    assert (body["step"], body["data"]) == (2, ["easy.jsonl"])
+
+
+def test_answers_of_a_model_without_a_place_for_them_go_to_evals(
+    place: Path, tmp_path: Path
+) -> None:
+    os.symlink(place / "model", tmp_path / "model")
+    rows_file(tmp_path / "easy.jsonl", "easy", 2)
+    (tmp_path / "reward.py").write_text(REWARD)
+    for _ in range(2):  # within a second, perhaps
+        winnow(tmp_path, "eval", "model", "--data", "easy.jsonl", *ASKED).check()
+    made = sorted((tmp_path / "evals").iterdir())
+    assert len(made) == 2
+    assert all(folder.name.startswith("model-") for folder in made)
+    said = winnow(tmp_path, "compare", *(f"evals/{folder.name}" for folder in made)).check()
+    assert "did equally well on each of the 2 problems" in " ".join(said.out.split())
+
+
 def test_an_instruction_that_a_row_holds_already_is_refused(place: Path, tmp_path: Path) -> None:
     words = "0123456789 0123456789 0123456789"
     file = tmp_path / "instructed.jsonl"
