@@ -136,6 +136,12 @@ def test_arrays_and_generators_are_lists_too(tmp_path: Path, stack: ExitStack) -
     assert [r.reward for r in ask(one, ["x"] * 2)] == [0.0, 0.5]
 
 
+def test_objects_of_the_users_file_come_back_as_text(tmp_path: Path, stack: ExitStack) -> None:
+    body = "T = type('T', (), {'__str__': lambda self: 'thing'}); return [{'score': 1, 'odd': T(),"
+    one = batch(tmp_path, f"{body} 'even': [1.5, 'x']}} for _ in solution_strs]", stack)
+    assert [r.extra for r in ask(one, ["x"] * 2)] == [{"odd": "thing", "even": [1.5, "x"]}] * 2
+
+
 def test_a_batch_function_may_be_asynchronous(tmp_path: Path, stack: ExitStack) -> None:
     file = tmp_path / "reward.py"
     body = "    await asyncio.sleep(0.01)\n    return [len(t) for t in solution_strs]\n"

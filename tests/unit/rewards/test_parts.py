@@ -95,7 +95,8 @@ def test_where_parts_are_scored_changes_no_number(manager: Any) -> None:
     one.check_sources(["sort_digits"])
     try:
         (score,) = ask(one, [r"<think>so</think><answer>\boxed{1359}</answer>"])
-        assert one.takes_time(["sort_digits"]) is isinstance(manager, ParallelManager)
+        # In workers: the source's rule, which is quick, and both parts.
+        assert one.scored_apart() == (3 if isinstance(manager, ParallelManager) else 0)
     finally:
         one.close()
     assert (score.parts["format"], score.parts["value"], score.error) == (1.0, 1.0, "")
