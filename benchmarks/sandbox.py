@@ -39,7 +39,7 @@ NAMESPACES = [
     *("--ro-bind", "/usr", "/usr", "--symlink", "usr/lib", "/lib"),
     *("--symlink", "usr/lib64", "/lib64", "--dev", "/dev", "--tmpfs", "/tmp"),
 ]
-GUARDIAN = "import _signal, ctypes, marshal, os, resource, struct, sys"
+GUARDIAN = "import _ctypes, _signal, marshal, os, resource, struct, sys"
 """What `confine.py` imports."""
 ADD = "def add(a, b):\n    return a + b\n"
 SUM = "print(sum(map(int, input().split())))\n"

@@ -3,14 +3,14 @@
 Reads a plan (marshal), starts the program confined, waits, and ends whatever of it is left. The
 program cannot leave its process group, because the filter knows no setsid and no setpgid; so one
 signal reaches all. This text is compiled once and handed over, so that it starts at once, and as
-any user. What it imports is most of its cost: no json, no typing, and of signal the core in C (the
-rest draws in enum).
+any user. What it imports is most of its cost: no json, no typing, and of ctypes and signal only
+the cores in C. With a Python that lacks one of these, the sandbox is refused at its trial.
 """
 
 from __future__ import annotations
 
+import _ctypes
 import _signal as signal  # type: ignore[import-not-found]
-import ctypes
 import marshal
 import os
 import resource
@@ -21,7 +21,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _SET_PDEATHSIG, _SET_SECCOMP, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVS = 1, 22, 36, 38
 _SECCOMP_FILTER = 2
@@ -31,8 +30,33 @@ _RIGHTS_BY_ABI = {3: 15, 4: 15, 5: 16}
 """How many rights on files a version knows; newer ones know as many as the newest here."""
 
 
-class _Filter(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+class _Int(_ctypes._SimpleCData):  # type: ignore[type-arg]
+    _type_ = "i"
+
+
+class _Short(_ctypes._SimpleCData):  # type: ignore[type-arg]
+    _type_ = "H"
+
+
+class _Bytes(_ctypes._SimpleCData):  # type: ignore[type-arg]
+    _type_ = "z"
+
+
+class _Filter(_ctypes.Structure):
+    _fields_ = (("length", _Short), ("instructions", _Bytes))
+
+
+class _Function(_ctypes.CFuncPtr):
+    _flags_ = _ctypes.FUNCFLAG_CDECL | _ctypes.FUNCFLAG_USE_ERRNO
+    _restype_ = _Int
+
+
+class _Libc:
+    _handle = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]
+
+
+_prctl: Any = _Function(("prctl", _Libc))  # type: ignore[arg-type]
+_syscall: Any = _Function(("syscall", _Libc))  # type: ignore[arg-type]
 
 
 def main() -> None:
@@ -41,11 +65,11 @@ def main() -> None:
         plan = marshal.load(file)
     status = plan["status"]
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
-    _checked(_LIBC.prctl(_SET_PDEATHSIG, signal.SIGTERM))
+    _checked(_prctl(_SET_PDEATHSIG, signal.SIGTERM))
     if os.getppid() != plan["parent"]:
         sys.exit(1)
     # Orphans come to this process: one that nobody waits for still counts against the limit.
-    _checked(_LIBC.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+    _checked(_prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
     child = os.fork()
     if child == 0:
         try:
@@ -96,18 +120,18 @@ def _confine(plan: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    _checked(_LIBC.prctl(_SET_PDEATHSIG, signal.SIGKILL))  # changing the user undid it
+    _checked(_prctl(_SET_PDEATHSIG, signal.SIGKILL))  # changing the user undid it
     for name, most in limits.items():
         number = _UNNAMED[name] if name in _UNNAMED else getattr(resource, name)
         resource.setrlimit(number, (most, most))
-    _checked(_LIBC.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _checked(_prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _restrict_files(plan)
     os.closerange(3, plan["status"])
     os.closerange(plan["status"] + 1, 1024)
     os.set_inheritable(plan["status"], False)
     code = bytes.fromhex(plan["seccomp"])
     given = _Filter(len(code) // 8, code)
-    _checked(_LIBC.prctl(_SET_SECCOMP, _SECCOMP_FILTER, ctypes.byref(given), 0, 0))
+    _checked(_prctl(_SET_SECCOMP, _SECCOMP_FILTER, _ctypes.byref(given), 0, 0))
 
 
 _UNNAMED = {"RLIMIT_MSGQUEUE": 12}
@@ -121,7 +145,7 @@ def _restrict_files(plan: dict[str, Any]) -> None:
     # Files; from version 4 TCP; from version 6 signals and abstract sockets.
     handled = struct.pack("=QQQ", known, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
-    rules = _checked(_LIBC.syscall(_CREATE_RULESET, handled, size, 0))
+    rules = _checked(_syscall(_CREATE_RULESET, handled, size, 0))
     for paths, rights in (
         (plan["readable"], _EXECUTE | _READ_FILE | _READ_DIR),
         (plan["devices"], _READ_FILE | _WRITE_FILE),
@@ -130,9 +154,9 @@ def _restrict_files(plan: dict[str, Any]) -> None:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             allowed = rights if os.path.isdir(path) else rights & ~_READ_DIR
             rule = struct.pack("=Qi", allowed, descriptor)
-            _checked(_LIBC.syscall(_ADD_RULE, rules, _PATH_BENEATH, rule, 0))
+            _checked(_syscall(_ADD_RULE, rules, _PATH_BENEATH, rule, 0))
             os.close(descriptor)
-    _checked(_LIBC.syscall(_RESTRICT_SELF, rules, 0))
+    _checked(_syscall(_RESTRICT_SELF, rules, 0))
     os.close(rules)
 
 
@@ -152,7 +176,7 @@ def _tasks_of(uid: int) -> int:
 
 def _checked(result: int) -> int:
     if result < 0:
-        number = ctypes.get_errno()
+        number = _ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return result
 
