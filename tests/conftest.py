@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.examples import QUICK, THOROUGH
+from tests.ranks import Ranks
 
 # Set before torch is imported: the run is parallel already, one process a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,6 +59,13 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"{NO_SHARED_DATA}: {SHARED_DATA}")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Four processes in one gloo group, started when they are first asked."""
+    with Ranks(4) as made:
+        yield made
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

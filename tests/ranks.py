@@ -1,6 +1,6 @@
 """Real processes that run a test's functions together, started once and asked many times.
 
-Starting a process that imports torch takes seconds, so that a session has one group of ranks:
+Importing torch takes seconds, so that a session has one group of ranks:
 
     with Ranks(4) as ranks:
         assert ranks.run(rank_and_size) == [(0, 4), (1, 4), (2, 4), (3, 4)]
@@ -22,8 +22,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-START_S = 120.0
-"""Until torch is imported everywhere, on a machine with other work."""
+START_S = 240.0
+"""Until torch is imported, on a machine with other work."""
+PRELOADED = ["torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "tests.recorded"]
+"""What a process that does nothing else imports once, for the ranks to be forked from it."""
 GRACE_S = 5.0
 """For the other ranks, once one has failed."""
 
@@ -76,7 +78,8 @@ class Ranks:
         self._processes, self._pipes, self._folder = [], [], None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         for rank in range(self.world):
             ours, theirs = context.Pipe()

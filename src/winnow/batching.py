@@ -230,8 +230,27 @@ def micro_batches(batch: Batch, groups: Iterable[int], max_tokens: int) -> list[
     Raises:
         ValueError: `max_tokens` below 1.
     """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    update = update_of(batch, groups)
+    return cut(batch, update, update.samples, max_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """The samples of an update, and what its losses divide by."""
+
+    samples: NDArray[np.int64]
+    """[B] which samples of the batch, longest first."""
+    group_tokens: NDArray[np.int64]
+    """[groups of the batch] tokens in loss_mask over the update."""
+    counts: Counts
+
+
+def update_of(batch: Batch, groups: Iterable[int]) -> Update:
+    """The samples of these groups; ties in length keep the batch's order.
+
+    Args:
+        groups: ordinals, each once, in any order.
+    """
     wanted = np.zeros(batch.n_groups, dtype=bool)
     wanted[list(groups)] = True
     groups_B = batch.groups.numpy()
@@ -248,8 +267,28 @@ def micro_batches(batch: Batch, groups: Iterable[int], max_tokens: int) -> list[
         samples=int((tokens > 0).sum()),
         groups=int((group_tokens > 0).sum()),
     )
+    return Update(samples, group_tokens, counts)
+
+
+def cut(
+    batch: Batch, update: Update, samples: NDArray[np.int64], max_tokens: int
+) -> list[MicroBatch]:
+    """Micro-batches of some of an update's samples, taken in their order; none for no samples.
+
+    Raises:
+        ValueError: `max_tokens` below 1.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    lengths_B = np.diff(batch.offsets.numpy())
     parts = _by_budget(samples, lengths_B, max_tokens)
-    return [_slice(batch, part, lengths_B, group_tokens[groups_B[part]], counts) for part in parts]
+    return [_slice(batch, part, lengths_B, update) for part in parts]
+
+
+def idle(batch: Batch, update: Update) -> MicroBatch:
+    """A micro-batch of no samples, for a rank that waits for the others."""
+    lengths_B = np.diff(batch.offsets.numpy())
+    return _slice(batch, np.empty(0, np.int64), lengths_B, update)
 
 
 def all_micro_batches(batch: Batch, max_tokens: int) -> list[MicroBatch]:
@@ -314,8 +353,7 @@ def _slice(
     batch: Batch,
     samples: NDArray[np.int64],
     lengths_B: NDArray[np.int64],
-    group_tokens: NDArray[np.int64],
-    counts: Counts,
+    update: Update,
 ) -> MicroBatch:
     lengths = lengths_B[samples]
     source_T, offsets = _tokens_of(batch, samples, lengths)
@@ -331,12 +369,12 @@ def _slice(
         scored_positions=gen_mask.nonzero().squeeze(1),
         behav=batch.behav[source],
         columns={name: column[source] for name, column in batch.columns.items()},
-        group_tokens=torch.from_numpy(group_tokens),
+        group_tokens=torch.from_numpy(update.group_tokens[batch.groups.numpy()[samples]]),
         samples=torch.from_numpy(samples),
         source=source,
         lengths=tuple(lengths.tolist()),
         extras=tuple(batch.extras[i] for i in samples.tolist()),
-        counts=counts,
+        counts=update.counts,
     )
 
 

@@ -36,6 +36,7 @@ LAYERS = {
     "rollout": 1,
     "sampling": 2,
     "batching": 2,
+    "balancing": 2,
     "workers": 2,
     "cluster": 3,
     "checkpoint": 3,

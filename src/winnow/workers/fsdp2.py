@@ -1,8 +1,7 @@
 """One model on several ranks, each holding a part of every weight (FSDP2, `fully_shard`).
 
-Each decoder layer is a unit, and all the rest of the model another (embeddings and a head that is
-tied to them are one weight there). A unit's weights are gathered when it runs and dropped after,
-and its gradients are added up over the ranks as soon as they are whole. The log-prob kernel reads
+A unit's weights (`winnow.workers.units`) are gathered when it runs and dropped after, and its
+gradients are added up over the ranks as soon as they are whole. The log-prob kernel reads
 the head's weight, so it runs inside the root unit's forward pass, where the weight is gathered.
 
 Weights are held as masters (fp32 where a model computes in half precision), sharded by rows, with
@@ -19,51 +18,27 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule
 
 from winnow.batching import Counts, MicroBatch
 from winnow.errors import ModelError
-from winnow.models import hidden_states
-from winnow.value_models import is_reward_model, is_value_model, scalar_head
 from winnow.workers import lora
 from winnow.workers.fusing import fuse
 from winnow.workers.holding import (
-    HALF,
     check_state,
-    decoder_layers,
     enable_checkpointing,
     in_training,
     tensors_of,
 )
-from winnow.workers.packed import PackedLayout
-from winnow.workers.readout import Found, Readout, readout_of
+from winnow.workers.readout import Found, readout_of
 from winnow.workers.shards import copy_into, gather_values, gathered, global_norm, local
 from winnow.workers.strategy import LossFn, Output, Stats
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How the weights are held between uses."""
-
-    reshard_after_forward: bool | int = True
-    """Drop a layer's gathered weights after its forward pass and gather them again for the backward
-    pass; false keeps them (faster, more memory), a number keeps them on so many ranks."""
-    offload: bool = False
-    """Keep weights, gradients and optimizer state in the host's memory, and step there."""
-    bucket_bytes: int = 1 << 29
-    """Of weights that are whole at once while they are exported."""
+from winnow.workers.units import Root, Sharding, device_of, sharded, to_masters
 
 
 class FSDP2Strategy:
@@ -83,7 +58,7 @@ class FSDP2Strategy:
         self,
         model: nn.Module,
         mesh: DeviceMesh,
-        sharding: Sharding = Sharding(),
+        sharding: Sharding,
         *,
         temperature: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -96,7 +71,7 @@ class FSDP2Strategy:
         fp32_head: bool = False,
     ) -> None:
         self.model, self.mesh = model, mesh
-        self.device = _device(mesh)
+        self.device = device_of(mesh)
         self._bucket_bytes, self._grad_clip = sharding.bucket_bytes, grad_clip
         self._readout = readout_of(model, temperature, vocab_size, logprob_chunk_tokens, fp32_head)
         if self.device.type == "cpu":
@@ -105,8 +80,8 @@ class FSDP2Strategy:
         if gradient_checkpointing:
             self._training_only += enable_checkpointing(model)
         compute = next(cast(Any, model).base_model.parameters()).dtype
-        self._half = _to_masters(model)
-        self._root = _sharded(_Root(model, self._readout), compute, mesh, sharding)
+        self._half = to_masters(model)
+        self._root = sharded(Root(model, self._readout), compute, mesh, sharding)
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             # An optimizer of nothing wants a group, and steps it in vain.
@@ -129,7 +104,7 @@ class FSDP2Strategy:
         """
         self._check(microbatches, outputs)
         found = []
-        with torch.no_grad(), self._kept_sharded():
+        with torch.no_grad(), self._keptsharded():
             for micro in microbatches:
                 values = self._run(micro, outputs)
                 found.append(values if micro.lengths else {n: v[:0] for n, v in values.items()})
@@ -147,7 +122,7 @@ class FSDP2Strategy:
         self._check(microbatches, outputs)
         totals: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
-        with self._kept_sharded():
+        with self._keptsharded():
             for number, micro in enumerate(microbatches, start=1):
                 # Replicas add up what their shards have gathered, once.
                 cast(FSDPModule, self._root).set_requires_all_reduce(number == len(microbatches))
@@ -290,7 +265,7 @@ class FSDP2Strategy:
             )
 
     @contextlib.contextmanager
-    def _kept_sharded(self) -> Iterator[None]:
+    def _keptsharded(self) -> Iterator[None]:
         """Nothing stays gathered after the block, to be used again when weights have changed."""
         yield
         for module in self._root.modules():
@@ -319,65 +294,6 @@ class FSDP2Strategy:
         for name, tensor in tensors:
             wanted = dtype if tensor.is_floating_point() else None
             yield name, tensor.to(wanted or self._half.get(name, tensor.dtype))
-
-
-class _Root(nn.Module):
-    """Model and readout in one, so that both run while the root unit's weights are gathered."""
-
-    def __init__(self, model: nn.Module, readout: Readout) -> None:
-        super().__init__()
-        self.model, self._readout = model, readout
-
-    def forward(self, micro: MicroBatch, outputs: frozenset[Output]) -> Found:
-        layout = PackedLayout(micro.lengths, micro.token_ids.device)
-        hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout)
-        return self._readout(hidden, micro, outputs)
-
-
-def _sharded(root: _Root, compute: torch.dtype, mesh: DeviceMesh, sharding: Sharding) -> nn.Module:
-    """The units, from the inside out."""
-    mixed = MixedPrecisionPolicy()
-    if compute in HALF:
-        mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    offload = OffloadPolicy()
-    if sharding.offload:
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    for layer in decoder_layers(root.model):
-        fully_shard(
-            layer,
-            mesh=mesh,
-            reshard_after_forward=sharding.reshard_after_forward,
-            mp_policy=mixed,
-            offload_policy=offload,
-        )
-    if is_value_model(root.model) or is_reward_model(root.model):
-        head = scalar_head(root.model)
-        exact = MixedPrecisionPolicy(cast_forward_inputs=False)
-        fully_shard(head, mesh=mesh, mp_policy=exact, offload_policy=offload)
-    fully_shard(root, mesh=mesh, mp_policy=mixed, offload_policy=offload)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            # Sums of gradients: losses are divided by counts over all ranks already. Plain sums,
-            # as gloo has no other.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return root
-
-
-def _to_masters(model: nn.Module) -> dict[str, torch.dtype]:
-    """Widen what is trained in half precision, in place; the types before, by name."""
-    before = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype in HALF:
-            before[name] = parameter.dtype
-            parameter.data = parameter.data.float()
-    return before
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def _nothing(values: Found) -> Tensor:
