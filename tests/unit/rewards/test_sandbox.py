@@ -6,13 +6,16 @@ import asyncio
 import json
 import os
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +23,7 @@ import numpy as np
 import pytest
 from tests.sandboxes import (
     BACKENDS,
+    ORDINARY_UID,
     USERS,
     Host,
     block_all,
@@ -33,7 +37,8 @@ from winnow.config.sandbox import SandboxConfig
 from winnow.errors import RewardError
 from winnow.rewards.sandbox import seccomp
 from winnow.rewards.sandbox.local import LocalSandbox
-from winnow.rewards.sandbox.program import Program
+from winnow.rewards.sandbox.program import Limits, Program
+from winnow.rewards.sandbox.trial import trial
 from winnow.rewards.service import RewardService
 from winnow.types import Prompt, Segment, Trajectory
 
@@ -212,6 +217,39 @@ def test_the_filter_only_jumps_within_itself_and_always_returns(machine: str) ->
             assert at + 1 + max(yes, no) < len(program)
     assert program[-1][0] == 0x06
     assert len(seccomp.filter_bytes(machine) or b"") == 8 * len(program)
+
+
+def test_the_trial_names_all_that_a_program_without_a_sandbox_can_do() -> None:
+    limits = replace(Limits.of(SandboxConfig()), processes=4)
+    uid = ORDINARY_UID if ROOT else os.geteuid()
+    program = trial(limits, uid)
+    run = subprocess.Popen(
+        ["/usr/bin/python3", "-c", program.code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"SECRET": "1"},
+        start_new_session=True,
+        **({"user": uid, "group": uid, "extra_groups": []} if ROOT else {}),
+    )
+    assert run.stdin is not None
+    assert run.stdout is not None
+    try:
+        run.stdin.write(program.stdin)
+        run.stdin.close()
+        escapes = json.loads(run.stdout.readline())
+    finally:
+        os.killpg(run.pid, signal.SIGKILL)  # the processes that it started
+        run.wait()
+        run.stdout.close()
+    made = [f"{kind} can be made in {place}" for place in ("/var/tmp", "/dev/shm")
+            for kind in ("folders", "files")]  # fmt: skip
+    unset = [f"RLIMIT_{name} is not set" for name in ("AS", "CPU", "NOFILE", "FSIZE", "CORE")
+             if resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1] == -1]  # fmt: skip
+    assert set(escapes) >= {
+        "files outside can be read", "other processes can be seen", *made,
+        "the network can be used", "memory has no limit", "the environment holds SECRET", *unset,
+        "processes have no limit",
+    }  # fmt: skip
 
 
 def test_an_unknown_machine_has_no_filter() -> None:

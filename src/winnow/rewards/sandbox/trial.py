@@ -27,11 +27,26 @@ def forbidden(what, attempt, *errors):
     escaped.append(what)
 
 
+def make_folder(folder):
+    path = f"{folder}/winnow-trial-{os.getpid()}"
+    os.mkdir(path)
+    os.rmdir(path)
+
+
+def make_file(folder):
+    path = f"{folder}/winnow-trial-{os.getpid()}"
+    open(path, "w").close()
+    os.remove(path)
+
+
 if os.getuid() != expected["uid"] or os.getuid() == 0 or os.getgid() == 0:
     escaped.append(f"programs run as user {os.getuid()}, group {os.getgid()}")
 forbidden("files outside can be read", lambda: open("/etc/passwd"), OSError)
 forbidden("other processes can be seen", lambda: os.listdir("/proc"), OSError)
 forbidden("/usr can be written", lambda: open("/usr/escaped", "w"), OSError)
+for folder in ("/var/tmp", "/dev/shm"):
+    forbidden("folders can be made in " + folder, lambda: make_folder(folder), OSError)
+    forbidden("files can be made in " + folder, lambda: make_file(folder), OSError)
 forbidden("the network can be used", lambda: socket.socket(), OSError)
 forbidden("processes can be signalled", lambda: os.kill(os.getppid(), 0), OSError)
 forbidden("memory has no limit", lambda: bytearray(expected["memory"]), MemoryError)
@@ -39,7 +54,8 @@ strange = set(os.environ) - set(expected["environment"])
 if strange:
     escaped.append("the environment holds " + ", ".join(sorted(strange)))
 for name, most in expected["limits"].items():
-    if resource.getrlimit(getattr(resource, name))[1] > most:
+    hard = resource.getrlimit(getattr(resource, name))[1]
+    if hard == resource.RLIM_INFINITY or hard > most:
         escaped.append(name + " is not set")
 for started in range(expected["processes"] + 1):
     try:
