@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks.kill import Lab, content, differences, wait_for
-from tests.faulty_http import Served, Step, reply, serving
-from tests.judges import coin, judging
+from tests.faulty_http import Served, Step, reply, serving, together
+from tests.judges import coin, completion, judging
 from tests.winnow_command import Outcome, in_this_process
 
 from winnow.checkpoint import checkpoints_in
@@ -95,6 +95,23 @@ def test_the_key_is_sent_and_written_nowhere(judged: tuple[Path, Outcome, Served
     assert b"JUDGE_KEY" in (run / "config.yaml").read_bytes()
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
     assert b"chat/completions" not in (run / "log.txt").read_bytes()  # not a line a request
+
+
+def test_held_out_answers_of_all_prompts_are_judged_side_by_side(
+    judged: tuple[Path, Outcome, Served], lab: Lab
+) -> None:
+    with serving([together(4, completion("CORRECT"))]) as served:
+        said = in_this_process(
+            *("eval", "runs/judged", "reward.judge.cache=none", "reward.judge.as_accuracy=true"),
+            *(f"reward.judge.base_url={served.url}/v1", "reward.judge.api_key_env=null"),
+            folder=lab.folder,
+            environment={"WINNOW_CACHE": str(lab.folder / "cache")},
+        ).check()
+    assert served.most_at_once == 4
+    rows = read_rollouts(lab.run("judged") / "eval" / "checkpoint-2.parquet").to_pylist()
+    assert [row["accuracy"] for row in rows] == [1.0] * 4
+    assert [row["part/llm"] for row in rows] == [1.0] * 4
+    assert "100" in said.out
 
 
 def test_a_run_that_was_killed_ends_with_the_same_bits_because_replies_are_kept(lab: Lab) -> None:

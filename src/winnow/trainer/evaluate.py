@@ -178,14 +178,18 @@ class Evaluator:
         ]
         self._asked += n * len(requests)
         done = await generate(self._engine, requests)
-        groups = []
-        for place, prompt in enumerate(self._prompts):
-            # All answers of a prompt at once: a scorer may wait for another machine.
-            answers = await asyncio.gather(
-                *(self._scored(prompt, done[place, index]) for index in range(n))
+        # All answers at once: a scorer may wait for another machine.
+        answers = await asyncio.gather(
+            *(
+                self._scored(prompt, done[place, index])
+                for place, prompt in enumerate(self._prompts)
+                for index in range(n)
             )
-            groups.append(Group(place, prompt, tuple(answers)))
-        return groups
+        )
+        return [
+            Group(place, prompt, tuple(answers[place * n : (place + 1) * n]))
+            for place, prompt in enumerate(self._prompts)
+        ]
 
     async def _scored(self, prompt: Prompt, trajectory: Trajectory) -> Answer:
         text = self.decode(trajectory.token_ids)
