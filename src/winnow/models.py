@@ -110,10 +110,19 @@ def load_causal_lm(
         trust_remote_code=trust_remote_code,
     )
     check_weights(where, loading)
+    check_head(where, model)
+    return settled(model, where, device)
+
+
+def check_head(where: Source, model: PreTrainedModel) -> None:
+    """Logits are a linear layer's.
+
+    Raises:
+        ModelError: they are computed on.
+    """
     for name in _UNSUPPORTED_HEADS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ModelError(f"{where}: its config sets {name}, which the log-prob kernel lacks")
-    return settled(model, where, device)
 
 
 @dataclass(frozen=True)
@@ -138,6 +147,23 @@ def checked_folder(path: str, field: str) -> Source:
     if folder.exists() and not (folder / "config.json").exists():
         raise ModelError(f"{where}: the folder has no config.json; give a Hugging Face folder")
     return where
+
+
+def read_config(where: Source, trust_remote_code: bool) -> Any:
+    """What config.json says.
+
+    Raises:
+        ModelError: it is not there, or damaged.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(where.path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{where}: cannot read its config: {str(error).splitlines()[0]}; "
+            "give a complete Hugging Face folder"
+        ) from error
 
 
 def load_pretrained(
@@ -175,17 +201,26 @@ def settled(model: PreTrainedModel, where: Source, device: torch.device) -> PreT
     Raises:
         ModelError: its attention cannot be replaced.
     """
+    replace_attention(model, where)
+    # Weights come as views of a file, placed as its header happens to end. In memory of torch's
+    # own they are aligned alike in every run, which the order of a product's sums may depend on.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return cast("PreTrainedModel", model.to(device).eval())
+
+
+def replace_attention(model: PreTrainedModel, where: Source) -> None:
+    """`use_layout_attention`, for a model of which it is not known whether that is possible.
+
+    Raises:
+        ModelError: it is not.
+    """
     if not model._supports_attention_backend:
         raise ModelError(
             f"{where}: the attention of {type(model).__name__} cannot be replaced, which "
             "packing and the embedded engine need; use a model of another architecture"
         )
     use_layout_attention(model)
-    # Weights come as views of a file, placed as its header happens to end. In memory of torch's
-    # own they are aligned alike in every run, which the order of a product's sums may depend on.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    return cast("PreTrainedModel", model.to(device).eval())
 
 
 def check_weights(where: Source, loading: Mapping[str, Collection[Any]]) -> None:

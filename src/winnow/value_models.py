@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 from winnow.errors import ModelError
-from winnow.models import Source, check_weights, checked_folder, load_pretrained, settled
+from winnow.models import (
+    Source,
+    check_weights,
+    checked_folder,
+    load_pretrained,
+    read_config,
+    settled,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,16 +51,12 @@ def load_value_model(
 
     where = checked_folder(path, field)
     model, loading = _load(where, GenericForTokenClassification, dtype, trust_remote_code)
-    architecture = (model.config.architectures or [""])[0]
     missing = set(loading["missing_keys"])
-    head_is_new = {f"{_HEAD}.weight", f"{_HEAD}.bias"} <= missing
-    is_classifier = "Classification" in architecture
-    has_no_bias = "SequenceClassification" in architecture and missing == {f"{_HEAD}.bias"}
-    if has_no_bias or (head_is_new and not is_classifier):
-        for name, parameter in _head(model).named_parameters():
-            if f"{_HEAD}.{name}" in missing:
-                nn.init.zeros_(parameter)
-        missing -= {f"{_HEAD}.weight", f"{_HEAD}.bias"}
+    new = new_head(model.config, missing)
+    for name, parameter in _head(model).named_parameters():
+        if f"{_HEAD}.{name}" in new:
+            nn.init.zeros_(parameter)
+    missing -= new
     unused = _without_lm_head(loading)
     check_weights(where, {**loading, "missing_keys": missing, "unexpected_keys": unused})
     return settled(model, where, device)
@@ -80,6 +83,15 @@ def load_reward_model(
     return cast("PreTrainedModel", settled(model, where, device).requires_grad_(False))
 
 
+def new_head(config: Any, missing: set[str]) -> set[str]:
+    """Of the weights that a folder lacks those of a value head that start at zero."""
+    architecture = (config.architectures or [""])[0]
+    head = {f"{_HEAD}.weight", f"{_HEAD}.bias"}
+    head_is_new = head <= missing and "Classification" not in architecture
+    has_no_bias = "SequenceClassification" in architecture and missing == {f"{_HEAD}.bias"}
+    return head & missing if head_is_new or has_no_bias else set()
+
+
 def is_value_model(model: nn.Module) -> bool:
     """Whether the head gives a value a token."""
     from transformers.modeling_layers import GenericForTokenClassification
@@ -102,15 +114,28 @@ def scalar_head(model: nn.Module) -> nn.Linear:
 def _load(
     where: Source, generic: type, dtype: torch.dtype, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, Any]:
-    from transformers import AutoConfig
+    made, config = with_head(where, generic, trust_remote_code)
+    model, loading = load_pretrained(
+        made, where, "a model with a head of one number", config=config, dtype=dtype
+    )
+    # A head that was loaded has fp32 already (see `with_head`), one that is new has not.
+    _head(model).to(torch.promote_types(dtype, torch.float32))
+    return model, loading
 
-    try:
-        config = AutoConfig.from_pretrained(where.path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{where}: cannot read its config: {str(error).splitlines()[0]}; "
-            "give a complete Hugging Face folder"
-        ) from error
+
+def with_head(
+    where: Source, generic: type, trust_remote_code: bool
+) -> tuple[type[PreTrainedModel], Any]:
+    """The class of a folder's architecture with transformers' generic head, and its config.
+
+    The class has transformers' name.
+
+    Raises:
+        ModelError: no usable config, several labels, or an architecture without a backbone.
+    """
+    from transformers import MODEL_MAPPING, PreTrainedModel
+
+    config = read_config(where, trust_remote_code)
     if "Classification" not in (config.architectures or [""])[0]:
         config.num_labels = 1
     elif config.num_labels != 1:
@@ -118,19 +143,6 @@ def _load(
             f"{where}: its head has {config.num_labels} labels, where one number is needed; "
             "give a model whose config.json has one label"
         )
-    made = _with_head(where, config, generic)
-    model, loading = load_pretrained(
-        made, where, "a model with a head of one number", config=config, dtype=dtype
-    )
-    # A head that was loaded has fp32 already (see `_with_head`), one that is new has not.
-    _head(model).to(torch.promote_types(dtype, torch.float32))
-    return model, loading
-
-
-def _with_head(where: Source, config: Any, generic: type) -> type[PreTrainedModel]:
-    """The class of this architecture with transformers' generic head, under transformers' name."""
-    from transformers import MODEL_MAPPING, PreTrainedModel
-
     backbone = MODEL_MAPPING.get(type(config), None)
     if backbone is None or isinstance(backbone, tuple):
         raise ModelError(
@@ -145,7 +157,7 @@ def _with_head(where: Source, config: Any, generic: type) -> type[PreTrainedMode
         "config_class": type(config),
         "__module__": __name__,
     }
-    return cast("type[PreTrainedModel]", type(name, (generic, family), own))
+    return cast("type[PreTrainedModel]", type(name, (generic, family), own)), config
 
 
 def _head(model: nn.Module) -> nn.Linear:

@@ -35,10 +35,19 @@ from winnow.workers.holding import (
     in_training,
     tensors_of,
 )
+from winnow.workers.hollow import SavedWeights
 from winnow.workers.readout import Found, readout_of
 from winnow.workers.shards import copy_into, gather_values, gathered, global_norm, local
 from winnow.workers.strategy import LossFn, Output, Stats
-from winnow.workers.units import Root, Sharding, device_of, sharded, to_masters
+from winnow.workers.units import (
+    Root,
+    Sharding,
+    device_of,
+    empty,
+    fill,
+    sharded,
+    to_masters,
+)
 
 
 class FSDP2Strategy:
@@ -49,9 +58,13 @@ class FSDP2Strategy:
     fp32 and computes in half precision, as everything but a value head does.
 
     Args:
-        model: whole on every rank.
+        model: whole on every rank, or hollow.
         mesh: of one axis, or of two: replicas, shards.
         temperature, betas, …: as `SingleStrategy`'s.
+        weights: of a hollow model.
+
+    Raises:
+        ModelError: the weights cannot be read.
     """
 
     def __init__(
@@ -69,6 +82,7 @@ class FSDP2Strategy:
         logprob_chunk_tokens: int | None = None,
         gradient_checkpointing: bool = False,
         fp32_head: bool = False,
+        weights: SavedWeights | None = None,
     ) -> None:
         self.model, self.mesh = model, mesh
         self.device = device_of(mesh)
@@ -80,8 +94,13 @@ class FSDP2Strategy:
         if gradient_checkpointing:
             self._training_only += enable_checkpointing(model)
         compute = next(cast(Any, model).base_model.parameters()).dtype
+        if weights is not None:
+            empty(model, weights)
         self._half = to_masters(model)
         self._root = sharded(Root(model, self._readout), compute, mesh, sharding)
+        if weights is not None:
+            home = torch.device("cpu") if sharding.offload else self.device
+            fill(model, weights, home)
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             # An optimizer of nothing wants a group, and steps it in vain.

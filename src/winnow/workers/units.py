@@ -20,13 +20,17 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from winnow.batching import MicroBatch
 from winnow.models import hidden_states
 from winnow.value_models import is_reward_model, is_value_model, scalar_head
-from winnow.workers.holding import HALF, decoder_layers
+from winnow.workers.holding import HALF, decoder_layers, replace_parameters
+from winnow.workers.hollow import SavedWeights
+from winnow.workers.lora import plain_name
 from winnow.workers.packed import PackedLayout
 from winnow.workers.readout import Found, Readout
+from winnow.workers.shards import own_rows
 from winnow.workers.strategy import Output
 
 
@@ -84,6 +88,48 @@ def sharded(root: Root, compute: torch.dtype, mesh: DeviceMesh, sharding: Shardi
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def empty(model: nn.Module, weights: SavedWeights) -> None:
+    """Take a hollow model's stand-ins off all devices, in place; what is real stays."""
+
+    def make(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if plain_name(name) not in weights:
+            return parameter
+        shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return nn.Parameter(shape, requires_grad=parameter.requires_grad)
+
+    replace_parameters(model, make)
+
+
+def fill(model: nn.Module, weights: SavedWeights, home: torch.device) -> None:
+    """Give a sharded model this rank's rows of the weights that it lacks, in place.
+
+    Args:
+        home: where sharded weights lie.
+
+    Raises:
+        ModelError: they cannot be read.
+    """
+
+    def make(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if not parameter.is_meta:
+            return parameter
+        assert isinstance(parameter, DTensor)
+        rows = own_rows(parameter.shape[0], parameter.device_mesh)
+        own = torch.empty(rows.stop - rows.start, *parameter.shape[1:], dtype=parameter.dtype)
+        own.copy_(weights.rows(plain_name(name), rows))
+        found = DTensor.from_local(
+            own.to(home),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        return nn.Parameter(found, requires_grad=parameter.requires_grad)
+
+    replace_parameters(model, make)
 
 
 def to_masters(model: nn.Module) -> dict[str, torch.dtype]:

@@ -1,0 +1,320 @@
+"""What a sharded model keeps, hands out and takes in: states, exports, folders read in shards."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.contract.test_fsdp2 import (
+    KINDS,
+    LR,
+    OUTPUTS,
+    POLICY,
+    Arrays,
+    Layout,
+    arrays,
+    batch_of,
+    fsdp_gradients,
+    model_of,
+    objective_of,
+    place,
+    shares_of,
+    strategy_on_rank,
+)
+from tests.ranks import Ranks
+from tests.recorded import VOCABULARY
+from torch import nn
+
+from winnow.batching import MicroBatch
+from winnow.config.model import LoraAdapter
+from winnow.models import freeze, load_causal_lm
+from winnow.value_models import load_reward_model, load_value_model
+from winnow.workers.fsdp2 import FSDP2Strategy
+from winnow.workers.hollow import hollow_causal_lm, hollow_reward_model, hollow_value_model
+from winnow.workers.lora import add_lora
+from winnow.workers.single import SingleStrategy
+from winnow.workers.strategy import LossResult
+from winnow.workers.units import Sharding
+
+EXACT = torch.float64
+
+
+def mine(strategy: FSDP2Strategy, kind: str = "tied") -> list[MicroBatch]:
+    return shares_of(batch_of(kind, EXACT), strategy.mesh.size())[place(strategy.mesh)]
+
+
+def update(strategy: Any, micro: list[MicroBatch], kind: str = "tied") -> dict[str, float]:
+    asked = OUTPUTS.get(kind, POLICY)
+    stats = strategy.forward_backward(micro, asked, objective_of(kind))
+    return stats | strategy.optimizer_step(LR)  # type: ignore[no-any-return]
+
+
+def exported(strategy: Any, **options: Any) -> Arrays:
+    return arrays(dict(strategy.export_weights(**options)))
+
+
+def assert_equal(found: Arrays, wanted: Arrays) -> None:
+    assert list(found) == list(wanted)
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def poisoned(bad: float) -> tuple[dict[str, float], Arrays, Arrays, dict[str, float]]:
+    strategy = strategy_on_rank("tied", EXACT, Layout())
+    update(strategy, mine(strategy))
+    before = exported(strategy)
+
+    def loss(micro: MicroBatch, outputs: Any) -> LossResult:
+        return LossResult(outputs["logprob"].sum() * (bad if dist.get_rank() == 2 else 1.0), {})
+
+    strategy.forward_backward(mine(strategy), POLICY, loss)
+    skipped = strategy.optimizer_step(LR)
+    after = exported(strategy)
+    return skipped, before, after, update(strategy, mine(strategy))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all(ranks: Ranks, bad: float) -> None:
+    for skipped, before, after, following in ranks.run(poisoned, bad):
+        assert skipped["skipped"] == 1.0
+        assert not math.isfinite(skipped["grad_norm"])
+        assert_equal(after, before)
+        assert following["skipped"] == 0.0
+
+
+def ask_amiss(fault: str) -> str:
+    strategy = strategy_on_rank("tied", EXACT, Layout())
+    micro = mine(strategy)
+    try:
+        if fault == "output":
+            strategy.forward(micro, frozenset({"value"}))
+        else:
+            strategy.forward(micro[: 1 + (dist.get_rank() == 1)], POLICY)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_what_would_hang_is_refused_on_every_rank(ranks: Ranks) -> None:
+    for told in ranks.run(ask_amiss, "number"):
+        assert "same number of micro-batches, got [1, 2, 1, 1]" in told
+    for told in ranks.run(ask_amiss, "output"):
+        assert "asked for value" in told
+
+
+def through_dcp(kind: str, folder: str) -> tuple[Arrays, Arrays, Arrays]:
+    """Weights after three updates: at once; stopped after two, on two layouts."""
+    strategy = strategy_on_rank(kind, EXACT, Layout())
+    for _ in range(2):
+        update(strategy, mine(strategy, kind), kind)
+    dcp.save(strategy.state_dict(), checkpoint_id=folder)
+    update(strategy, mine(strategy, kind), kind)
+    found = [exported(strategy)]
+    for layout in (Layout(), Layout((2, 2), Sharding(offload=True))):
+        resumed = strategy_on_rank(kind, EXACT, layout)
+        # It has answered, and must not answer from what it had gathered then.
+        resumed.forward(mine(resumed, kind), OUTPUTS.get(kind, POLICY))
+        state = resumed.blank_state()
+        dcp.load(state, checkpoint_id=folder)
+        resumed.load_state_dict(state)
+        update(resumed, mine(resumed, kind), kind)
+        found.append(exported(resumed))
+    return found[0], found[1], found[2]
+
+
+@pytest.mark.parametrize("kind", ["tied", "lora"])
+def test_training_goes_on_from_a_distributed_checkpoint_on_any_layout(
+    ranks: Ranks, kind: str, tmp_path: Path
+) -> None:
+    for undisturbed, resumed, elsewhere in ranks.run(through_dcp, kind, str(tmp_path)):
+        assert_equal(resumed, undisturbed)
+        for name, wanted in undisturbed.items():
+            np.testing.assert_allclose(elsewhere[name], wanted, atol=1e-12)
+
+
+def from_single(path: str, kept: bool) -> Arrays:
+    strategy = strategy_on_rank("tied", EXACT, Layout(sharding=Sharding(kept)))
+    strategy.forward(mine(strategy), POLICY)
+    strategy.load_state_dict(torch.load(path))
+    update(strategy, mine(strategy))
+    return exported(strategy)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_state_of_one_process_goes_on_sharded(ranks: Ranks, tmp_path: Path, kept: bool) -> None:
+    strategy = SingleStrategy(model_of("tied", EXACT), vocab_size=VOCABULARY, grad_clip=0.01)
+    micro = [each for own in shares_of(batch_of("tied", EXACT), 4) for each in own if each.lengths]
+    update(strategy, micro)
+    torch.save(strategy.state_dict(), tmp_path / "state.pt")
+    update(strategy, micro)
+    wanted = exported(strategy)
+    for found in ranks.run(from_single, str(tmp_path / "state.pt"), not kept):
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            np.testing.assert_allclose(found[name], wanted[name], atol=1e-12)
+
+
+def export_in_buckets(kind: str, bucket_bytes: int) -> tuple[Arrays, int, int]:
+    """The weights, the most bytes that one gathering brought, and how many there were."""
+    strategy = strategy_on_rank(kind, EXACT, Layout(sharding=Sharding(bucket_bytes=bucket_bytes)))
+    sizes: list[int] = []
+    real = dist.all_gather
+
+    def counting(parts: Any, sent: Any, group: Any) -> None:
+        sizes.append(sum(part.nbytes for part in parts))
+        real(parts, sent, group=group)
+
+    dist.all_gather = counting
+    try:
+        found = exported(strategy)
+    finally:
+        dist.all_gather = real
+    return found, max(sizes), len(sizes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_exported_bucket_by_bucket(ranks: Ranks, kind: str) -> None:
+    wanted = exported(SingleStrategy(model_of(kind, EXACT)))
+    bucket_bytes = 10_000
+    assert max(array.nbytes for array in wanted.values()) < bucket_bytes
+    for found, most, times in ranks.run(export_in_buckets, kind, bucket_bytes):
+        if kind == "lora":
+            assert list(found) == list(wanted)
+            for name in wanted:
+                np.testing.assert_allclose(found[name], wanted[name], atol=1e-12)
+        else:
+            assert_equal(found, wanted)
+        # Each of a bucket's weights may be padded to a multiple of four rows.
+        assert 5_000 < most < 1.3 * bucket_bytes
+        assert times < len(wanted)
+
+
+def without_adapter_first() -> tuple[Arrays, Arrays, list[bool]]:
+    """Gradients where the pass without the adapter came first, and where there was none."""
+    found = []
+    for is_first in (True, False):
+        strategy = strategy_on_rank("lora", EXACT, Layout())
+        micro = mine(strategy, "lora")
+        if is_first:
+            with strategy.adapter_off():
+                off = strategy.forward(micro, POLICY)
+            on = strategy.forward(micro, POLICY)
+        strategy.forward_backward(micro, POLICY, objective_of("lora"))
+        found.append(arrays(fsdp_gradients(strategy)))
+    moved = [bool((a["logprob"] != b["logprob"]).any()) for a, b in zip(off, on, strict=True)]
+    return found[0], found[1], moved
+
+
+def test_an_adapter_learns_after_a_pass_without_it(ranks: Ranks) -> None:
+    for after, alone, moved in ranks.run(without_adapter_first):
+        assert alone
+        assert_equal(after, alone)
+        assert any(moved)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models as folders, of one file or several."""
+    root = tmp_path_factory.mktemp("folders")
+    for kind in ("tied", "untied", "critic", "reward model"):
+        model: Any = model_of(kind, torch.float32)
+        size = "20KB" if kind == "untied" else "5GB"
+        model.save_pretrained(root / kind, max_shard_size=size)
+    return {path.name: path for path in root.iterdir()}
+
+
+LOADERS: dict[str, tuple[Any, Any, str]] = {
+    "tied": (load_causal_lm, hollow_causal_lm, "tied"),
+    "untied": (load_causal_lm, hollow_causal_lm, "untied"),
+    "critic": (load_value_model, hollow_value_model, "critic"),
+    "new critic": (load_value_model, hollow_value_model, "tied"),
+    "reward model": (load_reward_model, hollow_reward_model, "reward model"),
+}
+
+
+def prepared(model: Any, kind: str, change: str) -> nn.Module:
+    if change == "lora":
+        add_lora(model, LoraAdapter(rank=2), seed=4)
+    if change == "frozen":
+        freeze(model, ["*.layers.0.*"])
+    return model  # type: ignore[no-any-return]
+
+
+def both_ways(
+    kind: str, folder: str, dtype: torch.dtype, change: str, offload: bool
+) -> tuple[list[Arrays], list[Arrays], list[Any]]:
+    """Weights and outputs of a model loaded whole, and of one read in shards."""
+    load, hollow, _ = LOADERS[kind]
+    layout = Layout((2, 2) if offload else (1, 4))
+    mesh = strategy_on_rank("tied", EXACT, layout).mesh
+    whole = prepared(load(folder, dtype, torch.device("cpu")), kind, change)
+    empty, saved = hollow(folder, dtype)
+    sharding = Sharding(offload=offload)
+    made = [
+        FSDP2Strategy(whole, mesh, sharding, vocab_size=VOCABULARY),
+        FSDP2Strategy(prepared(empty, kind, change), mesh, sharding, weights=saved),
+    ]
+    name = {"new critic": "critic"}.get(kind, kind)
+    asked = OUTPUTS.get(name, POLICY)
+    micro = shares_of(batch_of(name, dtype), 4)[place(mesh)]
+    outputs, weights, stats = [], [], []
+    for strategy in made:
+        found = strategy.forward(micro, asked)
+        outputs.append(arrays({f"{i} {n}": v for i, f in enumerate(found) for n, v in f.items()}))
+        if kind != "reward model":
+            stats.append(update(strategy, micro, name))
+        weights.append(exported(strategy))
+    return weights, outputs, stats
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "change", "offload"),
+    [
+        ("tied", torch.float32, "", False),
+        ("tied", torch.bfloat16, "lora", False),
+        ("untied", torch.bfloat16, "frozen", True),
+        ("critic", torch.bfloat16, "", False),
+        ("new critic", torch.float32, "", True),
+        ("reward model", torch.float32, "", False),
+    ],
+)
+def test_a_model_read_in_shards_is_the_one_that_is_loaded_whole(
+    ranks: Ranks,
+    folders: dict[str, Path],
+    kind: str,
+    dtype: torch.dtype,
+    change: str,
+    offload: bool,
+) -> None:
+    folder = folders[LOADERS[kind][2]]
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (kind == "untied")
+    arguments = (kind, str(folder), dtype, change, offload)
+    for weights, outputs, stats in ranks.run(both_ways, *arguments):
+        assert_equal(weights[1], weights[0])
+        assert_equal(outputs[1], outputs[0])
+        assert stats[1:] == stats[:1]
+
+
+def memory_of_loading(folder: str) -> tuple[float, float]:
+    """MiB: what a model read in shards added to this process at most, and what it has here."""
+    mesh = strategy_on_rank("tied", torch.float32, Layout()).mesh
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("RssAnon")
+    hollow, saved = hollow_causal_lm(folder, torch.float32)
+    strategy = FSDP2Strategy(hollow, mesh, Sharding(), weights=saved)
+    own = sum(p.to_local().nbytes for p in strategy.model.parameters())  # type: ignore[operator]
+    return memory("RssAnon") - before, own / 2**20
+
+
+def memory(key: str) -> float:
+    text = Path("/proc/self/status").read_text()
+    found = re.search(rf"{key}:\s+(\d+) kB", text)
+    assert found is not None
+    return int(found[1]) / 1024
