@@ -26,7 +26,7 @@ START_S = 240.0
 """Until torch is imported, on a machine with other work."""
 PRELOADED = ["torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "tests.recorded"]
 """What a process that does nothing else imports once, for the ranks to be forked from it."""
-GRACE_S = 5.0
+GRACE_S = 2.0
 """For the other ranks, once one has failed."""
 
 

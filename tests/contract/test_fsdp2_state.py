@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from tests.contract.test_fsdp2 import (
     KINDS,
     LR,
@@ -30,15 +34,18 @@ from tests.contract.test_fsdp2 import (
 )
 from tests.ranks import Ranks
 from tests.recorded import VOCABULARY
-from torch import nn
+from tests.small_models import digits_model
+from torch import Tensor, nn
 
 from winnow.batching import MicroBatch
 from winnow.config.model import LoraAdapter
+from winnow.errors import ModelError
 from winnow.models import freeze, load_causal_lm
 from winnow.value_models import load_reward_model, load_value_model
 from winnow.workers.fsdp2 import FSDP2Strategy
 from winnow.workers.hollow import hollow_causal_lm, hollow_reward_model, hollow_value_model
 from winnow.workers.lora import add_lora
+from winnow.workers.shards import local
 from winnow.workers.single import SingleStrategy
 from winnow.workers.strategy import LossResult
 from winnow.workers.units import Sharding
@@ -303,18 +310,88 @@ def test_a_model_read_in_shards_is_the_one_that_is_loaded_whole(
 
 
 def memory_of_loading(folder: str) -> tuple[float, float]:
-    """MiB: what a model read in shards added to this process at most, and what it has here."""
+    """MiB: what reading a model in shards took of this process at most, and what it keeps."""
     mesh = strategy_on_rank("tied", torch.float32, Layout()).mesh
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory("RssAnon")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
+    before = resident("VmRSS")
     hollow, saved = hollow_causal_lm(folder, torch.float32)
     strategy = FSDP2Strategy(hollow, mesh, Sharding(), weights=saved)
-    own = sum(p.to_local().nbytes for p in strategy.model.parameters())  # type: ignore[operator]
-    return memory("RssAnon") - before, own / 2**20
+    kept = sum(local(parameter).nbytes for parameter in strategy.model.parameters())
+    return resident("VmHWM") - before, kept / 2**20
 
 
-def memory(key: str) -> float:
-    text = Path("/proc/self/status").read_text()
-    found = re.search(rf"{key}:\s+(\d+) kB", text)
+def resident(key: str) -> float:
+    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
+
+
+def test_no_rank_ever_holds_a_model_that_is_read_in_shards(ranks: Ranks, tmp_path: Path) -> None:
+    model = digits_model(vocab_size=1 << 17, hidden_size=256)
+    model.save_pretrained(tmp_path)
+    whole = (tmp_path / "model.safetensors").stat().st_size / 2**20
+    assert whole > 128
+    for peak, kept in ranks.run(memory_of_loading, str(tmp_path)):
+        assert kept == pytest.approx(whole / 4, rel=0.01)
+        # Its rows, and the pages of the file where they are.
+        assert peak < 0.75 * whole
+
+
+def break_file(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lose_file(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def break_index(folder: Path) -> None:
+    lose_file(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def lose_part(folder: Path) -> None:
+    lose_file(folder)
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def lose_weight(folder: Path) -> None:
+    rewrite(folder, lambda weights: weights.pop("model.norm.weight"))
+
+
+def misshape(folder: Path) -> None:
+    rewrite(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(7)}))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (break_file, "cannot read model.safetensors"),
+        (lose_file, "has no model.safetensors"),
+        (break_index, "index.json is damaged"),
+        (lose_part, "cannot read model-00001-of-00002.safetensors"),
+        (lose_weight, r"weights are missing \(1, such as model.norm.weight\)"),
+        (misshape, r"weights are of another shape \(1, such as model.norm.weight\)"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot read its config"),
+        (shutil.rmtree, "no folder of this machine|cannot read its config"),
+    ],
+)
+def test_a_folder_that_cannot_be_read_in_shards_is_told_in_one_line(
+    folders: dict[str, Path], tmp_path: Path, damage: Callable[[Path], Any], told: str
+) -> None:
+    shutil.copytree(folders["tied"], tmp_path / "model")
+    hollow_causal_lm(str(tmp_path / "model"), torch.float32)
+    damage(tmp_path / "model")
+    with pytest.raises(ModelError, match=told) as raised:
+        hollow_causal_lm(str(tmp_path / "model"), torch.float32)
+    assert "\n" not in str(raised.value)
+    assert "model.path" in str(raised.value)
