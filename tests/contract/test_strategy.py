@@ -6,7 +6,7 @@ An implementation joins by a line in `IMPLEMENTATIONS`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tests.examples import examples
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from winnow.batching import Batch, all_micro_batches, gather_tokens, micro_batches, pack
 from winnow.errors import CheckpointError, ModelError
 from winnow.models import load_causal_lm
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
+from winnow.workers.fsdp2 import FSDP2Strategy
 from winnow.workers.policy import PolicyObjective
+from winnow.workers.shards import whole
 from winnow.workers.single import SingleStrategy
 from winnow.workers.strategy import LossResult, Strategy
+from winnow.workers.units import Sharding
 
 VOCABULARY, TOKENIZER = 40, 37
 TEMPERATURE = 0.8
@@ -58,7 +63,7 @@ def make_single(folder: Path, dtype: torch.dtype = torch.float32, **options: Any
     return SingleStrategy(load_causal_lm(str(folder), dtype, CPU), **options)
 
 
-def take_gradients(strategy: SingleStrategy) -> dict[str, Tensor]:
+def take_gradients(strategy: SingleStrategy | FSDP2Strategy) -> dict[str, Tensor]:
     """The gradients gathered so far, which are cleared."""
     named = dict(strategy.model.named_parameters())
     gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
@@ -66,7 +71,44 @@ def take_gradients(strategy: SingleStrategy) -> dict[str, Tensor]:
     return gradients
 
 
-IMPLEMENTATIONS = {"single": Implementation(make_single, take_gradients)}
+class Alone(FSDP2Strategy):
+    """Sharded over this process alone; its state is shown whole."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return joined(super().state_dict())  # type: ignore[no-any-return]
+
+
+def joined(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return whole(state)
+    return {name: joined(value) for name, value in state.items()}
+
+
+def make_alone(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Alone:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    options = {"temperature": TEMPERATURE, "vocab_size": TOKENIZER, **options}
+    model = load_causal_lm(str(folder), dtype, CPU)
+    return Alone(model, init_device_mesh("cpu", (1,)), Sharding(), **options)
+
+
+def take_whole_gradients(strategy: Alone) -> dict[str, Tensor]:
+    gradients = take_gradients(strategy)
+    return {name: whole(gradient) for name, gradient in gradients.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    """Nobody else should find the group that `make_alone` made."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+IMPLEMENTATIONS = {
+    "single": Implementation(make_single, take_gradients),
+    "fsdp2": Implementation(make_alone, take_whole_gradients),
+}
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
