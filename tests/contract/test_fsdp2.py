@@ -7,7 +7,8 @@ tensor. Ranks share the work as in training, and each has nothing at all in one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -30,6 +31,7 @@ from winnow.batching import (
     idle,
     micro_batches,
     pack,
+    spread,
     update_of,
 )
 from winnow.config.model import LoraAdapter
@@ -292,3 +294,33 @@ def test_bf16_differs_by_its_rounding_alone(ranks: Ranks, kind: str) -> None:
     # One process computes an adapter in fp32, sharded it is computed in bf16.
     tolerance = 0.1 if kind == "lora" else 1e-4
     assert_learns_alike(ranks, kind, torch.bfloat16, Layout(), tolerance)
+
+
+def five_steps(strategy: Any, micro_of: Callable[[Batch], list[MicroBatch]]) -> list[float]:
+    """The losses of five steps on recorded answers, each by the log-probs at its beginning."""
+    losses = []
+    for step in range(5):
+        batch = pack(recorded_groups(2, 3))
+        rewards = torch.tensor([math.sin(1.0 + step + b) for b in range(batch.n_samples)])
+        batch.columns["advantages"] = spread(rewards, batch)
+        batch.columns["old"] = batch.behav
+        micro = micro_of(batch)
+        objective = PolicyObjective("reinforce", {})
+        losses.append(strategy.forward_backward(micro, objective.outputs, objective)["loss"])
+        strategy.optimizer_step(3e-3)
+    return losses
+
+
+def five_steps_on_rank(mesh: tuple[int, int]) -> list[float]:
+    strategy = strategy_on_rank("tied", torch.float32, Layout(mesh))
+    own, of = place(strategy.mesh), strategy.mesh.size()
+    return five_steps(strategy, lambda batch: shares_of(batch, of)[own])
+
+
+def test_what_five_steps_learn_does_not_depend_on_the_number_of_ranks(ranks: Ranks) -> None:
+    alone = SingleStrategy(model_of("tied", torch.float32), vocab_size=VOCABULARY, grad_clip=CLIP)
+    wanted = five_steps(alone, lambda batch: micro_batches(batch, range(batch.n_groups), 9999))
+    assert max(wanted) - min(wanted) > 0.01
+    for mesh in ((1, 1), (1, 2), (1, 4)):
+        for losses in ranks.run(five_steps_on_rank, mesh):
+            assert losses == pytest.approx(wanted, abs=1e-4)
