@@ -285,6 +285,8 @@ def trials(lab: Lab, times: int, rng: random.Random, until: float) -> list[Trial
 def report(trials: list[Trial], wanted: int) -> str:
     """The trials as Markdown: a summary by moment, then each kill."""
     kills = [kill for each in trials for kill in each.kills]
+    # A run that came to its end before the first moment was not killed.
+    trials = [each for each in trials if each.kills]
     good = sum(not each.faults for each in trials)
     by_moment = Counter(kill.moment for kill in kills)
     counts = ", ".join(f"{number} {moment}" for moment, number in sorted(by_moment.items()))
