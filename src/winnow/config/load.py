@@ -18,7 +18,7 @@ from winnow.config.checks import check_config
 from winnow.config.files import available_recipes, read_layers, to_yaml
 from winnow.config.messages import nearest_keys, show, truth_value_lines, validation_lines
 from winnow.config.root import Config
-from winnow.config.schema import all_keys, allowed, join, lookup, variants
+from winnow.config.schema import REQUIRED, all_keys, allowed, join, lookup, variants
 from winnow.config.tree import Tree
 from winnow.errors import ConfigError
 
@@ -123,7 +123,8 @@ def describe_config(config: Config, prefix: str | None = None) -> list[KeyHelp]:
         variant = ""
         if key.variant and lookup(values, (*key.variant[0], "name")) != key.variant[1]:
             variant = f"{'/'.join(key.variant[0])}={key.variant[1]}"
-            default = key.field.get_default(call_default_factory=True)
+            required = key.field.is_required()
+            default = REQUIRED if required else key.field.get_default(call_default_factory=True)
         if variants(key.field):
             default = default["name"] if isinstance(default, dict) else default.name
         meaning = " ".join((key.field.description or "").split())

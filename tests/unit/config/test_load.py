@@ -415,6 +415,9 @@ def test_every_key_has_a_meaning_and_says_what_it_takes(toy: str) -> None:
 
 def test_help_shows_the_values_of_the_recipe_and_the_keys_of_other_variants() -> None:
     rows = describe_config(resolve_recipe("quickstart", ["optim.lr=0.5"]))
+    needed = {row.key: row.default for row in rows}["reward.judge.model"]
+    assert needed == "???"
+    assert not any("Undefined" in row.default for row in rows)
     table = {(row.key, row.variant): row for row in rows}
     assert table["optim.lr", ""].default == "0.5"
     assert table["optim.lr", ""].type == "a number greater than 0"
