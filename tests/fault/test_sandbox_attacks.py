@@ -217,6 +217,8 @@ def test_nothing_outside_can_be_written(box: Host, outside: Path) -> None:
     target = outside / "target"
     target.write_text("mine")
     target.chmod(0o666)
+    owner = Path(f"/proc/{box.pid}").stat().st_uid  # an ordinary user's programs are that user
+    os.chown(target, owner, -1)
     mark = uuid.uuid4().hex
     folders = [
         "/usr",
@@ -250,6 +252,7 @@ print(json.dumps(said))
     try:
         assert told(box, code) == []
         assert target.read_text() == "mine"
+        assert target.stat().st_mode & 0o777 == 0o666
         assert os.listdir(outside) == ["target"]
     finally:
         for folder in folders:
@@ -378,36 +381,34 @@ print(json.dumps(said))
     os.kill(box.pid, 0)
 
 
+def escaping(mark: str) -> str:
+    """A program's line that starts a process which leaves session and group, where it may."""
+    child = f"""
+import os, time
+for leave in (os.setsid, lambda: os.setpgid(0, 0)):
+    try:
+        leave()
+    except OSError:
+        pass
+os.fork()
+time.sleep(1000)  # {mark}
+"""
+    return (
+        "import subprocess, sys; quiet = subprocess.DEVNULL; subprocess.Popen("
+        f"[sys.executable, '-c', {child!r}], stdin=quiet, stdout=quiet, stderr=quiet)\n"
+    )
+
+
 def test_no_process_is_left_behind_when_a_program_ends(box: Host) -> None:
     mark = uuid.uuid4().hex
-    code = f"""
-import subprocess, sys
-quiet = subprocess.DEVNULL
-child = [sys.executable, "-c", "import os, time; os.fork(); time.sleep(1000)", "{mark}"]
-for _ in range(2):
-    subprocess.Popen(child, stdin=quiet, stdout=quiet, stderr=quiet)
-import time
-time.sleep(0.5)
-"""
-    result = box.run(code)
+    result = box.run(f"{escaping(mark) * 2}import time; time.sleep(0.5)")
     assert result.is_clean, result
     assert gone(mark)
 
 
 def test_no_process_is_left_behind_when_time_is_up(box: Host) -> None:
     mark = uuid.uuid4().hex
-    code = f"""
-import subprocess, sys
-quiet = subprocess.DEVNULL
-try:
-    os.setsid()
-except Exception:
-    pass
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "{mark}"],
-                 stdin=quiet, stdout=quiet, stderr=quiet)
-while True: pass
-"""
-    assert box.run("import os\n" + code, time_s=2.0).ending == "time_limit"
+    assert box.run(f"{escaping(mark)}while True: pass", time_s=2.0).ending == "time_limit"
     assert gone(mark)
 
 
