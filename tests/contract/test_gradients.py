@@ -23,8 +23,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.recorded import VOCABULARY, quickstart_model, recorded_groups
 from torch import Tensor, nn
 
@@ -139,7 +140,7 @@ def gradients(case: Case, cut: Cut, dtype: torch.dtype, folder: Path) -> list[Gr
         case.correct,
         with_squares=case.advantage == "optimal_token_baseline",
     )
-    learner.learn(ordered(recorded_groups(3), case, cut.order), 1, Metrics(), Stopwatch())
+    learner.learn(ordered(recorded_groups(3, 4), case, cut.order), 1, Metrics(), Stopwatch())
     found = policy.gradients
     if critic is not None:
         assert isinstance(critic.strategy, Recorder)
@@ -329,7 +330,7 @@ def assert_same(found: list[Gradient], wanted: list[Gradient], tolerance: float)
 @pytest.mark.parametrize("case", CASES)
 def test_split_packing_order_and_ranks_change_no_gradient(case: str, folder: Path) -> None:
     # Not shrunk: an example is a whole step of learning, and the first that fails says enough.
-    @settings(deadline=None, max_examples=2, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+    @examples(2, phases=[Phase.explicit, Phase.reuse, Phase.generate])
     @given(
         budget=st.sampled_from([1, 137, 500, 10**6]),
         ranks=st.integers(1, 4),

@@ -34,7 +34,7 @@ from winnow.data.sources import read_rows
 from winnow.errors import WinnowError
 
 T = TypeVar("T")
-EXAMPLES = int(os.environ.get("WINNOW_FUZZ_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("WINNOW_FUZZ_EXAMPLES", "30"))
 """Raise it for a long hunt: WINNOW_FUZZ_EXAMPLES=5000."""
 
 fuzz = settings(

@@ -14,7 +14,7 @@ from benchmarks.loop_scale import ANSWERS, SLOTS, UPDATE_GROUPS, Run
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts
 
-SMALL, MIDDLE, LARGE = 1024, 4096, 8192
+SMALL, MIDDLE, LARGE = 512, 2048, 4096
 
 
 @pytest.fixture(autouse=True)

@@ -110,19 +110,19 @@ def gone(processes: set[int]) -> bool:
 
 
 @pytest.mark.parametrize("file", [SYNC, ASYNC], ids=["sync", "async"])
-@pytest.mark.parametrize(("what", "error"), FATES)
 def test_what_a_scorer_does_costs_its_own_sample_alone(
-    what: str, error: str, file: str, user_service: UserService, capfd: pytest.CaptureFixture[str]
+    file: str, user_service: UserService, capfd: pytest.CaptureFixture[str]
 ) -> None:
     service = user_service(file, workers=2, timeout_s=1, memory_mb=400)
-    texts = ["right"] * 4 + [what] + ["right"] * 20
-    scores = ask_all(service, texts)
-    assert [text for text, score in zip(texts, scores, strict=True) if score.error] == (
-        [what] if error else []
-    )
-    assert scores[4].error.startswith(error)
-    assert sum(score.accuracy for score in scores) == 24
-    assert [score.accuracy for score in ask_all(service, ["right", "wrong"])] == [1.0, 0.0]
+    for what, error in FATES:
+        texts = ["right"] * 4 + [what] + ["right"] * 20
+        scores = ask_all(service, texts)
+        assert [text for text, score in zip(texts, scores, strict=True) if score.error] == (
+            [what] if error else []
+        )
+        assert scores[4].error.startswith(error)
+        assert sum(score.accuracy for score in scores) == 24, what
+        assert [s.accuracy for s in ask_all(service, ["right", "wrong"])] == [1.0, 0.0], what
     service.close()
     assert not children()
     assert capfd.readouterr() == ("", "")

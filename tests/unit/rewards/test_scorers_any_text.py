@@ -74,10 +74,5 @@ AROUND = [("", ""), ("\\boxed{", "}"), ("<answer>", "</answer>"), ("Answer:", ""
 def test_a_long_text_of_anything_ends(name: str) -> None:
     """A rule that takes the square of the length would not end within the limit of a test."""
     for piece in LONG:
-        for before, after in (
-            ("", ""),
-            ("\\boxed{", "}"),
-            ("<answer>", "</answer>"),
-            ("Answer:", ""),
-        ):
+        for before, after in AROUND:
             check(name, before + piece * (300_000 // len(piece)) + after)
