@@ -201,18 +201,13 @@ class FSDP2Strategy:
         """Whether an adapter is trained in the place of the model's own weights."""
         return lora.has_adapter(self.model)
 
-    @contextlib.contextmanager
-    def adapter_off(self) -> Iterator[None]:
+    def adapter_off(self) -> contextlib.AbstractContextManager[None]:
         """The model answers as it did before training, within the block.
 
         Raises:
             ModelError: it has no adapter.
         """
-        with lora.adapter_off(self.model):
-            # A unit that is gathered for the first time takes over, for good, what is trained.
-            for parameter in self._trained.values():
-                parameter.requires_grad_(True)
-            yield
+        return lora.adapter_off(self.model)
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded masters and optimizer state, by parameter name, as `SingleStrategy` has them.
