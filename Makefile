@@ -31,9 +31,10 @@ DEV := $(VENV)/.installed-dev
 INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	-c constraints.txt $(PIP_FLAGS)
-# Two processes with one thread each fill two cores, and leave the order within a file alone.
+# Two processes with one thread each fill two cores. A file is one process's, for what its tests
+# share; files go in the order of tests/conftest.py, not by their number of tests.
 PYTEST := OMP_NUM_THREADS=1 WINNOW_STRICT=$(if $(filter-out 0,$(STRICT)),1) $(BIN)/python -m pytest \
-	-n 2 --dist loadfile $(PYTEST_ARGS)
+	-n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 .PHONY: help quickstart test unit lint format install dev clean distclean
 

@@ -68,6 +68,27 @@ def ranks() -> Iterator[Ranks]:
         yield made
 
 
+LONGEST_FIRST = (
+    "tests/fault/test_kill.py",
+    "tests/fault/test_signals.py",
+    "tests/fault",
+    "tests/e2e/test_quickstart.py",
+    "tests/e2e",
+    "tests/contract",
+)
+"""So that of several processes none is left with a long file when the others have ended."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files by what they take; within a file nothing changes."""
+
+    def rank(item: pytest.Item) -> int:
+        places = (i for i, start in enumerate(LONGEST_FIRST) if item.nodeid.startswith(start))
+        return next(places, len(LONGEST_FIRST))
+
+    items.sort(key=rank)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test marked `gpu` where there is none."""
     if item.get_closest_marker("gpu") is None:
