@@ -193,12 +193,14 @@ def main() -> None:
     lines = [
         f"{args.programs} programs a row (answers: half as many), {args.at_once} at once, "
         f"{cores} cores, started as {user}; medians of {args.repeats} turns. `others` is the share "
-        "of the machine that other work took meanwhile: the rate is what was left.",
+        "of the machine that other work took meanwhile: the rate is what was left, and work beside "
+        "it makes the processor's time longer, too, so compare with the bare Python.",
         "",
-        "| | programs or answers/s, seen | processor, ms each (least, most) | of it our Python, ms "
-        f"| so on {cores} idle cores, /s | others |",
-        "|---|---|---|---|---|---|",
+        "| | /s, seen | processor, ms each (least, most) | times a bare Python | of it our Python, "
+        f"ms | at that price, /s on {cores} cores | others |",
+        "|---|---|---|---|---|---|---|",
     ]
+    bare = statistics.median(run["Python"].cost_ms for run in runs)
     for name in runs[0]:
         mine = [run[name] for run in runs]
         rate, cost, own, others = (
@@ -207,8 +209,8 @@ def main() -> None:
         )
         least, most = (pick(each.cost_ms for each in mine) for pick in (min, max))
         lines.append(
-            f"| {name} | {rate:.0f} | {cost:.1f} ({least:.1f}, {most:.1f}) | {own:.1f} "
-            f"| {cores * 1000 / cost:.0f} | {others:.0%} |"
+            f"| {name} | {rate:.0f} | {cost:.1f} ({least:.1f}, {most:.1f}) "
+            f"| {cost / bare:.2f} | {own:.1f} | {cores * 1000 / cost:.0f} | {others:.0%} |"
         )
     text = "\n".join(lines) + "\n"
     print(text)
