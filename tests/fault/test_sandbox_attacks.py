@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,14 +48,19 @@ def box(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Host]:
     if backend == "bubblewrap":
         need_bubblewrap()
 
+    config = SandboxConfig(backend=backend, max_concurrent=1, time_s=60)
+    with host(user, config, keeping_in(scratch)) as made:
+        yield made
+
+
+def keeping_in(folder: Path) -> Callable[[], None]:
+    """Have a host keep its files there, and adopt what a program leaves behind."""
+
     def prepare() -> None:
-        tempfile.tempdir = str(scratch)
-        # What a program leaves behind comes to this process, and so is seen.
+        tempfile.tempdir = str(folder)
         assert ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
-    config = SandboxConfig(backend=backend, max_concurrent=1, time_s=60)
-    with host(user, config, prepare) as made:
-        yield made
+    return prepare
 
 
 @pytest.fixture(autouse=True)
@@ -457,7 +462,7 @@ print(json.dumps(said))
 
 
 @pytest.mark.parametrize(("backend", "user"), COMBINATIONS)
-def test_a_killed_host_takes_its_programs_along(backend: str, user: str) -> None:
+def test_a_killed_host_takes_its_programs_along(backend: str, user: str, outside: Path) -> None:
     if backend == "bubblewrap":
         need_bubblewrap()
     mark = uuid.uuid4().hex
@@ -466,7 +471,8 @@ import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "{mark}"])
 time.sleep(1000)
 """
-    with host(user, SandboxConfig(backend=backend, max_concurrent=1)) as doomed:
+    config = SandboxConfig(backend=backend, max_concurrent=1)
+    with host(user, config, keeping_in(outside)) as doomed:
         doomed.ask(code, time_s=1000)
         give_up = time.monotonic() + 60
         while not processes_with(mark):
@@ -475,3 +481,7 @@ time.sleep(1000)
             time.sleep(0.05)
         os.kill(doomed.pid, signal.SIGKILL)
     assert gone(mark)
+    give_up = time.monotonic() + 30
+    while left := list(outside.iterdir()):
+        assert time.monotonic() < give_up, left
+        time.sleep(0.05)

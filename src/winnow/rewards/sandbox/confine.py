@@ -81,7 +81,9 @@ def main() -> None:
         os._exit(127)
     for descriptor in (0, 1, 2, status):
         os.close(descriptor)
-    os._exit(_guard(child))
+    code = _guard(child)
+    _remove(plan["folder"])
+    os._exit(code)
 
 
 def _guard(child: int) -> int:
@@ -105,6 +107,19 @@ def _guard(child: int) -> int:
             return 128 - code if code < 0 else code
         if reaped == child:
             code = os.waitstatus_to_exitcode(status)
+
+
+def _remove(folder: str) -> None:
+    """Take the program's files away: who started this process may have been killed."""
+    try:
+        for place, folders, names in os.walk(folder, topdown=False):
+            for name in names:
+                os.remove(os.path.join(place, name))
+            for name in folders:
+                os.rmdir(os.path.join(place, name))
+        os.rmdir(folder)
+    except OSError:
+        return  # he lives, and has been quicker
 
 
 def _confine(plan: dict[str, Any]) -> None:
