@@ -368,8 +368,8 @@ def serve_command(
 ) -> None:
     """Serve a reward function over HTTP for runs with reward/manager=remote."""
     from winnow.config.reward import RewardConfig, UserFunction
+    from winnow.rewards.http import token_of
     from winnow.rewards.managers import make_manager
-    from winnow.rewards.managers.remote import token_of
     from winnow.rewards.serving import listen, make_app, serve
 
     token = token_of(token_env, "--token-env")

@@ -9,7 +9,6 @@ service fails in is (`winnow.rewards.http`).
 
 from __future__ import annotations
 
-import os
 import socket
 import urllib.parse
 from collections.abc import Iterable, Mapping
@@ -20,13 +19,15 @@ import numpy as np
 from winnow.config.reward import RewardConfig
 from winnow.config.reward_manager import RemoteManager
 from winnow.errors import RewardError
-from winnow.rewards.http import HttpJson, RemoteError
+from winnow.rewards.http import HttpJson, RemoteError, token_of
 from winnow.rewards.task import Failure, checked, failure_of
 from winnow.rewards.user_function import read_result
 from winnow.types import Prompt, Score
 
 _FIELD = "reward.manager.url"
 _CONNECT_S = 10.0
+_SLACK_S = 10.0
+"""What a request may take beyond the time of its answer: waiting there, and the way."""
 
 
 class Remote:
@@ -42,7 +43,7 @@ class Remote:
         """
         section = config.manager
         assert isinstance(section, RemoteManager)
-        self._url, self._timeout_s = section.url, config.timeout_s
+        self._url, self._patience_s = section.url, config.timeout_s + _SLACK_S
         base, _, self._path = section.url.rpartition("/")
         if base.endswith(("/", ":")):  # no path: it was the scheme's slash
             base, self._path = section.url, ""
@@ -86,7 +87,7 @@ class Remote:
                 "ground_truth": plain(prompt.ground_truth),
                 "extra_info": plain(prompt.extra.get("extra_info") or {}),
             }
-            return _read(await self._http.post(self._path, body, self._timeout_s))
+            return _read(await self._http.post(self._path, body, self._patience_s))
         except RemoteError as error:
             return Failure(error.line, error.line)
         except (TypeError, ValueError) as error:
@@ -97,22 +98,6 @@ class Remote:
     def close(self) -> None:
         """End the requests; may be called twice."""
         self._http.close()
-
-
-def token_of(variable: str | None, setting: str) -> str | None:
-    """The token that an environment variable holds; None where none is named.
-
-    Raises:
-        RewardError: the variable is not set.
-    """
-    if variable is None:
-        return None
-    token = os.environ.get(variable, "")
-    if not token:
-        raise RewardError(
-            f"{setting} is {variable}, which is not set; export {variable}=TOKEN, or leave it out"
-        )
-    return token
 
 
 def _read(said: Any) -> Score | Failure:
