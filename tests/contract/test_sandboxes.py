@@ -129,7 +129,7 @@ def test_shares_of_cases_are_the_reward_where_wanted(start: Callable[..., None])
 
 
 def test_tests_that_are_no_python_are_no_fault_of_the_answer() -> None:
-    with pytest.raises(ValueError, match="no Python: SyntaxError"):
+    with pytest.raises(ValueError, match="cannot run: SyntaxError"):
         score(RIGHT, {"assert_case": ["assert add(1"]})
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +138,90 @@ def test_a_solution_does_not_lend_the_tests_its_own_builtins() -> None:
     assert outcome(lies, truth) == "wrong"
 
 
+HELPED = {
+    "prompt": "BASE = 10\n\ndef encode(x):\n    return x + BASE\n\ndef stub(x):\n    '''Do.'''\n\n"
+    "def decode(x):\n",
+    "entry_point": "decode",
+    "test": "def check(candidate):\n    for n in range(9):\n"
+    "        assert candidate(encode(n)) == n and stub(n) == n",
+}
+
+
+def test_a_helper_of_the_prompt_cannot_be_redefined_for_the_tests() -> None:
+    right = "def stub(x):\n    return x\ndef decode(x):\n    return x - 10"
+    assert outcome(right, HELPED) == "pass"
+    assert outcome("def encode(x): return x\n" + right.replace(" - 10", ""), HELPED) == "wrong"
+    whole = {**HELPED, "prompt": HELPED["prompt"] + "    '''Doc.'''\n"}
+    assert outcome("def encode(x): return x\n" + right.replace(" - 10", ""), whole) == "wrong"
+
+
+def test_what_the_tests_are_given_to_use_cannot_be_redefined() -> None:
+    truth = {"assert_case": ["assert Counter(f([2, 2])) == Counter([2, 2])",
+                             "assert abs(sqrt(f([4])[0]) - 2) < 1e-6"]}  # fmt: skip
+    assert outcome("def f(x): return x", truth) == "pass"
+    lies = "def f(x): return [0]\ndef Counter(x): return 1\ndef sqrt(x): return 2"
+    assert outcome(lies, truth) == "wrong"
+    alone = {"assert_case": ["assert abs(sqrt(4.0) - 7) < 1e-6"]}
+    assert outcome("def sqrt(x): return 7", alone) == "pass"
+    assert outcome("def other(x): return 7", alone) != "pass"
+
+
+REDEFINED = {
+    "HumanEval/32": "def poly(xs, x): return 0.0\ndef find_zero(xs): return 0.0",
+    "HumanEval/38": "def encode_cyclic(s): return s\ndef decode_cyclic(s): return s",
+    "HumanEval/50": "def encode_shift(s): return s\ndef decode_shift(s): return s",
+}
+
+
+@pytest.mark.parametrize("task", REDEFINED)
+def test_published_helpers_cannot_be_redefined_for_the_tests(task: str, shared_data: Path) -> None:
+    lines = gzip.decompress((shared_data / "code/HumanEval.jsonl.gz").read_bytes()).splitlines()
+    (row,) = (row for row in map(json.loads, lines) if row["task_id"] == task)
+    truth = {key: row[key] for key in ("prompt", "test", "entry_point")}
+    assert outcome(row["canonical_solution"], truth) == "pass"
+    assert outcome(REDEFINED[task], truth) == "wrong"
+
+
+@pytest.mark.parametrize("name", ["StopIteration", "StopAsyncIteration"])
+def test_an_exception_that_ends_loops_does_not_end_those_of_the_tests(name: str) -> None:
+    truth = {"assert_case": ["assert all(map(lambda n: f(n) == n, range(3)))"]}
+    assert outcome("def f(x): return x", truth) == "pass"
+    assert outcome(f"def f(x): raise {name}", truth) == "runtime_error"
+
+
+def test_a_solution_that_forges_why_it_was_not_loaded_gets_no_outcome_of_its_own() -> None:
+    forged = '{"d":[["failed","pass"],["text",[1]]]}'
+    text = f"import os\nos.write(4, {forged!r}.encode() + bytes([10]))\nos._exit(0)"
+    found = score(text, CHECK)
+    assert (found.extra["pred"], found.extra["detail"]) == ("runtime_error", "[1]")
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        {"assert_case": ["import nowhere_to_be_found\nassert add(1, 2) == 3"]},
+        {**CHECK, "prompt": "import nowhere_to_be_found\n" + CHECK["prompt"]},
+        {**ADD, "prompt": "from nowhere_to_be_found import x\n"},
+    ],
+)
+def test_a_module_that_the_tests_lack_is_no_fault_of_the_answer(truth: Any) -> None:
+    with pytest.raises(ValueError, match="tests of this row cannot run: ModuleNotFoundError"):
+        score(RIGHT, truth)
+
+
+def test_a_module_that_the_answer_lacks_is_its_own_fault() -> None:
+    assert outcome("import nowhere_to_be_found\n" + RIGHT, CHECK) == "runtime_error"
+    inside = "def add(a, b):\n    import nowhere_to_be_found"
+    for truth in (ADD, ASSERTS, CHECK):
+        assert outcome(inside, truth) == "runtime_error"
+
+
+def test_a_result_beside_a_list_of_arguments_is_no_json() -> None:
+    truth = {"fn_name": "f", "inputs": [["a"]], "outputs": ["12"]}
+    assert outcome("def f(x): return '12'", truth) == "pass"
+    assert outcome("def f(x): return 12", truth) == "wrong"
+
+
 def test_a_function_may_have_the_name_of_a_builtin_where_the_tests_call_nothing_else() -> None:
     truth = {"test_list": ["assert sum(10, 15) == 25", "assert sum(1, 1) == 2"], "prompt": ""}
     assert outcome("def sum(a, b): return a + b", truth) == "pass"
@@ -233,7 +319,8 @@ def test_helpers_of_the_prompt_are_there_for_the_answer_and_the_tests() -> None:
     [
         ("no fence", "no fence"),
         ("```python\na\n```", "a\n"),
-        ("```py\na\n```\nand\n```\nb\n```\n", "b\n"),
+        ("```py\na\n```\nIt prints:\n```\nb\n```\n", "a\n"),
+        ("```\na\n```\nor\n```\nb\n```\n```text\nc\n```", "b\n"),
         ("```python\na\n```\n```bash\nls\n```", "a\n"),
         ("```python\ncut off", "cut off"),
         ("<think>```python\na\n```</think>\nb", "\nb"),
@@ -266,7 +353,7 @@ def test_a_row_without_usable_tests_is_a_failed_scoring(truth: Any, said: str) -
 
 
 def test_tests_that_are_no_python_are_no_fault_of_the_answer() -> None:
-    with pytest.raises(ValueError, match="no Python: SyntaxError"):
+    with pytest.raises(ValueError, match="cannot run: SyntaxError"):
         score(RIGHT, {"assert_case": ["assert add(1"]})
 
 

@@ -71,7 +71,7 @@ def judged(code: str, tests: ProgramTests | FunctionTests, sandbox: Sandbox) -> 
     """Run code against tests.
 
     Raises:
-        ValueError: the tests are no Python.
+        ValueError: the tests are no Python, or import what the sandbox lacks.
         SandboxError: the sandbox failed.
     """
     if not code.strip():
@@ -144,5 +144,5 @@ def _call_functions(code: str, tests: FunctionTests, sandbox: Sandbox) -> Verdic
     if report is None:  # memory that the solution's values took from the tests, or forgery
         return Verdict(0, count, "runtime_error", result.stderr[-200:].decode(errors="replace"))
     if "broken" in report:
-        raise ValueError(f"the tests of this row are no Python: {report['broken']}")
-    return Verdict(report["passed"], count, report["outcome"], report["text"])
+        raise ValueError(f"the tests of this row cannot run: {report['broken']}")
+    return Verdict(report["passed"], count, str(report["outcome"]), str(report["text"]))

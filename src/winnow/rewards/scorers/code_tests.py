@@ -21,10 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from winnow.rewards.sandbox.harness.solution import NAMES
+
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
 )
-_PYTHON = frozenset({"python", "py", "python3", ""})
+_PYTHON = frozenset({"python", "py", "python3"})
 _CHECK = re.compile(r"^def check\b", re.MULTILINE)
 
 
@@ -81,16 +83,25 @@ def read_tests(ground_truth: Any) -> CodeTests:
             f"assert_case, or test; it has {', '.join(given) or 'nothing'}"
         )
     if entry is not None:
-        calls = [[_arguments(i), _loaded(o)] for i, o in zip(inputs, outputs, strict=True)]
+        # JSON on both sides, or on neither: a text beside a list of arguments is a text.
+        calls = [
+            [_arguments(i), _loaded(o) if isinstance(i, str) else o]
+            for i, o in zip(inputs, outputs, strict=True)
+        ]
         return FunctionTests("calls", calls, entry, prompt)
     return ProgramTests([(_text(i), _text(o)) for i, o in zip(inputs, outputs, strict=True)])
 
 
 def code_of(answer: str) -> str:
-    """The code in an answer: its last block of Python, or all of it where there is no block."""
+    """The code in an answer: its last block of Python, else its last untagged one, else all of it.
+
+    What stands untagged behind a block of Python is mostly its output.
+    """
     answer = answer.rpartition("</think>")[2]
-    blocks = [body for tag, body in _FENCE.findall(answer) if tag.lower() in _PYTHON]
-    return blocks[-1] if blocks else answer
+    blocks: list[tuple[str, str]] = _FENCE.findall(answer)
+    python = [body for tag, body in blocks if tag.lower() in _PYTHON]
+    untagged = [body for tag, body in blocks if not tag]
+    return (python or untagged or [answer])[-1]
 
 
 def same_output(said: str, expected: str) -> bool:
@@ -118,13 +129,16 @@ def _parsed(ground_truth: Any) -> Mapping[str, Any]:
 
 
 def _asserted(asserts: Sequence[str]) -> str | None:
-    """The builtin that asserts are about, where they call nothing else: then it is redefined."""
+    """The usual function that asserts are about, where they call no other: it is redefined."""
     called: list[str] = []
     with suppress(SyntaxError, ValueError, RecursionError):  # whose test fails, and says so
         for node in ast.walk(ast.parse("\n".join(asserts))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 called.append(node.func.id)
-    return called[0] if called and all(hasattr(builtins, name) for name in called) else None
+    if not all(hasattr(builtins, name) or name in NAMES for name in called):
+        return None
+    # `abs(sqrt(4.0) - 2) < 1e-6` is about sqrt.
+    return next((name for name in called if name in NAMES), called[0] if called else None)
 
 
 def _is_list(value: Any) -> bool:

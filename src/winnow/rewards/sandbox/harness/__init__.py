@@ -50,7 +50,7 @@ def program(solution: dict[str, Any], tests: dict[str, Any]) -> Program:
 
 
 def verdict(stdout: bytes) -> dict[str, Any] | None:
-    """`passed`, `of`, `outcome` and `text`, or `broken` for tests that are no Python.
+    """`passed`, `of`, `outcome` and `text`, or `broken` for tests that cannot run.
 
     None: there is no verdict, the tests' process came to grief.
     """

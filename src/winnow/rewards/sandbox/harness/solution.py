@@ -6,6 +6,7 @@ from winnow.rewards.sandbox.harness.values import encode, reader, send, write
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
 
 REQUESTS, REPLIES = 3, 4
@@ -18,7 +19,7 @@ array bisect cmath collections copy datetime decimal fractions functools heapq i
 math operator os random re statistics string sys time typing
 """
 MODULES = frozenset(_USUAL.split())
-_NAMES = {
+_NAMES_OF = {
     "collections": "Counter OrderedDict defaultdict deque namedtuple",
     "functools": "cache cmp_to_key lru_cache partial reduce",
     "heapq": "heapify heappop heappush heappushpop nlargest nsmallest",
@@ -27,6 +28,7 @@ _NAMES = {
     "math": "ceil comb factorial floor gcd inf isqrt log log2 sqrt",
     "typing": "Any Callable Dict Generator Iterable Iterator List Optional Set Tuple Union",
 }
+NAMES = frozenset(" ".join(_NAMES_OF.values()).split())
 
 
 def serve(solution: dict[str, Any]) -> None:
@@ -111,13 +113,46 @@ def without_docstring(prompt: str) -> str:
 
 
 def imports_of(prompt: str) -> Any:
-    """The imports at the top of a prompt, compiled; none of one that is no whole code."""
-    try:
-        tree = compile(prompt, "prompt.py", "exec", _ONLY_AST)
-    except SyntaxError:
-        tree = compile("", "prompt.py", "exec", _ONLY_AST)
-    tree.body = [node for node in tree.body if type(node).__name__ in ("Import", "ImportFrom")]
+    """The imports at the top of a prompt, compiled; none of one that is no code."""
+    return _compiled(node for node in _parsed(prompt) if _kind(node).startswith("Import"))
+
+
+def helpers_of(prompt: str, entry_point: str | None) -> list[Any]:
+    """The constants of a prompt and the functions it has whole, compiled; not the entry point."""
+    return [
+        _compiled([node])
+        for node in _parsed(prompt)
+        if _kind(node) in ("Assign", "AnnAssign")
+        or (_kind(node) == "FunctionDef" and node.name != entry_point and _has_body(node))
+    ]
+
+
+def _parsed(prompt: str) -> list[Any]:
+    """The statements of a prompt, which may end with the head of a function."""
+    for text in (prompt, prompt.rstrip() + " pass"):
+        try:
+            return list(compile(text, "prompt.py", "exec", _ONLY_AST).body)
+        except (SyntaxError, ValueError):
+            continue
+    return []
+
+
+def _compiled(nodes: Iterable[Any]) -> Any:
+    tree = compile("", "prompt.py", "exec", _ONLY_AST)
+    tree.body = list(nodes)
     return compile(tree, "prompt.py", "exec")
+
+
+def _kind(node: Any) -> str:
+    return type(node).__name__
+
+
+def _has_body(function: Any) -> bool:
+    """Whether it does anything: a docstring, `...` or `pass` alone is for the answer to fill."""
+    return any(
+        not (_kind(node) == "Pass" or (_kind(node) == "Expr" and _kind(node.value) == "Constant"))
+        for node in function.body
+    )
 
 
 def provide(text: str, space: dict[str, Any]) -> None:
@@ -126,7 +161,7 @@ def provide(text: str, space: dict[str, Any]) -> None:
     for module in MODULES:
         if module in words:
             exec(f"import {module}", space)
-    for module, names in _NAMES.items():
+    for module, names in _NAMES_OF.items():
         used = [name for name in names.split() if name in words]
         if used:
             exec(f"from {module} import {', '.join(used)}", space)

@@ -13,6 +13,7 @@ from winnow.rewards.sandbox.harness.solution import (
     REPLIES,
     REQUESTS,
     describe,
+    helpers_of,
     imports_of,
     provide,
     serve,
@@ -24,6 +25,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
+
+
+_NEVER_RAISED = (AssertionError, StopIteration, StopAsyncIteration)
+"""In the tests for the solution: the first is theirs, the others end loops of theirs in silence."""
 
 
 class Failed(Exception):
@@ -44,7 +49,9 @@ class Solution:
         self.until = time.monotonic() + call_s
         ready = self.receive()
         if "failed" in ready:
-            raise Failed(ready["failed"], ready["text"])
+            # The solution may have written this message itself.
+            kind = "compile_error" if ready["failed"] == "compile_error" else "runtime_error"
+            raise Failed(kind, str(ready.get("text", ""))[:200])
         self.names = [str(name) for name in ready["names"]]
 
     def wait(self) -> None:
@@ -79,7 +86,7 @@ class Solution:
     def error(self, name: str, text: str) -> Exception:
         """The solution's exception, as the tests may expect it."""
         kind = getattr(builtins, name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception) and kind is not AssertionError:
+        if isinstance(kind, type) and issubclass(kind, Exception) and kind not in _NEVER_RAISED:
             try:
                 error = kind(text)
             except TypeError:  # it wants other arguments
@@ -97,7 +104,7 @@ def judge(solution: Solution, tests: dict[str, Any]) -> dict[str, Any]:
     """Run the cases; how many passed, and what became of the first that did not."""
     try:
         cases = list(prepared(solution, tests))
-    except SyntaxError as error:
+    except Exception as error:  # nothing of the solution's has been called
         return {"broken": describe(error)}
     passed, first, text = 0, None, ""
     for number, case in enumerate(cases):
@@ -107,6 +114,8 @@ def judge(solution: Solution, tests: dict[str, Any]) -> dict[str, Any]:
         except Failed as failed:
             outcome, said = failed.outcome, failed.text
         except Exception as error:
+            if isinstance(error, ImportError) and not hasattr(error, "of_solution"):
+                return {"broken": describe(error)}
             outcome = "runtime_error" if hasattr(error, "of_solution") else "wrong"
             said = getattr(error, "of_solution", None) or describe(error)
             said += line_of(error, number, tests["cases"][number])
@@ -148,9 +157,15 @@ def prepared(solution: Solution, tests: dict[str, Any]) -> Iterator[Callable[[],
     space: dict[str, Any] = {"__name__": "tests"}
     provide(text, space)
     exec(imports_of(tests["prompt"]), space)
+    for helper in helpers_of(tests["prompt"], tests["entry_point"]):
+        try:
+            exec(helper, space)
+        except Exception:
+            continue  # it wants a class of the prompt's, say: only the solution has that
+    given = frozenset(space)
     for name in solution.names:
-        # A solution must not lend the tests its own idea of `set` or `sorted`.
-        usual = hasattr(builtins, name) or name in MODULES
+        # A solution must not lend the tests its own idea of `set`, `Counter` or a prompt's helper.
+        usual = hasattr(builtins, name) or name in MODULES or name in given
         if name == tests["entry_point"] or (name in words and not usual):
             space[name] = solution.function(name)
     for number, case in enumerate(tests["cases"]):
@@ -236,5 +251,9 @@ def main() -> None:
         report = judge(Solution(requests, replies, tests["call_s"]), tests)
     except Failed as failed:
         report = {"passed": 0, "of": 0, "outcome": failed.outcome, "text": failed.text}
+        try:  # what the prompt wants and this machine lacks is no fault of the solution's
+            exec(imports_of(tests["prompt"]), {})
+        except Exception as error:
+            report = {"broken": describe(error)}
     send(verdict, report)
     os._exit(0)
