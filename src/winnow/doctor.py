@@ -36,7 +36,7 @@ _PURPOSE = {
     "loggers": "metrics elsewhere",
     "reasoning-gym": "procedural tasks",
     "dashboard": "the dashboard",
-    "serve": "winnow sandbox serve",
+    "serve": "winnow sandbox serve, winnow reward serve",
 }
 
 

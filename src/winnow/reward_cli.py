@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -143,6 +144,13 @@ def _config(
     # Hydra takes its time to load, and most trials need no settings.
     config = resolve_recipe(recipe, settings) if recipe or settings else Config()
     changes: dict[str, Any] = {"on_failure": "wrong"}
+    manager = config.reward.manager.name
+    for option, given in (("scorer", scorer), ("function", function)):
+        if given is not None and manager in ("remote", "custom"):
+            raise RewardError(
+                f"--{option} is {given} and reward/manager={manager}: only one of them can score; "
+                f"leave --{option} out, or set reward/manager=auto"
+            )
     if scorer is not None:
         changes["scorers"] = {"*": scorer}
     if function is not None:
@@ -370,7 +378,7 @@ def serve_command(
     from winnow.config.reward import RewardConfig, UserFunction
     from winnow.rewards.http import token_of
     from winnow.rewards.managers import make_manager
-    from winnow.rewards.serving import listen, make_app, serve
+    from winnow.rewards.serving import QUEUE_S, Limits, listen, make_app, serve
 
     token = token_of(token_env, "--token-env")
     with contextlib.closing(listen(host, port, token)) as listener:
@@ -378,5 +386,9 @@ def serve_command(
         manager = make_manager(RewardConfig(function=section, workers=workers, timeout_s=timeout_s))
         with contextlib.closing(manager):
             bound, taken = listener.getsockname()[:2]
-            typer.echo(f"{section.name} of {section.path} scores at http://{bound}:{taken}/")
-            serve(make_app(manager, token), listener)
+            shown = f"[{bound}]" if ":" in bound else bound
+            service = make_app(manager, token, Limits(max_answer_s=timeout_s + QUEUE_S))
+            typer.echo(f"{section.name} of {section.path} scores at http://{shown}:{taken}/")
+            number = serve(service, listener)
+    typer.echo(f"winnow: stopped by {signal.Signals(number).name}", err=True)
+    raise typer.Exit(130 if number == signal.SIGINT else 0)

@@ -215,6 +215,16 @@ def test_code_runs_in_the_sandbox_and_the_failing_case_is_told() -> None:
         (["--truth", "1"], DataError, "there is nothing to compare with; give FILE and --row, or"),
         (["--source", "gsm8k"], DataError, "there is nothing to compare with; give FILE and"),
         (["FILE", "--scorer", "a", "--function", "b"], RewardError, "--scorer is a and --functi"),
+        (
+            ["FILE", "--function", "OWN", "reward/manager=custom", "reward.manager.path=a:B"],
+            RewardError,
+            "--function is OWN and reward/manager=custom: only one of them can score; leave --func",
+        ),
+        (
+            ["FILE", "--scorer", "gsm8k", "reward/manager=remote", "reward.manager.url=http://a"],
+            RewardError,
+            "--scorer is gsm8k and reward/manager=remote: only one of them can score; leave --sco",
+        ),
         (["FILE", "--row", "3"], RewardError, "data_source klingon has no scorer; name one of "),
         (["FILE", "--scorer", "magic"], RewardError, "reward.scorers.* is magic, which is no"),
         (["none.jsonl"], DataError, "none.jsonl: no such file; check the path"),

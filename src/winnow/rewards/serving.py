@@ -3,39 +3,45 @@
     POST /        verl's arguments -> {"score": …, "acc": …, …} or {"error": "one line"}
     GET  /health  {"status": "ok", "scored": 12}
 
-An `error` is the answer's own. Refused are a body that is too long (413), or no such question
-(400), a wrong token (401), and more answers than are taken in at once (503 with Retry-After).
-Who can reach the port can have answers scored; so it listens on this machine alone, unless there
-is a token.
+An `error` is the answer's own. Refused are a body that is no JSON (415), too long (413), or no such
+question (400), a wrong token (401), more answers than are taken in at once, and one that has waited
+too long (503 with Retry-After). What nobody waits for any more is not scored. Who can reach the
+port can have answers scored; so it listens on this machine alone, and is asked by its own name
+(else 421), unless there is a token.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import math
+import signal
 import socket
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from winnow.errors import RewardError
+from winnow.rewards.guard import bears, is_asked_here, is_json, is_loopback
 from winnow.rewards.managers.protocol import Manager
 from winnow.rewards.managers.remote import plain
 from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score
 
 if TYPE_CHECKING:
+    import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+QUEUE_S = 8.0
+"""How long an answer waits for a worker: a client's patience is 10 s beyond the answer's time."""
 _BODY_S = 30.0
+_LAST_ANSWERS_S = 5
 _NO_TOKENS = np.zeros(0, np.int64)
 
 
@@ -46,6 +52,8 @@ class Limits:
     max_waiting: int = 1024
     """Answers at once, those in work included."""
     max_body_bytes: int = 8 << 20
+    max_answer_s: float = 10.0 + QUEUE_S
+    """For one answer: the time of the function, and what it may wait for a worker."""
 
 
 class _Refusal(Exception):
@@ -62,6 +70,7 @@ def make_app(manager: Manager, token: str | None = None, limits: Limits = Limits
     """
     try:
         from starlette.applications import Starlette
+        from starlette.requests import ClientDisconnect
         from starlette.responses import Response as Reply
         from starlette.routing import Route
     except ImportError as error:
@@ -79,15 +88,17 @@ def make_app(manager: Manager, token: str | None = None, limits: Limits = Limits
     async def score(request: Request) -> Response:
         nonlocal waiting
         try:
-            _authorise(request, token)
+            _admit(request, token)
             if waiting >= limits.max_waiting:
                 raise _Refusal(503, f"{waiting} answers are in work, which is the limit")
             waiting += 1
             try:
                 prompt, text = _question(await _body(request, limits.max_body_bytes))
-                return reply(_said(await manager.score(prompt, text)))
+                return reply(_said(await _scored(manager, prompt, text, request, limits)))
             finally:
                 waiting -= 1
+        except ClientDisconnect:
+            return reply({"error": "the client has gone"}, 400)
         except RewardError as error:  # of the manager: nothing can be scored any more
             return reply({"error": str(error)}, 500)
         except _Refusal as refusal:
@@ -95,6 +106,8 @@ def make_app(manager: Manager, token: str | None = None, limits: Limits = Limits
             return reply({"error": str(refusal)}, refusal.status, headers)
 
     async def health(request: Request) -> Response:
+        if token is None and not is_asked_here(request.headers.get("Host", "")):
+            return reply({"error": _NOT_HERE}, 421)
         return reply({"status": "ok", "scored": manager.scored})
 
     @asynccontextmanager
@@ -112,7 +125,7 @@ def listen(host: str, port: int, token: str | None) -> socket.socket:
     Raises:
         RewardError: it is not to be had, or others could reach a service without a token.
     """
-    if host not in LOOPBACK and token is None:
+    if not is_loopback(host) and token is None:
         raise RewardError(
             f"--host is {host}, which others can reach, and there is no token; "
             "name a variable that holds one with --token-env, or leave --host out"
@@ -126,8 +139,8 @@ def listen(host: str, port: int, token: str | None) -> socket.socket:
         ) from error
 
 
-def serve(app: Starlette, listener: socket.socket) -> None:
-    """Serve until a signal ends it.
+def serve(app: Starlette, listener: socket.socket) -> int:
+    """Serve until a signal ends it; its number. In the main thread.
 
     Raises:
         RewardError: uvicorn is not installed.
@@ -138,16 +151,75 @@ def serve(app: Starlette, listener: socket.socket) -> None:
         raise RewardError(
             "winnow reward serve needs uvicorn; pip install 'winnow[serve]'"
         ) from error
-    config = uvicorn.Config(app, log_level="warning", access_log=False)
-    uvicorn.Server(config).run(sockets=[listener])
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_LAST_ANSWERS_S,
+    )
+    server = uvicorn.Server(config)
+    with _signals(server) as arrived:
+        server.run(sockets=[listener])
+    if not arrived:
+        raise RuntimeError("the server ended by itself")
+    return arrived[0]
 
 
-def _authorise(request: Request, token: str | None) -> None:
-    if token is None:
-        return
-    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    if not hmac.compare_digest(given.encode(), token.encode()):
+@contextmanager
+def _signals(server: uvicorn.Server) -> Iterator[list[int]]:
+    """Those that arrive; uvicorn hands on what has ended it, which would end this process, too."""
+    arrived: list[int] = []
+
+    def take(number: int, _: FrameType | None) -> None:
+        arrived.append(number)
+        server.should_exit = True
+
+    before = {n: signal.signal(n, take) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield arrived
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_NOT_HERE = "without a token the service is asked as localhost alone; give it one by --token-env"
+
+
+def _admit(request: Request, token: str | None) -> None:
+    if token is None and not is_asked_here(request.headers.get("Host", "")):
+        raise _Refusal(421, _NOT_HERE)
+    if token is not None and not bears(request.headers.get("Authorization", ""), token):
         raise _Refusal(401, "the token is missing or wrong")
+    if not is_json(request.headers.get("Content-Type", "")):
+        raise _Refusal(415, "the body must be application/json")
+
+
+async def _scored(
+    manager: Manager, prompt: Prompt, text: str, request: Request, limits: Limits
+) -> Score | Failure:
+    """The score, while the client waits for it: what nobody waits for, workers do not begin."""
+    score = asyncio.ensure_future(manager.score(prompt, text))
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait(
+            (score, gone), timeout=limits.max_answer_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if score.done():
+            return score.result()
+        if gone.done():
+            raise _Refusal(503, "the client has gone")
+        raise _Refusal(503, "no worker came free in time")
+    finally:
+        score.cancel()
+        gone.cancel()
+        await asyncio.gather(score, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    """Wait until the client hangs up; its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _body(request: Request, most: int) -> Any:

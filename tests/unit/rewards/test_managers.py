@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,17 +16,22 @@ import httpx
 import numpy as np
 import pytest
 from tests.contract.test_managers import PROMPT, served
-from tests.unit.rewards.conftest import SIGNATURE
+from tests.faulty_http import reply as answered
+from tests.faulty_http import serving
+from tests.unit.rewards.conftest import LIMIT, SIGNATURE, answer
 
+from winnow.config.load import load_recipe
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.config.reward_manager import BatchManager, CustomManager, RemoteManager
-from winnow.errors import RewardError
+from winnow.errors import ConfigError, RewardError
 from winnow.rewards.managers import make_manager
 from winnow.rewards.managers.protocol import Manager
+from winnow.rewards.service import RewardService
 from winnow.rewards.serving import Limits, listen
 from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score
 
+JSON = {"Content-Type": "application/json"}
 BATCH = "data_sources, solution_strs, ground_truths, extra_infos"
 
 
@@ -250,6 +258,72 @@ def test_a_class_that_cannot_be_used_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+SCORES = """
+from winnow.types import Score
+class Own:
+    def __init__(self, config): ...
+    def score(self, prompt, text):
+        return eval(text, {"Score": Score, "nan": float("nan")})
+"""
+
+
+def test_a_score_without_parts_counts_as_the_task(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SCORES)
+    section = RewardConfig(manager=CustomManager(path=f"{tmp_path}/own.py:Own"))
+    service = RewardService(section, LIMIT)
+    score = asyncio.run(service.score(PROMPT, answer(1), "Score(0.75, 1.0)", True))
+    assert (score.reward, score.accuracy, score.parts) == (0.75, 1.0, {"task": 0.75})
+
+
+@pytest.mark.parametrize(
+    ("score", "says"),
+    [
+        ("Score(1.0, 1.0, {'task': nan})", "ValueError: the scorer returned nan as task"),
+        ("Score(1.0, 1.0, {'style': float('inf')})", "ValueError: the scorer returned inf as sty"),
+        ("Score(1.0, 1.5)", "ValueError: the accuracy must lie in [0, 1], got 1.5"),
+        ("Score(1.0, -0.1)", "ValueError: the accuracy must lie in [0, 1], got -0.1"),
+        ("Score(1.0, 1.0, {'task': 'x'})", "TypeError: "),
+        ("Score(None, 1.0)", "TypeError: "),
+        ("Score(10 ** 400, 1.0)", "OverflowError: "),
+    ],
+)
+def test_a_score_that_cannot_be_learned_from_is_a_failure(
+    score: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(SCORES)
+    (failed,) = ask(custom(f"{tmp_path}/own.py:Own"), [score])
+    assert isinstance(failed, Failure)
+    assert failed.line.startswith(says)
+
+
+@pytest.mark.parametrize("method", ["prepare", "takes_time", "close"])
+def test_a_method_that_nobody_waits_for_may_not_be_asynchronous(
+    method: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(f"{SCORES}    async def {method}(self, *a): ...\n")
+    with pytest.raises(RewardError, match=f"its {method} is asynchronous, and only score may be"):
+        custom(f"{tmp_path}/own.py:Own")
+
+
+def test_a_class_that_fails_to_close_is_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "own.py").write_text(f"{SCORES}    def close(self): raise OSError('two\\nlines')\n")
+    own = custom(f"{tmp_path}/own.py:Own")
+    own.close()
+    own.close()
+    (line,) = caplog.messages
+    assert line.endswith("own.py:Own: its close fails with OSError: two lines")
+
+
+def test_an_asynchronous_function_here_shows_that_it_gets_on(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(f"async def compute_score({SIGNATURE}):\n    return 1\n")
+    here = make_manager(RewardConfig(function=UserFunction(path=str(file)), workers=0))
+    ask(here, ["x"] * 3)
+    assert (here.takes_time(["s"]), here.scored) == (True, 3)
+
+
 # A service.
 
 
@@ -305,6 +379,41 @@ def test_nobody_at_the_address_is_found_before_training(stack: ExitStack) -> Non
     assert f"http://127.0.0.1:{port} cannot be reached" in failed.line
 
 
+@pytest.mark.parametrize("reply", [b"1" * 401, b'{"score": ' + b"9" * 401 + b"}"])
+def test_a_number_that_is_too_large_is_a_failure(reply: bytes, stack: ExitStack) -> None:
+    with serving([answered(200, raw=reply)]) as there:
+        (failed,) = ask(remote(f"{there.url}/score", stack), ["x"])
+    assert isinstance(failed, Failure)
+    assert failed.line.startswith("OverflowError: ")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://127.0.0.1:99999/x", "http://a..b/x", "http:///x", "h:8", "http://h:x", "http://[::1"],
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="must begin with http:// or https:// and name a host"):
+        RemoteManager(url=url)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "reward.manager.url=http://me:pa55word@h/x",
+        "reward.manager.url=http://me:pa55word@h:99999/x",
+        "reward.manager.token_env=pa55word",
+        "reward.manager.token_env=sk-pa55word",
+    ],
+)
+def test_a_secret_in_the_recipe_is_refused_and_not_shown(setting: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        load_recipe(
+            "quickstart", ["reward/manager=remote", "reward.manager.url=http://h/x", setting]
+        )
+    assert setting.partition("=")[0] in str(told.value)
+    assert "pa55word" not in str(told.value)
+
+
 def test_a_token_is_asked_for_and_given(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,7 +455,7 @@ def test_the_service_refuses_what_is_no_question(
 ) -> None:
     most = 1_000 if status == 413 else 1 << 20
     url = served(echo(tmp_path, stack), stack, limits=Limits(max_body_bytes=most))
-    reply = httpx.post(url, content=content)
+    reply = httpx.post(url, content=content, headers=JSON)
     assert (reply.status_code, reply.json()["error"][: len(says)]) == (status, says)
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "scored": 0}
 
@@ -375,6 +484,90 @@ def test_the_service_takes_in_so_many_and_sends_others_away_for_a_while(
     results = ask(remote(url, stack, max_concurrent=2), ["x"] * 6)
     assert [r.reward for r in results] == [1.0] * 6
     assert max(r.extra["most"] for r in results) == 2
+
+
+def counting(tmp_path: Path, stack: ExitStack, sleep_s: float) -> tuple[Manager, Path]:
+    """A function in one worker, and the file with a line for each of its calls."""
+    file, calls = tmp_path / "counting.py", tmp_path / "calls"
+    file.write_text(f"import time\ndef compute_score({SIGNATURE}):\n"
+                    f"    open({str(calls)!r}, 'a').write(solution_str + '\\n')\n"
+                    f"    time.sleep({sleep_s})\n    return 1.0\n")  # fmt: skip
+    calls.touch()
+    section = RewardConfig(function=UserFunction(path=str(file)), workers=1, timeout_s=5)
+    manager = make_manager(section)
+    stack.callback(manager.close)
+    return manager, calls
+
+
+def test_the_wait_for_a_worker_is_not_the_answers_time(tmp_path: Path, stack: ExitStack) -> None:
+    manager, calls = counting(tmp_path, stack, 0.1)
+    config = RewardConfig(manager=RemoteManager(url=served(manager, stack)), timeout_s=0.5)
+    client = make_manager(config)
+    stack.callback(client.close)
+    results = ask(client, [str(number) for number in range(20)])
+    assert [getattr(r, "reward", r) for r in results] == [1.0] * 20
+    assert sorted(map(int, calls.read_text().split())) == list(range(20))
+
+
+def test_who_hangs_up_is_not_scored_and_who_waits_too_long_is_told(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    manager, calls = counting(tmp_path, stack, 1.0)
+    url = served(manager, stack, limits=Limits(max_answer_s=1.5))
+
+    async def gone() -> list[Any]:
+        async with httpx.AsyncClient(timeout=0.5) as client:
+            bodies = [{"data_source": "s", "solution_str": f"gone{n}"} for n in range(8)]
+            work = (client.post(url, json=body) for body in bodies)
+            return await asyncio.gather(*work, return_exceptions=True)
+
+    async def patient() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            bodies = [{"data_source": "s", "solution_str": f"here{n}"} for n in range(4)]
+            return await asyncio.gather(*(client.post(url, json=body) for body in bodies))
+
+    assert {type(each) for each in asyncio.run(gone())} == {httpx.ReadTimeout}
+    replies = asyncio.run(patient())
+    late = [reply for reply in replies if reply.status_code == 503]
+    assert late
+    assert {(r.headers["Retry-After"], r.json()["error"]) for r in late} == {
+        ("1", "no worker came free in time")
+    }
+    assert calls.read_text().count("gone") < 8
+
+
+def test_no_page_in_a_browser_can_ask(tmp_path: Path, stack: ExitStack) -> None:
+    url = served(echo(tmp_path, stack), stack)
+    question = {"data_source": "s", "solution_str": "x"}
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        plain = httpx.post(url, content=json.dumps(question), headers={"Content-Type": kind})
+        assert plain.status_code == 415
+    moved = {"Host": "evil.example"}
+    assert httpx.post(url, json=question, headers=moved).status_code == 421
+    assert httpx.get(f"{url}/health", headers=moved).status_code == 421
+    assert httpx.post(url, json=question, headers={"Host": "localhost:1"}).json()["score"] == 1.0
+
+
+def test_a_token_is_a_bearers_and_serves_under_any_name(tmp_path: Path, stack: ExitStack) -> None:
+    url = served(echo(tmp_path, stack), stack, token="s3cret")
+    question = {"data_source": "s", "solution_str": "x"}
+    for given, status in (("bearer s3cret", 200), ("Basic s3cret", 401), ("s3cret", 401)):
+        headers = {"Authorization": given, "Host": "rewards.example"}
+        assert httpx.post(url, json=question, headers=headers).status_code == status
+
+
+def test_a_body_that_is_cut_off_leaves_no_trace(
+    tmp_path: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("uvicorn.error").addHandler(caplog.handler)
+    stack.callback(logging.getLogger("uvicorn.error").removeHandler, caplog.handler)
+    with ExitStack() as service:
+        url = served(echo(tmp_path, stack), service)
+        head = "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+            connection.sendall(f'{head}Content-Length: 900\r\n\r\n{{"data'.encode())
+        assert httpx.get(f"{url}/health").status_code == 200
+    assert caplog.text == ""
 
 
 def test_no_service_that_others_can_reach_goes_without_token() -> None:

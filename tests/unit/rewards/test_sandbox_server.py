@@ -18,9 +18,9 @@ import pytest
 from tests.sandboxes import need_bubblewrap, served
 
 from winnow.config.sandbox import SandboxConfig
+from winnow.rewards.guard import is_asked_here, is_loopback
 from winnow.rewards.sandbox.program import Limits, Result
 from winnow.rewards.sandbox.request import RequestError, job_of, response_of
-from winnow.rewards.sandbox.serving import is_loopback
 
 CONFIG = SandboxConfig(max_concurrent=2, time_s=20, output_kb=64)
 MOST = Limits.of(CONFIG)
@@ -211,7 +211,7 @@ def test_a_body_that_is_none_is_refused(url: str, body: bytes, status: int, said
 
 
 def test_a_refused_client_may_end_what_it_is_sending(url: str) -> None:
-    head = "POST /run_code HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = "POST /run_code HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     port = int(url.rpartition(":")[2])
     with closing(socket.create_connection(("127.0.0.1", port), 30)) as connection:
         connection.sendall(f"{head}Content-Length: 1000000\r\n\r\n".encode())
@@ -236,6 +236,14 @@ def test_a_page_in_a_browser_cannot_ask(url: str, kind: str) -> None:
     assert response.status_code == 415
 
 
+def test_a_page_whose_name_was_pointed_here_cannot_ask(url: str) -> None:
+    headers = {**JSON, "Host": "evil.example:8080"}
+    response = post(url, {"code": "print(1)"}, headers=headers)
+    assert (response.status_code, "asked as localhost" in response.text) == (421, True)
+    assert httpx.get(f"{url}/health", headers=headers, trust_env=False).status_code == 421
+    assert post(url, {"code": ""}, headers={**JSON, "Host": "localhost:8080"}).status_code == 200
+
+
 def test_other_paths_and_methods_are_refused(url: str) -> None:
     assert httpx.get(f"{url}/run_code", trust_env=False).status_code == 405
     assert httpx.post(f"{url}/", trust_env=False).status_code == 404
@@ -251,7 +259,7 @@ def test_noise_on_the_socket_harms_nothing(url: str) -> None:
             connection.sendall(noise)
             connection.shutdown(socket.SHUT_WR)
             assert b"200 OK" not in connection.recv(4096)
-    head = b"POST /run_code HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = b"POST /run_code HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with closing(socket.create_connection(("127.0.0.1", port), 30)) as connection:
         connection.sendall(head + b'Content-Length: 900\r\n\r\n{"code":')  # and is gone
     assert run(url, "print(1)")["status"] == "Success"
@@ -330,6 +338,16 @@ def test_stopping_ends_what_runs_and_tells_its_client_to_come_back() -> None:
 )  # fmt: skip
 def test_only_addresses_of_this_machine_do_without_a_token(host: str, ours: bool) -> None:
     assert is_loopback(host) == ours
+
+
+@pytest.mark.parametrize(
+    ("host", "ours"),
+    [("127.0.0.1:80", True), ("localhost", True), ("LOCALHOST:1", True), ("[::1]:80", True),
+     ("127.0.0.1.evil.example", False), ("evil.example:80", False),
+     ("localhost@evil.example", False), ("10.0.0.1:80", False), ("[::1", False), ("", False)],
+)  # fmt: skip
+def test_only_names_of_this_machine_may_be_asked(host: str, ours: bool) -> None:
+    assert is_asked_here(host) == ours
 
 
 def test_landlock_serves_too_where_namespaces_are_blocked() -> None:

@@ -2,16 +2,16 @@
 
     POST /run_code   runs a program        GET /health   says how busy the server is
 
-A request passes these in turn: the token, the kind of its body, a place in the queue, the body's
-size and time, its fields, and a wait for a free slot of the sandbox. Whoever is refused is told
-why: 401, 415, 503 with Retry-After, 413 or 408, 400 or 422, and 503 again. So what a stranger can
-make the server hold is `places` bodies of `max_body_bytes`.
+A request passes these in turn: the token, or this machine's name where there is none, the kind of
+its body, a place in the queue, the body's size and time, its fields, and a wait for a free slot of
+the sandbox. Whoever is refused is told why: 401 or 421, 415, 503 with Retry-After, 413 or 408, 400
+or 422, and 503 again. So what a stranger can make the server hold is `places` bodies of
+`max_body_bytes`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from winnow.rewards.guard import bears, is_asked_here, is_json
 from winnow.rewards.sandbox.local import LocalSandbox
 from winnow.rewards.sandbox.program import Limits, SandboxError
 from winnow.rewards.sandbox.request import RequestError, job_of, response_of, sandbox_failed
@@ -30,6 +31,7 @@ from winnow.rewards.sandbox.request import RequestError, job_of, response_of, sa
 _BODY_S = 30.0
 _RETRY_AFTER = {"Retry-After": "2"}
 _CLOSE = {"Connection": "close"}
+_NOT_HERE = "without a token the server is asked as localhost alone; give it one by --token-env"
 _DRAIN_S = 5.0
 _DRAIN_TIMES = 8
 """How long, and how many times the longest body, a refused client is let go on sending: one that
@@ -63,7 +65,7 @@ class SandboxServer:
     def __init__(self, sandbox: LocalSandbox, limits: ServerLimits, token: str | None) -> None:
         self._sandbox = sandbox
         self._limits = limits
-        self._token = None if token is None else token.encode()
+        self._token = token
         self._places = len(sandbox.slots) + limits.max_queued
         self._taken = 0
         self._running = 0
@@ -87,7 +89,11 @@ class SandboxServer:
         self.stop()
         self._threads.shutdown()
 
-    async def _health(self, _: Request) -> JSONResponse:
+    async def _health(self, request: Request) -> JSONResponse:
+        try:
+            self._check_host(request)
+        except Refusal as refusal:
+            return refusal.response
         return JSONResponse(
             {
                 "status": "closing" if self._is_closing else "ok",
@@ -100,10 +106,10 @@ class SandboxServer:
 
     async def _run_code(self, request: Request) -> JSONResponse:
         try:
+            self._check_host(request)
             self._check_token(request)
-            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            # A page in a browser may send any other kind of body to an address of this machine.
-            if kind != "application/json":
+            kind = request.headers.get("content-type", "")
+            if not is_json(kind):
                 raise Refusal(
                     415, f"the body must be application/json, got {kind or 'nothing'}", _CLOSE
                 )
@@ -123,13 +129,17 @@ class SandboxServer:
         except ClientDisconnect:
             return JSONResponse({"detail": "the client has gone"}, 400)
 
+    def _check_host(self, request: Request) -> None:
+        """Without a token, requests come by this machine's own name."""
+        if self._token is None and not is_asked_here(request.headers.get("host", "")):
+            raise Refusal(421, _NOT_HERE, _CLOSE)
+
     def _check_token(self, request: Request) -> None:
         if self._token is None:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        is_ours = hmac.compare_digest(given.strip().encode(), self._token)
-        if scheme.lower() != "bearer" or not is_ours:
-            said = "wrong" if given else "missing"
+        given = request.headers.get("authorization", "")
+        if not bears(given, self._token):
+            said = "wrong" if given.partition(" ")[2] else "missing"
             raise Refusal(401, f"the token is {said}", _CLOSE | {"WWW-Authenticate": "Bearer"})
 
     async def _result(self, request: Request) -> dict[str, Any]:

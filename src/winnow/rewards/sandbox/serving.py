@@ -10,14 +10,14 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from ipaddress import ip_address
+from contextlib import closing, contextmanager
 from types import FrameType
 
 import uvicorn
 
 from winnow.config.sandbox import SandboxConfig
 from winnow.errors import RewardError
+from winnow.rewards.guard import is_loopback
 from winnow.rewards.sandbox.local import LocalSandbox
 from winnow.rewards.sandbox.program import Limits
 from winnow.rewards.sandbox.server import SandboxServer, ServerLimits
@@ -25,7 +25,6 @@ from winnow.rewards.sandbox.server import SandboxServer, ServerLimits
 _MORE_CONNECTIONS = 1024
 """Idle ones, beyond those whose requests have a place."""
 _LAST_ANSWERS_S = 5
-_LONGEST_START_S = 30.0
 
 
 def serve(
@@ -113,13 +112,6 @@ def running(
             application.stop()
             server.should_exit = True
             thread.join()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's own and reaches no further."""
-    with suppress(ValueError):
-        return ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def _listener(host: str, port: int) -> socket.socket:
