@@ -50,6 +50,10 @@ def serve_command(
     memory_mb: Annotated[
         int, typer.Option(min=64, help="Largest memory_limit_MB of a request, and the default.")
     ] = 1024,
+    output_kb: Annotated[
+        int,
+        typer.Option(min=1, help="KiB that a program may write; one that writes more is ended."),
+    ] = 1024,
     python: Annotated[str, typer.Option(help="The interpreter.")] = "/usr/bin/python3",
     backend: Annotated[
         Literal["auto", "bubblewrap", "landlock"], typer.Option(help="How programs are confined.")
@@ -67,7 +71,11 @@ def serve_command(
     from winnow.rewards.http import token_of
 
     config = SandboxConfig(
-        backend=backend, python=python, max_concurrent=max_concurrent, memory_mb=memory_mb
+        backend=backend,
+        python=python,
+        max_concurrent=max_concurrent,
+        memory_mb=memory_mb,
+        output_kb=output_kb,
     )
 
     def limits(programs: Limits) -> ServerLimits:

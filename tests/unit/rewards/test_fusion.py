@@ -64,12 +64,18 @@ def answer(
     }
 
 
-TRIED = ok(answer("True 42\n"))
+def tried(output_kb: int = 1024) -> str:
+    """What the trial writes."""
+    return "True 42\n" + "x" * ((output_kb << 10) - 512) + "\n"
+
+
+TRIED = ok(answer(tried()))
 
 
 def scored(script: Sequence[Step], **settings: Any) -> tuple[Any, Served]:
     """The outcome of a program against two cases, or the error; behind the trial."""
-    with serving([TRIED, *script]) as service:
+    trial = ok(answer(tried(settings.get("output_kb", 1024))))
+    with serving([trial, *script]) as service:
         current.start(FusionConfig(url=service.url, **settings))
         try:
             return scorer.score("any", "print(1)", DOUBLE, {}).extra["pred"], service
@@ -191,7 +197,8 @@ def test_times_that_are_none_count_as_nothing() -> None:
     [
         ([reply(401, raw=b'{"detail":"the token is wrong"}')], "answered 401: .*token is wrong"),
         ([ok(answer("True 43"))], "trial program ended there with exit code 0.*: 'True 43'"),
-        ([ok(answer("False 42"))], "must run Python 3.8 or newer"),
+        ([ok(answer("False 42\nxxx"))], "'False 42'; it must run Python 3.8 or newer"),
+        ([ok(answer(tried(1023)))], "may write less than reward.sandbox.output_kb=1024; start"),
         ([ok(answer(status="Failed", return_code=1, stderr="no such"))], "exit code 1 .*no such"),
         ([ok({"status": "SandboxError", "message": "full"})], "the service says: full"),
         ([reply(404)], "answered 404.*start `winnow sandbox serve` there"),
@@ -214,7 +221,7 @@ def test_a_slow_service_is_given_up_after_compile_run_and_ten_seconds(
 
     def post(_: Any, path: str, body: Any, timeout_s: float) -> Any:
         seen.append((path, body["run_timeout"], timeout_s))
-        return answer("True 42")
+        return answer(tried())
 
     monkeypatch.setattr("winnow.rewards.http.HttpJson.post_blocking", post)
     with closing(FusionSandbox(FusionConfig(url="http://a", compile_s=3, sample_s=7))) as sandbox:
@@ -270,6 +277,15 @@ def test_a_limit_of_the_server_below_ours_is_told_before_training() -> None:
             FusionSandbox(FusionConfig(url=url))
         with pytest.raises(RewardError, match=r"run_timeout must lie in \(0, 30\] seconds here"):
             FusionSandbox(FusionConfig(url=url, memory_mb=512, sample_s=31))
+
+
+def test_a_server_that_lets_programs_write_less_is_told_before_training() -> None:
+    need_bubblewrap()
+    ours = SandboxConfig(max_concurrent=1, memory_mb=1024, time_s=30, output_kb=64)
+    with served(ours) as (url, _):
+        with pytest.raises(RewardError, match=r"write less than reward\.sandbox\.output_kb=65; "):
+            FusionSandbox(FusionConfig(url=url, output_kb=65))
+        FusionSandbox(FusionConfig(url=url, output_kb=64)).close()
 
 
 def test_a_fault_of_the_service_is_a_failed_scoring_and_no_wrong_answer() -> None:

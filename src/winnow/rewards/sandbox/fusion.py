@@ -22,7 +22,12 @@ from winnow.rewards.sandbox.program import OUTPUT_LIMIT, Ending, Program, Result
 
 _SLACK_S = 10.0
 """What a request may take beyond the times of its program: waiting, the way there and back."""
-_TRIAL = Program("import sys; print(sys.version_info >= (3, 8), sys.stdin.read())", b"42")
+_TRIAL = """import sys
+print(sys.version_info >= (3, 8), sys.stdin.read())
+print("x" * {fill})
+"""
+_TRIAL_SPARED = 512
+"""Bytes below `output_kb` that the trial writes: what it says, and line ends of two."""
 _SHOWN = 200
 
 
@@ -95,17 +100,26 @@ class FusionSandbox:
         return Result(**{**vars(result), "ending": "output_limit"})
 
     def _try_out(self) -> None:
-        """See before training that programs are run, with the longest time that will be asked."""
+        """See before training that programs are run, with the most that will be asked for."""
         where = f"reward.sandbox.url is {self.config.url}"
+        fill = (self.config.output_kb << 10) - _TRIAL_SPARED
+        trial = Program(_TRIAL.format(fill=fill), b"42")
         try:
-            result = self.run_for(_TRIAL, max(self.config.time_s, self.config.sample_s))
+            result = self.run_for(trial, max(self.config.time_s, self.config.sample_s))
         except SandboxError as error:
             raise RewardError(
                 f"{where}, and it runs no program: {error}; start `winnow sandbox serve` there, "
                 "or mend reward.sandbox"
             ) from error
-        if not result.is_clean or result.stdout.split() != [b"True", b"42"]:
-            said = " ".join((result.stderr or result.stdout).decode(errors="replace").split())
+        begun = result.stdout[:_TRIAL_SPARED].split()[:2] == [b"True", b"42"]
+        is_cut = begun and result.is_clean and result.stdout.count(b"x") < fill
+        if result.ending == "output_limit" or is_cut:
+            raise RewardError(
+                f"{where}, but a program there may write less than reward.sandbox.output_kb="
+                f"{self.config.output_kb}; start it with a larger --output-kb, or lower ours"
+            )
+        if not result.is_clean or not begun:
+            said = " ".join((result.stderr or result.stdout.partition(b"\nx")[0]).decode(errors="replace").split())
             raise RewardError(
                 f"{where}, but a trial program ended there with exit code {result.exit_code} "
                 f"({result.ending}): {said[-_SHOWN:]!r}; it must run Python 3.8 or newer"
