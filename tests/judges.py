@@ -12,11 +12,13 @@ from typing import Any
 from tests.faulty_http import Request, Step, ok
 
 
-def completion(text: str | None, tokens: int | None = 100) -> dict[str, Any]:
+def completion(
+    text: str | None, tokens: int | None = 100, finish_reason: str = "stop"
+) -> dict[str, Any]:
     """A reply in OpenAI's shape."""
     usage = {} if tokens is None else {"usage": {"total_tokens": tokens}}
     message = {"role": "assistant", "content": text}
-    return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], **usage}
+    return {"choices": [{"index": 0, "message": message, "finish_reason": finish_reason}], **usage}
 
 
 def says(text: str | None, tokens: int | None = 100) -> Step:

@@ -100,7 +100,7 @@ def test_the_key_is_sent_and_written_nowhere(judged: tuple[Path, Outcome, Served
 def test_held_out_answers_of_all_prompts_are_judged_side_by_side(
     judged: tuple[Path, Outcome, Served], lab: Lab
 ) -> None:
-    with serving([together(4, completion("CORRECT"))]) as served:
+    with serving([together(4, completion("Judgement: CORRECT"))]) as served:
         said = in_this_process(
             *("eval", "runs/judged", "reward.judge.cache=none", "reward.judge.as_accuracy=true"),
             *(f"reward.judge.base_url={served.url}/v1", "reward.judge.api_key_env=null"),

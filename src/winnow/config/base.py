@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,3 +26,50 @@ class Section(BaseModel):
 
 class SecretError(ValueError):
     """What a validator raises where the value itself must not be shown."""
+
+
+_ENVIRONMENT_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
+
+
+def environment_name(value: str | None, secret: str) -> str | None:
+    """The name of a variable that holds a secret, or None.
+
+    Args:
+        secret: what it holds, for the error.
+
+    Raises:
+        SecretError: it looks as if it were the secret.
+    """
+    if value is not None and not _ENVIRONMENT_NAME.fullmatch(value):
+        raise SecretError(
+            f"must be the name of an environment variable in capitals, never a {secret} itself"
+        )
+    return value
+
+
+def web_address(
+    value: str, instead: str, wanted: str = "must begin with http:// or https:// and name a host"
+) -> SplitResult:
+    """An address of HTTP, in its parts.
+
+    Args:
+        instead: what is for the password that someone may put into it, for the error.
+        wanted: what the error asks for where it is no address.
+
+    Raises:
+        ValueError: it is none.
+        SecretError: it holds a user or a password, or might.
+    """
+    try:
+        parts = urlsplit(value)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_whole = is_whole and parts.port != 0 and value.isprintable() and " " not in value
+        str(parts.hostname).encode("idna")
+    except ValueError:  # a port that is no number, a bracket left open, an empty part of a name
+        is_whole = False
+    if not is_whole:
+        kind = SecretError if "@" in value else ValueError
+        raise kind(wanted)
+    if parts.username is not None or parts.password is not None:
+        raise SecretError(f"must hold no user and password ({instead})")
+    return parts

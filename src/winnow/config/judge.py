@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from winnow.config.base import SecretError, Section
+from winnow.config.base import Section, environment_name, web_address
 from winnow.config.reward_model import free_part
 
 BUILT_IN = ("correctness", "quality")
 """Templates by name; their texts are in `winnow.rewards.judge_prompt`."""
 VARIABLES = ("question", "messages", "answer", "ground_truth", "extra", "data_source")
 """What a template may use."""
-_ENVIRONMENT_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 
 class BuiltInParse(Section):
@@ -127,15 +125,7 @@ class OpenAiJudge(Section):
     @field_validator("base_url")
     @classmethod
     def _is_address(cls, value: str) -> str:
-        try:
-            url = urlsplit(value)
-            is_address = url.scheme in ("http", "https") and bool(url.hostname)
-        except ValueError:
-            is_address = False
-        if not is_address:
-            raise ValueError("must begin with http:// or https:// and name a host")
-        if url.username is not None or url.password is not None:
-            raise SecretError("must hold no password (reward.judge.api_key_env is for keys)")
+        url = web_address(value, "reward.judge.api_key_env is for keys")
         if url.query or url.fragment:
             raise ValueError("must end with its path: no ? and no #")
         return value
@@ -143,11 +133,7 @@ class OpenAiJudge(Section):
     @field_validator("api_key_env")
     @classmethod
     def _is_variable(cls, value: str | None) -> str | None:
-        if value is not None and not _ENVIRONMENT_NAME.fullmatch(value):
-            raise SecretError(
-                "must be the name of an environment variable in capitals, never a key itself"
-            )
-        return value
+        return environment_name(value, "key")
 
     @field_validator("template", "system")
     @classmethod

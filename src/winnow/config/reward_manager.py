@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from winnow.config.base import Section
+from winnow.config.base import Section, environment_name, web_address
 
 
 class AutoManager(Section):
@@ -57,10 +57,13 @@ class RemoteManager(Section):
     @field_validator("url")
     @classmethod
     def _is_http(cls, value: str) -> str:
-        scheme, colon, rest = value.partition("://")
-        if scheme not in ("http", "https") or not colon or rest.startswith(("/", "?")) or not rest:
-            raise ValueError("must begin with http:// or https:// and name a host")
+        web_address(value, "reward.manager.token_env is for tokens")
         return value
+
+    @field_validator("token_env")
+    @classmethod
+    def _is_variable(cls, value: str | None) -> str | None:
+        return environment_name(value, "token")
 
 
 class CustomManager(Section):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from winnow.config.base import SecretError, Section
+from winnow.config.base import Section, environment_name, web_address
 
 
 class _Programs(Section):
@@ -61,19 +60,16 @@ class FusionConfig(_Programs):
     @field_validator("url")
     @classmethod
     def _is_http(cls, value: str) -> str:
-        try:
-            parts = urlsplit(value)
-            is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)
-            is_whole = is_whole and parts.port != 0 and value.isprintable() and " " not in value
-        except ValueError:  # a port that is no number, a bracket left open
-            is_whole = False
-        if not is_whole or parts.query or parts.fragment:
-            raise ValueError("must be an address such as http://127.0.0.1:8080")
-        if parts.username is not None or parts.password is not None:
-            raise SecretError(
-                "must hold no user and password; name a token's variable in token_env"
-            )
+        wanted = "must be an address such as http://127.0.0.1:8080"
+        parts = web_address(value, "reward.sandbox.token_env is for tokens", wanted)
+        if parts.query or parts.fragment:
+            raise ValueError(wanted)
         return value.rstrip("/").removesuffix("/run_code")
+
+    @field_validator("token_env")
+    @classmethod
+    def _is_variable(cls, value: str | None) -> str | None:
+        return environment_name(value, "token")
 
 
 SandboxChoice = Annotated[SandboxConfig | FusionConfig, Field(discriminator="name")]

@@ -277,11 +277,11 @@ class HttpJson:
         return self._error("unreachable", None, "is not asked any more: the client is closed")
 
     def _pause_s(self, attempt: int, after_s: float | None) -> float:
-        if after_s is not None:
-            return min(after_s, _LONGEST_RETRY_AFTER_S)
         most = min(self._backoff_s * 2.0 ** (attempt - 1), _LONGEST_BACKOFF_S)
         # Jitter is no part of a run's random numbers: it moves times, never scores.
-        return most * random.SystemRandom().uniform(0.5, 1.0)
+        own_s = most * random.SystemRandom().uniform(0.5, 1.0)
+        # A server that asks for no pause at all does not switch ours off.
+        return max(own_s, min(after_s or 0.0, _LONGEST_RETRY_AFTER_S))
 
 
 def token_of(variable: str | None, field: str) -> str | None:

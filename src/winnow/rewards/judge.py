@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from winnow.config.judge import OpenAiJudge
+from winnow.config.judge import BUILT_IN, OpenAiJudge
 from winnow.errors import RewardError
 from winnow.rewards.http import HttpJson, RemoteError
 from winnow.rewards.judge_cache import Reply, ReplyCache, cache_path
@@ -32,11 +32,14 @@ log = logging.getLogger(__name__)
 Verdict = asyncio.Future["float | Failure"]
 _PATH = "chat/completions"
 _NEVER = {401: "api_key_env", 403: "api_key_env", 404: "base_url and reward.judge.model"}
-"""Statuses of a service that will answer nothing of this recipe, and where to look."""
+"""Statuses of a service that will answer nothing of this recipe, and where to look. After an answer
+403 is one question's: some services refuse so what they will not talk about."""
 _SECOND_TEMPERATURE = 0.7
 _LONGEST_PAUSE_S = 60.0
 _BYTES_PER_TOKEN = 4
 _SHOWN = 200
+_MOST_TOKENS = 10**9
+"""What a service counts beyond it is no count."""
 
 
 @dataclass
@@ -104,6 +107,7 @@ class Judge:
             replies, size = self._cache.size()
             log.info("judge: %s holds %s replies, %s KiB", path, f"{replies:,}", f"{size >> 10:,}")
         self._counts = JudgeCounts()
+        self._has_answered = False
         self._desk: _Desk | None = None
         self.scored = 0
         """Answers so far."""
@@ -165,15 +169,15 @@ class Judge:
         try:
             for attempt in range(2):
                 reply = await self._reply(desk, self._body(messages, attempt), attempt)
-                value = self._prompt.read(reply.text)
+                value = self._prompt.read(reply.text, reply.is_cut)
                 if value is not None:
                     return value
                 self._counts.unparsed += 1
         except RemoteError as error:
-            if error.kind == "status" and error.status in _NEVER:
+            if self._refuses_all(error):
                 raise RewardError(
                     f"the judge answers nothing: {error.line}; see to reward.judge."
-                    f"{_NEVER[error.status]}"
+                    f"{_NEVER[error.status or 0]}"
                 ) from None
             return Failure(f"the judge: {error.line}", "")
         finally:
@@ -197,20 +201,32 @@ class Judge:
                 return kept
         async with desk.slots:
             reply = await self._asked(desk, body)
-        return reply if self._cache is None else await self._cache.put(question, reply)
+        # Cut off, it is no reply to a built-in template; one of the user's own may want it short.
+        if self._cache is None or (reply.is_cut and self.config.template in BUILT_IN):
+            return reply
+        return await self._cache.put(question, reply)
+
+    def _refuses_all(self, error: RemoteError) -> bool:
+        if error.kind != "status" or (error.status == 403 and self._has_answered):
+            return False
+        return error.status in _NEVER
 
     def _body(self, messages: list[dict[str, str]], attempt: int) -> dict[str, Any]:
         """The request; a second one would get the first one's reply at the same sampling."""
         config = self.config
-        again = attempt > 0
         body: dict[str, Any] = {
             "model": config.model,
             "messages": messages,
-            "temperature": max(config.temperature, _SECOND_TEMPERATURE * again),
+            "temperature": config.temperature,
             "max_tokens": config.max_tokens,
-            "seed": None if config.seed is None else config.seed + again,
+            "seed": config.seed,
             **config.options,
         }
+        if attempt > 0:
+            if isinstance(body["temperature"], int | float):
+                body["temperature"] = max(body["temperature"], _SECOND_TEMPERATURE)
+            if isinstance(body["seed"], int):
+                body["seed"] += 1
         return {field: value for field, value in body.items() if value is not None}
 
     async def _asked(self, desk: _Desk, body: Mapping[str, Any]) -> Reply:
@@ -237,6 +253,7 @@ class Judge:
             else:
                 self._limit.settle(estimated, reply.tokens)
                 self._counts.tokens += reply.tokens
+                self._has_answered = True
                 return reply
         raise AssertionError("unreachable")
 
@@ -249,7 +266,6 @@ class Judge:
         if error.after_s is not None:
             # The service speaks of all requests, not of this one.
             self._limit.pause(min(error.after_s, _LONGEST_PAUSE_S))
-            return
         most = min(self._backoff_s * 2.0**attempt, _LONGEST_PAUSE_S)
         # Jitter is no part of a run's random numbers: it moves times, never scores.
         await asyncio.sleep(most * random.SystemRandom().uniform(0.5, 1.0))
@@ -261,7 +277,8 @@ class Judge:
             RemoteError: it is no chat completion.
         """
         try:
-            text = data["choices"][0]["message"]["content"]
+            choice = data["choices"][0]
+            text = choice["message"]["content"]
             if text is not None and not isinstance(text, str):
                 raise TypeError("content must be a text")
         except (TypeError, LookupError):
@@ -271,9 +288,9 @@ class Judge:
         text = text or ""
         usage = data.get("usage")
         tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+        if type(tokens) is not int or not 0 <= tokens <= _MOST_TOKENS:
             tokens = round(prompt_tokens + len(text.encode("utf-8", "replace")) / _BYTES_PER_TOKEN)
-        return Reply(text, tokens)
+        return Reply(text, tokens, choice.get("finish_reason") == "length")
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "(secret)") if self._key else text

@@ -31,6 +31,8 @@ class Reply:
     text: str
     tokens: int
     """Of prompt and reply, as the service counts them."""
+    is_cut: bool = False
+    """It ended at the length limit; what the cache holds is read as whole."""
 
 
 def cache_path(given: str) -> Path | None:

@@ -40,7 +40,8 @@ You check whether an answer to a question is right. {_MATERIAL}
 {_ANSWER}\
 The reference is right. The answer is right if what it arrives at in the end means the same as the
 reference, whatever its form; an answer that arrives at nothing, or at several things, is not.
-Compare the two in a few words. Then end with one line that holds your judgement and nothing else:
+Compare the two in a few words. Then end with one line that holds your judgement and nothing else,
+exactly in one of these two forms:
 Judgement: CORRECT
 or
 Judgement: INCORRECT"""
@@ -48,8 +49,10 @@ _QUALITY = f"""\
 You rate how well an answer serves whoever asked the question: whether it is true, does what was
 asked, is complete, and is clear. {_MATERIAL}{_ANSWER}\
 Name its merits and faults in a few words. Then end with one line that holds a whole number from 1
-(useless) to 10 (could not be better) and nothing else:
+(useless) to 10 (could not be better) and nothing else, exactly in this form:
 Score: NUMBER"""
+_JUDGEMENT = r"Judge?ment:[\s*]*"
+"""Stands before a built-in label; elsewhere it may be one that the judge denies."""
 _BUILT_IN: dict[str, tuple[str, LabelsParse | NumberParse]] = {
     "correctness": (_CORRECTNESS, LabelsParse(labels={"CORRECT": 1.0, "INCORRECT": 0.0})),
     "quality": (_QUALITY, NumberParse()),
@@ -68,13 +71,17 @@ class JudgePrompt:
         if config.system is not None:
             self._roles.insert(0, ("system", environment.from_string(config.system)))
         parse = config.parse
+        self._is_built_in = not isinstance(parse, NumberParse | LabelsParse)
         if not isinstance(parse, NumberParse | LabelsParse):
             assert built_in is not None, "checks_judge.py asks for a rule"
             parse = built_in[1]
+        before = _JUDGEMENT if self._is_built_in else ""
         self._number = parse if isinstance(parse, NumberParse) else None
         self._labels = parse.labels if isinstance(parse, LabelsParse) else {}
         self._pattern = re.compile(
-            parse.pattern if isinstance(parse, NumberParse) else _any_of(list(parse.labels))
+            parse.pattern
+            if isinstance(parse, NumberParse)
+            else before + _any_of(list(parse.labels))
         )
 
     def messages(self, prompt: Prompt, answer: str) -> list[dict[str, str]]:
@@ -97,14 +104,20 @@ class JudgePrompt:
             for role, template in self._roles
         ]
 
-    def read(self, reply: str) -> float | None:
-        """The number in a reply, from its last match; None: it has none."""
+    def read(self, reply: str, is_cut: bool = False) -> float | None:
+        """The number in a reply, from its last match; None: it has none.
+
+        Args:
+            is_cut: the reply's end is missing, which is where a built-in template wants the number.
+        """
+        if is_cut and self._is_built_in:
+            return None
         matches = [*self._pattern.finditer(reply)]
         if not matches:
             return None
         last = matches[-1]
         if self._number is None:
-            return self._labels[last.group()]
+            return self._labels[last.group(1)]
         try:
             number = float(last.group(1))
         except (TypeError, ValueError):  # the group took no part, or matched no number
@@ -118,7 +131,7 @@ class JudgePrompt:
 def _any_of(labels: list[str]) -> str:
     """Whole words; of two that begin alike the longer one."""
     words = "|".join(re.escape(label) for label in sorted(labels, key=len, reverse=True))
-    return rf"(?<!\w)(?:{words})(?!\w)"
+    return rf"(?<!\w)({words})(?!\w)"
 
 
 def _rendered(role: str, template: Template, values: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import SupportsFloat
 
@@ -64,8 +65,14 @@ class RewardService:
         self._config = config
         self._max_response_tokens = max_response_tokens
         self._manager = manager = make_manager(config)
-        self._rules = manager if isinstance(manager, Rules) else Rules(config, rules_place(config))
-        self._parts = ScoredParts(config, self._rules)
+        try:
+            self._rules = (
+                manager if isinstance(manager, Rules) else Rules(config, rules_place(config))
+            )
+            self._parts = ScoredParts(config, self._rules)
+        except BaseException:
+            manager.close()
+            raise
         self._model, self._judge = model, judge
         self._models = [each for each in (model, judge) if each is not None]
         self._weights = part_weights(config)
@@ -81,10 +88,11 @@ class RewardService:
 
     def close(self) -> None:
         """End the workers; nothing can be scored afterwards."""
-        self._manager.close()
-        self._rules.close()
-        if self._judge is not None:
-            self._judge.close()
+        with ExitStack() as stack:  # one that fails to close leaves the others to be closed
+            if self._judge is not None:
+                stack.callback(self._judge.close)
+            stack.callback(self._rules.close)
+            stack.callback(self._manager.close)
 
     def scored_apart(self) -> int:
         """Answers that workers or models have dealt with: grows as long as scoring gets on."""

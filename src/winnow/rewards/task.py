@@ -47,7 +47,8 @@ async def outcome(user: UserScorer | None, scorer: str, arguments: Arguments) ->
         result = user.call(*arguments)
         return checked(read_result(await result if inspect.isawaitable(result) else result))
     # SystemExit: a scorer that calls exit() must not end the process either.
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        raise_if_cancelled(error)
         return failure_of(error, user.file if user else None)
 
 
@@ -60,7 +61,7 @@ def outcome_without_loop(
             return checked(SCORERS[scorer].score(*arguments))
         result = user.call(*arguments)
         return checked(read_result(_awaited(result) if inspect.isawaitable(result) else result))
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         return failure_of(error, user.file if user else None)
 
 
@@ -71,7 +72,8 @@ async def outcomes(
     try:
         result = user.call_batch(batch)
         return _each(user, await result if inspect.isawaitable(result) else result, len(batch))
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        raise_if_cancelled(error)
         return failure_of(error, user.file)
 
 
@@ -82,7 +84,7 @@ def outcomes_without_loop(
     try:
         result = user.call_batch(batch)
         return _each(user, _awaited(result) if inspect.isawaitable(result) else result, len(batch))
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         return failure_of(error, user.file)
 
 
@@ -110,16 +112,26 @@ def _awaited(result: Awaitable[Any]) -> Any:
     return asyncio.run(wait())
 
 
+def raise_if_cancelled(error: BaseException) -> None:
+    """Pass a cancellation on that is ours; a scorer may raise or run into one of its own."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise error
+
+
 def checked(score: Score) -> Score:
     """The score, if it can be learned from.
 
     Raises:
-        ValueError: a number is not finite.
+        ValueError: a number is not finite, or the accuracy no share.
     """
-    numbers: Mapping[str, Any] = {"reward": score.reward, "accuracy": score.accuracy}
-    for name, number in numbers.items():
+    numbers: dict[str, Any] = {"reward": score.reward, "accuracy": score.accuracy}
+    for name, number in [*numbers.items(), *score.parts.items()]:
         if not math.isfinite(number):
             raise ValueError(f"the scorer returned {number} as {name}")
+    if not 0 <= score.accuracy <= 1:
+        raise ValueError(f"the accuracy must lie in [0, 1], got {score.accuracy:g}")
     return score
 
 

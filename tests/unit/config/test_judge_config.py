@@ -17,6 +17,7 @@ SECRET = "gsk_4f5e6d7c8b9a"
     [
         (["reward/judge=openai"], "reward.judge.base_url has no default; add"),
         (["reward.judge.base_url=h:8"], "base_url must begin with http:// or https:// and name a"),
+        (["reward.judge.base_url=http://a..b/v1"], "base_url must begin with http:// or https://"),
         (["reward.judge.base_url='http://h/v1?a=b'"], "must end with its path: no ? and no #"),
         (["reward.judge.template=accuracy"], "must be correctness, quality, or the text of a J"),
         (["reward.judge.template='{{ x }'"], "must be a Jinja template (unexpected '}', line 1)"),

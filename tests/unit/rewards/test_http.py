@@ -120,6 +120,14 @@ def test_a_server_may_say_when_to_come_back(after: str | Callable[[], str]) -> N
     assert time.monotonic() - began > 0.5  # without the header it is a hundredth
 
 
+@pytest.mark.parametrize("after", ["0", "Thu, 01 Jan 2015 00:00:00 GMT"])
+def test_a_server_cannot_switch_the_back_off_off(after: str) -> None:
+    began = time.monotonic()
+    found, _ = asked([reply(503, headers={"Retry-After": after}), ok(1)], backoff_s=0.4)
+    assert found == 1
+    assert time.monotonic() - began >= 0.4 / 2
+
+
 @pytest.mark.parametrize("value", ["soon", "-3", "nan", "inf"])
 def test_a_date_that_is_none_is_passed_over(value: str) -> None:
     found, _ = asked([reply(503, headers={"Retry-After": value}), ok(1)])

@@ -110,10 +110,17 @@ def test_the_request_is_a_chat_completion_with_the_recipes_options(
 @pytest.mark.parametrize(
     ("settings", "text", "value"),
     [
-        ({}, "Not INCORRECT at all.\n**CORRECT**", 1.0),
-        ({}, "CORRECT? No: INCORRECT", 0.0),
-        ({}, "correct", None),
-        ({}, "ALMOSTCORRECT", None),
+        ({}, "Judgement: INCORRECT, no:\n**Judgement:** **CORRECT**", 1.0),
+        ({}, "Judgement: INCORRECT\nIn short, the answer is not CORRECT.", 0.0),
+        ({}, "Judgment:\nINCORRECT", 0.0),
+        ({}, "Judgement: NOT CORRECT", None),
+        ({}, "NOT CORRECT", None),
+        ({}, "Judgement: correct", None),
+        ({}, "Judgement: CORRECTED", None),
+        ({}, "Judgement: ALMOSTCORRECT", None),
+        ({"parse": LABELS}, "Not INCORRECT at all.\n**CORRECT**", 1.0),
+        ({"parse": LABELS}, "CORRECT? No: INCORRECT", 0.0),
+        ({"parse": LABELS}, "ALMOSTCORRECT", None),
         ({}, "", None),
         ({}, None, None),
         ({"parse": LabelsParse(labels={"A": -1.0, "A+": 2.0})}, "A, no: A+", 2.0),
@@ -238,13 +245,18 @@ def test_requests_arrive_no_faster_than_allowed() -> None:
 def test_tokens_that_were_not_used_are_given_back() -> None:
     # Each is booked with a million tokens, for which the next would wait three hours.
     settings = {"tokens_per_minute": 6000, "max_tokens": 1_000_000, "max_concurrent": 1}
-    with serving([says("CORRECT", 1)]) as served, closing(judge_of(served, **settings)) as judge:
+    with (
+        serving([says("Judgement: CORRECT", 1)]) as served,
+        closing(judge_of(served, **settings)) as judge,
+    ):
         waiting = asyncio.wait_for(verdicts(judge, ["a", "b", "c"]), 60)
         assert asyncio.run(waiting) == [1.0] * 3
 
 
 def test_no_more_requests_at_once_than_allowed() -> None:
-    _, _, served = asked([together(3, completion("CORRECT"))], list("abcdef"), max_concurrent=3)
+    _, _, served = asked(
+        [together(3, completion("Judgement: CORRECT"))], list("abcdef"), max_concurrent=3
+    )
     assert served.most_at_once == 3
 
 
@@ -261,6 +273,73 @@ def test_a_reply_without_a_number_is_asked_for_once_more_at_another_sampling() -
     assert "no number was read" in failed.line
     assert r"'still\nhm'" in failed.line
     assert (counts["unparsed"], len(served.requests)) == (2, 2)
+
+
+def test_a_second_try_differs_from_the_first_whatever_the_options_say() -> None:
+    _, _, served = asked([says("hm"), RIGHT], options={"temperature": 0.2, "seed": 5})
+    second = served.requests[1].body
+    assert (second["temperature"], second["seed"]) == (0.7, 6)
+    _, _, served = asked([says("hm"), RIGHT], options={"temperature": None}, seed=None)
+    assert not {"temperature", "seed"} & served.requests[1].body.keys()
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "whole"),
+    [("correctness", "Judgement: CORRECT", 1.0), ("quality", "Score: 1", 0.0)],
+)
+def test_a_reply_that_was_cut_off_is_no_verdict_and_is_not_kept(
+    template: str, text: str, whole: float, tmp_path: Path
+) -> None:
+    cache = str(tmp_path / "replies")
+    short = ok(completion(text, finish_reason="length"))
+    with serving([short, short, says(text)]) as served:
+
+        def again() -> float | Failure:
+            with closing(judge_of(served, cache=cache, template=template)) as judge:
+                return asyncio.run(verdicts(judge, ["a"]))[0]
+
+        failed = again()
+        assert isinstance(failed, Failure)
+        assert "max_tokens may have cut it off" in failed.line
+        assert again() == whole
+    assert len(served.requests) == 3
+
+
+def test_a_template_of_ones_own_may_want_cut_replies_and_they_are_kept(tmp_path: Path) -> None:
+    cache = str(tmp_path / "replies")
+    with serving([ok(completion("CORRECT", finish_reason="length"))]) as served:
+        for _ in range(2):
+            with closing(
+                judge_of(served, cache=cache, template="{{ answer }}?", parse=LABELS)
+            ) as judge:
+                assert asyncio.run(verdicts(judge, ["a"])) == [1.0]
+    assert len(served.requests) == 1
+
+
+@pytest.mark.parametrize("tokens", [2**63, 10**400, -1, True, "9"])
+def test_a_count_that_cannot_be_is_counted_by_us(tokens: Any, tmp_path: Path) -> None:
+    found, counts, _ = asked([says("Judgement: CORRECT", tokens)], cache=str(tmp_path / "replies"))
+    assert found == [1.0]
+    assert 10 < counts["tokens"] < 1000
+
+
+def test_403_for_one_question_among_answers_fails_alone() -> None:
+    refusal = reply(403, {"error": "content policy"})
+    found, _, served = asked([RIGHT, refusal, RIGHT], ["a", "b", "c"], max_concurrent=1)
+    assert [each for each in found if not isinstance(each, Failure)] == [1.0, 1.0]
+    assert ["answered 403" in each.line for each in found if isinstance(each, Failure)] == [True]
+    assert len(served.requests) == 3
+
+
+@pytest.mark.parametrize("after", ["0", "Thu, 01 Jan 2015 00:00:00 GMT"])
+def test_a_service_cannot_switch_the_back_off_off(after: str) -> None:
+    busy = reply(429, headers={"Retry-After": after})
+    with serving([busy, busy, RIGHT]) as served:
+        section = judge_of(served).config
+        with closing(Judge(section, backoff_s=0.2)) as judge:
+            begun = time.monotonic()
+            assert asyncio.run(verdicts(judge, ["a"])) == [1.0]
+    assert time.monotonic() - begun >= 0.2 / 2 + 0.4 / 2
 
 
 def test_equal_questions_that_wait_together_are_one_request() -> None:
@@ -344,7 +423,7 @@ def test_a_template_cannot_reach_into_python() -> None:
 
 def test_text_that_is_no_unicode_goes_there_and_comes_back(tmp_path: Path) -> None:
     cache = str(tmp_path / "replies")
-    step = says("\ud800 CORRECT", tokens=None)
+    step = says("\ud800 Judgement: CORRECT", tokens=None)
     found, counts, served = asked([step], ["\ud800\x00#1359"], cache=cache)
     assert found == [1.0]
     assert "\ud800\x00#1359" in served.requests[0].body["messages"][0]["content"]

@@ -18,6 +18,7 @@ import pytest
 from tests.contract.test_managers import PROMPT, served
 from tests.faulty_http import reply as answered
 from tests.faulty_http import serving
+from tests.sandboxes import need_bubblewrap
 from tests.unit.rewards.conftest import LIMIT, SIGNATURE, answer
 
 from winnow.config.load import load_recipe
@@ -26,6 +27,7 @@ from winnow.config.reward_manager import BatchManager, CustomManager, RemoteMana
 from winnow.errors import ConfigError, RewardError
 from winnow.rewards.managers import make_manager
 from winnow.rewards.managers.protocol import Manager
+from winnow.rewards.sandbox import current
 from winnow.rewards.service import RewardService
 from winnow.rewards.serving import Limits, listen
 from winnow.rewards.task import Failure
@@ -322,6 +324,15 @@ def test_an_asynchronous_function_here_shows_that_it_gets_on(tmp_path: Path) -> 
     here = make_manager(RewardConfig(function=UserFunction(path=str(file)), workers=0))
     ask(here, ["x"] * 3)
     assert (here.takes_time(["s"]), here.scored) == (True, 3)
+
+
+def test_a_sandbox_that_ran_no_program_is_closed_too() -> None:
+    need_bubblewrap()
+    rules = make_manager(RewardConfig(scorers={"apps": "code"}))
+    rules.prepare({"apps"})
+    assert current._sandbox is not None
+    rules.close()
+    assert current._sandbox is None
 
 
 # A service.

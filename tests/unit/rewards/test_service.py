@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.rewards.conftest import LIMIT, PROMPT, UserService, answer
+from tests.unit.rewards.conftest import LIMIT, PROMPT, SIGNATURE, UserService, answer
+from tests.unit.rewards.test_pool import children
 
-from winnow.config.reward import OverlongConfig, RewardConfig
+from winnow.config.reward import OverlongConfig, PartConfig, RewardConfig, UserFunction
 from winnow.errors import RewardError
 from winnow.rewards.service import RewardService
 from winnow.types import Prompt, Score
@@ -109,10 +110,59 @@ def test_a_failed_scoring_is_fatal_where_the_recipe_says_so(
 
 
 def test_cancelling_is_no_failure_of_the_scorer(user_service: UserService) -> None:
-    service = user_service("import asyncio; raise asyncio.CancelledError", workers=0)
+    text = f"import asyncio\nasync def compute_score({SIGNATURE}):\n    await asyncio.sleep(99)\n"
+    service = user_service(text, workers=0)
+
+    async def given_up() -> None:
+        task = asyncio.ensure_future(service.score(PROMPT, answer(1), "x", True))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
     with pytest.raises(asyncio.CancelledError):
-        ask(service)
+        asyncio.run(given_up())
     assert service.failure_report.count == 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["", "async "])
+def test_a_cancellation_of_the_scorers_own_is_its_failure(
+    kind: str, workers: int, user_service: UserService
+) -> None:
+    body = "raise asyncio.CancelledError('theirs')"
+    text = f"import asyncio\n{kind}def compute_score({SIGNATURE}):\n    {body}\n"
+    assert ask(user_service(text, workers=workers)).error.startswith("CancelledError: theirs at ")
+
+
+def test_a_part_that_is_unknown_leaves_no_worker(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(f"def compute_score({SIGNATURE}):\n    return 1\n")
+    before = children()
+    parts = {"x": PartConfig(scorer="klingon")}
+    with pytest.raises(RewardError, match=r"^reward\.parts\.x\.scorer is klingon, which is no sc"):
+        RewardService(
+            RewardConfig(function=UserFunction(path=str(file)), parts=parts, workers=1), LIMIT
+        )
+    assert children() == before
+
+
+def test_what_fails_to_close_leaves_the_rest_to_be_closed() -> None:
+    service = RewardService(RewardConfig(), LIMIT)
+    closed = []
+
+    class Broken:
+        def close(self) -> None:
+            raise OSError("no")
+
+    class Other:
+        def close(self) -> None:
+            closed.append(self)
+
+    own: Any = service
+    own._manager, own._rules, own._judge = Broken(), Other(), Other()
+    with pytest.raises(OSError, match="no"):
+        service.close()
+    assert closed == [own._rules, own._judge]
 
 
 def test_too_many_failures_stop_the_run_with_the_first(

@@ -17,21 +17,28 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
 import zlib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from winnow.config.reward import RewardConfig
 from winnow.config.reward_manager import CustomManager
 from winnow.errors import RewardError, WinnowError
-from winnow.rewards.task import Failure, checked, failure_of
+from winnow.rewards.blending import TASK
+from winnow.rewards.task import Failure, checked, failure_of, raise_if_cancelled
 from winnow.rewards.user_function import read_result
 from winnow.rewards.worker_async import late_line
 from winnow.types import Prompt, Score
 
+log = logging.getLogger(__name__)
+
 _FIELD = "reward.manager.path"
+_PLAIN = ("prepare", "takes_time", "close")
+"""Methods that are called where nothing can wait for them."""
 
 
 class Custom:
@@ -62,6 +69,12 @@ class Custom:
                 f"{_FIELD} {self._path} has no method score; give it "
                 "`async def score(self, prompt, text)`"
             )
+        for method in _PLAIN:
+            if inspect.iscoroutinefunction(getattr(self._own, method, None)):
+                raise RewardError(
+                    f"{_FIELD} {self._path}: its {method} is asynchronous, and only score may be; "
+                    f"write `def {method}`"
+                )
         self.scored = 0
 
     def prepare(self, data_sources: Iterable[str]) -> None:
@@ -88,10 +101,13 @@ class Custom:
                     said = await said
             if isinstance(said, Failure):
                 return said
-            return checked(said if isinstance(said, Score) else read_result(said))
+            score = said if isinstance(said, Score) else read_result(said)
+            # The reward that learning sees is made of parts.
+            return checked(score if score.parts else replace(score, parts={TASK: score.reward}))
         except RewardError:  # its way to say that nothing can be scored any more
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            raise_if_cancelled(error)
             if limit.expired() and isinstance(error, TimeoutError):
                 return Failure(late_line(self._timeout_s), late_line(self._timeout_s))
             return failure_of(error, inspect.getsourcefile(type(self._own)))
@@ -101,8 +117,11 @@ class Custom:
     def close(self) -> None:
         """Have the object end what it started."""
         own, self._own = self._own, None
-        if hasattr(own, "close"):
-            own.close()
+        try:
+            if hasattr(own, "close"):
+                own.close()
+        except (Exception, SystemExit) as error:  # what was scored stands, and others close, too
+            log.warning("%s %s: its close fails with %s", _FIELD, self._path, _said(error))
 
     def _ask(self, method: str, data_sources: list[str]) -> Any:
         if not hasattr(self._own, method):

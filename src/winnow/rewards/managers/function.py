@@ -16,7 +16,6 @@ class FunctionHere:
     """Calls the function in the run's own process, in its main thread, without limits."""
 
     router = None
-    scored = 0
 
     def __init__(self, config: RewardConfig) -> None:
         """Import the user's file.
@@ -25,6 +24,7 @@ class FunctionHere:
             RewardError: it cannot be used.
         """
         self._user = UserScorer(config.function)
+        self.scored = 0
 
     def prepare(self, data_sources: Iterable[str]) -> None:
         """Nothing: it was imported at the start, and scores whatever comes."""
@@ -36,7 +36,10 @@ class FunctionHere:
     async def score(self, prompt: Prompt, text: str) -> Score | Failure:
         """What the function says."""
         arguments = (prompt.data_source, text, prompt.ground_truth, prompt.extra)
-        return await outcome(self._user, "", arguments)
+        try:
+            return await outcome(self._user, "", arguments)
+        finally:
+            self.scored += 1
 
     def close(self) -> None:
         """Nothing to end."""

@@ -68,7 +68,7 @@ class Remote:
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
             socket.create_connection((str(url.hostname), port), _CONNECT_S).close()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # Unicode: a name that no resolver takes
             raise RewardError(
                 f"{_FIELD}: {url.hostname}:{port} cannot be reached ({error}); start the service "
                 "first (`winnow reward serve`), or mend the address"
@@ -90,7 +90,7 @@ class Remote:
             return _read(await self._http.post(self._path, body, self._patience_s))
         except RemoteError as error:
             return Failure(error.line, error.line)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:  # the last: a number too large
             return failure_of(error, None)
         finally:
             self.scored += 1

@@ -16,6 +16,7 @@ from winnow.config.reward import RewardConfig
 from winnow.rewards.pool import ScorerPool, default_workers
 from winnow.rewards.routing import NO_SCORER, Router
 from winnow.rewards.sandbox import current
+from winnow.rewards.sandbox.program import Sandbox
 from winnow.rewards.scorers import Scorer
 from winnow.rewards.task import Arguments, Failure, outcome, outcome_without_loop
 from winnow.types import Prompt, Score
@@ -35,6 +36,7 @@ class Rules:
         self._config, self._place = config, place
         self._pool: ScorerPool | None = None
         self._threads: ThreadPoolExecutor | None = None
+        self._has_sandbox = False
         self._run_programs = 0
 
     @property
@@ -62,7 +64,7 @@ class Rules:
         if any(self._is_apart(scorer) for scorer in scorers):
             self._started_pool()
         if any(scorer.sandboxed for scorer in scorers):
-            current.start(self._config.sandbox)
+            self._sandbox()
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
         """Whether scores of these come from workers or the sandbox."""
@@ -92,8 +94,10 @@ class Rules:
         """End the workers, and what runs in the sandbox."""
         if self._pool is not None:
             self._pool.close()
-        if self._threads is not None:
+        if self._has_sandbox:
             current.close()
+            self._has_sandbox = False
+        if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
             self._threads = None
 
@@ -103,7 +107,7 @@ class Rules:
         return scorer.apart or self._place == "apart"
 
     async def _sandboxed(self, scorer: Scorer, arguments: Arguments) -> Score | Failure:
-        sandbox = current.start(self._config.sandbox)
+        sandbox = self._sandbox()
         if self._threads is None:
             self._threads = ThreadPoolExecutor(len(sandbox.slots), "programs")
         call = asyncio.get_running_loop().run_in_executor(
@@ -113,6 +117,11 @@ class Rules:
             return await call
         finally:
             self._run_programs += 1
+
+    def _sandbox(self) -> Sandbox:
+        sandbox = current.start(self._config.sandbox)
+        self._has_sandbox = True
+        return sandbox
 
     def _started_pool(self) -> ScorerPool:
         if self._pool is None:
