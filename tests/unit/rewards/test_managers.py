@@ -414,13 +414,17 @@ def test_what_is_no_address_is_refused(url: str) -> None:
         "reward.manager.url=http://me:pa55word@h:99999/x",
         "reward.manager.token_env=pa55word",
         "reward.manager.token_env=sk-pa55word",
+        "reward.sandbox.url=http://me:pa55word@h:x",
+        "reward.sandbox.token_env=pa55word",
     ],
 )
 def test_a_secret_in_the_recipe_is_refused_and_not_shown(setting: str) -> None:
     with pytest.raises(ConfigError) as told:
         load_recipe(
-            "quickstart", ["reward/manager=remote", "reward.manager.url=http://h/x", setting]
-        )
+            "quickstart",
+            ["reward/manager=remote", "reward.manager.url=http://h/x",
+             "reward/sandbox=fusion", "reward.sandbox.url=http://h", setting],
+        )  # fmt: skip
     assert setting.partition("=")[0] in str(told.value)
     assert "pa55word" not in str(told.value)
 
@@ -570,10 +574,11 @@ def test_a_token_is_a_bearers_and_serves_under_any_name(tmp_path: Path, stack: E
 def test_a_body_that_is_cut_off_leaves_no_trace(
     tmp_path: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("uvicorn.error").addHandler(caplog.handler)
-    stack.callback(logging.getLogger("uvicorn.error").removeHandler, caplog.handler)
+    log = logging.getLogger("uvicorn.error")
     with ExitStack() as service:
         url = served(echo(tmp_path, stack), service)
+        log.addHandler(caplog.handler)  # uvicorn takes away what was there
+        stack.callback(log.removeHandler, caplog.handler)
         head = "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
             connection.sendall(f'{head}Content-Length: 900\r\n\r\n{{"data'.encode())

@@ -119,7 +119,8 @@ class FusionSandbox:
                 f"{self.config.output_kb}; start it with a larger --output-kb, or lower ours"
             )
         if not result.is_clean or not begun:
-            said = " ".join((result.stderr or result.stdout.partition(b"\nx")[0]).decode(errors="replace").split())
+            told = result.stderr or result.stdout.partition(b"\nx")[0]
+            said = " ".join(told.decode(errors="replace").split())
             raise RewardError(
                 f"{where}, but a trial program ended there with exit code {result.exit_code} "
                 f"({result.ending}): {said[-_SHOWN:]!r}; it must run Python 3.8 or newer"
