@@ -22,6 +22,7 @@ from tests.winnow_command import WINNOW, Outcome, in_this_process
 from winnow.config.files import evaluation_recipe, evaluation_recipes
 from winnow.config.load import resolve_recipe
 from winnow.observe.rollouts import read_rollouts
+from winnow.trainer import evaluation_command
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -192,8 +193,17 @@ def test_two_evaluations_are_compared_on_what_both_answered(place: Path, both: O
         report_of(place, "both")["sources"]["easy"]["avg@6"]["mean"]
     )
     assert figures["b"] == report_of(place, "greedy")["sources"]["easy"]["avg@1"]["mean"]
+    failed = [
+        sum(bool(row["scorer_error"]) for row in rows_of(place, o)) for o in ("both", "greedy")
+    ]
+    assert failed[0] > 0
     assert body["notes"] == [
         "5 problems of A alone are left out.",
+        *(
+            f"Scoring failed for {number} answers of {name}, which count as wrong."
+            for name, number in zip("AB", failed, strict=True)
+            if number
+        ),
         "They were asked in different ways: n is 6 in A, 1 in B.",
         "They were asked in different ways: temperature is 1.0 in A, 0.0 in B.",
     ]
@@ -307,6 +317,18 @@ def test_a_run_brings_its_recipe_and_a_checkpoint_is_the_run_at_a_step(
     assert "runs/short has no checkpoint of step 7; there are: 1, 2" in wrong.err
 
 
+def test_an_evaluation_of_a_checkpoint_is_not_written_over(place: Path, run: str) -> None:
+    command = ["eval", run, "--step", "2", "observe.console=plain"]
+    winnow(place, *command).check()
+    files = [place / run / f"eval/checkpoint-2.{kind}" for kind in ("parquet", "json")]
+    before = [file.read_bytes() for file in files]
+    said = winnow(place, *command, "--data", "easy.jsonl", "evaluation.n=2")
+    assert (said.code, said.out) == (2, "")
+    (line,) = said.err.splitlines()
+    assert "holds an evaluation of this checkpoint already; give --out FOLDER" in line
+    assert [file.read_bytes() for file in files] == before
+
+
 def test_a_run_can_be_asked_by_another_recipe_and_on_other_data(place: Path, run: str) -> None:
     (place / "own.yaml").write_text("evaluation: {n: 3, temperature: 0.5}\nrun: {seed: 4}\n")
     said = winnow(
@@ -404,3 +426,29 @@ def test_ctrl_c_ends_an_evaluation_and_leaves_nothing(place: Path) -> None:
     assert process.returncode == 130
     assert err == "winnow: interrupted; nothing of this evaluation is kept\n"
     assert not (place / "broken").exists()
+
+
+def test_ctrl_c_between_answers_and_figures_leaves_neither(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(file: Path, _: bytes) -> None:
+        assert file.with_name("answers.parquet").is_file()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation_command, "write_atomic", interrupted)
+    said = asked(place, "between")
+    assert (said.code, said.err) == (
+        130,
+        "winnow: interrupted; nothing of this evaluation is kept\n",
+    )
+    assert not (place / "between").exists()
+
+
+def test_answers_that_could_not_be_scored_are_kept_and_said_to_be(place: Path) -> None:
+    (place / "failing.py").write_text("def compute_score(*_, **__):\n    raise RuntimeError\n")
+    said = asked(place, "unscored", "reward.function.path=failing.py")
+    assert said.code == 2
+    (line,) = said.err.splitlines()
+    assert line.endswith("; the answers are kept in unscored/answers.parquet")
+    assert len(rows_of(place, "unscored")) == N * PROBLEMS["easy"]
+    assert not (place / "unscored/report.json").exists()

@@ -350,10 +350,10 @@ def test_an_exported_model_writes_in_transformers_what_it_wrote_here(home: Home,
     said = home.winnow("export", "runs/demo", "exported").check()
     assert said.out == "Exported to exported\n"
     greedy = ["evaluation.temperature=0", "evaluation.n=1", "evaluation.max_prompts=8"]
-    home.winnow("eval", "runs/demo", *greedy).check()
+    home.winnow("eval", "runs/demo", *greedy, "--out", "greedily").check()
     model = AutoModelForCausalLM.from_pretrained(home.path / "exported").eval()
     tokenizer = AutoTokenizer.from_pretrained(home.path / "exported")
-    for row in run.evaluation(f"checkpoint-{STEPS}"):
+    for row in read_rollouts(home.path / "greedily/answers.parquet").to_pylist():
         asked = tokenizer(row["prompt"], return_tensors="pt")
         assert asked["input_ids"][0].tolist() == row["prompt_ids"]
         with torch.no_grad():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -18,14 +18,16 @@ from rich.text import Text
 import winnow
 from winnow.config.evaluation import EvaluationConfig
 from winnow.config.root import Config
-from winnow.errors import DataError, ModelError
+from winnow.errors import DataError, ModelError, RewardError
 from winnow.observe.files import write_atomic
+from winnow.rewards.routing import Router
 from winnow.rollout.engine import WeightUpdate
 from winnow.trainer.build import load_policy, make_engine, make_evaluator, make_rewards, use_machine
 from winnow.trainer.evaluate import Evaluated, Evaluator
 from winnow.trainer.evaluation_progress import ProgressLine, watched
 from winnow.trainer.evaluation_report import Report
 from winnow.trainer.evaluation_subject import (
+    SCORED,
     EvalRequest,
     Subject,
     check_not_asked_twice,
@@ -42,11 +44,12 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
     """
     subject = subject_of(request)
     began = time.monotonic()
-    found, evaluator = _ask(subject, console)
-    seconds = time.monotonic() - began
-    report = Report.of(found)
-    about = _about(subject, evaluator, seconds)
-    write_atomic(subject.report, report.as_json(about))
+    with _nothing_left_of(subject):
+        found, evaluator = _ask(subject, console)
+        seconds = time.monotonic() - began
+        report = Report.of(found)
+        about = _about(subject, evaluator, seconds)
+        write_atomic(subject.report, report.as_json(about))
     print_report(report, console)
     if evaluator.left_out:
         console.print(
@@ -56,6 +59,24 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
     for line in (f"answers  {subject.answers}", f"figures  {subject.report}"):
         console.print(Text(line), soft_wrap=True)
     return report
+
+
+@contextlib.contextmanager
+def _nothing_left_of(subject: Subject) -> Iterator[None]:
+    """Ctrl-C takes the answers away, too; where scoring fails too often, it is said of them."""
+    had_folder = subject.answers.parent.exists()
+    try:
+        yield
+    except KeyboardInterrupt:
+        for file in (subject.answers, subject.report):
+            file.unlink(missing_ok=True)
+        if not had_folder and subject.answers.parent.exists():
+            subject.answers.parent.rmdir()
+        raise
+    except RewardError as error:
+        if not subject.answers.exists():
+            raise
+        raise RewardError(f"{error}; the answers are kept in {subject.answers}") from error
 
 
 def _ask(subject: Subject, console: Console) -> tuple[Evaluated, Evaluator]:
@@ -118,11 +139,33 @@ def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, 
             "top_k": asked.top_k,
             "max_response_tokens": config.rollout.max_response_tokens,
             "seed": config.run.seed,
+            "chat_template": config.data.chat_template,
+            **_scoring(config, sorted({prompt.data_source for prompt in evaluator.prompts})),
         },
         "rows_left_out": evaluator.left_out,
         "generated_tokens": evaluator.progress.tokens,
         "seconds": round(seconds, 3),
     }
+
+
+def _scoring(config: Config, sources: Sequence[str]) -> dict[str, str]:
+    """What scored the answers; a scorer for each source, which comparisons have in common."""
+    reward = config.reward
+    function = reward.function
+    found: dict[str, str] = {
+        f"{SCORED}manager": reward.manager.name,
+        f"{SCORED}judge": reward.judge.name,
+    }
+    for source in sources:
+        if function.path is not None:
+            name = f"{function.path}:{function.name}"
+        else:
+            try:
+                name = Router(reward.scorers).scorer(source).name
+            except RewardError:  # a manager that scores by itself needs none
+                name = reward.manager.name
+        found[f"{SCORED}scorer of {source}"] = name
+    return found
 
 
 def _title(subject: Subject, evaluator: Evaluator) -> str:

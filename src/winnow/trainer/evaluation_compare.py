@@ -18,10 +18,11 @@ from winnow.observe.rollouts import read_rollouts, rollout_files
 from winnow.observe.run_folder import RunFolder
 from winnow.observe.summary import WIDTH
 from winnow.trainer.evaluation_paired import EXACT_FLIPS, Paired, paired
-from winnow.trainer.evaluation_subject import ANSWERS, REPORT
+from winnow.trainer.evaluation_subject import ANSWERS, REPORT, SCORED
 from winnow.trainer.evaluation_tables import ALL, show, table_of
 
 _COLUMNS = ("problem", "data_source", "outcome", "accuracy")
+_ERROR = "scorer_error"
 _LEAST_PROBLEMS = 6
 """With fewer no sign test can be clear: 2 of 2^5 patterns are more than 5 %."""
 
@@ -36,7 +37,9 @@ class Answers:
     accuracies: Mapping[str, Sequence[float]]
     """By problem."""
     settings: Mapping[str, Any]
-    """How they were sampled; empty where no report lies beside the file."""
+    """How they were sampled and scored; empty where no report lies beside the file."""
+    failed: int = 0
+    """Answers whose scoring failed; they count as wrong."""
 
     def mean(self, problem: str) -> float:
         """The mean accuracy of a problem's answers."""
@@ -113,14 +116,17 @@ def read_answers(path: str) -> Answers:
         )
     sources: dict[str, str] = {}
     accuracies: dict[str, list[float]] = {}
-    for row in table.select(_COLUMNS).to_pylist():
+    failed = 0
+    told = [*_COLUMNS, *([_ERROR] if _ERROR in table.column_names else [])]
+    for row in table.select(told).to_pylist():
         if row["outcome"] != "held_out":
             continue
+        failed += bool(row.get(_ERROR))
         sources.setdefault(row["problem"], row["data_source"])
         accuracies.setdefault(row["problem"], []).append(row["accuracy"])
     if not sources:
         raise DataError(f"{file} holds no held-out answers; give what winnow eval writes")
-    return Answers(file, sources, accuracies, _settings(file))
+    return Answers(file, sources, accuracies, _settings(file), failed)
 
 
 def _file(path: str) -> Path:
@@ -194,10 +200,16 @@ def notes(found: Comparison) -> list[str]:
         alone = len([problem for problem in mine.sources if problem not in other.sources])
         if alone:
             lines.append(f"{alone:,} problems of {name} alone are left out.")
+        if mine.failed:
+            lines.append(
+                f"Scoring failed for {mine.failed:,} answers of {name}, which count as wrong."
+            )
     for key in found.a.settings.keys() & found.b.settings.keys() - {"seed"}:
         left, right = found.a.settings[key], found.b.settings[key]
         if left != right:
-            lines.append(f"They were asked in different ways: {key} is {left} in A, {right} in B.")
+            how = "scored" if key.startswith(SCORED) else "asked"
+            what = f"{key.removeprefix(SCORED)} is {left} in A, {right} in B"
+            lines.append(f"They were {how} in different ways: {what}.")
     return sorted(lines)
 
 

@@ -23,6 +23,8 @@ from winnow.observe.run_folder import RunFolder
 from winnow.trainer.commands import find_checkpoint
 
 ANSWERS, REPORT = "answers.parquet", "report.json"
+SCORED = "reward: "
+"""Before the settings in a report that say what scored the answers."""
 DEFAULT_RECIPE = "default"
 _FOLDERS = Path("evals")
 """Where evaluations of models go that belong to no run."""
@@ -134,6 +136,11 @@ def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, recipe
     answers, report = run.evaluations / f"{name}.parquet", run.evaluations / f"{name}.json"
     if request.out is not None or not run.config.is_file():
         answers, report = _in_folder(request.out or str(_free_name(name)))
+    elif answers.exists() or report.exists():
+        raise WinnowError(
+            f"{answers} holds an evaluation of this checkpoint already; give --out FOLDER, or "
+            "delete it and the .json beside it"
+        )
     title = f"{run.name}, step {checkpoint.step}"
     asked = _asking(request, config)
     return Subject(title, str(checkpoint.model), asked, checkpoint.step, answers, report)

@@ -17,10 +17,14 @@ from winnow.trainer.evaluation_paired import paired
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
 
-def group(number: int, marks: Sequence[float], source: str = "sums", truth: str = "4") -> Group:
+def group(
+    number: int, marks: Sequence[float], source: str = "sums", truth: str = "4", error: str = ""
+) -> Group:
     ids = np.array([1, 2])
     segment = Segment(ids, np.zeros(2, np.float32), (VersionSpan(0, 2),))
-    answers = [Answer(Trajectory((segment,), "stop"), Score(mark, mark)) for mark in marks]
+    answers = [
+        Answer(Trajectory((segment,), "stop"), Score(mark, mark, error=error)) for mark in marks
+    ]
     prompt = Prompt(f"file:{number}", ids, f"What is {number}?", source, truth)
     return Group(number, prompt, tuple(answers))
 
@@ -69,6 +73,20 @@ def test_problems_are_paired_whatever_their_place_and_others_are_counted(tmp_pat
         "1 problems of A alone are left out.",
         "2 problems of B alone are left out.",
         "They were asked in different ways: n is 2 in A, 1 in B.",
+    ]
+
+
+def test_what_scored_them_is_compared_and_failed_scorings_are_counted(tmp_path: Path) -> None:
+    ways = {"reward: scorer of sums": "gsm8k", "reward: manager": "auto", "n": 2}
+    a = read_answers(write(tmp_path / "a/answers.parquet", [group(1, [1.0, 0.0])], **ways))
+    ways["reward: scorer of sums"] = "own.py:compute_score"
+    lost = [group(1, [0.0, 0.0], error="no judge")]
+    b = read_answers(write(tmp_path / "b/answers.parquet", lost, *lost, **ways))
+    assert (a.failed, b.failed) == (0, 2)
+    assert notes(compare(a, b)) == [
+        "Scoring failed for 2 answers of B, which count as wrong.",
+        "They were scored in different ways: scorer of sums is gsm8k in A, own.py:compute_score "
+        "in B.",
     ]
 
 
