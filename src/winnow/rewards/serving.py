@@ -99,6 +99,8 @@ def make_app(manager: Manager, token: str | None = None, limits: Limits = Limits
                 waiting -= 1
         except ClientDisconnect:
             return reply({"error": "the client has gone"}, 400)
+        except asyncio.CancelledError:  # by uvicorn, after the last answers' time
+            return reply({"error": "the service is closing"}, 503, {"Retry-After": "1"})
         except RewardError as error:  # of the manager: nothing can be scored any more
             return reply({"error": str(error)}, 500)
         except _Refusal as refusal:
