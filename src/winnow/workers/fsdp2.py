@@ -134,6 +134,9 @@ class FSDP2Strategy:
     ) -> Stats:
         """Accumulate gradients of the summed losses; returns `loss`, sums and maxima of all ranks.
 
+        After a loss that raises, only forward passes and `state_dict` are sure: replicas may hold
+        a part of the gradient that nothing clears, so training goes on with a new strategy.
+
         Raises:
             ValueError: an output that this kind of model does not have, or ranks that bring
                 different numbers of micro-batches.
@@ -280,11 +283,16 @@ class FSDP2Strategy:
 
     @contextlib.contextmanager
     def _keptsharded(self) -> Iterator[None]:
-        """Nothing stays gathered after the block, to be used again when weights have changed."""
-        yield
-        for module in self._root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        """Nothing stays gathered after the block, to be used again when weights have changed.
+
+        Nor after a loss that raises: what is asked next would be of the old weights.
+        """
+        try:
+            yield
+        finally:
+            for module in self._root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def _over_ranks(self, totals: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> Stats:
         own = (
