@@ -7,6 +7,7 @@ wording, is written by `python -m tests.e2e.test_bad_input_resume docs/bad_input
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,7 +27,8 @@ from benchmarks.kill import contents, figures, leftovers, same
 from tests.e2e import test_bad_input as first
 from tests.e2e.test_bad_input import row, write_rows
 from tests.small_models import digits_folder, digits_model, save
-from tests.winnow_command import WINNOW, Outcome, in_this_process
+from tests.unprivileged import permissions_apply
+from tests.winnow_command import WINNOW, Outcome, in_own_process, in_this_process
 
 from winnow.checkpoint import checkpoints_in, load_state
 from winnow.data.sort_digits import build_tokenizer
@@ -213,7 +215,7 @@ def _parquet_of_bytes(place: Path, run: Path) -> None:
 
 
 def _gigantic(place: Path, run: Path) -> None:
-    big = row("12") | {"prompt": "1" * 20_000_000}
+    big = row("12") | {"prompt": "1" * 2_000_000}
     write_rows(place / "gigantic.jsonl", [row("12"), big])
 
 
@@ -392,9 +394,15 @@ def prepare(case: Case, place: Path) -> Path:
 
 
 def ask(case: Case, place: Path) -> Outcome:
-    """Run the command."""
-    if not case.unprivileged or os.geteuid() != 0:
+    """Run the command, which the modes of files bind where it is to be unprivileged."""
+    with permissions_apply() if case.unprivileged else contextlib.nullcontext():
         return in_this_process(*case.command(), folder=place)
+
+
+def ask_unprivileged(case: Case, place: Path) -> Outcome:
+    """Run the command in a process of its own that cannot put permissions aside."""
+    if os.geteuid() != 0:
+        return in_own_process(*case.command(), folder=place)
     caps = ",".join(f"-{name}" for name in UNPRIVILEGED)
     done = subprocess.run(
         ["setpriv", f"--bounding-set={caps}", f"--inh-caps={caps}", WINNOW, *case.command()],
@@ -429,8 +437,6 @@ def spoken(case: Case, place: Path) -> Outcome:
     [pytest.param(case, id=case.name) for case in CASES],
 )
 def test_wrong_input_is_answered_in_one_line_and_nothing_is_lost(case: Case, place: Path) -> None:
-    if case.unprivileged and os.geteuid() == 0 and shutil.which("setpriv") is None:
-        pytest.skip("root ignores permissions, and there is no setpriv (util-linux) to drop that")
     said = spoken(case, place)
     assert said.code == 2, said
     assert said.err == f"winnow: {said.err[8:-1]}\n"
@@ -439,6 +445,18 @@ def test_wrong_input_is_answered_in_one_line_and_nothing_is_lost(case: Case, pla
     if case in RUNS:
         wanted, left = (contents(place / "runs" / name / STEP) for name in (BASE, case.name))
         assert wanted == left, "the checkpoint is touched"
+
+
+def test_a_user_without_privileges_is_told_the_same(place: Path) -> None:
+    if os.geteuid() == 0 and shutil.which("setpriv") is None:
+        pytest.skip("root ignores permissions, and there is no setpriv (util-linux) to drop that")
+    (known,) = (case for case in FORBIDDEN if case.name == "run-not-writable")
+    case = replace(known, name=f"{known.name}-by-a-user")
+    prepare(case, place)
+    said = ask_unprivileged(case, place)
+    assert said.code == 2, said
+    told = tuple(line.replace(case.name, known.name) for line in first.stable(said, place))
+    assert told == first.DOCUMENTED[known.name]
 
 
 def reason(file: str, damage: str) -> str:

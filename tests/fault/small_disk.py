@@ -1,10 +1,9 @@
 """A run on a disk of 1 MB that fills at a chosen moment, and may go on once there is space again.
 
-    unshare --mount python tests/fault/small_disk.py JOB
-
-JOB is the JSON of a `Job`. The disk is a tmpfs that only this process and its children see, so
-everything happens within one process: mount, run, free, run again. What the commands said and
-what lay on the disk after each is copied out, for a test to look at.
+A server of processes (`tests.forked`) in a mount namespace of its own calls `main` with a stage
+and the JSON of a `Job`, in the folder that the commands are typed in: `begin`, then the command,
+`mend`, maybe the command again, `end`. The disk is a tmpfs that only the server and its children
+see. What lay on it after each command is copied out, for a test to look at.
 
 This file is the run's scorer, too: from inside it fills the disk between two writes, as another
 program would. Standard library only, so that it starts at once.
@@ -34,7 +33,6 @@ _SIZE_KB = 1024
 class Job:
     """What is done to a run."""
 
-    command: list[str]
     fill_after: str | None = None
     """A file of the run: once it is there the next answer to be scored fills the disk; the
     empty name fills it before the run begins."""
@@ -85,35 +83,34 @@ def _mount(*arguments: str) -> None:
     subprocess.run(["mount", *arguments], check=True)
 
 
-def _said(command: list[str]) -> dict[str, Any]:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return {"code": done.returncode, "out": done.stdout, "err": done.stderr}
-
-
-def main() -> None:
-    """Do the job in the working directory; leaves `failed/`, `said.json` and maybe `resumed/`."""
-    job = Job(**json.loads(sys.argv[1]))
+def _begin(job: Job) -> None:
     _mount("-t", "tmpfs", "-o", f"size={_SIZE_KB}k", "tmpfs", str(DISK))
     if job.start_from is not None:
         shutil.copytree(job.start_from, RUN)
     if job.fill_after == "":
         _fill(job.free)
     _PLAN.write_text(json.dumps(asdict(job)))
-    locked = None if job.read_only is None else str(DISK / job.read_only)
-    if locked is not None:
+    if job.read_only is not None:
+        locked = str(DISK / job.read_only)
         _mount("--bind", locked, locked)
         _mount("-o", "remount,bind,ro", locked)
-    said = [_said(job.command)]
-    if locked is not None:
-        subprocess.run(["umount", locked], check=True)
+
+
+def _mend(job: Job) -> None:
+    if job.read_only is not None:
+        subprocess.run(["umount", str(DISK / job.read_only)], check=True)
     _BALLAST.unlink(missing_ok=True)
     _PLAN.unlink()
     shutil.copytree(DISK, "failed")
+
+
+def _end(job: Job) -> None:
     if job.goes_on:
-        said.append(_said(job.command))
         shutil.copytree(DISK, "resumed")
-    Path("said.json").write_text(json.dumps(said))
+    subprocess.run(["umount", str(DISK)], check=True)
 
 
-if __name__ == "__main__":
-    main()
+def main() -> None:
+    """One stage of a job in the working directory; leaves `failed/` and maybe `resumed/`."""
+    stages = {"begin": _begin, "mend": _mend, "end": _end}
+    stages[sys.argv[1]](Job(**json.loads(sys.argv[2])))

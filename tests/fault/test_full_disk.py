@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -21,8 +22,9 @@ import pytest
 from benchmarks.kill import STEPS, differences, leftovers
 from tests.fault import small_disk
 from tests.fault.small_disk import DISK, Job, page_count
+from tests.forked import Server
 from tests.small_models import digits_folder
-from tests.winnow_command import WINNOW, Outcome, in_own_process
+from tests.winnow_command import Outcome, in_own_process
 
 from winnow.checkpoint import checkpoints_in, verify
 from winnow.observe.jsonl import read_metrics
@@ -72,6 +74,14 @@ def command(folder: str, name: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Starts processes that see mounts of their own."""
+    server = Server(*namespace(), environment={"HF_HUB_OFFLINE": "1"})
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Model, data and an undisturbed run, `runs/calm`."""
     place = tmp_path_factory.mktemp("place")
@@ -95,25 +105,38 @@ class Ended:
     """And after the second."""
 
 
-def carry_out(place: Path, job: Job) -> Ended:
+def carry_out(place: Path, job: Job, server: Server) -> Ended:
     """The job, in a namespace of its own; `place` is as before afterwards."""
     for name in ("failed", "resumed", DISK.name):
         shutil.rmtree(place / name, ignore_errors=True)
     (place / DISK).mkdir()
-    subprocess.run(
-        [*namespace(), sys.executable, small_disk.__file__, json.dumps(asdict(job))],
-        cwd=place,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"},
-        check=True,
-    )
+    stage("begin", job, place, server)
+    refused = said(place, server)
+    stage("mend", job, place, server)
+    continued = said(place, server) if job.goes_on else None
+    stage("end", job, place, server)
     assert list((place / DISK).iterdir()) == []
-    refused, *more = (Outcome(**said) for said in json.loads((place / "said.json").read_text()))
-    continued = more[0] if job.goes_on else None
     return Ended(refused, place / "failed" / "full", continued, place / "resumed" / "full")
 
 
-def disk_command() -> list[str]:
-    return [str(WINNOW), *command(DISK.name, "full")]
+def stage(name: str, job: Job, place: Path, server: Server) -> None:
+    words = [name, json.dumps(asdict(job))]
+    assert server.start(small_disk.__name__, words, folder=place).wait() == 0
+
+
+def said(place: Path, server: Server) -> Outcome:
+    """What the command says on the small disk."""
+    out, err = place / "out", place / "err"
+    words = command(DISK.name, "full")
+    run = server.start(
+        "winnow.cli",
+        words,
+        folder=place,
+        environment={"COLUMNS": "100"},
+        out=out,
+        err=err,
+    )
+    return Outcome(run.wait(), out.read_text(), err.read_text())
 
 
 def pages(run: Path, *names: str) -> int:
@@ -207,12 +230,12 @@ CASES = {
 
 def full_disk(case: Full, place: Path) -> Job:
     free = pages(place / "runs" / "calm", *case.takes) + case.more
-    return Job(disk_command(), case.after, free, case.until, goes_on=case.goes_on)
+    return Job(case.after, free, case.until, goes_on=case.goes_on)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_full_disk_is_named_and_spoils_nothing(case: Full, place: Path) -> None:
-    ended = carry_out(place, full_disk(case, place))
+def test_a_full_disk_is_named_and_spoils_nothing(case: Full, place: Path, server: Server) -> None:
+    ended = carry_out(place, full_disk(case, place), server)
     check(ended, place, f"cannot write disk/full/{case.refused}: {FULL}", case.saved)
 
 
@@ -241,24 +264,28 @@ CHECKPOINTS = {
 
 
 @pytest.mark.parametrize("case", CHECKPOINTS.values(), ids=CHECKPOINTS)
-def test_a_checkpoint_that_does_not_fit_spoils_nothing(case: Full, place: Path) -> None:
-    ended = carry_out(place, full_disk(case, place))
+def test_a_checkpoint_that_does_not_fit_spoils_nothing(
+    case: Full, place: Path, server: Server
+) -> None:
+    ended = carry_out(place, full_disk(case, place), server)
     line = f"cannot save the checkpoint disk/full/{STEP_2.refused}: {FULL}"
     check(ended, place, line, STEP_2.saved)
 
 
-def test_the_last_checkpoint_that_does_not_fit_spoils_nothing(place: Path) -> None:
+def test_the_last_checkpoint_that_does_not_fit_spoils_nothing(place: Path, server: Server) -> None:
     last = f"rollouts/step-{STEPS}.parquet"
     takes = (last, f"eval/step-{STEPS}.parquet", f"checkpoints/step-{STEPS}/model")
     case = Full("", f"rollouts/step-{STEPS - 1}.parquet", takes, more=LINE + 1)
-    ended = carry_out(place, full_disk(case, place))
+    ended = carry_out(place, full_disk(case, place), server)
     line = f"cannot save the checkpoint disk/full/checkpoints/step-{STEPS}: {FULL}"
     check(ended, place, line, STEPS - 1)
 
 
-def test_of_two_files_that_are_refused_the_one_that_ends_the_run_is_named(place: Path) -> None:
+def test_of_two_files_that_are_refused_the_one_that_ends_the_run_is_named(
+    place: Path, server: Server
+) -> None:
     case = Full("rollouts/step-3.parquet", STEP_2.after, STEP_2.takes, LINE, 1)
-    ended = carry_out(place, full_disk(case, place))
+    ended = carry_out(place, full_disk(case, place), server)
     check(ended, place, f"cannot write disk/full/{case.refused}: {FULL}", case.saved)
 
 
@@ -287,18 +314,17 @@ def cut_off(place: Path, step: int) -> str:
     ],
 )
 def test_a_folder_that_cannot_be_written_to_is_not_called_full(
-    folder: str, said: str, place: Path
+    folder: str, said: str, place: Path, server: Server
 ) -> None:
     job = Job(
-        disk_command(),
         start_from=cut_off(place, 2),
         read_only=folder,
         goes_on=folder == "full/checkpoints",
     )
-    ended = carry_out(place, job)
+    ended = carry_out(place, job, server)
     check(ended, place, f"cannot {said}: {READ_ONLY}", STEPS - 1 if "eval" in said else 2)
 
 
-def test_runs_that_cannot_be_written_to_are_not_called_full(place: Path) -> None:
-    ended = carry_out(place, Job(disk_command(), read_only="."))
+def test_runs_that_cannot_be_written_to_are_not_called_full(place: Path, server: Server) -> None:
+    ended = carry_out(place, Job(read_only="."), server)
     check(ended, place, f"cannot write disk/full: {READ_ONLY}", 0)

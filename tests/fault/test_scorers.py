@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from benchmarks.kill import LATE_SCORER, SETTINGS, Lab, code_of, differences, size, wait_for
+from tests.winnow_command import Outcome, in_this_process
 
 from winnow.checkpoint import checkpoints_in
 
@@ -40,16 +38,13 @@ def reward(scorer: Path, **kwargs: object) -> list[str]:
     return [f"reward.function.path={scorer}", f"+reward.function.kwargs={{{given}}}"]
 
 
-def said(lab: Lab, name: str, *settings: str) -> subprocess.CompletedProcess[str]:
-    """A run's exit code and all it writes to the terminal."""
-    command = [sys.executable, "-m", "winnow.cli", "train", "quickstart", *SETTINGS, *settings]
-    return subprocess.run(
-        [*command, f"run.dir={lab.folder / 'runs'}", f"run.name={name}", "evaluation.before=false"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "WINNOW_CACHE": str(lab.folder / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+def said(lab: Lab, name: str, *settings: str) -> Outcome:
+    """What a run says that ends with an error; the scorer is in a process of its own."""
+    where = f"run.dir={lab.folder / 'runs'}", f"run.name={name}", "evaluation.before=false"
+    return in_this_process(
+        *("train", "quickstart", *SETTINGS, *settings, *where),
+        folder=lab.folder,
+        environment={"WINNOW_CACHE": str(lab.folder / "cache")},
     )
 
 
@@ -74,16 +69,18 @@ def test_a_scorer_that_does_this_each_time_ends_the_run_with_one_line(
     scorer = tmp_path / f"{name}.py"
     scorer.write_text(f"{HEAD}{body}\n")
     limits = ["reward.timeout_s=0.3", "reward.memory_mb=300", "reward.workers=2"]
+    # Each failure ends a worker and starts another, so few answers.
+    limits += ["sampling.groups_per_step=2", "trainer.mini_batch_groups=2", "rollout.n=2"]
     if name == "eats-memory":
         limits[0] = "reward.timeout_s=20"
     done = said(lab, name, *reward(scorer), *limits)
     line = (
-        r"winnow: scoring failed for 32 of 32 answers \(100%\), reward\.max_failure_share is 0\.2; "
+        r"winnow: scoring failed for 4 of 4 answers \(100%\), reward\.max_failure_share is 0\.2; "
         rf"the first failure: {error} \(prompt sort_digits:\S+\); mend the scorer \(its traceback "
         r"is in the log\)\n"
     )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(line, done.stderr), done.stderr
+    assert (done.code, done.out) == (2, "")
+    assert re.fullmatch(line, done.err), done.err
 
 
 @pytest.mark.parametrize(
@@ -96,8 +93,8 @@ def test_a_file_that_ends_the_process_when_imported_is_refused(
     scorer = tmp_path / "scorer.py"
     scorer.write_text(f"import os\nprint('before')\n{body}\n")
     done = said(lab, f"import-{body[3:7]}", *reward(scorer))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
         f"winnow: reward.function.path {scorer}: the process that imports it {how}; "
         "mend the file, or raise the limit\n"
     )

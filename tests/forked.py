@@ -1,0 +1,176 @@
+"""Processes that start at once, forked from one that has imported torch and transformers.
+
+To import them takes seconds of CPU, and tests of kills, signals and full disks start dozens of
+runs. A forked one is a process of its own all the same: it has its own memory, files and signal
+handlers, and ends as Python ends. What those of one server share is the seed of Python's hashes,
+so the run that they are compared with should be one started afresh.
+
+`python -m tests.forked` is the server. It reads requests from standard input, one a line, and has
+one thread, so that a fork copies no lock that somebody holds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PRELOADED = "winnow.cli", "winnow.trainer.session"
+
+
+class Forked:
+    """A process of a server's, used like a `subprocess.Popen`."""
+
+    def __init__(self, server: Server, pid: int) -> None:
+        self._server = server
+        self.pid = pid
+        self.returncode: int | None = None
+        # Readable once the process is over: tests ask thousands of times whether it is.
+        self._ends = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """The exit code, -N after signal N; None while the process runs."""
+        if self.returncode is None and select.select([self._ends], [], [], 0)[0]:
+            self.returncode = self._server.ask(wait_for=self.pid)
+            os.close(self._ends)
+        return self.returncode
+
+    def wait(self, timeout: float = 600.0) -> int:
+        """The exit code, waited for."""
+        give_up = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > give_up:
+                raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process is over."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the process is over."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Server:
+    """Starts processes; what it started ends with it."""
+
+    def __init__(self, *before: str, environment: Mapping[str, str] | None = None) -> None:
+        """Start the server.
+
+        Args:
+            before: words before its command, such as `unshare --mount`.
+            environment: what is read at import must stand here, such as HF_HUB_OFFLINE.
+        """
+        self._process = subprocess.Popen(
+            [*before, sys.executable, "-m", "tests.forked"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={
+                **os.environ,
+                **{"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+                **(environment or {}),
+            },
+        )
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        out: Path | None = None,
+        err: Path | None = None,
+    ) -> Forked:
+        """Call `main` of a module with these words of a command line.
+
+        Args:
+            folder: to be in; the repository's root if None.
+            environment: besides that of the server.
+            out, err: files for standard output and error; None shows both on the server's error.
+        """
+        pid = self.ask(
+            module=module,
+            arguments=list(arguments),
+            folder=str(folder or ROOT),
+            environment=dict(environment or {}),
+            out=str(out or ""),
+            err=str(err or ""),
+        )
+        return Forked(self, pid)
+
+    def ask(self, **request: Any) -> Any:
+        """Send a request; the answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the server and what still runs of it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def main() -> None:
+    """Serve until the input ends; in a forked child, be the process that was asked for."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    # A child's own output goes elsewhere.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    running: set[int] = set()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait_for" in request:
+            pid, status = os.waitpid(request["wait_for"], 0)
+            running.discard(pid)
+            answer = os.waitstatus_to_exitcode(status)
+        else:
+            answer = os.fork()
+            if answer == 0:
+                answers.close()
+                break
+            running.add(answer)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    else:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+        return
+    _become(request)
+
+
+def _become(request: dict[str, Any]) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    for number, path in ((1, request["out"]), (2, request["err"])):
+        if path:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(file, number)
+            os.close(file)
+    os.chdir(request["folder"])
+    os.environ.update(request["environment"])
+    sys.argv = [request["module"], *request["arguments"]]
+    importlib.import_module(request["module"]).main()
+
+
+if __name__ == "__main__":
+    main()
