@@ -150,6 +150,8 @@ class Score:
     """What else the scorer said (`pred`, …); kept per sample, numbers can be filtered on."""
     error: str = ""
     """Why scoring failed; empty when it did not."""
+    outside: bool = False
+    """It failed in a sandbox, which is never the answer's fault: its group is not trained on."""
 
     def metric(self, name: str) -> float:
         """The number a filter asks for: accuracy, reward, task_reward or a scorer's own key.

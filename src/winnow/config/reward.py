@@ -112,6 +112,7 @@ class RewardConfig(Section):
     cosine: CosineConfig = CosineConfig()
     """Length shaping by right and wrong."""
     on_failure: Literal["wrong", "drop_group", "fatal"] = "wrong"
-    """A failed scoring counts as a wrong answer, drops its group, or stops the run."""
+    """A failed scoring counts as a wrong answer, drops its group, or stops the run. Where a sandbox
+    failed, `wrong` drops the group, too."""
     max_failure_share: float = Field(0.2, ge=0, le=1)
     """Share of a step's answers whose scoring may fail before the run stops."""

@@ -61,7 +61,7 @@ class ScoredParts:
         for name, part in self._asked(training).items():
             said = await self._rules.score_by(part.scorer, prompt, text)
             if isinstance(said, Failure):
-                return Failure(f"the part {name}: {said.line}", said.trace)
+                return Failure(f"the part {name}: {said.line}", said.trace, said.outside)
             scores[name] = said.reward
         return scores
 

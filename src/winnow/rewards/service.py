@@ -241,7 +241,7 @@ class RewardService:
         required = self._required
         extra = {} if required is None or required in self._common_metrics() else {required: 0.0}
         parts = {TASK: wrong} if self._has_task(prompt.data_source) else {}
-        return Score(wrong, 0.0, parts, extra, error=line)
+        return Score(wrong, 0.0, parts, extra, error=line, outside=failure.outside)
 
     def _wrong_reward(self, prompt: Prompt) -> float:
         router = self._manager.router

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from winnow.rewards.sandbox.program import SandboxError
 from winnow.rewards.scorers import SCORERS
 from winnow.rewards.user_function import UserScorer, read_result
 from winnow.types import Score
@@ -33,6 +34,8 @@ class Failure:
     line: str
     trace: str
     """For the log."""
+    outside: bool = False
+    """A sandbox failed, not the scorer."""
 
 
 Outcome = Score | Failure | tuple[Score | Failure, ...]
@@ -151,4 +154,5 @@ def failure_of(error: BaseException, user_file: str | None) -> Failure:
     own = [frame for frame in foreign if frame.filename == user_file] or foreign
     place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     line = f"{type(error).__name__}{': ' if text else ''}{text}{place}"
-    return Failure(line, "".join(traceback.format_exception(type(error), error, below)))
+    trace = "".join(traceback.format_exception(type(error), error, below))
+    return Failure(line, trace, outside=isinstance(error, SandboxError))

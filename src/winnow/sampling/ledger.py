@@ -168,7 +168,7 @@ class Ledger:
         answer = life.answers[index]
         assert answer.trajectory is not None
         assert answer.score is None
-        if score.error and self._drop_failed_scores:
+        if score.error and (self._drop_failed_scores or score.outside):
             answer.score = score
             life.unscored -= 1
             self._doom(life, score.error)

@@ -79,6 +79,7 @@ def plain_score(score: Score | None) -> Plain | None:
         "parts": dict(score.parts),
         "extra": dict(score.extra),
         "error": score.error,
+        "outside": score.outside,
     }
 
 

@@ -297,6 +297,7 @@ def test_a_fault_of_the_service_is_a_failed_scoring_and_no_wrong_answer() -> Non
             rules.prepare({"apps"})
             result = asyncio.run(rules.score(prompt, "print(4)"))
     assert isinstance(result, Failure)
+    assert result.outside
     assert result.line.startswith("SandboxError: the service says: full at ")
 
 

@@ -80,6 +80,7 @@ def test_a_failed_scoring_is_marked_and_counts_as_wrong(
     score = ask(service)
     assert score.error == error.format(file=tmp_path / "reward.py")
     assert (score.reward, score.accuracy, score.parts) == (-1.0, 0.0, {"task": -1.0})
+    assert not score.outside
     assert service.failure_report.count == 1
     assert service.failure_report.first_error == f"{score.error} (prompt sort_digits:5391)"
     assert "Traceback (most recent call last)" in service.failure_report.first_traceback

@@ -663,12 +663,16 @@ def test_tokens_of_a_failed_group_that_still_runs_are_booked_when_they_are_back(
 
 
 def test_a_failed_scoring_drops_its_group_when_asked() -> None:
-    for drop, fate in [(True, "failed"), (False, "all_wrong")]:
+    for drop, outside, fate in [
+        (True, False, "failed"),
+        (False, False, "all_wrong"),
+        (False, True, "failed"),  # a sandbox that failed is never the answer's fault
+    ]:
         ledger = Ledger(SamplingConfig(groups_per_step=1), 2, drop_failed_scores=drop)
         admit_all(ledger)
         ledger.finished(0, 0, whole(0, 0, 4))
         ledger.finished(0, 1, whole(0, 1, 4))
-        ledger.scored(0, 0, Score(0, 0, error="timed out"))
+        ledger.scored(0, 0, Score(0, 0, error="timed out", outside=outside))
         ledger.scored(0, 1, Score(0, 0))
         assert ledger.books.fates()[fate] == 1
 
