@@ -83,7 +83,7 @@ def service(home: Path) -> Iterator[str]:
     assert workers
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
-    assert errors == ""
+    assert errors == "winnow: stopped by SIGTERM\n"
     assert gone(workers)
 
 

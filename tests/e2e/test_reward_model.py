@@ -153,8 +153,9 @@ def test_without_determinism_answers_are_packed_and_score_alike(home: Path) -> N
         (
             "held-out",
             ["reward.scorers={sort_digits: none}"],
-            "reward.scorers leaves sort_digits to the reward model, which gives held-out answers "
-            "no accuracy; name a scorer for it, or leave it out of data.eval_files",
+            "reward.scorers leaves sort_digits to the reward model or the judge, which gives "
+            "held-out answers no accuracy; name a scorer for it, leave it out of data.eval_files, "
+            "or set reward.judge.in_evaluation and reward.judge.as_accuracy",
         ),
         (
             "long",

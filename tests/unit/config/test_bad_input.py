@@ -111,7 +111,7 @@ OVERRIDES = [
     (
         ["evaluation=3"],
         "evaluation must hold keys (before, every, n, temperature, top_p, top_k, greedy, "
-        f"max_prompts, max_response_tokens), got 3 {SHELL}",
+        f"max_prompts, max_response_tokens, data_set), got 3 {SHELL}",
     ),
     (["~optim.lr"], "~optim.lr cannot remove a key that is always there; set it to a value"),
     (["~reward.scorers.x"], "~reward.scorers.x has nothing to remove; leave it out"),

@@ -160,7 +160,7 @@ def prepared(solution: Solution, tests: dict[str, Any]) -> Iterator[Callable[[],
     for helper in helpers_of(tests["prompt"], tests["entry_point"]):
         try:
             exec(helper, space)
-        except Exception:
+        except NameError:
             continue  # it wants a class of the prompt's, say: only the solution has that
     given = frozenset(space)
     for name in solution.names:
