@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from winnow.batching import Batch, cut_updates, micro_batches, pack
+from winnow.batching import Batch, cut_updates, pack
 from winnow.errors import TrainingError
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.trainer.advantage import AdvantageStage
-from winnow.types import FloatArray, Group
+from winnow.types import FloatArray, Group, IntArray
 from winnow.workers.correcting import CorrectionStage
 from winnow.workers.critic import Critic, value_figures
+from winnow.workers.dealing import ALONE, Dealer
 from winnow.workers.frozen import Reference
 from winnow.workers.policy import Policy
 
@@ -66,11 +67,15 @@ class Rates:
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """A step's batch, as it was learnt from."""
+    """What a step's record tells of its batch; `B` samples, in the order of the groups and their
+    answers."""
 
-    batch: Batch
     advantages: FloatArray
-    """[B] in the order of the groups and their answers."""
+    """[B]"""
+    prompt_lengths: IntArray
+    """[B] tokens."""
+    packed_tokens: int
+    """Of prompts and answers."""
 
 
 class Learner:
@@ -79,6 +84,7 @@ class Learner:
     Args:
         correct: narrows and weighs a batch before anything is counted; None leaves it.
         with_squares: the estimator asks for squared probabilities.
+        dealer: who runs which samples.
     """
 
     def __init__(
@@ -89,8 +95,10 @@ class Learner:
         settings: LearnerSettings,
         correct: CorrectionStage | None = None,
         with_squares: bool = False,
+        dealer: Dealer = ALONE,
     ) -> None:
         self._roles, self._rates, self._advantage = roles, rates, advantage
+        self._dealer = dealer
         self._settings, self._correct, self._with_squares = settings, correct, with_squares
         self._skipped_in_a_row = {"actor": 0, "critic": 0}
         self.progress = 0
@@ -128,8 +136,12 @@ class Learner:
                 metrics.merge(value_figures(batch))
         with watch.phase("update"):
             self._updates(groups, batch, step, metrics)
-        metrics.spread("score/advantage", advantages.samples.numpy())
-        return Learned(batch, advantages.samples.numpy().astype(np.float32))
+        metrics.merge(self._dealer.figures())
+        samples_B = advantages.samples.numpy()
+        metrics.spread("score/advantage", samples_B)
+        return Learned(
+            samples_B.astype(np.float32), batch.prompt_lengths.numpy(), len(batch.token_ids)
+        )
 
     def _passes(self, batch: Batch, step: int, metrics: Metrics, watch: Stopwatch) -> None:
         """The columns that models fill: `old`, `ref`, `values`."""
@@ -162,11 +174,11 @@ class Learner:
             updates = cut_updates(len(groups), settings.groups_per_update, seed)
             for place, update in enumerate(updates):
                 roles.policy.choose(batch, update, keys, _draw_seed(*seed, place))
-                micro = micro_batches(batch, update, tokens)
+                micro = self._dealer.update(batch, update, tokens)
                 if roles.critic is not None:
                     assert self._rates.critic is not None
                     own = settings.critic_microbatch_tokens
-                    parts = micro if own is None else micro_batches(batch, update, own)
+                    parts = micro if own is None else self._dealer.update(batch, update, own)
                     stats = roles.critic.update(parts, self._rates.critic(step))
                     metrics.merge(stats)
                     self._count_skips("critic", stats, step)

@@ -110,7 +110,7 @@ async def _learn(
     with watch.phase("write"):
         parts.keep_rollouts(step, rollout_groups(sampled, learned))
     record_step(metrics, sampled, learned, parts.sampler.ledger.account.in_progress)
-    tokens = sampled.counts.tokens.generated, len(learned.batch.token_ids)
+    tokens = sampled.counts.tokens.generated, learned.packed_tokens
     return metrics.record(), tokens
 
 

@@ -32,7 +32,7 @@ def record_step(
     metrics.spread("score/accuracy", [a.score.accuracy for a in answers])
     _record_parts(metrics, [answer.score for answer in answers])
     metrics.spread("length/response", [a.trajectory.generated_tokens for a in answers])
-    metrics.spread("length/prompt", learned.batch.prompt_lengths.numpy())
+    metrics.spread("length/prompt", learned.prompt_lengths)
     metrics.mean_of("length/truncated", sum(a.trajectory.truncated for a in answers), len(answers))
     _record_sampling(metrics, sampled)
     metrics.last("sampling/tokens/in_progress", tokens_in_progress)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from winnow.algorithms.aggregation import aggregate
 from winnow.algorithms.value_loss import explained_variance, value_diagnostics, value_loss
-from winnow.batching import Batch, MicroBatch, all_micro_batches, gather_tokens
+from winnow.batching import Batch, MicroBatch
 from winnow.observe.metrics import Metrics
+from winnow.workers.dealing import ALONE, Dealer
 from winnow.workers.strategy import LossResult, Output, Outputs, Strategy
 from winnow.workers.updating import run_update
 
@@ -59,14 +60,17 @@ class ValueObjective:
 class Critic:
     """A value model, in the role of the critic."""
 
-    def __init__(self, strategy: Strategy, objective: ValueObjective) -> None:
-        self.strategy, self.objective = strategy, objective
+    def __init__(
+        self, strategy: Strategy, objective: ValueObjective, dealer: Dealer = ALONE
+    ) -> None:
+        self.strategy, self.objective, self._dealer = strategy, objective, dealer
 
     def values(self, batch: Batch, microbatch_tokens: int) -> None:
         """Fill `batch.columns["values"]` [T]: V before each written token; 0 off gen_mask."""
-        micro = all_micro_batches(batch, microbatch_tokens)
+        micro = self._dealer.everything(batch, microbatch_tokens)
         found = self.strategy.forward(micro, frozenset({"value"}))
-        batch.columns["values"] = gather_tokens(batch, micro, [each["value"] for each in found])
+        values = [each["value"] for each in found]
+        batch.columns["values"] = self._dealer.gather(batch, micro, values)
 
     def update(self, microbatches: Sequence[MicroBatch], lr: float) -> Metrics:
         """One optimizer step on one mini-batch.

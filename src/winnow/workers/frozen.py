@@ -14,6 +14,7 @@ from torch import Tensor
 
 from winnow.batching import Batch, all_micro_batches, gather_tokens, pack
 from winnow.types import Answer, Group, IntArray, Prompt, Score, Trajectory
+from winnow.workers.dealing import ALONE, Dealer
 from winnow.workers.strategy import Strategy
 
 Switch = Callable[[], contextlib.AbstractContextManager[None]]
@@ -27,15 +28,21 @@ class Reference:
         during: entered while it answers, such as a strategy's `adapter_off`.
     """
 
-    def __init__(self, strategy: Strategy, during: Switch = contextlib.nullcontext) -> None:
-        self._strategy, self._during = strategy, during
+    def __init__(
+        self,
+        strategy: Strategy,
+        during: Switch = contextlib.nullcontext,
+        dealer: Dealer = ALONE,
+    ) -> None:
+        self._strategy, self._during, self._dealer = strategy, during, dealer
 
     def logprobs(self, batch: Batch, microbatch_tokens: int) -> None:
         """Fill `batch.columns["ref"]` [T], nats; 0 off gen_mask."""
-        micro = all_micro_batches(batch, microbatch_tokens)
+        micro = self._dealer.everything(batch, microbatch_tokens)
         with self._during():
             found = self._strategy.forward(micro, frozenset({"logprob"}))
-        batch.columns["ref"] = gather_tokens(batch, micro, [each["logprob"] for each in found])
+        logprobs = [each["logprob"] for each in found]
+        batch.columns["ref"] = self._dealer.gather(batch, micro, logprobs)
 
 
 class RewardModel:

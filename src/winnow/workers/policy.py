@@ -16,9 +16,10 @@ from torch import Tensor
 
 from winnow.algorithms.loss_tokens import keyed_draws
 from winnow.algorithms.mismatch import max_delta, mismatch_figures, mismatch_sums
-from winnow.batching import Batch, MicroBatch, all_micro_batches, gather_tokens
+from winnow.batching import Batch, MicroBatch
 from winnow.observe.metrics import Metrics
 from winnow.workers.correcting import book_correction
+from winnow.workers.dealing import ALONE, Dealer
 from winnow.workers.objective import MISMATCH, PolicyObjective
 from winnow.workers.strategy import Output, Stats, Strategy
 from winnow.workers.updating import run_update
@@ -29,8 +30,10 @@ _CORRECTION = "correction/"
 class Policy:
     """The model being trained, in the role of the policy."""
 
-    def __init__(self, strategy: Strategy, objective: PolicyObjective) -> None:
-        self.strategy, self.objective = strategy, objective
+    def __init__(
+        self, strategy: Strategy, objective: PolicyObjective, dealer: Dealer = ALONE
+    ) -> None:
+        self.strategy, self.objective, self._dealer = strategy, objective, dealer
 
     @property
     def has_pass(self) -> bool:
@@ -59,13 +62,13 @@ class Policy:
         outputs: frozenset[Output] = frozenset({"logprob"})
         if with_squares:
             outputs |= {"prob_square_sum"}
-        micro = all_micro_batches(batch, microbatch_tokens)
+        micro = self._dealer.everything(batch, microbatch_tokens)
         found = self.strategy.forward(micro, outputs)
-        old = gather_tokens(batch, micro, [values["logprob"] for values in found])
+        old = self._dealer.gather(batch, micro, [values["logprob"] for values in found])
         batch.columns["old"] = old
         if with_squares:
             squares = [values["prob_square_sum"] for values in found]
-            batch.columns["prob_square_sum"] = gather_tokens(batch, micro, squares)
+            batch.columns["prob_square_sum"] = self._dealer.gather(batch, micro, squares)
         pair = (old, batch.behav, batch.gen_mask)
         sums = {name: float(total) for name, total in mismatch_sums(*pair).items()}
         _book_mismatch(metrics, sums, float(max_delta(*pair)))

@@ -16,7 +16,7 @@ from tests.recorded import VOCABULARY, quickstart_model, recorded_groups
 from torch import Tensor, nn
 
 from winnow.algorithms.estimators import ESTIMATORS, AdvantageInputs
-from winnow.batching import Batch, MicroBatch, all_micro_batches
+from winnow.batching import Batch, MicroBatch, all_micro_batches, gather_tokens, pack
 from winnow.errors import TrainingError
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.trainer.advantage import AdvantageStage, outcome_rewards
@@ -30,7 +30,7 @@ from winnow.workers.frozen import Reference
 from winnow.workers.objective import PolicyObjective
 from winnow.workers.policy import Policy
 from winnow.workers.single import SingleStrategy
-from winnow.workers.strategy import Output
+from winnow.workers.strategy import LossFn, Output, Stats
 
 SETTINGS = LearnerSettings(
     groups_per_update=2,
@@ -44,17 +44,24 @@ GAE = AdvantageStage("gae", {"gamma": 1.0, "lam": 0.95})
 
 
 class Listening(SingleStrategy):
-    """Notes which outputs its passes were asked for."""
+    """Notes which outputs its passes were asked for, and what it learnt from."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self.passes: list[frozenset[Output]] = []
+        self.learnt: list[MicroBatch] = []
 
     def forward(
         self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output]
     ) -> list[dict[Output, Tensor]]:
         self.passes.append(outputs)
         return super().forward(microbatches, outputs)
+
+    def forward_backward(
+        self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output], loss_fn: LossFn
+    ) -> Stats:
+        self.learnt += microbatches
+        return super().forward_backward(microbatches, outputs, loss_fn)
 
 
 @dataclass
@@ -247,9 +254,9 @@ def test_a_critic_comes_to_explain_the_returns_of_the_same_answers(start: Path) 
 
 def test_the_token_baseline_gets_probabilities_and_their_squared_sums() -> None:
     one = bench(advantage=AdvantageStage("optimal_token_baseline", {}), with_squares=True)
-    learned, _ = one.step(recorded_groups(3))
+    one.step(recorded_groups(3))
     assert one.policy.passes == [{"logprob", "prob_square_sum"}]
-    batch = learned.batch
+    batch = pack(recorded_groups(3))
     (fresh,) = SingleStrategy(quickstart_model(), vocab_size=VOCABULARY).forward(
         [_whole(batch)], frozenset({"logprob", "prob_square_sum"})
     )
@@ -269,7 +276,9 @@ def test_the_token_baseline_gets_probabilities_and_their_squared_sums() -> None:
             ),
         )
     )
-    torch.testing.assert_close(batch.columns["advantages"], wanted.tokens, rtol=1e-4, atol=1e-5)
+    given = [micro.columns["advantages"] for micro in one.policy.learnt]
+    found = gather_tokens(batch, one.policy.learnt, given)
+    torch.testing.assert_close(found, wanted.tokens, rtol=1e-4, atol=1e-5)
 
 
 def _whole(batch: Batch) -> MicroBatch:
