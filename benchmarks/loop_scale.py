@@ -48,6 +48,7 @@ from winnow.trainer.loop import Course, Parts, Schedule, train
 from winnow.trainer.saver import Saver
 from winnow.trainer.state import RunState
 from winnow.trainer.stopping import Stop
+from winnow.trainer.tensors import LocalTensors
 from winnow.trainer.throughput import Passes, Throughput
 from winnow.types import IntArray, Prompt, Score, Trajectory
 from winnow.workers.objective import PolicyObjective
@@ -219,7 +220,9 @@ class Run:
             evaluator=nobody,
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
-            state=RunState(strategy, {}, states, log.offset, saver.save, frame, _save_model),
+            state=RunState(
+                LocalTensors(strategy, {}, _save_model), states, log.offset, saver.save, frame
+            ),
             stop=Stop(),
             keep_rollouts=self._keep_rollouts,
             check_scoring=lambda: None,

@@ -81,6 +81,8 @@ class Content:
     """Writes a Hugging Face folder at the path it is given."""
     state: Mapping[str, Any]
     """What training goes on from: tensors, numpy arrays and plain values."""
+    save_ranks: Callable[[Path], None] = lambda folder: None
+    """Writes what ranks hold of it into the folder it is given."""
     config: str = ""
     evaluated: bool = True
     metrics_bytes: int = 0
@@ -117,6 +119,7 @@ def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         content.save_model(draft / "model")
+        content.save_ranks(draft)
         # Through a file of ours, so that a full disk is an OSError as everywhere else.
         with (draft / "state.pt").open("wb") as file:
             torch.save(dict(content.state), file)

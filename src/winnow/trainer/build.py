@@ -43,6 +43,7 @@ from winnow.trainer.saver import Saver
 from winnow.trainer.scoring import TrainingScores
 from winnow.trainer.state import RunState, Stateful
 from winnow.trainer.stopping import Stop
+from winnow.trainer.tensors import LocalTensors
 from winnow.trainer.throughput import Throughput
 from winnow.workers.lora import adapter_writer
 
@@ -266,13 +267,11 @@ def make_state(
     strategy = learning.policy
     writer = adapter_writer if strategy.has_adapter else model_writer
     return RunState(
-        strategy,
-        learning.others,
+        LocalTensors(strategy, learning.others, writer(policy.model, policy.tokenizer)),
         parts,
         metrics.offset,
         saver.save,
         partial(Content, config=dump_config(config), machine=this_machine(strategy.device)),
-        writer(policy.model, policy.tokenizer),
         config.trainer.keep_best,
     )
 

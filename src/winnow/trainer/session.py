@@ -169,7 +169,7 @@ def _resumed(opened: Opened, built: Built) -> Course:
     checkpoint = opened.checkpoint
     if checkpoint is None:
         return built.course
-    unfinished = built.parts.state.restore(checkpoint.step, load_state(checkpoint))
+    unfinished = built.parts.state.restore(checkpoint, load_state(checkpoint))
     return replace(
         built.course,
         first_step=checkpoint.step + 1,

@@ -11,17 +11,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from winnow.checkpoint import Content
+from winnow.checkpoint import Checkpoint, Content
 from winnow.errors import ConfigError
 from winnow.observe.names import Record
-from winnow.workers.single import SingleStrategy
+from winnow.trainer.tensors import Tensors
 
 
 class Stateful(Protocol):
@@ -53,30 +51,26 @@ class RunState:
     """Notes boundaries and makes checkpoints of them.
 
     Args:
-        strategy: the policy's model and optimizer.
-        others: by role, what else learns; saved whole in the state.
+        tensors: models and optimizers.
         parts: by name, whatever else has a state.
         offset: where metrics.jsonl ends.
         write: takes a finished content; may return before it is on disk.
         frame: makes the content, given step, `save_model` and the rest as keywords.
-        save_model: writes model weights, given by name, to a folder.
         required: a figure that each evaluation must have (`trainer.keep_best`).
     """
 
     def __init__(
         self,
-        strategy: SingleStrategy,
-        others: Mapping[str, SingleStrategy],
+        tensors: Tensors,
         parts: Mapping[str, Stateful],
         offset: Callable[[], int],
         write: Callable[[Content], None],
         frame: Callable[..., Content],
-        save_model: Callable[[dict[str, Tensor], Path], None],
         required: str | None = None,
     ) -> None:
-        self._strategy, self._others, self._parts = strategy, dict(others), dict(parts)
+        self._tensors, self._parts = tensors, dict(parts)
         self._offset, self._write, self._frame = offset, write, frame
-        self._save_model, self._required = save_model, required
+        self._required = required
         self._boundary: Boundary | None = None
         self._saved: tuple[int, bool] | None = None
 
@@ -116,28 +110,13 @@ class RunState:
         key = boundary.step, boundary.unfinished is None
         if key == self._saved:
             return True
-        only = self._strategy.has_adapter
-        live = dict(self._strategy.export_weights(adapter_only=only))
-        weights = {name: _copied(tensor) for name, tensor in live.items()}
-        in_folder = {tensor.data_ptr() for tensor in live.values()}
-        own = self._strategy.state_dict()
-        state = {
-            **boundary.states,
-            "unfinished": boundary.unfinished,
-            # Half-precision models only: elsewhere the model's folder has the same tensors.
-            "masters": {
-                name: _copied(tensor)
-                for name, tensor in own["weights"].items()
-                if tensor.data_ptr() not in in_folder
-            },
-            "optimizer": _all_copied(own["optimizer"]),
-            "others": {role: _all_copied(s.state_dict()) for role, s in self._others.items()},
-        }
+        copied = self._tensors.copy()
         self._write(
             self._frame(
                 step=boundary.step,
-                save_model=lambda folder: self._save_model(weights, folder),
-                state=state,
+                save_model=copied.save_model,
+                save_ranks=copied.save_ranks,
+                state={**boundary.states, "unfinished": boundary.unfinished, **copied.state},
                 evaluated=boundary.unfinished is None,
                 metrics_bytes=boundary.metrics_bytes,
                 figures=boundary.figures,
@@ -146,7 +125,7 @@ class RunState:
         self._saved = key
         return True
 
-    def restore(self, step: int, state: Mapping[str, Any]) -> Record | None:
+    def restore(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> Record | None:
         """Become what the checkpoint of a step holds, its model being loaded already.
 
         Returns:
@@ -155,15 +134,12 @@ class RunState:
         Raises:
             CheckpointError: it belongs to other data or another model.
         """
-        weights = {**self._strategy.state_dict()["weights"], **state["masters"]}
-        self._strategy.load_state_dict({"weights": weights, "optimizer": state["optimizer"]})
-        for role, strategy in self._others.items():
-            strategy.load_state_dict(state["others"][role])
+        self._tensors.restore(checkpoint.path, state)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
         _set_random_states(state["random"])
         unfinished = cast("Record | None", state["unfinished"])
-        self._saved = step, unfinished is None
+        self._saved = checkpoint.step, unfinished is None
         return unfinished
 
 
@@ -191,14 +167,3 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(states["cuda"])
-
-
-def _all_copied(tree: Any) -> Any:
-    """A tree of dicts with its tensors copied to the host."""
-    if isinstance(tree, Mapping):
-        return {key: _all_copied(value) for key, value in tree.items()}
-    return _copied(tree)
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

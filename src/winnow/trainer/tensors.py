@@ -1,0 +1,99 @@
+"""Models and optimizers of a run as a checkpoint has them, wherever they are held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from winnow.workers.single import SingleStrategy
+
+
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """Tensors as they were at one moment: later updates change nothing in it."""
+
+    state: Mapping[str, Any]
+    """What goes into the checkpoint's state."""
+    save_model: Callable[[Path], None]
+    """Writes a Hugging Face folder at the path it is given; may be called in a thread."""
+    save_ranks: Callable[[Path], None] = lambda folder: None
+    """Writes what ranks hold into a checkpoint's folder; may be called in a thread."""
+
+
+class Tensors(Protocol):
+    """Whoever holds what learns."""
+
+    def copy(self) -> Copied:
+        """All of it as it is now, on the host."""
+        ...
+
+    def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        """Become what a checkpoint holds, its model being loaded already.
+
+        Args:
+            checkpoint: its folder.
+            state: of which `Copied.state` is a part.
+
+        Raises:
+            CheckpointError: it belongs to another model.
+        """
+        ...
+
+
+class LocalTensors:
+    """Strategies of this process.
+
+    Args:
+        policy: its model is the checkpoint's.
+        others: by role, what else learns; saved whole in the state.
+        save_model: writes model weights, given by name, to a folder.
+    """
+
+    def __init__(
+        self,
+        policy: SingleStrategy,
+        others: Mapping[str, SingleStrategy],
+        save_model: Callable[[dict[str, Tensor], Path], None],
+    ) -> None:
+        self._policy, self._others, self._save_model = policy, dict(others), save_model
+
+    def copy(self) -> Copied:
+        """See `Tensors.copy`."""
+        only = self._policy.has_adapter
+        live = dict(self._policy.export_weights(adapter_only=only))
+        weights = {name: _copied(tensor) for name, tensor in live.items()}
+        in_folder = {tensor.data_ptr() for tensor in live.values()}
+        own = self._policy.state_dict()
+        state = {
+            # Half-precision models only: elsewhere the model's folder has the same tensors.
+            "masters": {
+                name: _copied(tensor)
+                for name, tensor in own["weights"].items()
+                if tensor.data_ptr() not in in_folder
+            },
+            "optimizer": _all_copied(own["optimizer"]),
+            "others": {role: _all_copied(s.state_dict()) for role, s in self._others.items()},
+        }
+        return Copied(state, lambda folder: self._save_model(weights, folder))
+
+    def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        """See `Tensors.restore`."""
+        weights = {**self._policy.state_dict()["weights"], **state["masters"]}
+        self._policy.load_state_dict({"weights": weights, "optimizer": state["optimizer"]})
+        for role, strategy in self._others.items():
+            strategy.load_state_dict(state["others"][role])
+
+
+def _all_copied(tree: Any) -> Any:
+    """A tree of dicts with its tensors copied to the host."""
+    if isinstance(tree, Mapping):
+        return {key: _all_copied(value) for key, value in tree.items()}
+    return _copied(tree)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
