@@ -1,8 +1,8 @@
 """The one hierarchy of errors that reach a user.
 
 A message says what was given, what is allowed, and what to do. `WinnowError` and its
-children mean that the user can mend it (exit code 2); anything else is our mistake
-(exit code 1).
+children mean that the user can mend it (exit code 2), but for `WorkerError` and
+`PublicationError`; anything else is our mistake (exit code 1).
 """
 
 from __future__ import annotations
@@ -40,3 +40,29 @@ class NoSignalError(WinnowError):
 
 class TrainingError(WinnowError):
     """Training cannot go on, such as after repeated non-finite gradients."""
+
+
+class WorkerError(WinnowError):
+    """A worker raised something that is not the user's mistake, died, or hung.
+
+    Exit code 1: a supervised run is started again.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, role: str, rank: int) -> None:
+        super().__init__(message, role, rank)
+        self.role = role
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class PublicationError(WinnowError):
+    """An engine does not hold the weights that were sent, or does not answer as they should.
+
+    Exit code 1: a supervised run is started again.
+    """
+
+    exit_code = 1

@@ -22,6 +22,7 @@ from winnow.rollout.engine import (
     SamplingParams,
     WeightUpdate,
 )
+from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.types import Segment
 
@@ -62,7 +63,23 @@ def torch_engine(model: PreTrainedModel, **options: object) -> Engine:
     return TorchEngine(model, **settings)  # type: ignore[arg-type]
 
 
-ENGINES: dict[str, Callable[..., Engine]] = {"torch": torch_engine}
+def engine_group(count: int) -> Callable[..., Engine]:
+    """Several engines that share the slots, at least one each, and the model."""
+
+    def make(model: PreTrainedModel, slots: int = 8, **options: object) -> Engine:
+        engines = min(count, slots)
+        shares = [slots // engines + (i < slots % engines) for i in range(engines)]
+        return EngineGroup([torch_engine(model, slots=s, **options) for s in shares], True)
+
+    return make
+
+
+ENGINES: dict[str, Callable[..., Engine]] = {
+    "torch": torch_engine,
+    "group-of-1": engine_group(1),
+    "group-of-2": engine_group(2),
+    "group-of-3": engine_group(3),
+}
 
 
 @pytest.fixture(params=ENGINES)
@@ -462,7 +479,7 @@ def test_a_cancelled_wait_for_events_loses_none(make_engine: Callable[..., Engin
 def test_progress_interrupts_nothing_and_tells_every_token(
     make_engine: Callable[..., Engine],
 ) -> None:
-    groups = groups_of()
+    groups = groups_of(count=10)
     undisturbed = drain(make_engine(model_of("qwen3")), groups)
     engine = make_engine(model_of("qwen3"))
 

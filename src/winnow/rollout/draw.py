@@ -8,13 +8,16 @@ Shapes: `R` rows decoded together, `V` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from winnow.rollout.engine import SamplingParams
+from winnow.types import FloatArray
 
+_SCORED_AT_ONCE = 256
+"""Tokens of a given sequence whose logits exist at once."""
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -136,3 +139,22 @@ def draw(logits: Tensor, u: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
     if params.any_greedy:
         ids = torch.where(params.greedy[:rows], logprobs.argmax(-1), ids)
     return ids, logprobs.gather(-1, ids[:, None]).squeeze(-1)
+
+
+def logprobs_along(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, ids: Tensor, temperature: float
+) -> FloatArray:
+    """Log-probs [L] in nats of given tokens, under softmax(logits / temperature).
+
+    Args:
+        logits_of: logits [T, V] of hidden states [T, H]; asked for a stretch at a time.
+        hidden: [L, H], of the token before each.
+        ids: [L]
+        temperature: above 0.
+    """
+    found = torch.empty(len(ids))
+    for start in range(0, len(ids), _SCORED_AT_ONCE):
+        here = slice(start, start + _SCORED_AT_ONCE)
+        logprobs = torch.log_softmax(logits_of(hidden[here]) / temperature, dim=-1)
+        found[here] = logprobs.gather(-1, ids[here, None]).squeeze(-1)
+    return found.numpy()

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from winnow.models import head_logits, hidden_states, output_head
-from winnow.rollout.draw import draw, uniform
+from winnow.rollout.draw import draw, logprobs_along, uniform
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest, WeightUpdate
 from winnow.rollout.kv_cache import DecodeLayout, PrefillLayout, PromptBlock, SlotCache
 from winnow.rollout.slots import PendingAnswer, Slots
-from winnow.types import FinishReason, IntArray, Segment
+from winnow.rollout.weights import Arriving, Bucket, Held
+from winnow.types import FinishReason, FloatArray, IntArray, Segment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,6 +72,7 @@ class TorchEngine:
         self._queue: list[_QueueEntry] = []
         self._events: list[CompletionEvent] = []  # that nobody has taken yet
         self._live_updates = live_updates
+        self._arriving: Arriving | None = None
         self._is_stop = torch.zeros(self._vocab, dtype=torch.bool, device=self._device)
         self._stop_ids: tuple[int, ...] = ()
         self._version = self._tick = self._generated = self._submitted = 0
@@ -113,6 +115,9 @@ class TorchEngine:
         while not self._events and (len(self._slots) or self._queue):
             if until is not None and self._tick >= until:
                 break
+            if self._arriving is not None:
+                await asyncio.shield(self._arriving.settled)
+                continue
             with torch.inference_mode():
                 self._refill()
                 self._events += self._run_tick()
@@ -154,18 +159,77 @@ class TorchEngine:
             ValueError: answers are still running in an engine without live updates, or a tensor
                 has no place or another shape.
         """
-        if (len(self._slots) or self._queue) and not self._live_updates:
-            raise ValueError("abort what runs before new weights: its cache is of the old ones")
+        self._check_may_change()
         if update.tensors is not None:
             own = dict(self._model.named_parameters())
             for name, tensor in update.tensors:
                 if name not in own or own[name].shape != tensor.shape:
                     raise ValueError(f"weight update: {name} {tuple(tensor.shape)} does not fit")
                 own[name].data.copy_(tensor)
+        self._use(update.version)
+
+    def _check_may_change(self) -> None:
+        if (len(self._slots) or self._queue) and not self._live_updates:
+            raise ValueError("abort what runs before new weights: its cache is of the old ones")
+
+    def _use(self, version: int) -> None:
+        """What is written from now on is this version's."""
         self._slots.close_spans(self._version)
         for *_, answer in self._queue:
             answer.block = None  # whoever has not begun begins with the new weights
-        self._version = update.version
+        self._version = version
+
+    async def begin_update(self, version: int) -> None:
+        """See `weights.Receiver`; answers under way wait.
+
+        Raises:
+            ValueError: there are some, in an engine without live updates.
+        """
+        self._check_may_change()
+        before, self._arriving = self._arriving, Arriving(self._model, version)
+        if before is not None:  # it never came to an end
+            before.settled.set_result(None)
+
+    async def take_bucket(self, bucket: Bucket) -> int:
+        """See `weights.Receiver`.
+
+        Raises:
+            PublicationError: it does not fit.
+        """
+        assert self._arriving is not None, "begin_update comes first"
+        return self._arriving.take(bucket)
+
+    async def finish_update(self) -> Held:
+        """See `weights.Receiver`.
+
+        Raises:
+            PublicationError: something is missing; nothing is decoded then.
+        """
+        assert self._arriving is not None, "begin_update comes first"
+        held = self._arriving.finish()
+        self._use(held.version)
+        self._arriving.settled.set_result(None)
+        self._arriving = None
+        return held
+
+    async def logprobs_of(
+        self, sequences: Sequence[IntArray], temperature: float = 1.0
+    ) -> list[FloatArray]:
+        """Log-probs in nats of each token given those before it, [L - 1] of each sequence [L].
+
+        Under softmax(logits / temperature), by the engine's own prefill and output layer.
+        """
+        found = []
+        for ids in sequences:
+            with torch.inference_mode():
+                hidden, _ = self._run_prefill([ids])
+                following = torch.from_numpy(ids[1:]).to(self._device)
+                found.append(logprobs_along(self._logits, hidden[0], following, temperature))
+            await asyncio.sleep(0)
+        return found
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return head_logits(self._head, hidden, self._fp32_head)[:, : self._vocab]
 
     def status(self) -> EngineStatus:
         """See `Engine.status`."""
@@ -230,14 +294,24 @@ class TorchEngine:
                 shared[key] = len(contexts)
                 contexts.append(answer.context)
             answer.block, answer.block_row = block, shared[key]
-        # The last token of a context is fed by the first tick, which draws the next one.
+        _, block.layers[:] = self._run_prefill(contexts)
+
+    def _run_prefill(
+        self, contexts: Sequence[IntArray]
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Hidden states [P, L, H] of contexts without their last tokens, keys and values.
+
+        The last token of a context is fed by the first tick, which draws the next one.
+        """
+        width = max(1, *(len(context) - 1 for context in contexts))
         padded = np.zeros((len(contexts), width), np.int64)
         for row, context in enumerate(contexts):
             padded[row, : len(context) - 1] = context[:-1]
         ids = torch.from_numpy(padded).to(self._device)
         positions = torch.arange(width, device=self._device).repeat(len(contexts))
-        layout = PrefillLayout(len(contexts), block.layers)
-        hidden_states(self._model, ids.flatten(), positions, layout)
+        layout = PrefillLayout(len(contexts))
+        hidden = hidden_states(self._model, ids.flatten(), positions, layout)
+        return hidden.view(len(contexts), width, -1), layout.layers
 
     # -- one tick -----------------------------------------------------------------------------
 
