@@ -1,0 +1,479 @@
+"""What every group of workers does, in this process, in processes of this machine, and on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from winnow.cluster.local import start_in_process, start_local
+from winnow.cluster.protocol import WorkerGroup, WorkerLine
+from winnow.errors import ConfigError, RewardError, WinnowError, WorkerError
+
+PATH = "tests.workers:Probe"
+ENVIRONMENT = {"WINNOW_TEST_WORD": "chaff"}
+PATIENCE_S = 60.0
+"""For what should come at once, on a machine with other work."""
+
+Start = Callable[..., Coroutine[Any, Any, WorkerGroup]]
+
+
+async def in_process(
+    kwargs: dict[str, Any], stall_timeout_s: float = 0.0, on_log: Any = None
+) -> WorkerGroup:
+    return await start_in_process("policy", PATH, kwargs, environment=ENVIRONMENT)
+
+
+async def local(
+    kwargs: dict[str, Any], stall_timeout_s: float = 100.0, on_log: Any = None
+) -> WorkerGroup:
+    return await start_local("policy", PATH, kwargs, 2, ENVIRONMENT, stall_timeout_s, on_log)
+
+
+STARTS: dict[str, Start] = {"in_process": in_process, "local": local}
+APART = [kind for kind in STARTS if kind != "in_process"]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Runs coroutines, all in one loop, with a limit; workers log as in a run."""
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("winnow"), "level", logging.INFO)
+        yield lambda work: runner.run(asyncio.wait_for(work, 2 * PATIENCE_S))
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[WorkerLine]:
+    """What the workers of `group` said."""
+    return []
+
+
+@pytest.fixture(scope="module", params=list(STARTS))
+def group(request: pytest.FixtureRequest, run: Any, lines: list[WorkerLine]) -> Iterator[Any]:
+    """A group for tests in which nothing fails."""
+    lines.clear()
+    made = run(STARTS[request.param]({"start": 3}, on_log=lines.append))
+    yield made
+    run(made.close())
+
+
+@pytest.fixture(params=list(STARTS))
+def start(request: pytest.FixtureRequest) -> Start:
+    """Starts a group of any kind."""
+    return STARTS[request.param]
+
+
+@pytest.fixture(params=APART)
+def start_apart(request: pytest.FixtureRequest) -> Start:
+    """Starts a group of two processes."""
+    return STARTS[request.param]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there; one that is dead and not waited for counts as there."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for something that is to become true."""
+    give_up = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up, "did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+def said(lines: list[WorkerLine], rank: int) -> list[str]:
+    return [line.text for line in lines if line.rank == rank]
+
+
+def test_workers_know_their_rank_and_run_in_one_thread(group: WorkerGroup, run: Any) -> None:
+    found = run(group.call("about"))
+    assert [info.rank for info, _, _ in found] == list(range(group.size))
+    assert all(info.size == group.size and info.device_index is None for info, _, _ in found)
+    assert len({(info.master_address, info.master_port) for info, _, _ in found}) == 1
+    assert all(is_maker for _, _, is_maker in found)
+
+
+def test_processes_are_those_that_answer(group: WorkerGroup, run: Any) -> None:
+    pids = [pid for _, pid, _ in run(group.call("about"))]
+    if group.size == 1:
+        assert (pids, group.processes()) == ([os.getpid()], [])
+    else:
+        assert pids == group.processes()
+        assert len({*pids, os.getpid()}) == 3
+
+
+def test_calls_begin_in_order_and_arguments_go_by_rank(group: WorkerGroup, run: Any) -> None:
+    async def work() -> list[list[Any]]:
+        same = [group.call("add", n, times=2) for n in range(50)]
+        each = group.call_each("add", [(rank, 3) for rank in range(group.size)])
+        return [*await asyncio.gather(*same, each), [await group.call_rank(0, "add", 100)]]
+
+    *same, each, one = run(work())
+    before = 3  # what the worker was made with
+    assert same == [[before + n * (n + 1)] * group.size for n in range(50)]
+    last = same[-1][0]
+    assert each == [last + 3 * rank for rank in range(group.size)]
+    assert one == [each[0] + 100]
+
+
+def test_a_call_that_waits_lets_others_in(group: WorkerGroup, run: Any) -> None:
+    async def work() -> list[Any]:
+        waiting = [asyncio.ensure_future(group.call("wait", name)) for name in ("a", "b")]
+        await asyncio.sleep(0)
+        await group.call("add", 0)
+        assert not any(each.done() for each in waiting)
+        await group.call("release")
+        return await asyncio.gather(*waiting)
+
+    assert run(work()) == [[["a", "b", "release"]] * group.size] * 2
+
+
+def test_a_cancelled_call_leaves_the_group_as_it_is(group: WorkerGroup, run: Any) -> None:
+    async def work() -> list[Any]:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(group.call("sleep", 0.2), 0.05)
+        return await group.call("echo", "here")
+
+    assert run(work()) == [("here",)] * group.size
+
+
+def test_large_arrays_arrive_unchanged_and_once(group: WorkerGroup, run: Any) -> None:
+    array = np.random.default_rng(0).random(2_500_000)
+    found = run(group.call("checks", array))
+    assert [total for total, _, _ in found] == [float(array.sum())] * group.size
+    if group.size > 1:
+        assert not any(is_writable for _, is_writable, _ in found)
+        places = {place for _, _, place in found}
+        assert len(places) == 1, "each rank has a copy of its own"
+        assert places != {0}
+    back = run(group.call("array", 2_500_000, 5))
+    for rank, each in enumerate(back):
+        np.testing.assert_array_equal(each, np.random.default_rng([5, rank]).random(2_500_000))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((0, 3), np.int32),
+        np.arange(24.0).reshape(2, 3, 4).transpose(2, 0, 1),
+        np.arange(100_000)[::3],
+        np.asfortranarray(np.arange(60_000).reshape(200, 300)),
+        np.array(["a", "bc"]),
+        np.array(7, np.uint8),
+    ],
+    ids=["empty", "transposed", "strided", "fortran", "text", "scalar"],
+)
+def test_arrays_of_any_form_come_and_go(group: WorkerGroup, run: Any, array: np.ndarray) -> None:
+    for back, text in run(group.call("echo", array, "beside")):
+        assert (back.dtype, text) == (array.dtype, "beside")
+        np.testing.assert_array_equal(back, array)
+
+
+def test_variables_of_the_environment_arrive(group: WorkerGroup, run: Any) -> None:
+    assert run(group.call("environment", "WINNOW_TEST_WORD")) == [["chaff"]] * group.size
+    if group.size > 1:
+        found = run(group.call("environment", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS"))
+        assert found == [["false", os.environ["OMP_NUM_THREADS"]]] * group.size
+
+
+def test_workers_reach_each_other_through_torch(group: WorkerGroup, run: Any) -> None:
+    values = [(float(2**rank),) for rank in range(group.size)]
+    expected = float(2**group.size - 1)
+    assert run(group.call_each("all_reduce", values)) == [expected] * group.size
+    assert run(group.call_each("all_reduce", values)) == [expected] * group.size
+
+
+def test_what_workers_say_arrives_whole_and_in_order(
+    group: WorkerGroup, run: Any, lines: list[WorkerLine], caplog: pytest.LogCaptureFixture
+) -> None:
+    if group.size == 1:  # it has the driver's own log
+        with caplog.at_level(logging.INFO, "winnow"):
+            run(group.call("say", "one"))
+        assert "one logged" in caplog.messages
+        return
+    run(group.call("say", "one"))
+    run(group.call("say", "two"))
+    run(until(lambda: sum("two\nlong" in line.text for line in lines) == group.size))
+    for rank in range(group.size):
+        texts = [text for text in said(lines, rank) if "one" in text or "two" in text]
+        for word in ("one", "two"):
+            printed, logged, error, warned, child, long = texts[:6]
+            del texts[:6]
+            assert (printed, logged) == (f"{word} printed", f"{word} logged")
+            assert (error, child) == (f"{word} to stderr", f"{word} from a child")
+            assert f"UserWarning: {word} warned" in warned
+            assert long == f"{word}\n{'long ' * 2000}".rstrip()
+    levels = {line.level for line in lines if line.text.endswith("logged")}
+    assert levels == {logging.INFO}
+    assert {line.level for line in lines if "two\nlong" in line.text} == {logging.ERROR}
+    assert str(replace(lines[0], rank=1, text="x")) == "policy[1]: x"
+
+
+def test_a_method_that_is_not_there_is_named(start: Start, run: Any) -> None:
+    async def work() -> None:
+        group = await start({})
+        try:
+            with pytest.raises(WorkerError, match="AttributeError: Probe has no method 'winnow'"):
+                await group.call("winnow")
+        finally:
+            await group.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("kind", ["bug", "exit", "unpicklable"])
+def test_an_exception_names_rank_and_has_its_traceback_in_the_log_once(
+    start_apart: Start, kind: str, run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = {"bug": "KeyError: 'only rank 1'", "exit": "SystemExit: enough", "unpicklable": "pickle"}
+
+    async def work() -> list[int]:
+        group = await start_apart({})
+        pids = group.processes()
+        try:
+            with pytest.raises(WorkerError, match=r"policy\[1\] failed in raise_on") as caught:
+                await group.call("raise_on", 1, kind)
+            assert told[kind] in str(caught.value)
+            assert (caught.value.role, caught.value.rank) == ("policy", 1)
+            assert caught.value.exit_code == 1
+            with pytest.raises(WorkerError, match=r"policy\[1\] failed in raise_on"):
+                await group.call_rank(0, "about")
+        finally:
+            await group.close()
+        return pids
+
+    pids = run(work())
+    assert not any(map(is_running, pids))
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    assert text.count("Traceback (most recent call last)") == 1
+    if kind == "bug":
+        assert 'raise KeyError(f"only rank {rank}")' in text
+
+
+def test_an_exception_in_this_process_is_a_workers_error_too(
+    run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        group = await in_process({})
+        with pytest.raises(
+            WorkerError, match=r"policy\[0\] failed in raise_on: KeyError"
+        ) as caught:
+            await group.call("raise_on", 0)
+        assert isinstance(caught.value.__cause__, KeyError)
+        with pytest.raises(WorkerError):
+            await group.call("about")
+        await group.close()
+
+    run(work())
+    assert caplog.text.count("Traceback (most recent call last)") == 1
+    assert "WINNOW_TEST_WORD" not in os.environ
+
+
+def test_a_mistake_of_the_users_keeps_its_class(start: Start, run: Any) -> None:
+    async def work() -> None:
+        group = await start({})
+        try:
+            with pytest.raises(RewardError, match=r"^the scorer is missing$") as caught:
+                await group.call("raise_on", group.size - 1, "reward")
+            assert caught.value.exit_code == 2
+        finally:
+            await group.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("refuse", "error", "told"),
+    [
+        ("config", ConfigError, r"^policy\.size must be even, got 3$"),
+        ("bug", WorkerError, r"policy\[\d\] failed in __init__: KeyError: 'start'"),
+    ],
+)
+def test_a_worker_that_cannot_be_made_says_why(
+    start: Start, refuse: str, error: type[WinnowError], told: str, run: Any
+) -> None:
+    with pytest.raises(error, match=told):
+        run(start({"refuse": refuse}))
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("tests.workers", "must be module:Class"),
+        ("tests.workers:Chaff", "has no class 'Chaff'"),
+    ],
+)
+def test_a_path_that_names_no_class_is_refused(path: str, told: str, run: Any) -> None:
+    with pytest.raises(ConfigError, match=told):
+        run(start_local("policy", path, {}, 1))
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("kill", "SIGKILL"), ("exit", "exit code 3"), ("segfault", "SIGSEGV")]
+)
+def test_a_death_is_told_at_once_with_the_last_words(
+    start_apart: Start, how: str, told: str, run: Any
+) -> None:
+    lines: list[WorkerLine] = []
+
+    async def work() -> list[int]:
+        group = await start_apart({}, on_log=lines.append)
+        pids = group.processes()
+        try:
+            other = asyncio.ensure_future(group.call_rank(0, "wait", "for ever"))
+            with pytest.raises(WorkerError, match=r"policy\[1\] .* in die_on") as caught:
+                await group.call("die_on", 1, how)
+            assert caught.value.rank == 1
+            if start_apart is local:
+                assert told in str(caught.value)
+            with pytest.raises(WorkerError, match=r"policy\[1\]"):
+                await other
+        finally:
+            await group.close()
+        return pids
+
+    assert not any(map(is_running, run(work())))
+    (words,) = [text for text in said(lines, 1) if text.startswith("last words")]
+    if how == "segfault":
+        assert "Fatal Python error: Segmentation fault" in "\n".join(said(lines, 1))
+    else:
+        assert words == "last words"
+
+
+def test_the_rank_that_died_is_named_not_the_one_that_noticed(start_apart: Start, run: Any) -> None:
+    async def work() -> None:
+        group = await start_apart({})
+        try:
+            with pytest.raises(WorkerError, match=r"policy\[1\] .* in lose_peer"):
+                await group.call("lose_peer", 1)
+        finally:
+            await group.close()
+
+    run(work())
+
+
+def test_a_worker_that_dies_while_idle_is_met_by_the_next_call(
+    start_apart: Start, run: Any
+) -> None:
+    async def work() -> None:
+        group = await start_apart({})
+        try:
+            os.kill(group.processes()[0], 9)
+            with pytest.raises(WorkerError, match=r"policy\[0\]"):
+                await asyncio.wait_for(group.call("wait", "for ever"), PATIENCE_S)
+        finally:
+            await group.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("holding_the_lock", [False, True])
+def test_a_hung_worker_meets_the_limit_and_shows_its_stack(
+    start_apart: Start, holding_the_lock: bool, run: Any
+) -> None:
+    lines: list[WorkerLine] = []
+
+    async def work() -> list[int]:
+        group = await start_apart({}, stall_timeout_s=2.0, on_log=lines.append)
+        pids = group.processes()
+        try:
+            with pytest.raises(WorkerError, match=r"policy\[1\] hung in hang_on") as caught:
+                await asyncio.wait_for(group.call("hang_on", 1, holding_the_lock), PATIENCE_S)
+            assert "policy[0]" not in str(caught.value)
+        finally:
+            await group.close()
+        return pids
+
+    assert not any(map(is_running, run(work())))
+    assert any("in hang_on" in text for text in said(lines, 1))
+
+
+def test_a_long_call_that_gets_on_is_left_alone(start_apart: Start, run: Any) -> None:
+    async def work() -> list[Any]:
+        group = await start_apart({}, stall_timeout_s=1.0)
+        try:
+            await group.call("work", 10, 0.25)  # 2.5 s
+            await asyncio.sleep(1.5)  # and what is idle does not hang
+            return await group.call("work", 1, 0.0)
+        finally:
+            await group.close()
+
+    assert run(work()) == [11, 11]
+
+
+def test_close_lets_workers_close_and_leaves_no_process(
+    start: Start, run: Any, tmp_path: Path
+) -> None:
+    async def work() -> tuple[list[int], int]:
+        group = await start({"mark": str(tmp_path / "mark")})
+        pids = group.processes()
+        if pids and start is local:
+            pids.append(await group.call_rank(0, "start_child"))
+        await asyncio.gather(group.close(), group.close())
+        await group.close()
+        with pytest.raises(WorkerError, match="were ended by this run"):
+            await group.call("about")
+        return pids, group.size
+
+    pids, size = run(work())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"mark.{r}" for r in range(size)]
+    run(until(lambda: not any(map(is_running, pids))))
+
+
+def test_close_does_not_wait_for_a_call_under_way(start_apart: Start, run: Any) -> None:
+    async def work() -> list[int]:
+        group = await start_apart({}, stall_timeout_s=2.0)
+        pids = group.processes()
+        hung = asyncio.ensure_future(group.call("hang_on", 0, True))
+        await asyncio.sleep(0)
+        await group.close()
+        with pytest.raises(WorkerError):
+            await hung
+        return pids
+
+    assert not any(map(is_running, run(work())))
+
+
+DRIVER = """
+import asyncio, sys
+from tests.contract.test_worker_group import STARTS
+
+async def main():
+    group = await STARTS[sys.argv[1]]({})
+    await group.call("about")
+    print(*group.processes(), flush=True)
+    await group.call("hang_on", 0, True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_driver_that_is_killed_leaves_no_worker(start_apart: Start, run: Any) -> None:
+    kind = next(name for name, found in STARTS.items() if found is start_apart)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, kind], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert driver.stdout is not None
+        pids = [int(word) for word in driver.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(map(is_running, pids))
+    finally:
+        driver.kill()
+        driver.communicate()
+    run(until(lambda: not any(map(is_running, pids))))
