@@ -72,7 +72,7 @@ class Own:
         return one(text, prompt.ground_truth)
 """
 PROMPT = Prompt("p:1", np.array([1]), "?", "anything", "right", {"extra_info": {"index": 7}})
-LATE = "no score within reward.timeout_s=1"
+LATE = "no score within reward.timeout_s=2"
 FAULTS = {
     "raise": "ValueError: two lines",
     "exit": "SystemExit: 3",
@@ -111,7 +111,7 @@ def section(name: str, file: Path, url: str = "") -> RewardConfig:
     }
     workers = {} if name in ("naive", "remote", "custom") else {"workers": 2}
     # The service gives up first, and says so.
-    timeout_s = 30.0 if name == "remote" else 1.0
+    timeout_s = 30.0 if name == "remote" else 2.0
     return RewardConfig(timeout_s=timeout_s, **own[name], **workers)
 
 

@@ -116,11 +116,12 @@ def gone(processes: set[int]) -> bool:
 def test_what_a_scorer_does_costs_its_own_sample_alone(
     file: str, user_service: UserService, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    before = children()
     service = user_service(file, workers=2, timeout_s=1, memory_mb=400)
     for what, error in FATES:
         costs_itself_alone(service, what, error)
     service.close()
-    assert not children()
+    assert children() == before
     assert capfd.readouterr() == ("", "")
 
 
@@ -350,6 +351,7 @@ def test_closing_ends_a_worker_that_hangs_and_all_it_started(user_service: UserS
         "ground_truth, extra_info):\n    child = subprocess.Popen(['sleep', '1000'])\n"
         "    pathlib.Path(solution_str).write_text(str(child.pid))\n    time.sleep(1000)\n"
     )
+    before = children()
     service = user_service(body, workers=1, timeout_s=100)
     noted = Path(service._config.function.path or "").with_name("pid")
 
@@ -362,9 +364,10 @@ def test_closing_ends_a_worker_that_hangs_and_all_it_started(user_service: UserS
     asyncio.run(run())
     sleeper = int(noted.read_text())
     assert is_alive(sleeper)
-    workers = children()
+    workers = children() - before
+    assert workers
     service.close()
-    assert not children()
+    assert children() == before
     assert gone({sleeper, *workers})
 
 
@@ -428,12 +431,13 @@ def test_a_file_that_cannot_be_used_is_refused_at_the_start(
 ) -> None:
     file = tmp_path / "reward.py"
     file.write_text(code)
+    before = children()
     config = RewardConfig(function=UserFunction(path=str(file)), workers=2, memory_mb=300)
     with pytest.raises(RewardError) as caught:
         RewardService(config, 8)
     assert str(caught.value).startswith(f"reward.function.path {file}")
     assert says in str(caught.value)
-    assert not children()
+    assert children() == before
 
 
 def test_a_file_that_is_spoilt_during_the_run_ends_it_with_one_line(
