@@ -3,14 +3,14 @@
     python benchmarks/kill.py --times plain=50 critic=10 scorers=10 [--seed 1] [--minutes 60]
                               [--out benchmarks/results/kill.md]
 
-Three kinds of run: the quickstart's loss in one process, the same with a critic (GAE), and the
-same with a scorer of the user's in a process of its own, which takes another time for each answer
-and in each run. A trial is a small run (the quickstart's task) that is killed up to three times,
-resumed each time by the same command, and then left alone. Moments: anywhere between the first
-sign of the run's folder and its usual end; while a checkpoint is being written or put in place;
-just after a line of metrics; while a resumed run is reading and cutting back. Each trial must end
-with the same weights, optimizers, sampler, metrics (times aside), rollouts and evaluations, bit for
-bit, and with nothing left behind.
+Four kinds of run: the quickstart's loss in one process, the same with a critic (GAE), the same
+with a scorer of the user's in a process of its own, which takes another time for each answer and in
+each run, and the same with a model that is sharded over two ranks. A trial is a small run (the
+quickstart's task) that is killed up to three times, resumed each time by the same command, and then
+left alone. Moments: anywhere between the first sign of the run's folder and its usual end; while a
+checkpoint is being written or put in place; just after a line of metrics; while a resumed run is
+reading and cutting back. Each trial must end with the same weights, optimizers, sampler, metrics
+(times aside), rollouts and evaluations, bit for bit, and with nothing left behind.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ VARIANTS = {
         *("reward.function.path=FOLDER/late.py", "+reward.function.kwargs={longest: 0.05}"),
         "reward.workers=1",
     ),
+    "ranks": ("trainer/strategy=fsdp2",),
 }
 """Settings of each kind of run."""
-CLOCKED = ("time/", "sft/time_s", "throughput/", "memory/", "judge/")
+CLOCKED = ("time/", "sft/time_s", "throughput/", "memory/", "judge/", "ranks/peak_gib")
 MOMENTS = ("any", "any", "saving", "logged", "starting")
 LONGEST_S = 300.0
 

@@ -33,9 +33,11 @@ from winnow.config.warm_start import SftWarmStart
 from winnow.observe.console import make_console
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.trainer.advantage import AdvantageStage
-from winnow.trainer.build import load_policy, use_machine
+from winnow.trainer.build import use_machine
 from winnow.trainer.build_learner import make_learner, make_objective
+from winnow.trainer.holders import InProcess
 from winnow.trainer.learner import Learner, LearnerSettings, Rates, Roles
+from winnow.trainer.loading import load_policy
 from winnow.trainer.session import run_warm_start
 from winnow.types import Group
 from winnow.workers.objective import OldSource
@@ -47,7 +49,7 @@ SOURCES: tuple[OldSource, ...] = ("current", "pass")
 def learner_of(config: Config, path: str, old: OldSource) -> tuple[Learner, dict[str, Tensor]]:
     """A learner of the recipe from a start, with `old` from there; and its weights."""
     policy = load_policy(config, path, torch.device("cpu"))
-    strategy = make_learner(config, policy.model, policy.vocabulary, None).policy
+    strategy = make_learner(config, InProcess(config, policy.model, policy.vocabulary), None).policy
     objective = make_objective(config)
     assert objective.old == "current", "a step of one update needs no pass"
     settings = LearnerSettings(

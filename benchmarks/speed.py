@@ -32,8 +32,10 @@ from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.rewards.service import RewardService
 from winnow.rollout.engine import WeightUpdate
 from winnow.sampling.stream import Sampler
-from winnow.trainer.build import load_policy, make_engine, rollout_sampling
+from winnow.trainer.build import make_engine, rollout_sampling
 from winnow.trainer.build_learner import make_learner
+from winnow.trainer.holders import InProcess
+from winnow.trainer.loading import load_policy
 from winnow.trainer.scoring import TrainingScores
 from winnow.trainer.warm_start import make_warm_start
 
@@ -64,7 +66,9 @@ class Quickstart:
             sampling=rollout_sampling(config, policy),
             run_seed=config.run.seed,
         )
-        self._learner = make_learner(config, policy.model, policy.vocabulary, None).learner
+        self._learner = make_learner(
+            config, InProcess(config, policy.model, policy.vocabulary), None
+        ).learner
 
     async def step(self, step: int, watch: Stopwatch) -> int:
         """One step; returns the tokens written."""

@@ -11,6 +11,7 @@ from winnow.config.checks_reward import REWARD_RULES
 from winnow.config.data import NoTask, SortDigitsTask
 from winnow.config.root import Config
 from winnow.config.sampling import BandFilter, VarianceFilter
+from winnow.config.trainer import Fsdp2
 from winnow.config.warm_start import SftWarmStart
 from winnow.errors import ConfigError
 
@@ -59,6 +60,16 @@ def _mini_batches(c: Config) -> str | None:
     return (
         f"sampling.groups_per_step={groups} cannot be cut into mini-batches of "
         f"trainer.mini_batch_groups={mini} groups; use a divisor, such as {fitting}"
+    )
+
+
+def _replicas(c: Config) -> str | None:
+    strategy = c.trainer.strategy
+    if not isinstance(strategy, Fsdp2) or strategy.ranks % strategy.replicas == 0:
+        return None
+    return (
+        f"trainer.strategy.ranks={strategy.ranks} cannot be cut into "
+        f"trainer.strategy.replicas={strategy.replicas} groups of ranks; use a divisor of ranks"
     )
 
 
@@ -257,6 +268,7 @@ RULES: tuple[Rule, ...] = (
     _groups_of_one,
     _overlong_buffer,
     _mini_batches,
+    _replicas,
     _lookahead,
     _groups_looked_at,
     _prompts,

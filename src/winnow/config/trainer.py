@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
 from winnow.config.base import Section
+
+
+class WholeModels(Section):
+    """Whole models in the run's own process."""
+
+    name: Literal["single"] = "single"
+
+
+class Fsdp2(Section):
+    """Models sharded over several processes (PyTorch's `fully_shard`); see docs/ranks.md."""
+
+    name: Literal["fsdp2"] = "fsdp2"
+    ranks: int = Field(2, ge=1)
+    """Processes, each with its share of the weights and of the work."""
+    replicas: int = Field(1, ge=1)
+    """Groups of ranks that hold all weights each (HSDP); a divisor of ranks."""
+    reshard_after_forward: bool = True
+    """Drop a layer's gathered weights after its forward pass and gather them again for the backward
+    pass; false keeps them: faster, more memory."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer state in the host's memory, and step there."""
+    bucket_mb: int = Field(512, ge=1)
+    """Weights that are whole at once while they are sent to the engine."""
+
+
+Strategy = Annotated[WholeModels | Fsdp2, Field(discriminator="name")]
 
 
 class TrainerConfig(Section):
@@ -16,6 +44,8 @@ class TrainerConfig(Section):
     """Groups an update (one optimizer step); null makes one update a step."""
     epochs: int = Field(1, ge=1)
     """Passes over a step's groups."""
+    strategy: Strategy = WholeModels()
+    """How the models are held."""
     microbatch_tokens: int = Field(16384, ge=1)
     """Packed tokens run at once; bounds memory, never changes what is learnt."""
     logprob_chunk_tokens: int | None = Field(None, ge=1)

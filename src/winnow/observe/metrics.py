@@ -192,6 +192,17 @@ class Stopwatch:
         self._lap_start = self._since
         return record
 
+    def seconds(self) -> dict[str, float]:
+        """By phase, since the last lap."""
+        self._book()
+        return dict(self._seconds)
+
+    def rebook(self, name: str, seconds: Mapping[str, float]) -> None:
+        """Book part of a phase's time under other phases, as somebody else has measured it."""
+        for phase, part in seconds.items():
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + part
+        self._seconds[name] = max(self._seconds[name] - sum(seconds.values()), 0.0)
+
     def _book(self) -> None:
         now = self._clock()
         if self._open:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from winnow.checkpoint import Content, Retention, sync, this_machine
+from winnow.checkpoint import Content, Retention, sync
 from winnow.config.judge import OpenAiJudge
 from winnow.config.load import dump_config
 from winnow.config.reward_model import SequenceClassifier
@@ -18,11 +18,8 @@ from winnow.config.root import Config
 from winnow.config.sampling import BandFilter, VarianceFilter
 from winnow.data.build import evaluation_prompts, training_prompts
 from winnow.data.loader import PromptLoader
-from winnow.data.prompts import PromptSet
 from winnow.data.text import decoder
-from winnow.data.tokenizer import load_tokenizer, stop_token_ids
-from winnow.errors import ConfigError, ModelError
-from winnow.models import model_writer
+from winnow.errors import ConfigError
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.run_folder import RunFolder
@@ -33,38 +30,24 @@ from winnow.rollout.engine import SamplingParams
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.sampling.report import Progress
 from winnow.sampling.stream import Sampler
-from winnow.trainer.build_learner import Learning, make_learner, needs_of
+from winnow.trainer.build_learner import needs_of
 from winnow.trainer.evaluate import EvaluationSettings, Evaluator
-from winnow.trainer.loading import load_policy_model
+from winnow.trainer.loading import Policies, check_positions, longest_prompt
 from winnow.trainer.loop import Course, Parts, Schedule
 from winnow.trainer.mirror import Mirror
+from winnow.trainer.placing import Placed, machine_of
 from winnow.trainer.reward_model import make_model_scorer
 from winnow.trainer.saver import Saver
 from winnow.trainer.scoring import TrainingScores
 from winnow.trainer.state import RunState, Stateful
 from winnow.trainer.stopping import Stop
-from winnow.trainer.tensors import LocalTensors
 from winnow.trainer.throughput import Throughput
-from winnow.workers.lora import adapter_writer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    pass
 
 LAG_OF_SCORERS_APART = 16
 """Decode ticks; measured by benchmarks/deterministic.py."""
-
-
-@dataclass(frozen=True)
-class Policies:
-    """A model in memory with all that reads and writes its tokens."""
-
-    path: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    decode: Decode
-    vocabulary: int
-    """Ids below it are the tokenizer's; the embedding may be padded beyond."""
-    stop_ids: tuple[int, ...]
 
 
 def use_machine(config: Config) -> torch.device:
@@ -80,63 +63,6 @@ def use_machine(config: Config) -> torch.device:
     if config.run.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda")
-
-
-def load_policy(
-    config: Config, path: str, device: torch.device, start: str | None = None
-) -> Policies:
-    """The model and tokenizer of a folder.
-
-    Args:
-        start: where the model lies now that an adapter in `path` belongs to, if that has moved.
-
-    Raises:
-        ModelError: one of them is missing, broken, or they do not fit each other.
-    """
-    given = config.model.tokenizer
-    field = "model.tokenizer" if given else "model.path"
-    tokenizer = load_tokenizer(given or path, config.model.trust_remote_code, field)
-    model = load_policy_model(config.model, path, device, config.run.seed, start)
-    vocabulary = max(tokenizer.get_vocab().values()) + 1
-    embedded = cast(int, model.config.vocab_size)
-    if vocabulary > embedded:
-        raise ModelError(
-            f"model.path {path}: the tokenizer has {vocabulary} tokens, the model only {embedded}; "
-            "give the tokenizer that belongs to the model in model.tokenizer"
-        )
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise ModelError(f"model.path {path}: {name} holds NaN or infinity; use another model")
-    _check_positions(config, path, model)
-    generation = getattr(model, "generation_config", None)
-    stop_ids = stop_token_ids(tokenizer, path, getattr(generation, "eos_token_id", None))
-    return Policies(path, model, tokenizer, decoder(tokenizer), vocabulary, stop_ids)
-
-
-def _check_positions(
-    config: Config, path: str, model: PreTrainedModel, longest_prompt: int = 0
-) -> None:
-    """Refuse what cannot fit: an answer alone, or, with learned positions, after a prompt."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if not isinstance(positions, int):
-        return
-    answer = config.rollout.max_response_tokens
-    is_rotary = getattr(model.config, "rope_parameters", None) is not None
-    prompt = 0 if is_rotary else longest_prompt
-    if answer + prompt >= positions:
-        after = f" after the longest prompt's {prompt} tokens" if prompt else ""
-        remedy = "it, or data.max_prompt_tokens," if prompt else "it,"
-        raise ModelError(
-            f"rollout.max_response_tokens {answer}{after} does not fit the model's {positions} "
-            f"positions ({path}); lower {remedy} or use a model with a longer context"
-        )
-
-
-def longest_prompt(config: Config, prompts: object) -> int:
-    """In tokens: of those that are left; of generated ones, which never end, the limit."""
-    if not isinstance(prompts, PromptSet):
-        return config.data.max_prompt_tokens
-    return max((len(prompt.token_ids) for prompt in prompts.prompts), default=0)
 
 
 def rollout_sampling(config: Config, policy: Policies) -> SamplingParams:
@@ -213,7 +139,7 @@ def make_evaluator(
         RewardError: a source has no scorer.
     """
     held_out = evaluation_prompts(config.data, policy.tokenizer)
-    _check_positions(config, policy.path, policy.model, longest_prompt(config, held_out))
+    check_positions(config, policy.path, policy.model, longest_prompt(config, held_out))
     rewards.check_sources(held_out.data_sources, held_out=True)
     sampling = rollout_sampling(config, policy)
     return Evaluator(
@@ -257,21 +183,18 @@ def make_saver(config: Config, folder: RunFolder) -> Saver:
 
 def make_state(
     config: Config,
-    policy: Policies,
-    learning: Learning,
+    placed: Placed,
     parts: Mapping[str, Stateful],
     metrics: MetricsLog,
     saver: Saver,
 ) -> RunState:
     """What a checkpoint holds."""
-    strategy = learning.policy
-    writer = adapter_writer if strategy.has_adapter else model_writer
     return RunState(
-        LocalTensors(strategy, learning.others, writer(policy.model, policy.tokenizer)),
+        placed.tensors,
         parts,
         metrics.offset,
         saver.save,
-        partial(Content, config=dump_config(config), machine=this_machine(strategy.device)),
+        partial(Content, config=dump_config(config), machine=machine_of(config, placed.device)),
         config.trainer.keep_best,
     )
 
@@ -285,19 +208,16 @@ def build(
     saver: Saver,
     stop: Stop,
     rewards: RewardService,
+    placed: Placed,
     on_progress: Callable[[Progress], None] | None = None,
-    start: str | None = None,
 ) -> Built:
     """Everything that `loop.train` sequences.
-
-    Args:
-        start: folder of the model that the run began with, where `needs_start` asks for it.
 
     Raises:
         WinnowError: data, scorers and model do not fit what the recipe asks.
     """
     source = training_prompts(config.data, policy.tokenizer, config.run.seed)
-    _check_positions(config, policy.path, policy.model, longest_prompt(config, source))
+    check_positions(config, policy.path, policy.model, longest_prompt(config, source))
     rewards.check_sources(source.data_sources)
     rewards.check_prompt(source.prompt(0))
     if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
@@ -323,28 +243,29 @@ def build(
         deterministic=config.run.deterministic,
         on_progress=on_progress,
     )
-    learning = make_learner(config, policy.model, policy.vocabulary, start)
-
     states: dict[str, Stateful] = {
         "sampler": sampler,
         "loader": loader,
-        "learner": learning.learner,
+        "learner": placed.learner,
     }
     parts = Parts(
         sampler=sampler,
-        learner=learning.learner,
+        learner=placed.learner,
         engine=engine,
         evaluator=evaluator,
         sinks=sinks,
-        throughput=Throughput(learning.passes, learning.policy.device, config.observe.peak_tflops),
-        state=make_state(config, policy, learning, states, metrics, saver),
+        weights=placed.weights,
+        throughput=Throughput(
+            placed.passes, placed.device, config.observe.peak_tflops, placed.ranks
+        ),
+        state=make_state(config, placed, states, metrics, saver),
         stop=stop,
         keep_rollouts=_rollout_writer(config, folder, policy.decode),
         check_scoring=scores.end_step,
         scoring_figures=rewards.figures,
     )
     course = _course(config, bool(evaluator.prompts))
-    return Built(parts, course, evaluator, (*_notes(source), *learning.notes))
+    return Built(parts, course, evaluator, (*_notes(source), *placed.notes))
 
 
 def _course(config: Config, has_evaluation: bool) -> Course:

@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
-
 from winnow.algorithms.estimators import ESTIMATORS, Need
 from winnow.algorithms.policy_loss import POLICY_LOSSES
 from winnow.algorithms.schedule import lr_at
@@ -17,18 +14,17 @@ from winnow.config.kl import AdaptiveRewardKl, LossKl, NoKl
 from winnow.config.model import NoAdapter
 from winnow.config.optim import OptimConfig
 from winnow.config.root import Config
-from winnow.models import load_causal_lm, torch_dtype
 from winnow.trainer.advantage import AdvantageStage
+from winnow.trainer.holders import Holder
 from winnow.trainer.kl_penalty import Adaptation, KlPenalty
 from winnow.trainer.learner import Learner, LearnerSettings, Rates, Roles
 from winnow.trainer.throughput import Passes
-from winnow.value_models import load_value_model
 from winnow.workers.correcting import CorrectionStage
 from winnow.workers.critic import Critic, ValueObjective
 from winnow.workers.frozen import Reference
 from winnow.workers.objective import KlTerm, OldSource, PolicyObjective
 from winnow.workers.policy import Policy
-from winnow.workers.single import SingleStrategy
+from winnow.workers.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -36,10 +32,10 @@ class Learning:
     """A learner with the strategies it steps."""
 
     learner: Learner
-    policy: SingleStrategy
+    policy: Strategy
     passes: Passes
     """What a step computes."""
-    others: dict[str, SingleStrategy] = field(default_factory=dict)
+    others: dict[str, Strategy] = field(default_factory=dict)
     """By role: what learns beside the policy, and is saved with it."""
     notes: tuple[str, ...] = ()
     """What the user should know before it starts."""
@@ -59,27 +55,30 @@ def needs_start(config: Config) -> bool:
     )
 
 
-def make_learner(config: Config, model: nn.Module, vocabulary: int, start: str | None) -> Learning:
+def make_learner(config: Config, holder: Holder, start: str | None) -> Learning:
     """Everything that learns, and the reference.
 
     Args:
-        model: the policy's.
-        vocabulary: ids that the tokenizer has.
+        holder: of the models.
         start: folder of the model that the run began with; None where `needs_start` is not.
 
     Raises:
         ModelError: a model of the recipe cannot be loaded.
     """
-    policy = _policy_strategy(config, model, vocabulary)
+    policy = holder.policy()
+    dealer = holder.dealer
     rates = Rates(_rate(config, config.optim))
     critic, others = None, {}
     if "values" in needs_of(config):
-        others["critic"] = _critic_strategy(config, start, policy.device)
+        path = config.critic.path or start
+        assert path is not None, "the caller was to give the start"
+        others["critic"] = holder.critic(path)
         loss = config.critic.value_loss
         limit = config.rollout.max_response_tokens
-        critic = Critic(others["critic"], ValueObjective(loss.clip, loss.aggregation, limit))
+        objective = ValueObjective(loss.clip, loss.aggregation, limit)
+        critic = Critic(others["critic"], objective, dealer)
         rates = Rates(rates.policy, _rate(config, config.critic.optim))
-    reference = _reference(config, start, policy, vocabulary) if _needs_reference(config) else None
+    reference = _reference(config, start, policy, holder) if _needs_reference(config) else None
     trainer, algorithm = config.trainer, config.algorithm
     settings = LearnerSettings(
         groups_per_update=trainer.mini_batch_groups or config.sampling.groups_per_step,
@@ -94,18 +93,19 @@ def make_learner(config: Config, model: nn.Module, vocabulary: int, start: str |
     )
     advantage = algorithm.advantage
     learner = Learner(
-        Roles(Policy(policy, make_objective(config)), reference, critic),
+        Roles(Policy(policy, make_objective(config), dealer), reference, critic),
         rates,
         AdvantageStage(advantage.name, advantage.model_dump(exclude={"name"}), _kl_penalty(config)),
         settings,
         _correction_stage(algorithm.correction),
         with_squares="probs" in needs_of(config),
+        dealer=dealer,
     )
     passes = Passes(
-        _parameters(policy),
+        policy.parameters,
         trainer.epochs,
         forwards=(old_source(config) == "pass") + (reference is not None),
-        critic_parameters=sum(map(_parameters, others.values())),
+        critic_parameters=sum(strategy.parameters for strategy in others.values()),
     )
     return Learning(learner, policy, passes, others, tuple(_kl_notes(config)))
 
@@ -153,31 +153,6 @@ def old_source(config: Config) -> OldSource:
     return "pass" if in_updates or before_updates else "current"
 
 
-def _parameters(strategy: SingleStrategy) -> int:
-    return sum(parameter.numel() for parameter in strategy.model.parameters())
-
-
-def _policy_strategy(config: Config, model: nn.Module, vocabulary: int) -> SingleStrategy:
-    return SingleStrategy(
-        model,
-        **_adamw(config.optim),
-        temperature=config.rollout.temperature,
-        vocab_size=vocabulary,
-        logprob_chunk_tokens=config.trainer.logprob_chunk_tokens,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-        fp32_head=config.model.fp32_head,
-    )
-
-
-def _adamw(optim: OptimConfig) -> dict[str, Any]:
-    return {
-        "betas": optim.betas,
-        "eps": optim.eps,
-        "weight_decay": optim.weight_decay,
-        "grad_clip": optim.grad_clip,
-    }
-
-
 def _rate(config: Config, optim: OptimConfig) -> Any:
     return partial(
         lr_at,
@@ -189,43 +164,19 @@ def _rate(config: Config, optim: OptimConfig) -> Any:
     )
 
 
-def _critic_strategy(config: Config, start: str | None, device: torch.device) -> SingleStrategy:
-    critic = config.critic
-    path = critic.path or start
-    assert path is not None, "the caller was to give the start"
-    dtype = torch_dtype(critic.dtype or config.model.dtype)
-    field = "model.path" if critic.path is None else "critic.path"
-    model = load_value_model(path, dtype, device, config.model.trust_remote_code, field)
-    return SingleStrategy(
-        model, **_adamw(critic.optim), gradient_checkpointing=critic.gradient_checkpointing
-    )
-
-
 def _needs_reference(config: Config) -> bool:
     kl = config.algorithm.kl
     return not (isinstance(kl.reward, NoKl) and isinstance(kl.loss, NoKl))
 
 
-def _reference(
-    config: Config, start: str | None, policy: SingleStrategy, vocabulary: int
-) -> Reference:
+def _reference(config: Config, start: str | None, policy: Strategy, holder: Holder) -> Reference:
     """A frozen copy; with an adapter, unless another folder is named, the model without it."""
     own = config.reference
     if own.path is None and not isinstance(config.model.adapter, NoAdapter):
-        return Reference(policy, policy.adapter_off)
+        return Reference(policy, policy.adapter_off, holder.dealer)
     path = own.path or start
     assert path is not None, "the caller was to give the start"
-    dtype = torch_dtype(own.dtype or config.model.dtype)
-    field = "model.path" if own.path is None else "reference.path"
-    model = load_causal_lm(path, dtype, policy.device, config.model.trust_remote_code, field)
-    strategy = SingleStrategy(
-        model.requires_grad_(False),
-        temperature=config.rollout.temperature,
-        vocab_size=vocabulary,
-        logprob_chunk_tokens=config.trainer.logprob_chunk_tokens,
-        fp32_head=config.model.fp32_head,
-    )
-    return Reference(strategy)
+    return Reference(holder.reference(path), dealer=holder.dealer)
 
 
 def _kl_penalty(config: Config) -> KlPenalty | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -76,6 +76,29 @@ class Learned:
     """[B] tokens."""
     packed_tokens: int
     """Of prompts and answers."""
+
+
+class AnyLearner(Protocol):
+    """A `Learner`, or who speaks for those of several ranks."""
+
+    @property
+    def progress(self) -> int:
+        """Moves while it gets on."""
+        ...
+
+    def learn(
+        self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
+    ) -> Learned:
+        """See `Learner.learn`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Learner.state_dict`."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Learner.load_state_dict`."""
+        ...
 
 
 class Learner:

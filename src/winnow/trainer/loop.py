@@ -9,8 +9,10 @@ short script over the same objects.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.observe.names import Number
@@ -19,7 +21,7 @@ from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import Engine, WeightUpdate
 from winnow.sampling.stream import Sampler
 from winnow.trainer.evaluate import Evaluator
-from winnow.trainer.learner import Learner
+from winnow.trainer.learner import AnyLearner
 from winnow.trainer.record import record_step, rollout_groups
 from winnow.trainer.state import RunState
 from winnow.trainer.stopping import Stop
@@ -45,7 +47,7 @@ class Parts:
     """The objects a run is made of."""
 
     sampler: Sampler
-    learner: Learner
+    learner: AnyLearner
     engine: Engine
     evaluator: Evaluator
     sinks: Sinks
@@ -57,6 +59,8 @@ class Parts:
     """Raises when too many of a step's scorings failed."""
     scoring_figures: Callable[[], Mapping[str, Number]]
     """What scoring has cost since the last call, held-out answers included."""
+    weights: Callable[[], Iterable[tuple[str, Tensor]] | None] = lambda: None
+    """What the engine must take in after a step; None where it shares the model."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ async def _learn(
     parts.check_scoring()
     learned = parts.learner.learn(sampled.groups, step, metrics, watch)
     with watch.phase("publish"):
-        await parts.engine.load_weights(WeightUpdate(version=step))
+        await parts.engine.load_weights(WeightUpdate(step, parts.weights()))
     with watch.phase("write"):
         parts.keep_rollouts(step, rollout_groups(sampled, learned))
     record_step(metrics, sampled, learned, parts.sampler.ledger.account.in_progress)

@@ -64,6 +64,10 @@ HARMLESS = frozenset(
         "trainer.checkpoint_url",
         "trainer.max_restarts",
         "trainer.stall_timeout_s",
+        *(
+            f"trainer.strategy.{key}"  # the number of ranks as that of threads
+            for key in ("ranks", "replicas", "reshard_after_forward", "offload", "bucket_mb")
+        ),
         "observe.console",
         "observe.peak_tflops",
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from winnow.checkpoint import checkpoints_in, load_state, this_machine
+from winnow.checkpoint import checkpoints_in, load_state
 from winnow.config.root import Config
 from winnow.config.sampling import VarianceFilter
 from winnow.config.warm_start import SftWarmStart
@@ -29,10 +29,12 @@ from winnow.observe.sinks import FirstRecord, RunInfo, Sinks
 from winnow.observe.summary import Summary, print_summary
 from winnow.rewards.service import RewardService
 from winnow.sampling.report import Progress
-from winnow.trainer.build import Built, build, load_policy, make_rewards, make_saver, use_machine
+from winnow.trainer.build import Built, build, make_rewards, make_saver, use_machine
 from winnow.trainer.build_learner import needs_start
 from winnow.trainer.heartbeat import Heartbeat
+from winnow.trainer.loading import load_policy
 from winnow.trainer.loop import Course, Parts, train
+from winnow.trainer.placing import machine_of, place
 from winnow.trainer.resume import Opened, opened_run
 from winnow.trainer.saver import Saver
 from winnow.trainer.state import seed_everything
@@ -72,7 +74,7 @@ def run_training(
             sink.note(f"{folder.path} is finished: nothing to do (a new run needs a new run.name)")
             _close(config, recipe, folder, console)
             return 0
-        for difference in opened.differences(this_machine(device)):
+        for difference in opened.differences(machine_of(config, device)):
             sink.note(f"Warning: {difference}: the bits may differ from an undisturbed run's")
         path, start = _start_model(config, opened, fresh, sink, heartbeat)
         first = _first_model(config, opened, path, sink, heartbeat)
@@ -82,6 +84,7 @@ def run_training(
         with (
             make_saver(config, folder) as saver,
             contextlib.closing(make_rewards(config, device)) as rewards,
+            contextlib.closing(place(config, policy, first)) as placed,
         ):
             built = build(
                 config,
@@ -92,8 +95,8 @@ def run_training(
                 saver,
                 stop,
                 rewards,
+                placed,
                 lambda p: sink.status(_in_words(p)),
-                first,
             )
             for note in built.notes:
                 sink.note(note)

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from winnow.workers.single import SingleStrategy
+from winnow.workers.holding import tensors_of
+from winnow.workers.lora import adapter_weights, has_adapter
+from winnow.workers.strategy import Strategy
+
+Save = Callable[[dict[str, Tensor], Path], None]
+"""Writes model weights, given by name, to a folder."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +60,9 @@ class LocalTensors:
 
     def __init__(
         self,
-        policy: SingleStrategy,
-        others: Mapping[str, SingleStrategy],
-        save_model: Callable[[dict[str, Tensor], Path], None],
+        policy: Strategy,
+        others: Mapping[str, Strategy],
+        save_model: Save,
     ) -> None:
         self._policy, self._others, self._save_model = policy, dict(others), save_model
 
@@ -86,6 +91,13 @@ class LocalTensors:
         self._policy.load_state_dict({"weights": weights, "optimizer": state["optimizer"]})
         for role, strategy in self._others.items():
             strategy.load_state_dict(state["others"][role])
+
+
+def host_copies(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what a checkpoint's model folder has: a model's weights, or its adapter's."""
+    adapter = has_adapter(model)
+    live = dict(adapter_weights(model)) if adapter else tensors_of(model)
+    return {name: _copied(tensor) for name, tensor in live.items()}
 
 
 def _all_copied(tree: Any) -> Any:

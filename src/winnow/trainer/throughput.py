@@ -49,6 +49,8 @@ class Throughput:
     passes: Passes
     device: torch.device
     peak_tflops: float | None
+    """Of one device."""
+    devices: int = 1
 
     def figures(
         self, generated_tokens: int, packed_tokens: int, times: Mapping[str, Number]
@@ -66,12 +68,12 @@ class Throughput:
         tflops = self.passes.flop(generated_tokens, packed_tokens) / busy / 1e12
         record: dict[str, Number] = {
             "throughput/tokens_per_s": generated_tokens / busy,
-            "throughput/tokens_per_s_per_device": generated_tokens / busy,
+            "throughput/tokens_per_s_per_device": generated_tokens / busy / self.devices,
             "throughput/tflops": tflops,
             "memory/peak_gib": self._peak_gib(),
         }
         if self.peak_tflops is not None:
-            record["throughput/mfu"] = tflops / self.peak_tflops
+            record["throughput/mfu"] = tflops / self.peak_tflops / self.devices
         per_token = {
             "rollout": generated_tokens,
             "old_logprobs": packed_tokens,

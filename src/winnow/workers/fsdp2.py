@@ -199,6 +199,22 @@ class FSDP2Strategy:
             found = lora.merged_weights(tensors_of(self.model), self.model)
         return gathered(self._cast(found, dtype), self._bucket_bytes, self.device)
 
+    def export_trained(self) -> Iterator[tuple[str, Tensor]]:
+        """What is trained, by the names of parameters: for a copy of the model that has the rest.
+
+        Whole, on every rank, rounded to the type the model computes in; all must take all of them.
+        """
+        return gathered(
+            self._cast(((n, p.detach()) for n, p in self._trained.items()), None),
+            self._bucket_bytes,
+            self.device,
+        )
+
+    @property
+    def parameters(self) -> int:
+        """See `Strategy.parameters`."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
     @property
     def has_adapter(self) -> bool:
         """Whether an adapter is trained in the place of the model's own weights."""

@@ -159,6 +159,11 @@ class SingleStrategy:
             yield name, tensor.to(cast_ or tensor.dtype)
 
     @property
+    def parameters(self) -> int:
+        """See `Strategy.parameters`."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
     def has_adapter(self) -> bool:
         """Whether an adapter is trained in the place of the model's own weights."""
         return lora.has_adapter(self.model)

@@ -39,6 +39,19 @@ LossFn = Callable[[MicroBatch, Outputs], LossResult]
 class Strategy(Protocol):
     """Holds one model. Contract tests in `tests/contract/test_strategy.py`."""
 
+    device: torch.device
+    """Where it computes."""
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in its model's weights, over all ranks."""
+        ...
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained in the place of the model's own weights."""
+        ...
+
     def forward(
         self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output]
     ) -> list[dict[Output, Tensor]]:

@@ -30,6 +30,11 @@ CASES = [
         ["trainer.mini_batch_groups=null"],
     ),
     (
+        ["trainer/strategy=fsdp2", "trainer.strategy.ranks=4", "trainer.strategy.replicas=3"],
+        ["trainer.strategy.ranks=4", "trainer.strategy.replicas=3", "a divisor"],
+        ["trainer/strategy=fsdp2", "trainer.strategy.ranks=4", "trainer.strategy.replicas=2"],
+    ),
+    (
         ["sampling.lookahead=1.5"],
         ["sampling.lookahead=1.5", "sampling.max_staleness=1", "to 1 or less"],
         ["sampling.lookahead=1.5", "sampling.max_staleness=2"],

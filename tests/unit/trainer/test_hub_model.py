@@ -14,7 +14,8 @@ from winnow.data.sort_digits import build_tokenizer
 COMMIT = "0" * 40
 LOAD = """
 from winnow.config.load import load_recipe
-from winnow.trainer.build import load_policy, use_machine
+from winnow.trainer.build import use_machine
+from winnow.trainer.loading import load_policy
 
 settings = ["warm_start=none", "model.path=owner/digits"]
 config = load_recipe("quickstart", settings)

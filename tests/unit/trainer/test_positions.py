@@ -14,7 +14,7 @@ from winnow.config.load import load_recipe
 from winnow.data.build import training_prompts
 from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
-from winnow.trainer.build import _check_positions, load_policy, longest_prompt
+from winnow.trainer.loading import check_positions, load_policy, longest_prompt
 
 POSITIONS, ANSWER = 64, 40
 
@@ -47,10 +47,10 @@ def test_learned_positions_must_hold_the_longest_prompt_that_is_left(
     policy = load_policy(config, path, torch.device("cpu"))
     longest = longest_prompt(config, training_prompts(config.data, policy.tokenizer, 0))
     if fits:
-        _check_positions(config, path, policy.model, longest)
+        check_positions(config, path, policy.model, longest)
         return
     with pytest.raises(ModelError) as caught:
-        _check_positions(config, path, policy.model, longest)
+        check_positions(config, path, policy.model, longest)
     assert str(caught.value) == (
         f"rollout.max_response_tokens 40 after the longest prompt's {longest} tokens does not fit "
         f"the model's 64 positions ({path}); lower it, or data.max_prompt_tokens, or use a model "

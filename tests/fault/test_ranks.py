@@ -1,0 +1,117 @@
+"""A run on ranks: what becomes of it when one of its processes dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from benchmarks.kill import STEPS, Lab, code_of, contents, differences, figures, wait_for
+from tests.unit.rewards.test_pool import gone
+
+from winnow.checkpoint import checkpoints_in
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ON_RANKS = "trainer/strategy=fsdp2", "trainer.save_every=1"
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Processes that a process has started, and those that they have: their command lines."""
+    found: dict[int, str] = {}
+    parents = [pid]
+    while parents:
+        parent = parents.pop()
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                children = [int(word) for word in task.read_text().split()]
+                lines = {c: Path(f"/proc/{c}/cmdline").read_text() for c in children}
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            found |= lines
+            parents += children
+    return found
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Process ids of a run's ranks."""
+    return sorted(child for child, line in descendants(pid).items() if "worker_main" in line)
+
+
+def logged(run: Path) -> int:
+    """Steps with a line of metrics."""
+    path = run / "metrics.jsonl"
+    return max(0, path.read_bytes().count(b"\n") - 1) if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def calm(lab: Lab) -> Path:
+    """An undisturbed run on two ranks."""
+    assert lab.start("calm-ranks", *ON_RANKS).wait(240) == 0
+    return lab.run("calm-ranks")
+
+
+def test_two_ranks_learn_what_one_process_learns(calm: Path, lab: Lab) -> None:
+    alone, shared = figures(lab.run("undisturbed")), figures(calm)
+    assert len(alone) == len(shared) == STEPS + 1
+    for one, two in zip(alone, shared, strict=True):
+        assert {n for n in two if n not in one} <= {"ranks/spread", "ranks/idle"}
+        for name in one:
+            # The largest difference of all tokens from the sampler's; a sum's rounding shows there.
+            limit = 1e-4 if name == "mismatch/max_delta" else 1e-5
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=limit), name
+
+
+def test_a_rank_and_the_driver_killed_cost_nothing_but_time(calm: Path, lab: Lab) -> None:
+    run = lab.run("killed-ranks")
+    process = lab.start(run.name, *ON_RANKS, "trainer.max_restarts=4")
+    for victim in ("rank", "driver"):
+        before = logged(run)
+        assert wait_for(process, lambda least=before + 1: logged(run) >= least)  # type: ignore[misc]
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        (driver,) = (c for c, line in descendants(process.pid).items() if "--heartbeat" in line)
+        os.kill(ranks[1] if victim == "rank" else driver, signal.SIGKILL)
+        assert gone({driver, *ranks}), victim
+    assert code_of(process, 300) == 0
+    assert differences(calm, run) == []
+    ours, theirs = (checkpoints_in(each / "checkpoints")[-1].path for each in (run, calm))
+    shards = [
+        {name: data for name, data in contents(each / "ranks").items() if name != ".metadata"}
+        for each in (ours, theirs)  # the metadata has a name of its own for each save
+    ]
+    assert len(shards[0]) == 2
+    assert shards[0] == shards[1]
+    told = (run / "log.txt").read_text()
+    assert told.count("learner[1] was killed by SIGKILL") == 1
+
+
+def test_another_number_of_ranks_takes_a_run_over_and_says_so(calm: Path, lab: Lab) -> None:
+    run = lab.run("fewer-ranks")
+    process = lab.start(run.name, *ON_RANKS)
+    assert wait_for(process, lambda: logged(run) >= 2)
+    process.send_signal(signal.SIGTERM)
+    assert code_of(process, 60) == 75
+    at = checkpoints_in(run / "checkpoints")[-1].step
+    assert at < STEPS
+    assert lab.start(run.name, *ON_RANKS, "trainer.strategy.ranks=1").wait(240) == 0
+    assert "ranks was 2 and is 1" in (run / "log.txt").read_text()
+    for one, two in zip(figures(calm), figures(run), strict=True):
+        assert two["step"] == one["step"]
+        if "actor/loss" in one:
+            assert two["actor/loss"] == pytest.approx(one["actor/loss"], abs=1e-4)
+
+
+def test_a_rank_that_hangs_is_named_after_the_limit(lab: Lab) -> None:
+    run = lab.run("hung-rank")
+    process = lab.start(run.name, *ON_RANKS, "trainer.stall_timeout_s=4")
+    assert wait_for(process, lambda: logged(run) >= 1)
+    ranks = ranks_of(process.pid)
+    os.kill(ranks[1], signal.SIGSTOP)
+    began = time.monotonic()
+    assert code_of(process, 120) == 1
+    assert time.monotonic() - began < 60
+    assert gone({*ranks})
+    assert "learner[" in (run / "log.txt").read_text().splitlines()[-1]
