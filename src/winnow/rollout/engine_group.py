@@ -127,16 +127,18 @@ class EngineGroup:
         self._come_back(unsent)
         self._wake()
 
+        holders = [member for member in self._alive() if member.held(ids)]
+        for member in holders:
+            for ask in member.held(ids):
+                ask.aborting = True
+
         async def take_back(member: Member) -> None:
             await member.sent()
-            held = member.held(ids)
-            for ask in held:
-                ask.aborting = True
-            await member.engine.abort(sorted({ask.key[0] for ask in held}))
+            await member.engine.abort(sorted({ask.key[0] for ask in member.held(ids)}))
             if self._deterministic and self._quantum is None:
                 member.hear(await member.engine.events(member.look().tick))
 
-        await self._each([m for m in self._alive() if m.held(ids)], take_back)
+        await self._each(holders, take_back)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """See `Engine.load_weights`. Tensors go out in buckets, to all engines at once.
@@ -354,11 +356,12 @@ class EngineGroup:
                 task.cancel()
         asks, member.asks, member.outbox = list(member.asks.values()), {}, []
         self._come_back([ask for ask in asks if ask.aborting])
-        self._line.add(ask for ask in asks if not ask.aborting)
+        others = [ask for ask in asks if not ask.aborting]
+        self._line.add(others)
         left = len(self._members) - len(self.dead)
         log.warning(
             "%s died, %d of %d are left: %s; %d answers go on elsewhere",
-            *(member.name, left, len(self._members), error, len(asks)),
+            *(member.name, left, len(self._members), error, len(others)),
         )
         self._deal()
         self._wake()

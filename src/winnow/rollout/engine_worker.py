@@ -1,0 +1,137 @@
+"""The worker's end of a remote engine: holds a `TorchEngine` in a process of its own.
+
+Every answer to the driver carries the engine's status, so that the driver never has to wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+from winnow.models import Source, load_causal_lm, settled, torch_dtype
+from winnow.rollout.engine import EngineStatus
+from winnow.rollout.torch_engine import TorchEngine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ASKED = frozenset(
+    {
+        "submit",
+        "progress",
+        "abort",
+        "load_weights",
+        "begin_update",
+        "take_bucket",
+        "finish_update",
+        "logprobs_of",
+        "close",
+    }
+)
+"""What an engine may be asked through `EngineWorker.ask`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """What a call returned, and how the engine stood just then."""
+
+    value: Any
+    status: EngineStatus
+    serial: int
+    """Replies in the order in which the worker made them; they may arrive in another."""
+    listened: int
+    """Calls of `events` that had returned by then."""
+
+
+class EngineWorker:
+    """Answers a `RemoteEngine`."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine = engine
+        self._replies = self._listened = 0
+
+    @property
+    def progress(self) -> int:
+        """Moves with every token and every reply."""
+        return self._replies + self._engine.status().generated_tokens
+
+    async def ask(self, method: str, *args: Any) -> Reply:
+        """Call a method of the engine; without one, just its status."""
+        assert not method or method in ASKED, method
+        return self._reply(await getattr(self._engine, method)(*args) if method else None)
+
+    async def events(self, until: int | None, patience_s: float) -> Reply:
+        """`Engine.events`, but [] when nothing happened for so long."""
+        try:
+            events = await asyncio.wait_for(self._engine.events(until), patience_s)
+        except TimeoutError:  # what was cancelled loses no event
+            events = []
+        self._listened += 1
+        return self._reply(events)
+
+    def _reply(self, value: Any) -> Reply:
+        self._replies += 1
+        return Reply(value, self._engine.status(), self._replies, self._listened)
+
+
+class Rank(Protocol):
+    """What of `cluster.RankInfo` an engine looks at."""
+
+    @property
+    def device_index(self) -> int | None:
+        """Which CUDA device is its own; None: the CPU."""
+        ...
+
+
+class TorchEngineWorker(EngineWorker):
+    """An `EngineWorker` that makes its engine.
+
+    Args:
+        rank: its place in the group of workers.
+        model: a Hugging Face folder, or what a config.json says; then the weights are random, and
+            have to be published before anything is written.
+        dtype: of the weights; must be what is published.
+        with_stop_strings: requests carry stop strings; needs a folder that has a tokenizer.
+        options: of `TorchEngine`.
+
+    Raises:
+        ModelError: the model is not usable.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        *,
+        model: str | Mapping[str, Any],
+        dtype: Literal["float32", "bfloat16"],
+        with_stop_strings: bool = False,
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> None:
+        index = rank.device_index
+        device = torch.device("cpu" if index is None else f"cuda:{index}")
+        if isinstance(model, str):
+            made = load_causal_lm(model, torch_dtype(dtype), device, trust_remote_code)
+        else:
+            made = _random(model, torch_dtype(dtype), device)
+        decode = None
+        if with_stop_strings:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            decode = partial(tokenizer.decode, skip_special_tokens=False)
+        super().__init__(TorchEngine(made, decode=decode, **options))
+
+
+def _random(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), attn_implementation="eager", dtype=dtype
+    )
+    return settled(made, Source("given as a config", "model"), device)

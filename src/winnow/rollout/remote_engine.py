@@ -1,0 +1,172 @@
+"""An engine in another process, as the driver sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest, WeightUpdate
+from winnow.rollout.engine_worker import Reply
+from winnow.rollout.weights import Bucket, Held, Receiver, send
+from winnow.types import FloatArray, IntArray
+
+PATIENCE_S = 1.0
+"""A call for events returns after so long without any: the status that the driver knows is then
+hardly older, and neither the sampler's watchdog nor the workers' takes a long answer for a hang."""
+T = TypeVar("T")
+
+
+class Workers(Protocol):
+    """What of `cluster.WorkerGroup` an engine needs."""
+
+    async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a worker."""
+        ...
+
+
+class RemoteEngine:
+    """Implements `Engine` over a worker that is an `EngineWorker`.
+
+    A call for events whose wait is cancelled goes on in the worker, to the tick it was given; what
+    it brings is kept for the next one. All methods raise WorkerError when the worker fails.
+
+    Args:
+        workers: the group it belongs to. A group fails as a whole: engines that may die one by one
+            are a group each.
+        rank: which of them.
+        status: how it stands; `connect` asks for it.
+    """
+
+    def __init__(self, workers: Workers, rank: int, status: EngineStatus) -> None:
+        self._workers, self._rank = workers, rank
+        self._status, self._newest = status, 0
+        self._inbox: list[tuple[int, Sequence[CompletionEvent]]] = []  # by serial of the reply
+        self._listening: asyncio.Task[None] | None = None
+        self._listened = 0
+
+    @classmethod
+    async def connect(cls, workers: Workers, rank: int = 0) -> RemoteEngine:
+        """An engine over a worker that has been started."""
+        reply: Reply = await workers.call_rank(rank, "ask", "")
+        return cls(workers, rank, reply.status)
+
+    async def submit(self, groups: Sequence[GroupRequest]) -> None:
+        """See `Engine.submit`; what the engine refuses is a WorkerError."""
+        await self._ask("submit", list(groups))
+
+    async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
+        """See `Engine.events`."""
+        while not self._inbox:
+            await self._listen(until)
+            status = self._status
+            is_idle = not status.running + status.queued
+            if is_idle or (until is not None and status.tick >= until):
+                break
+        return self._take_inbox()
+
+    async def progress(self) -> Sequence[CompletionEvent]:
+        """See `Engine.progress`."""
+        reply = await self._ask("progress")
+        if self._listening is not None and reply.listened >= self._listened:
+            await asyncio.wait([self._listening])  # it was answered before
+        return [*self._take_inbox(reply.serial), *reply.value]
+
+    async def abort(self, group_ids: Collection[int]) -> None:
+        """See `Engine.abort`."""
+        await self._ask("abort", list(group_ids))
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """See `Engine.load_weights`; tensors go in buckets.
+
+        Raises:
+            ValueError: answers run, and the engine takes no weights live.
+            PublicationError: it does not hold what was sent.
+        """
+        self._check_may_change()
+        if update.tensors is None:
+            await self._ask("load_weights", update)
+        else:
+            await send(update, self._ask_alone)
+
+    async def begin_update(self, version: int) -> None:
+        """See `weights.Receiver`.
+
+        Raises:
+            ValueError: as for `load_weights`.
+        """
+        self._check_may_change()
+        await self._ask("begin_update", version)
+
+    async def take_bucket(self, bucket: Bucket) -> int:
+        """See `weights.Receiver`."""
+        return int((await self._ask("take_bucket", bucket)).value)
+
+    async def finish_update(self) -> Held:
+        """See `weights.Receiver`."""
+        held: Held = (await self._ask("finish_update")).value
+        return held
+
+    async def logprobs_of(
+        self, sequences: Sequence[IntArray], temperature: float = 1.0
+    ) -> list[FloatArray]:
+        """See `TorchEngine.logprobs_of`."""
+        found: list[FloatArray] = (
+            await self._ask("logprobs_of", list(sequences), temperature)
+        ).value
+        return found
+
+    def status(self) -> EngineStatus:
+        """See `Engine.status`: as the newest reply told it."""
+        return self._status
+
+    async def close(self) -> None:
+        """Give back what the engine holds; the worker stays."""
+        if self._listening is not None:
+            self._listening.cancel()
+        await self._ask("close")
+
+    def _check_may_change(self) -> None:
+        status = self._status
+        if (status.running or status.queued) and not status.live_updates:
+            raise ValueError("abort what runs before new weights: its cache is of the old ones")
+
+    async def _ask(self, method: str, *args: Any) -> Reply:
+        reply: Reply = await self._workers.call_rank(self._rank, "ask", method, *args)
+        self._see(reply)
+        return reply
+
+    async def _ask_alone(self, do: Callable[[Receiver], Awaitable[T]]) -> Mapping[str, T]:
+        return {f"engine {self._rank}": await do(self)}
+
+    def _see(self, reply: Reply) -> None:
+        if reply.serial > self._newest:
+            self._status, self._newest = reply.status, reply.serial
+
+    async def _listen(self, until: int | None) -> None:
+        """Wait for one call for events, which may be one that was begun before."""
+        if self._listening is None or self._listening.cancelled():
+            self._listened += 1
+            self._listening = asyncio.create_task(self._hear(until))
+        task = self._listening
+        try:
+            await asyncio.shield(task)
+        finally:
+            if task.done():
+                self._listening = None
+
+    async def _hear(self, until: int | None) -> None:
+        reply: Reply = await self._workers.call_rank(self._rank, "events", until, PATIENCE_S)
+        self._see(reply)
+        if reply.value:
+            self._inbox.append((reply.serial, reply.value))
+
+    def _take_inbox(self, before: int | None = None) -> list[CompletionEvent]:
+        """What was heard; with `before`, in replies earlier than that one."""
+        taken = sorted((e for e in self._inbox if before is None or e[0] < before), key=_serial)
+        self._inbox = [e for e in self._inbox if before is not None and e[0] > before]
+        return [event for _, events in taken for event in events]
+
+
+def _serial(entry: tuple[int, Sequence[CompletionEvent]]) -> int:
+    return entry[0]
