@@ -1,0 +1,148 @@
+"""A whole step of learning on ranks comes to what it comes to in one process.
+
+Each recipe's learner takes recorded answers, with every role that it has: passes, advantages,
+corrections, selections, updates of policy and critic. Its figures and the weights after are held
+against those of the same recipe in one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.ranks import Ranks
+from tests.recorded import VOCABULARY, quickstart_model, recorded_groups
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from winnow.config.load import load_recipe
+from winnow.config.root import Config
+from winnow.observe.metrics import Metrics, Stopwatch
+from winnow.trainer.build_learner import Learning, make_learner
+from winnow.trainer.holders import InProcess, OnRanks
+from winnow.trainer.loading import load_policy_model
+from winnow.types import Group
+
+SMALL = (
+    *("trainer.mini_batch_groups=2", "sampling.groups_per_step=4", "optim.warmup_steps=0"),
+    *("trainer.steps=100", "trainer.microbatch_tokens=150", "optim.lr=1e-3", "warm_start=none"),
+)
+ON_RANKS = "trainer/strategy=fsdp2", "trainer.strategy.bucket_mb=1"
+REFERENCE = "algorithm/kl/loss=fixed", "algorithm.kl.loss.coef=0.05"
+RECIPES: dict[str, tuple[str, ...]] = {
+    "dapo": (),
+    "two epochs, prompt-mean": ("trainer.epochs=2", "algorithm.aggregation=prompt-mean-token-mean"),
+    "ppo": (
+        *("algorithm/advantage=gae", "critic.optim.lr=1e-3", "critic.optim.warmup_steps=0"),
+        "critic.microbatch_tokens=200",
+    ),
+    "kl in reward, whitened": (
+        *("algorithm/kl/reward=fixed", "algorithm.kl.reward.coef=0.05"),
+        "algorithm/advantage=reinforce_plus_plus",
+    ),
+    "kl in loss": REFERENCE,
+    "clip_cov": ("algorithm/policy_loss=clip_cov",),
+    "kl_cov": ("algorithm/policy_loss=kl_cov",),
+    "gspo": ("algorithm/policy_loss=gspo", "algorithm.aggregation=seq-mean-token-mean"),
+    "corrected": (
+        *("algorithm/correction/weight=truncated", "algorithm.correction.weight.normalize=true"),
+        "algorithm/correction/rejection=k3",
+    ),
+    "token baseline": ("algorithm/advantage=optimal_token_baseline",),
+    "lora with reference": ("model/adapter=lora", "model.adapter.rank=4", *REFERENCE),
+    "frozen": ("model.freeze=[*embed_tokens*, *.layers.0.*]",),
+}
+LAYOUTS = {"one": (1, 1), "two": (1, 2), "four": (1, 4), "two by two": (2, 2)}
+"""Replicas, shards; with fewer than four ranks each set of them does the whole."""
+Found = tuple[list[dict[str, float]], dict[str, NDArray[Any]]]
+
+
+def groups_of_step(step: int) -> list[Group]:
+    """Four recorded groups, of which each step has others."""
+    every = recorded_groups(6, 4)
+    return [replace(every[(step + i) % len(every)], id=10 * step + i) for i in range(4)]
+
+
+def learnt(learning: Learning, steps: int) -> Found:
+    """Figures of each step, and all weights after the last."""
+    records = []
+    for step in range(1, steps + 1):
+        metrics = Metrics()
+        learned = learning.learner.learn(groups_of_step(step), step, metrics, Stopwatch())
+        record = {n: float(v) for n, v in metrics.record().items() if not n.startswith("ranks/")}
+        records.append(record | {f"advantage {i}": a for i, a in enumerate(learned.advantages)})
+    weights = {
+        f"{role}: {name}": tensor.detach().double().numpy().copy()
+        for role, strategy in {"policy": learning.policy, **learning.others}.items()
+        for name, tensor in strategy.export_weights()
+    }
+    return records, weights
+
+
+def in_one_process(config: Config, folder: str, steps: int) -> Found:
+    import torch
+
+    model = load_policy_model(config.model, folder, torch.device("cpu"), config.run.seed)
+    return learnt(make_learner(config, InProcess(config, model, VOCABULARY), folder), steps)
+
+
+def on_rank(config: Config, folder: str, layout: tuple[int, int], steps: int) -> Found:
+    holder = OnRanks(config, folder, None, mesh_of(layout), VOCABULARY)
+    return learnt(make_learner(config, holder, folder), steps)
+
+
+def mesh_of(layout: tuple[int, int]) -> DeviceMesh:
+    replicas, shards = layout
+    if replicas > 1:
+        return init_device_mesh("cpu", layout, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (4 // shards, shards), mesh_dim_names=("sets", "shard"))["shard"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    quickstart_model(hidden_size=32, intermediate_size=48).save_pretrained(path)
+    return str(path)
+
+
+def recipe(folder: str, settings: tuple[str, ...]) -> Config:
+    return load_recipe("quickstart", [*SMALL, f"model.path={folder}", *settings])
+
+
+def assert_alike(found: Found, wanted: Found) -> None:
+    (ours, weights), (theirs, exact) = found, wanted
+    for step, (one, two) in enumerate(zip(ours, theirs, strict=True), start=1):
+        assert one.keys() == two.keys()
+        for name, value in two.items():
+            assert one[name] == pytest.approx(value, rel=2e-4, abs=1e-5), (step, name)
+    assert weights.keys() == exact.keys()
+    for name, tensor in exact.items():
+        away = np.linalg.norm(weights[name] - tensor) / (np.linalg.norm(tensor) + 1e-12)
+        assert away < 1e-4, name
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_on_ranks_is_a_step_in_one_process(name: str, folder: str, ranks: Ranks) -> None:
+    settings = RECIPES[name]
+    wanted = in_one_process(recipe(folder, settings), folder, 2)
+    layout = LAYOUTS["two by two" if name == "dapo" else "four"]
+    config = recipe(folder, (*settings, *ON_RANKS))
+    answers = ranks.run(on_rank, config, folder, layout, 2)
+    for found in answers:
+        assert_alike(found, wanted)
+    figures = [found[0] for found in answers]
+    # Each rank computes them; they may not drift apart by a bit.
+    assert all(repr(each) == repr(figures[0]) for each in figures)
+
+
+@pytest.mark.parametrize("name", ["one", "two", "four"])
+def test_what_five_steps_learn_does_not_depend_on_the_number_of_ranks(
+    name: str, folder: str, ranks: Ranks
+) -> None:
+    wanted, _ = in_one_process(recipe(folder, ()), folder, 5)
+    config = recipe(folder, ON_RANKS)
+    for found, _ in ranks.run(on_rank, config, folder, LAYOUTS[name], 5):
+        for one, two in zip(found, wanted, strict=True):
+            assert one["actor/loss"] == pytest.approx(two["actor/loss"], abs=1e-4)
