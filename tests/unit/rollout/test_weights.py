@@ -1,0 +1,220 @@
+"""Weights in buckets: bounded, exact, acknowledged with what the engine's model holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.small_models import digits_model
+from torch import Tensor, nn
+
+from winnow.errors import PublicationError
+from winnow.models import use_layout_attention
+from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
+from winnow.rollout.torch_engine import TorchEngine
+from winnow.rollout.weights import (
+    Arriving,
+    Bucket,
+    Held,
+    Receiver,
+    array_of,
+    buckets,
+    send,
+    tensor_of,
+)
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
+
+
+class Holder(nn.Module):
+    """Parameters of any shape and dtype, two of them tied, and a buffer."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.tied = self.first = nn.Parameter(torch.randn(3))
+        for i, shape in enumerate(shapes):
+            dtype = (torch.float32, torch.bfloat16)[i % 2]
+            self.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape).to(dtype)))
+        self.register_buffer("scale", torch.randn(2))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters()), "scale": self.scale}
+
+
+class Model:
+    """A receiver that is nothing but a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    async def begin_update(self, version: int) -> None:
+        self.arriving = Arriving(self.model, version)
+
+    async def take_bucket(self, bucket: Bucket) -> int:
+        return self.arriving.take(bucket)
+
+    async def finish_update(self) -> Held:
+        return self.arriving.finish()
+
+
+def asker(**receivers: Receiver) -> Any:
+    async def ask(do: Callable[[Receiver], Awaitable[Any]]) -> Mapping[str, Any]:
+        found = await asyncio.gather(*map(do, receivers.values()))
+        return dict(zip(receivers, found, strict=True))
+
+    return ask
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), max_size=5), st.integers(1, 300)
+)
+def test_every_receiver_has_the_same_bits_whatever_the_size_of_buckets(
+    shapes: list[tuple[int, ...]], size: int
+) -> None:
+    source, targets = Holder(shapes, 0), [Holder(shapes, 1), Holder(shapes, 2)]
+    update = WeightUpdate(7, source.tensors().items())
+    ask = asker(a=Model(targets[0]), b=Model(targets[1]))
+    asyncio.run(send(update, ask, size))
+    for target in targets:
+        for name, tensor in source.tensors().items():
+            assert torch.equal(target.tensors()[name], tensor)
+    made = list(buckets(WeightUpdate(7, source.tensors().items()), size))
+    sizes = [sum(piece.array.nbytes for piece in bucket.pieces) for bucket in made]
+    assert all(each <= max(size, 4) for each in sizes)
+    assert [bucket.index for bucket in made] == list(range(len(made)))
+    # None of them is left half empty where more fits.
+    assert all(each > size - 4 for each in sizes[:-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_array_is_the_tensors_bits(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[0.1, -3.0], [1e-20, 2.5]]).to(dtype)
+    array = array_of(tensor)
+    assert torch.equal(tensor_of(array, dtype), tensor.view(-1))
+    assert array.itemsize == tensor.itemsize
+    assert (array.dtype == np.uint16) == (dtype == torch.bfloat16)
+
+
+def test_arrays_of_another_process_may_be_read_only(recwarn: pytest.WarningsRecorder) -> None:
+    source, target = Holder([(4, 4)], 0), Holder([(4, 4)], 1)
+
+    class ReadOnly(Model):
+        async def take_bucket(self, bucket: Bucket) -> int:
+            pieces = [replace(piece, array=piece.array.copy()) for piece in bucket.pieces]
+            for piece in pieces:
+                piece.array.flags.writeable = False
+            return await super().take_bucket(replace(bucket, pieces=tuple(pieces)))
+
+    asyncio.run(send(WeightUpdate(1, source.tensors().items()), asker(a=ReadOnly(target))))
+    assert torch.equal(target.p0, source.p0)
+    assert not recwarn.list
+
+
+def test_weights_of_another_shape_or_dtype_are_refused() -> None:
+    target = Holder([(4, 4), (3,)], 1)
+    for source in (Holder([(4, 5), (3,)], 0), Holder([(4, 4)], 0).bfloat16()):
+        with pytest.raises(PublicationError, match="give both the same model"):
+            asyncio.run(send(WeightUpdate(1, source.tensors().items()), asker(a=Model(target))))
+
+
+def test_a_tensor_that_the_engine_does_not_have_is_refused() -> None:
+    tensors = [*Holder([], 0).tensors().items(), ("ghost", torch.zeros(3))]
+    with pytest.raises(PublicationError, match=r"ghost \[3\] float32 came.*none of that name"):
+        asyncio.run(send(WeightUpdate(1, tensors), asker(a=Model(Holder([], 1)))))
+
+
+@pytest.mark.parametrize("order", [(0, 0), (1, 0), (0, 2)])
+def test_buckets_come_in_order_and_each_once(order: tuple[int, int]) -> None:
+    source = Holder([(4, 4), (5, 5), (6,)], 0)
+    made = list(buckets(WeightUpdate(1, source.tensors().items()), 40))
+
+    async def run() -> None:
+        arriving = Arriving(Holder([(4, 4), (5, 5), (6,)], 1), 1)
+        for place in order:
+            arriving.take(made[place])
+
+    with pytest.raises(PublicationError, match=r"bucket \d of version 1 came, but bucket \d"):
+        asyncio.run(run())
+
+
+def test_a_receiver_of_another_model_is_found_by_the_list_of_names() -> None:
+    class Liar(Model):
+        async def finish_update(self) -> Held:
+            return replace(await super().finish_update(), listing=1)
+
+    source = Holder([(3,)], 0)
+    with pytest.raises(PublicationError, match="a says that it holds version 1 with the listing"):
+        asyncio.run(
+            send(WeightUpdate(1, source.tensors().items()), asker(a=Liar(Holder([(3,)], 1))))
+        )
+
+
+# In the embedded engine
+
+
+def engine_of(live_updates: bool) -> TorchEngine:
+    model = digits_model()
+    use_layout_attention(model)
+    return TorchEngine(model.eval(), slots=2, prefill_tokens=64, live_updates=live_updates)
+
+
+def ask_for(limit: int) -> GroupRequest:
+    return GroupRequest(0, np.array([3, 4]), (AnswerRequest(0, 1),), SamplingParams(limit), 0)
+
+
+def test_no_token_is_drawn_between_the_first_bucket_and_the_last() -> None:
+    async def run() -> None:
+        engine = engine_of(live_updates=True)
+        update = WeightUpdate(3, list(digits_model(initializer_range=0.5).named_parameters()))
+        await engine.submit([ask_for(20)])
+        assert await engine.events(until=5) == []
+        await engine.begin_update(3)
+        waiting = asyncio.ensure_future(engine.events())
+        for bucket in buckets(update, 4096):
+            held = await engine.take_bucket(bucket)
+            assert held == bucket.checksum()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert engine.status().tick == 5
+        assert engine.status().weight_version == 0
+        await engine.finish_update()
+        (event,) = await waiting
+        assert [(s.version, s.stop) for s in event.segment.spans] == [(0, 5), (3, 20)]
+
+    asyncio.run(run())
+
+
+def test_an_update_that_broke_off_can_be_begun_again_and_nothing_is_drawn_before() -> None:
+    async def run() -> None:
+        engine = engine_of(live_updates=True)
+        tensors = list(digits_model(initializer_range=0.5).named_parameters())
+        await engine.submit([ask_for(6)])
+        with pytest.raises(PublicationError, match="did not come, such as"):
+            await send(WeightUpdate(1, tensors[:-1]), asker(a=engine))
+        waiting = asyncio.ensure_future(engine.events())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert engine.status().tick == 0
+        await send(WeightUpdate(2, tensors), asker(a=engine))
+        (event,) = await waiting
+        assert event.segment.oldest_version == 2
+
+    asyncio.run(run())
+
+
+def test_buckets_are_refused_while_answers_run_that_cannot_go_on() -> None:
+    async def run() -> None:
+        engine = engine_of(live_updates=False)
+        await engine.submit([ask_for(6)])
+        await send(WeightUpdate(1, list(digits_model().named_parameters())), asker(a=engine))
+
+    with pytest.raises(ValueError, match="abort what runs"):
+        asyncio.run(run())
