@@ -96,7 +96,7 @@ class TorchEngineWorker(EngineWorker):
         model: a Hugging Face folder, or what a config.json says; then the weights are random, and
             have to be published before anything is written.
         dtype: of the weights; must be what is published.
-        with_stop_strings: requests carry stop strings; needs a folder that has a tokenizer.
+        tokenizer: its folder, where requests carry stop strings.
         options: of `TorchEngine`.
 
     Raises:
@@ -109,7 +109,7 @@ class TorchEngineWorker(EngineWorker):
         *,
         model: str | Mapping[str, Any],
         dtype: Literal["float32", "bfloat16"],
-        with_stop_strings: bool = False,
+        tokenizer: str | None = None,
         trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
@@ -120,11 +120,11 @@ class TorchEngineWorker(EngineWorker):
         else:
             made = _random(model, torch_dtype(dtype), device)
         decode = None
-        if with_stop_strings:
+        if tokenizer is not None:
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(model)
-            decode = partial(tokenizer.decode, skip_special_tokens=False)
+            read = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
+            decode = partial(read.decode, skip_special_tokens=False)
         super().__init__(TorchEngine(made, decode=decode, **options))
 
 

@@ -67,10 +67,15 @@ class RemoteEngine:
 
     async def progress(self) -> Sequence[CompletionEvent]:
         """See `Engine.progress`."""
-        reply = await self._ask("progress")
-        if self._listening is not None and reply.listened >= self._listened:
-            await asyncio.wait([self._listening])  # it was answered before
-        return [*self._take_inbox(reply.serial), *reply.value]
+        while True:
+            reply = await self._ask("progress")
+            if self._listening is not None and reply.listened >= self._listened:
+                await asyncio.wait([self._listening])  # it was answered before
+            if reply.serial == self._newest:
+                return [*self._take_inbox(), *reply.value]
+            # News that are later were faster. The look is out of date; ends in it still count.
+            ends = [event for event in reply.value if event.kind != "running"]
+            self._inbox.append((reply.serial, ends))
 
     async def abort(self, group_ids: Collection[int]) -> None:
         """See `Engine.abort`."""
@@ -161,12 +166,6 @@ class RemoteEngine:
         if reply.value:
             self._inbox.append((reply.serial, reply.value))
 
-    def _take_inbox(self, before: int | None = None) -> list[CompletionEvent]:
-        """What was heard; with `before`, in replies earlier than that one."""
-        taken = sorted((e for e in self._inbox if before is None or e[0] < before), key=_serial)
-        self._inbox = [e for e in self._inbox if before is not None and e[0] > before]
+    def _take_inbox(self) -> list[CompletionEvent]:
+        taken, self._inbox = sorted(self._inbox, key=lambda entry: entry[0]), []
         return [event for _, events in taken for event in events]
-
-
-def _serial(entry: tuple[int, Sequence[CompletionEvent]]) -> int:
-    return entry[0]

@@ -1,0 +1,207 @@
+"""Engines in processes of their own: the same tokens, verified weights, deaths that cost none.
+
+The contract of `test_engine.py` is run against `RemoteEngine` there, over a wire in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.small_models import digits_folder, digits_model
+
+from winnow.cluster.local import start_local
+from winnow.cluster.protocol import WorkerGroup
+from winnow.errors import PublicationError, WorkerError
+from winnow.models import load_causal_lm
+from winnow.rollout.engine import (
+    AnswerRequest,
+    CompletionEvent,
+    Engine,
+    GroupRequest,
+    SamplingParams,
+    WeightUpdate,
+)
+from winnow.rollout.engine_group import EngineGroup
+from winnow.rollout.remote_engine import RemoteEngine
+from winnow.rollout.torch_engine import TorchEngine
+from winnow.workers.single import SingleStrategy
+from winnow.workers.weights import Canary
+
+PATH = "winnow.rollout.engine_worker:TorchEngineWorker"
+SLOTS, ENGINES = 4, 2
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return digits_folder(tmp_path_factory.mktemp("model"), initializer_range=0.3)
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with asyncio.Runner() as runner:
+        yield lambda work: runner.run(asyncio.wait_for(work, 200))
+
+
+@pytest.fixture(scope="module")
+def workers(folder: Path, run: Run) -> Iterator[list[WorkerGroup]]:
+    """One group an engine: what dies, dies alone."""
+    options = {"model": str(folder), "dtype": "float32", "slots": SLOTS, "prefill_tokens": 64}
+    options |= {"live_updates": True, "tokenizer": str(folder)}
+
+    async def start() -> list[WorkerGroup]:
+        starts = [
+            start_local("engine", PATH, options, 1, {"OMP_NUM_THREADS": "1"}, 60.0)
+            for _ in range(ENGINES)
+        ]
+        return list(await asyncio.gather(*starts))
+
+    async def close(groups: Sequence[WorkerGroup]) -> None:
+        await asyncio.gather(*(group.close() for group in groups))
+
+    groups = run(start())
+    yield groups
+    pids = [pid for group in groups for pid in group.processes()]
+    run(close(groups))
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+async def connected(workers: Sequence[WorkerGroup]) -> list[Engine]:
+    return [await RemoteEngine.connect(group) for group in workers]
+
+
+def requests(count: int, limit: int = 30, **sampling: Any) -> list[GroupRequest]:
+    rng = np.random.default_rng(5)
+    return [
+        GroupRequest(
+            group_id=g,
+            prompt_ids=rng.integers(3, 29, 1 + g % 5),
+            answers=tuple(AnswerRequest(i, seed=100 * g + i) for i in range(3)),
+            sampling=SamplingParams(limit, **sampling),
+            priority=g,
+        )
+        for g in range(count)
+    ]
+
+
+async def written(engine: Engine, groups: Sequence[GroupRequest]) -> dict[Any, CompletionEvent]:
+    await engine.submit(groups)
+    out: list[CompletionEvent] = []
+    while events := await engine.events():
+        out += events
+    done = {(event.group_id, event.answer): event for event in out}
+    assert len(done) == len(out) == 3 * len(groups)
+    return done
+
+
+def in_this_process(folder: Path) -> TorchEngine:
+    model = load_causal_lm(str(folder), torch.float32, torch.device("cpu"))
+    return TorchEngine(model, slots=SLOTS, prefill_tokens=64)
+
+
+def test_two_processes_write_what_two_engines_here_write_to_the_bit(
+    workers: list[WorkerGroup], folder: Path, run: Run
+) -> None:
+    groups = requests(9, stop_token_ids=(1,))
+
+    async def both() -> tuple[dict[Any, CompletionEvent], dict[Any, CompletionEvent]]:
+        here = EngineGroup([in_this_process(folder) for _ in range(ENGINES)], True)
+        there = EngineGroup(await connected(workers), True)
+        return await written(here, groups), await written(there, groups)
+
+    here, there = run(both())
+    assert set(here) == set(there)
+    for key, event in here.items():
+        other = there[key]
+        np.testing.assert_array_equal(event.segment.token_ids, other.segment.token_ids)
+        assert event.segment.logprobs.tobytes() == other.segment.logprobs.tobytes()
+        assert (event.tick, event.finish_reason) == (other.tick, other.finish_reason)
+
+
+def test_new_weights_arrive_in_both_and_the_canary_hears_them(
+    workers: list[WorkerGroup], run: Run
+) -> None:
+    policy = SingleStrategy(load_model(learned=True))
+    canary = Canary.drawn(29, 256, torch.float32)
+
+    async def publish() -> None:
+        group = EngineGroup(await connected(workers), False)
+        expected = canary.expected(policy)
+        engines: Any = group.engines
+        with pytest.raises(PublicationError, match="version 3: engine 0 does not answer"):
+            await canary.check(expected, 3, engines)
+        await group.load_weights(WeightUpdate(3, policy.export_weights(torch.float32)))
+        assert group.status().weight_version == 3
+        assert await canary.check(expected, 3, engines) < 1e-5
+        done = await written(group, requests(4, limit=5))
+        assert {event.segment.oldest_version for event in done.values()} == {3}
+
+    run(publish())
+
+
+def load_model(learned: bool) -> Any:
+    from winnow.models import use_layout_attention
+
+    model = digits_model(initializer_range=0.3)
+    if learned:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.3)
+    use_layout_attention(model)
+    return model.eval()
+
+
+def test_a_stop_string_is_read_with_the_folders_tokenizer(
+    workers: list[WorkerGroup], run: Run
+) -> None:
+    async def texts() -> list[int]:
+        (engine, *_) = await connected(workers)
+        done = await written(engine, requests(6, stop=("7",)))
+        stopped = [e for e in done.values() if e.finish_reason == "stop"]
+        assert stopped
+        return [int(event.segment.token_ids[-1]) for event in stopped]
+
+    assert len(set(run(texts()))) == 1
+
+
+def test_an_engine_that_is_killed_costs_no_answer(
+    workers: list[WorkerGroup], run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    # It stands last: one of the processes is gone afterwards.
+    groups = requests(12, limit=200)
+
+    async def killed() -> dict[Any, CompletionEvent]:
+        group = EngineGroup(await connected(workers), False)
+        await group.submit(groups)
+        out: list[CompletionEvent] = []
+        while not out:
+            await asyncio.sleep(0.005)
+            out += [e for e in await group.progress() if len(e.segment) > 3]
+        out = [event for event in out if event.kind != "running"]
+        status = group.engines["engine 1"].status()
+        assert status.running + status.queued
+        os.kill(workers[1].processes()[0], signal.SIGKILL)
+        while events := await group.events():
+            out += events
+        assert group.dead == ["engine 1"]
+        assert group.status().slots == SLOTS
+        written_ = sum(len(event.segment) for event in out)
+        assert group.status().generated_tokens >= written_
+        again = await RemoteEngine.connect(workers[0])
+        assert again.status().running == again.status().queued == 0
+        with pytest.raises(WorkerError):
+            await RemoteEngine.connect(workers[1])
+        return {(event.group_id, event.answer): event for event in out}
+
+    done = run(killed())
+    assert len(done) == 36
+    assert {event.kind for event in done.values()} == {"finished"}
+    assert caplog.text.count("engine 1 died, 1 of 2 are left") == 1
