@@ -37,8 +37,9 @@ from winnow.data.loader import PromptLoader
 from winnow.rewards.service import RewardService
 from winnow.rollout.engine import WeightUpdate
 from winnow.sampling.stream import Sampler
-from winnow.trainer.build import make_engine, rollout_sampling
+from winnow.trainer.build import rollout_sampling
 from winnow.trainer.loading import load_policy
+from winnow.trainer.placing import make_engine
 from winnow.trainer.scoring import TrainingScores
 from winnow.trainer.warm_start import make_warm_start
 from winnow.types import Prompt, Score, Trajectory

@@ -45,6 +45,7 @@ from winnow.trainer.advantage import AdvantageStage
 from winnow.trainer.evaluate import Evaluator
 from winnow.trainer.learner import Learner, LearnerSettings, Rates, Roles
 from winnow.trainer.loop import Course, Parts, Schedule, train
+from winnow.trainer.publishing import Sharing
 from winnow.trainer.saver import Saver
 from winnow.trainer.state import RunState
 from winnow.trainer.stopping import Stop
@@ -216,6 +217,7 @@ class Run:
         return Parts(
             sampler=sampler,
             learner=learner,
+            publish=Sharing(self.engine),
             engine=self.engine,
             evaluator=nobody,
             sinks=Sinks([log, cast(Any, self)]),

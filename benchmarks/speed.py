@@ -32,10 +32,11 @@ from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.rewards.service import RewardService
 from winnow.rollout.engine import WeightUpdate
 from winnow.sampling.stream import Sampler
-from winnow.trainer.build import make_engine, rollout_sampling
+from winnow.trainer.build import rollout_sampling
 from winnow.trainer.build_learner import make_learner
 from winnow.trainer.holders import InProcess
 from winnow.trainer.loading import load_policy
+from winnow.trainer.placing import make_engine
 from winnow.trainer.scoring import TrainingScores
 from winnow.trainer.warm_start import make_warm_start
 

@@ -13,8 +13,10 @@ class TorchEngineConfig(Section):
     """The embedded engine: static KV cache, continuous batching, weights shared in process."""
 
     name: Literal["torch"] = "torch"
+    processes: int = Field(0, ge=0)
+    """Engines in processes of their own; 0 writes in the run's process, with its own weights."""
     slots: int = Field(256, ge=1)
-    """Answers written at once."""
+    """Answers that an engine writes at once."""
     prefill_tokens: int = Field(8192, ge=1)
     """Most prompt tokens prefilled between two decode ticks."""
 

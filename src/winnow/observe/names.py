@@ -29,6 +29,7 @@ is the evaluation before training.
 | {actor,critic}/{grad_norm,lr,updates,skipped_updates} | the optimizers |
 | critic/{value,return} SPREAD | over the tokens learnt from, before the step |
 | critic/{explained_variance,value_loss,clip_share} | of the values before the step; the updates |
+| publish/max_delta | log-probs of fixed tokens, engine against trainer, nats |
 | ranks/{spread,idle} | heaviest rank's work over the mean; share of empty micro-batches |
 | reward/{kl,kl_coef} | KL in the reward, nats a token, and its weight |
 | correction/{rejected_tokens,rejected_samples} | shares |

@@ -18,7 +18,6 @@ from winnow.config.root import Config
 from winnow.config.sampling import BandFilter, VarianceFilter
 from winnow.data.build import evaluation_prompts, training_prompts
 from winnow.data.loader import PromptLoader
-from winnow.data.text import decoder
 from winnow.errors import ConfigError
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
@@ -26,8 +25,7 @@ from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import Sinks
 from winnow.rewards.judge import Judge
 from winnow.rewards.service import RewardService
-from winnow.rollout.engine import SamplingParams
-from winnow.rollout.torch_engine import TorchEngine
+from winnow.rollout.engine import Engine, SamplingParams
 from winnow.sampling.report import Progress
 from winnow.sampling.stream import Sampler
 from winnow.trainer.build_learner import needs_of
@@ -79,22 +77,6 @@ def rollout_sampling(config: Config, policy: Policies) -> SamplingParams:
     )
 
 
-def make_engine(config: Config, policy: Policies) -> TorchEngine:
-    """The embedded engine over the policy's own weights."""
-    engine = config.rollout.engine
-    # A stop string may be a special token, such as a chat template's end of a turn.
-    decode = decoder(policy.tokenizer, special_tokens=True)
-    return TorchEngine(
-        policy.model,
-        engine.slots,
-        engine.prefill_tokens,
-        policy.vocabulary,
-        decode,
-        live_updates=not config.run.deterministic,
-        fp32_head=config.model.fp32_head,
-    )
-
-
 def score_lag_ticks(config: Config, rewards: RewardService, data_sources: Iterable[str]) -> int:
     """`sampling.score_lag_ticks`, chosen where the recipe leaves it open."""
     given = config.sampling.score_lag_ticks
@@ -128,7 +110,7 @@ def make_rewards(config: Config, device: torch.device, training: bool = True) ->
 def make_evaluator(
     config: Config,
     policy: Policies,
-    engine: TorchEngine,
+    engine: Engine,
     file_of: Callable[[int], Path],
     rewards: RewardService,
 ) -> Evaluator:
@@ -223,7 +205,7 @@ def build(
     if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
         rewards.require_metric(config.sampling.filter.metric, source.data_sources)
     loader = PromptLoader(source, config.run.seed, config.data.shuffle)
-    engine = make_engine(config, policy)
+    engine = placed.engine
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin())
     with_baseline = "greedy" in needs_of(config)
     step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
@@ -254,7 +236,7 @@ def build(
         engine=engine,
         evaluator=evaluator,
         sinks=sinks,
-        weights=placed.weights,
+        publish=placed.publish,
         throughput=Throughput(
             placed.passes, placed.device, config.observe.peak_tflops, placed.ranks
         ),

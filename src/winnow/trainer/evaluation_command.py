@@ -22,7 +22,7 @@ from winnow.errors import DataError, ModelError, RewardError
 from winnow.observe.files import write_atomic
 from winnow.rewards.routing import Router
 from winnow.rollout.engine import WeightUpdate
-from winnow.trainer.build import make_engine, make_evaluator, make_rewards, use_machine
+from winnow.trainer.build import make_evaluator, make_rewards, use_machine
 from winnow.trainer.evaluate import Evaluated, Evaluator
 from winnow.trainer.evaluation_progress import ProgressLine, watched
 from winnow.trainer.evaluation_report import Report
@@ -35,6 +35,7 @@ from winnow.trainer.evaluation_subject import (
 )
 from winnow.trainer.evaluation_tables import print_report
 from winnow.trainer.loading import load_policy
+from winnow.trainer.placing import make_engine
 
 
 def run_evaluation(request: EvalRequest, console: Console) -> Report:

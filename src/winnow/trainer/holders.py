@@ -12,11 +12,12 @@ from winnow.config.optim import OptimConfig
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2
 from winnow.models import load_causal_lm, torch_dtype
-from winnow.trainer.loading import load_policy_model
+from winnow.trainer.loading import check_finite, load_policy_model
 from winnow.value_models import load_value_model
 from winnow.workers.dealing import ALONE, AmongRanks, Dealer
 from winnow.workers.fsdp2 import FSDP2Strategy
 from winnow.workers.hollow import SavedWeights, hollow_causal_lm, hollow_value_model
+from winnow.workers.shards import local
 from winnow.workers.single import SingleStrategy
 from winnow.workers.strategy import Strategy
 from winnow.workers.units import Sharding
@@ -129,7 +130,10 @@ class OnRanks:
             config.model, self._path, device, config.run.seed, self._start, read
         )
         self._width = int(model.config.hidden_size)
-        return self._held(model, saved[0], _policy_options(config, self._vocabulary))
+        policy = self._held(model, saved[0], _policy_options(config, self._vocabulary))
+        own = ((name, local(weight)) for name, weight in model.named_parameters())
+        check_finite(self._path, own)
+        return policy
 
     def critic(self, path: str) -> FSDP2Strategy:
         """See `Holder.critic`."""

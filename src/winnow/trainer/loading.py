@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor
 
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.root import Config
@@ -17,6 +18,7 @@ from winnow.data.tokenizer import load_tokenizer, stop_token_ids
 from winnow.errors import ModelError
 from winnow.models import freeze, load_causal_lm, torch_dtype
 from winnow.observe.rollouts import Decode
+from winnow.workers.hollow import hollow_causal_lm
 from winnow.workers.lora import adapter_base, add_lora, load_lora
 
 if TYPE_CHECKING:
@@ -65,20 +67,28 @@ class Policies:
     """A model in memory with all that reads and writes its tokens."""
 
     path: str
+    device: torch.device
     model: PreTrainedModel
+    """Hollow where others hold the weights."""
     tokenizer: PreTrainedTokenizerBase
     decode: Decode
     vocabulary: int
     """Ids below it are the tokenizer's; the embedding may be padded beyond."""
     stop_ids: tuple[int, ...]
+    tokenizer_folder: str
 
 
 def load_policy(
-    config: Config, path: str, device: torch.device, start: str | None = None
+    config: Config,
+    path: str,
+    device: torch.device,
+    start: str | None = None,
+    hollow: bool = False,
 ) -> Policies:
     """The model and tokenizer of a folder.
 
     Args:
+        hollow: without the model's weights.
         start: where the model lies now that an adapter in `path` belongs to, if that has moved.
 
     Raises:
@@ -87,7 +97,8 @@ def load_policy(
     given = config.model.tokenizer
     field = "model.tokenizer" if given else "model.path"
     tokenizer = load_tokenizer(given or path, config.model.trust_remote_code, field)
-    model = load_policy_model(config.model, path, device, config.run.seed, start)
+    read = _hollow if hollow else load_causal_lm
+    model = load_policy_model(config.model, path, device, config.run.seed, start, read)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     embedded = cast(int, model.config.vocab_size)
     if vocabulary > embedded:
@@ -95,13 +106,25 @@ def load_policy(
             f"model.path {path}: the tokenizer has {vocabulary} tokens, the model only {embedded}; "
             "give the tokenizer that belongs to the model in model.tokenizer"
         )
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise ModelError(f"model.path {path}: {name} holds NaN or infinity; use another model")
+    check_finite(path, model.named_parameters())
     check_positions(config, path, model)
     generation = getattr(model, "generation_config", None)
     stop_ids = stop_token_ids(tokenizer, path, getattr(generation, "eos_token_id", None))
-    return Policies(path, model, tokenizer, decoder(tokenizer), vocabulary, stop_ids)
+    decode = decoder(tokenizer)
+    return Policies(path, device, model, tokenizer, decode, vocabulary, stop_ids, given or path)
+
+
+def check_finite(path: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse weights of which nothing can be learnt."""
+    for name, parameter in parameters:
+        if not bool(torch.isfinite(parameter).all()):
+            raise ModelError(f"model.path {path}: {name} holds NaN or infinity; use another model")
+
+
+def _hollow(
+    path: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> PreTrainedModel:
+    return hollow_causal_lm(path, dtype, trust_remote_code)[0]
 
 
 def check_positions(

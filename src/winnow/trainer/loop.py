@@ -9,16 +9,14 @@ short script over the same objects.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.observe.names import Number
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
-from winnow.rollout.engine import Engine, WeightUpdate
+from winnow.rollout.engine import Engine
 from winnow.sampling.stream import Sampler
 from winnow.trainer.evaluate import Evaluator
 from winnow.trainer.learner import AnyLearner
@@ -28,6 +26,9 @@ from winnow.trainer.stopping import Stop
 from winnow.trainer.throughput import Throughput
 
 log = logging.getLogger(__name__)
+
+Publish = Callable[[int], Awaitable[Mapping[str, Number]]]
+"""Gives the engine the weights of a version; figures of that."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Parts:
 
     sampler: Sampler
     learner: AnyLearner
+    publish: Publish
     engine: Engine
     evaluator: Evaluator
     sinks: Sinks
@@ -59,8 +61,6 @@ class Parts:
     """Raises when too many of a step's scorings failed."""
     scoring_figures: Callable[[], Mapping[str, Number]]
     """What scoring has cost since the last call, held-out answers included."""
-    weights: Callable[[], Iterable[tuple[str, Tensor]] | None] = lambda: None
-    """What the engine must take in after a step; None where it shares the model."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ async def train(parts: Parts, course: Course) -> None:
     """
     watch = Stopwatch()
     before = course.first_step - 1
-    await parts.engine.load_weights(WeightUpdate(version=before))
+    await parts.publish(before)
     figures: Mapping[str, Number] = {}
     if course.evaluate_before:
         with watch.phase("evaluate"):
@@ -110,7 +110,7 @@ async def _learn(
     parts.check_scoring()
     learned = parts.learner.learn(sampled.groups, step, metrics, watch)
     with watch.phase("publish"):
-        await parts.engine.load_weights(WeightUpdate(step, parts.weights()))
+        metrics.update(await parts.publish(step))
     with watch.phase("write"):
         parts.keep_rollouts(step, rollout_groups(sampled, learned))
     record_step(metrics, sampled, learned, parts.sampler.ledger.account.in_progress)

@@ -11,26 +11,36 @@ import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from winnow.cluster.protocol import RankInfo
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2
+from winnow.data.tokenizer import load_tokenizer
+from winnow.models import model_writer
+from winnow.observe.files import system_error
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.observe.names import Number
+from winnow.rollout.weights import Array, array_of
 from winnow.trainer.build_learner import make_learner
 from winnow.trainer.holders import OnRanks
 from winnow.trainer.learner import Learned
+from winnow.trainer.tensors import Save
 from winnow.trainer.throughput import Passes
-from winnow.types import Group
+from winnow.types import FloatArray, Group
 from winnow.workers.fsdp2 import FSDP2Strategy
+from winnow.workers.lora import adapter_writer
 from winnow.workers.saved_shards import State, on_host, read_shards, write_shards
+from winnow.workers.weights import Canary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,10 @@ class StepReply:
     """The learner's state."""
 
 
-Bucket = list[tuple[str, np.ndarray[Any, Any], str]]
-"""Weights by the parameter's name, as the bytes of their numbers, and their type's name."""
+RawBucket = list[tuple[str, str, tuple[int, ...], Array]]
+"""Weights: name, dtype as torch names it, shape, elements as `rollout.weights.array_of` gives."""
+RANKS = "ranks"
+"""A checkpoint's folder of what ranks hold."""
 
 
 class LearnerRank:
@@ -66,36 +78,33 @@ class LearnerRank:
         rank: its place.
         config: the recipe.
         path, start, vocabulary: as `OnRanks` takes them.
+        tokenizer: its folder; it is saved with the model.
 
     Raises:
         ModelError: a model of the recipe cannot be loaded.
     """
 
     def __init__(
-        self, rank: RankInfo, config: Config, path: str, start: str | None, vocabulary: int
+        self,
+        rank: RankInfo,
+        config: Config,
+        path: str,
+        start: str | None,
+        vocabulary: int,
+        tokenizer: str,
     ) -> None:
         strategy = config.trainer.strategy
         assert isinstance(strategy, Fsdp2)
         self._is_first = rank.rank == 0
-        is_cuda = rank.device_index is not None
-        if rank.device_index is not None:
-            torch.cuda.set_device(rank.device_index)
-        elif config.run.threads is not None:
-            torch.set_num_threads(config.run.threads)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-            init_method=f"tcp://{rank.master_address}:{rank.master_port}",
-            rank=rank.rank,
-            world_size=rank.size,
-        )
-        mesh = _mesh("cuda" if is_cuda else "cpu", rank.size, strategy.replicas)
-        self._host_mesh = _mesh("cpu", rank.size, strategy.replicas) if is_cuda else mesh
+        mesh, self._host_mesh = _join(rank, config.run.threads, strategy.replicas)
         # Of its own, so that saving and the next step do not take each other's messages.
         self._saving = dist.new_group(backend="gloo")
         self._learning = make_learner(config, OnRanks(config, path, start, mesh, vocabulary), start)
         self._bucket_bytes = strategy.bucket_mb << 20
+        self._export: Iterator[RawBucket] = iter(())
         self._copied: State = {}
-        self._export: Iterator[Bucket] = iter(())
+        self._model: dict[str, Tensor] = {}
+        self._save_model = self._writer(tokenizer, config) if self._is_first else None
 
     @property
     def progress(self) -> int:
@@ -120,28 +129,51 @@ class LearnerRank:
         """Give the learner the state that it had."""
         self._learning.learner.load_state_dict(state)
 
-    def begin_export(self) -> None:
-        """Begin to hand out the trained weights; `next_bucket` goes on."""
-        self._export = self._buckets()
+    def canary(self, canary: Canary) -> list[FloatArray]:
+        """The policy's log-probs of fixed sequences; every rank runs all of them."""
+        return canary.expected(self._learning.policy)
 
-    def next_bucket(self) -> Bucket | None:
+    def begin_export(self, whole: bool) -> None:
+        """Begin to hand out the policy's weights, all or those trained; `next_bucket` goes on."""
+        policy = self._strategies()["policy"]
+        self._export = self._buckets(policy.export_weights() if whole else policy.export_trained())
+
+    def next_bucket(self) -> RawBucket | None:
         """Some of the weights, on rank 0; nothing elsewhere and after the last."""
         bucket = next(self._export, None)
         return bucket if self._is_first else None
 
     def copy(self) -> None:
         """Copy all that learns, for `write`, so that the next step may change it."""
-        states = {role: s.state_dict() for role, s in self._strategies().items()}
+        strategies = self._strategies()
+        states = {role: s.state_dict() for role, s in strategies.items()}
         self._copied = on_host(states, self._host_mesh)
+        policy = strategies["policy"]
+        for name, tensor in policy.export_weights(adapter_only=policy.has_adapter):
+            if self._is_first:
+                self._model[name] = tensor.detach().to("cpu", copy=True)
 
-    async def write(self, folder: str) -> None:
-        """Write what was copied, beside whatever else the ranks do.
+    async def write(self, checkpoint: str) -> tuple[int, str] | None:
+        """Write what was copied into a checkpoint's folder, beside whatever else the ranks do.
 
-        Raises:
-            OSError: the disk is full, or not writable.
+        Returns:
+            What the system said when it refused a write: its number, and the path.
         """
-        copied, self._copied = self._copied, {}
-        await asyncio.to_thread(write_shards, copied, Path(folder), self._saving)
+        (copied, self._copied), (model, self._model) = (self._copied, {}), (self._model, {})
+        try:
+            await asyncio.to_thread(self._write, Path(checkpoint), copied, model)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            refusal = system_error(error)
+            if refusal is None or refusal.errno is None:
+                raise
+            return refusal.errno, str(refusal.filename or checkpoint)
+        return None
+
+    def _write(self, checkpoint: Path, copied: State, model: dict[str, Tensor]) -> None:
+        # First what all ranks do together: one that failed before would leave the others waiting.
+        write_shards(copied, checkpoint / RANKS, self._saving)
+        if self._save_model is not None:
+            self._save_model(model, checkpoint / "model")
 
     def restore(self, folder: str) -> None:
         """Become what `write` wrote, on any number of ranks.
@@ -168,20 +200,26 @@ class LearnerRank:
             found[role] = strategy
         return found
 
-    def _buckets(self) -> Iterator[Bucket]:
+    def _buckets(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[RawBucket]:
         """Of about as many bytes as are gathered at once; as many of them on every rank."""
-        policy = self._strategies()["policy"]
-        bucket: Bucket = []
+        bucket: RawBucket = []
         held = 0
-        for name, tensor in policy.export_trained():
+        for name, tensor in weights:
             held += tensor.numel() * tensor.element_size()
             if self._is_first:
-                bucket.append((name, _as_bytes(tensor), str(tensor.dtype).removeprefix("torch.")))
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                bucket.append((name, dtype, tuple(tensor.shape), array_of(tensor)))
             if held >= self._bucket_bytes:
                 yield bucket
                 bucket, held = [], 0
         if held:
             yield bucket
+
+    def _writer(self, tokenizer: str, config: Config) -> Save:
+        policy = self._strategies()["policy"]
+        model = cast("PreTrainedModel", policy.model)
+        read = load_tokenizer(tokenizer, config.model.trust_remote_code)
+        return (adapter_writer if policy.has_adapter else model_writer)(model, read)
 
     def _book_memory(self, metrics: Metrics) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -192,14 +230,26 @@ class LearnerRank:
         metrics.max("ranks/peak_gib", max(peaks) / 2**30)
 
 
+def _join(rank: RankInfo, threads: int | None, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """Meet the other ranks; a mesh of them all, and one for their hosts."""
+    if rank.device_index is not None:
+        torch.cuda.set_device(rank.device_index)
+    elif threads is not None:
+        torch.set_num_threads(threads)
+    kind = "cpu" if rank.device_index is None else "cuda"
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
+            init_method=f"tcp://{rank.master_address}:{rank.master_port}",
+            rank=rank.rank,
+            world_size=rank.size,
+        )
+    mesh = _mesh(kind, rank.size, replicas)
+    return mesh, mesh if kind == "cpu" else _mesh("cpu", rank.size, replicas)
+
+
 def _mesh(kind: str, ranks: int, replicas: int) -> DeviceMesh:
     if replicas == 1:
         return init_device_mesh(kind, (ranks,))
     shape = replicas, ranks // replicas
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def _as_bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A tensor's numbers as bytes, with its shape before them: numpy has no bfloat16."""
-    flat = tensor.detach().cpu().contiguous()
-    return flat.reshape(-1).view(torch.uint8).numpy().reshape(*tensor.shape, -1)

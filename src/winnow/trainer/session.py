@@ -34,7 +34,7 @@ from winnow.trainer.build_learner import needs_start
 from winnow.trainer.heartbeat import Heartbeat
 from winnow.trainer.loading import load_policy
 from winnow.trainer.loop import Course, Parts, train
-from winnow.trainer.placing import machine_of, place
+from winnow.trainer.placing import holds_no_weights, machine_of, place
 from winnow.trainer.resume import Opened, opened_run
 from winnow.trainer.saver import Saver
 from winnow.trainer.state import seed_everything
@@ -78,7 +78,7 @@ def run_training(
             sink.note(f"Warning: {difference}: the bits may differ from an undisturbed run's")
         path, start = _start_model(config, opened, fresh, sink, heartbeat)
         first = _first_model(config, opened, path, sink, heartbeat)
-        policy = load_policy(config, path, device, first)
+        policy = load_policy(config, path, device, first, holds_no_weights(config))
         metrics = MetricsLog(folder.metrics)
         sinks = Sinks([sink, FirstRecord(metrics, start), heartbeat])
         with (

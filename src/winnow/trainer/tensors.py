@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from winnow.workers.holding import tensors_of
-from winnow.workers.lora import adapter_weights, has_adapter
 from winnow.workers.strategy import Strategy
 
 Save = Callable[[dict[str, Tensor], Path], None]
@@ -91,13 +89,6 @@ class LocalTensors:
         self._policy.load_state_dict({"weights": weights, "optimizer": state["optimizer"]})
         for role, strategy in self._others.items():
             strategy.load_state_dict(state["others"][role])
-
-
-def host_copies(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of what a checkpoint's model folder has: a model's weights, or its adapter's."""
-    adapter = has_adapter(model)
-    live = dict(adapter_weights(model)) if adapter else tensors_of(model)
-    return {name: _copied(tensor) for name, tensor in live.items()}
 
 
 def _all_copied(tree: Any) -> Any:

@@ -126,7 +126,8 @@ def hollow_causal_lm(
     Raises:
         ModelError: as there; or the folder is not on this machine or has no safetensors.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
 
     where = checked_folder(path, field)
     config = read_config(where, trust_remote_code)
@@ -138,6 +139,8 @@ def hollow_causal_lm(
 
     model = _built(where, build)
     check_head(where, model)
+    if (Path(where.path) / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(where.path)
     return _with_weights(model, where, lambda missing: set())
 
 

@@ -1,0 +1,114 @@
+"""The learning side of a run on several ranks, as the driver sees it: numbers in, numbers out."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from winnow.cluster.protocol import WorkerGroup
+from winnow.errors import CheckpointError
+from winnow.observe.metrics import Metrics, Stopwatch
+from winnow.rollout.weights import tensor_of
+from winnow.trainer.crew import Crew
+from winnow.trainer.learner import Learned
+from winnow.trainer.rank import RANKS, RankFacts, RawBucket, StepReply
+from winnow.trainer.tensors import Copied
+from winnow.types import FloatArray, Group
+from winnow.workers.weights import Canary
+
+
+class RankedLearner:
+    """A `Learner` whose models lie on the ranks of a group of `LearnerRank`s.
+
+    Raises:
+        WinnowError: see `WorkerGroup`; so with all methods that ask the ranks.
+    """
+
+    def __init__(self, crew: Crew, group: WorkerGroup) -> None:
+        self._crew, self._group = crew, group
+        self.facts: RankFacts = self.call("facts")
+        self._state = self.facts.learner
+        self.progress = 0
+        """Moves with each step."""
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method on all ranks; what rank 0 said."""
+        return self._crew.call(self._group, method, *args)
+
+    def learn(
+        self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
+    ) -> Learned:
+        """See `Learner.learn`.
+
+        The time that rank 0 books under its phases is booked here, too; `ranks` is what is left,
+        the way there and back.
+        """
+        with watch.phase("ranks"):
+            reply: StepReply = self.call("learn", list(groups), step)
+        watch.rebook("ranks", reply.seconds)
+        metrics.merge(reply.metrics)
+        self._state = reply.learner
+        self.progress += 1
+        return reply.learned
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Learner.state_dict`."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Learner.load_state_dict`."""
+        self.call("load_learner", dict(state))
+        self._state = state
+
+    def weights(self, whole: bool) -> Iterator[tuple[str, Tensor]]:
+        """The policy's, in the type that the model computes in.
+
+        Args:
+            whole: all of them, by Hugging Face names, an adapter merged; else those that are
+                trained, by the names of parameters.
+        """
+        self.call("begin_export", whole)
+        while (bucket := self.call("next_bucket")) is not None:
+            yield from _tensors(bucket)
+
+    def canary(self, canary: Canary) -> list[FloatArray]:
+        """See `Canary.expected`."""
+        found: list[FloatArray] = self.call("canary", canary)
+        return found
+
+
+class RankedTensors:
+    """What a checkpoint has of models that lie on ranks, which write it; see `tensors.Tensors`."""
+
+    def __init__(self, learner: RankedLearner) -> None:
+        self._learner = learner
+
+    def copy(self) -> Copied:
+        """See `Tensors.copy`."""
+        self._learner.call("copy")
+        return Copied({}, save_model=lambda folder: None, save_ranks=self._write)
+
+    def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        """See `Tensors.restore`."""
+        if not (checkpoint / RANKS).is_dir():
+            raise CheckpointError(
+                f"{checkpoint} has no {RANKS}: it was saved by trainer/strategy=single; "
+                "use that, or another checkpoint"
+            )
+        self._learner.call("restore", str(checkpoint / RANKS))
+
+    def _write(self, checkpoint: Path) -> None:
+        fault: tuple[int, str] | None = self._learner.call("write", str(checkpoint))
+        if fault is not None:
+            number, path = fault
+            raise OSError(number, errno.errorcode.get(number, "unknown error"), path)
+
+
+def _tensors(bucket: RawBucket) -> Iterator[tuple[str, Tensor]]:
+    for name, dtype, shape, array in bucket:
+        yield name, tensor_of(array, getattr(torch, dtype)).view(shape)
