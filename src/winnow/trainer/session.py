@@ -75,7 +75,9 @@ def run_training(
             _close(config, recipe, folder, console)
             return 0
         for difference in opened.differences(machine_of(config, device)):
-            sink.note(f"Warning: {difference}: the bits may differ from an undisturbed run's")
+            line = f"{difference}: the bits may differ from an undisturbed run's"
+            sink.note(f"Warning: {line}")
+            log.warning("%s", line)
         path, start = _start_model(config, opened, fresh, sink, heartbeat)
         first = _first_model(config, opened, path, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config))
