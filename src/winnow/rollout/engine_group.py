@@ -148,11 +148,12 @@ class EngineGroup:
             PublicationError: an engine does not hold what was sent.
             WorkerError: as for `events`.
         """
-        before = self.status()
-        if (before.running or before.queued) and not before.live_updates:
+        alive = self._alive()
+        wanted = len(self._line) or any(member.asks for member in alive)
+        if wanted and not all(member.look().live_updates for member in alive):
             raise ValueError("abort what runs before new weights: its cache is of the old ones")
         await self._end_quantum()
-        self._old_version = before.weight_version
+        self._old_version = alive[0].look().weight_version
         try:
             if update.tensors is None:
                 await self._each(self._alive(), lambda m: m.engine.load_weights(update))

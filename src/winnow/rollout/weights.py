@@ -5,7 +5,7 @@
 
 The checksum (CRC-32, of a bucket's names, shapes and bytes) is of what an engine holds after
 copying, so that transport and copy are covered by one reading. A bucket's arrays are views of the
-trainer's tensors where those lie on the host; one bucket is alive at a time.
+trainer's tensors where those lie on the host; two buckets are alive at a time.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 64 << 20
 """Large enough that a call's own time (milliseconds) does not count, small beside any model."""
+_UNDER_WAY = 2
+"""Buckets: one is being copied there while the next is packed here."""
 Array = NDArray[Any]
 T = TypeVar("T")
 
@@ -157,12 +159,12 @@ def buckets(update: WeightUpdate, bucket_bytes: int = BUCKET_BYTES) -> Iterator[
 
 
 async def send(update: WeightUpdate, ask: Ask[Any], bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Give receivers an update, a bucket at a time, and compare what each says it holds.
+    """Give receivers an update bucket by bucket, and compare what each says it holds.
 
     Args:
         update: with tensors.
-        ask: reaches all receivers.
-        bucket_bytes: most that is on its way at once.
+        ask: reaches all receivers; what is asked first must reach them first.
+        bucket_bytes: most that a bucket has; two are on their way at once.
 
     Raises:
         PublicationError: a receiver holds something else than was sent. It draws no more token.
@@ -170,25 +172,40 @@ async def send(update: WeightUpdate, ask: Ask[Any], bucket_bytes: int = BUCKET_B
     version = update.version
     await ask(lambda receiver: receiver.begin_update(version))
     listing = zlib.crc32(str(version).encode())
-    for bucket in buckets(update, bucket_bytes):
-        answers = ask(partial(_take, bucket))
-        asked = asyncio.ensure_future(answers)
-        await asyncio.sleep(0)  # others get on with it while the checksum is taken here
-        sent = bucket.checksum()
-        listing = bucket.listing(listing)
-        for name, held in (await asked).items():
-            if held != sent:
-                raise PublicationError(
-                    f"weights of version {version}: {name} holds other bytes than were sent in "
-                    f"bucket {bucket.index} (from {bucket.pieces[0].name} on): checksum "
-                    f"{held:#010x}, not {sent:#010x}; look at that machine's memory and network"
-                )
+    under_way: list[asyncio.Task[None]] = []
+    try:
+        for bucket in buckets(update, bucket_bytes):
+            listing = bucket.listing(listing)
+            if len(under_way) == _UNDER_WAY:
+                await under_way.pop(0)
+            under_way.append(asyncio.create_task(_deliver(bucket, ask)))
+            await asyncio.sleep(0)
+        while under_way:
+            await under_way.pop(0)
+    finally:
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
     for name, whole in (await ask(lambda receiver: receiver.finish_update())).items():
         if whole != Held(version, listing):
             raise PublicationError(
                 f"weights of version {version}: {name} says that it holds version "
                 f"{whole.version} with the listing {whole.listing:#010x}, but {listing:#010x} was "
                 "sent; are both of the same model?"
+            )
+
+
+async def _deliver(bucket: Bucket, ask: Ask[Any]) -> None:
+    # The checksum lets go of the interpreter: it is taken while the bucket travels.
+    answers, sent = await asyncio.gather(
+        ask(partial(_take, bucket)), asyncio.to_thread(bucket.checksum)
+    )
+    for name, held in answers.items():
+        if held != sent:
+            raise PublicationError(
+                f"weights of version {bucket.version}: {name} holds other bytes than were sent in "
+                f"bucket {bucket.index} (from {bucket.pieces[0].name} on): checksum "
+                f"{held:#010x}, not {sent:#010x}; look at that machine's memory and network"
             )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from winnow.batching import all_micro_batches, gather_tokens, pack
-from winnow.errors import PublicationError
+from winnow.errors import PublicationError, WorkerError
 from winnow.types import Answer, FloatArray, Group, IntArray, Prompt, Score, Segment, Trajectory
 from winnow.workers.strategy import Strategy
 
@@ -35,9 +35,9 @@ class Limits:
     """Over all tokens: finer than `largest`, as rounding errors of single tokens stand out."""
 
 
-LENGTHS = (2, 16, 64, 256, 1024)
+LENGTHS = (2, 16, 64, 512)
 """Tokens of the sequences, as far as the model has positions: what attention and rotary embeddings
-do wrong far from the start does not show near it. 1,362 tokens in all."""
+do wrong far from the start does not show near it. 594 tokens in all."""
 TOLERANCE: Mapping[torch.dtype, Limits] = {
     torch.float64: Limits(1e-5, 1e-6),  # log-probs are fp32 in any case
     torch.float32: Limits(5e-4, 5e-5),
@@ -114,11 +114,20 @@ class Canary:
             engines: by name.
 
         Raises:
-            PublicationError: it is above the tolerance, or not a number.
+            PublicationError: one differs by more than `limits`, or is not a number.
+            WorkerError: no engine answers. Of several, one that died is left out: whoever uses
+                them learns of it at its next call.
         """
         asked = [e.logprobs_of(self.sequences, self.temperature) for e in engines.values()]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        serious = [error for error in errors if not isinstance(error, WorkerError)]
+        if serious or len(errors) == len(answers):
+            raise [*serious, *errors][0]
         largest = 0.0
-        for name, found in zip(engines, await asyncio.gather(*asked), strict=True):
+        for name, found in zip(engines, answers, strict=True):
+            if isinstance(found, BaseException):
+                continue
             pairs = zip(found, expected, strict=True)
             gaps = np.concatenate([np.abs(own - theirs) for own, theirs in pairs])
             most, mean = float(gaps.max()), float(gaps.mean())

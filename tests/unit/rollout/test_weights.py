@@ -118,6 +118,20 @@ def test_arrays_of_another_process_may_be_read_only(recwarn: pytest.WarningsReco
     assert not recwarn.list
 
 
+def test_the_checksum_is_of_what_the_model_holds_not_of_what_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def careless(array: Any, dtype: torch.dtype) -> Tensor:
+        tensor = tensor_of(array, dtype).clone()
+        tensor[-1] += 1
+        return tensor
+
+    monkeypatch.setattr("winnow.rollout.weights.tensor_of", careless)
+    source, target = Holder([(4, 4)], 0), Holder([(4, 4)], 1)
+    with pytest.raises(PublicationError, match="a holds other bytes than were sent in bucket 0"):
+        asyncio.run(send(WeightUpdate(1, source.tensors().items()), asker(a=Model(target))))
+
+
 def test_weights_of_another_shape_or_dtype_are_refused() -> None:
     target = Holder([(4, 4), (3,)], 1)
     for source in (Holder([(4, 5), (3,)], 0), Holder([(4, 4)], 0).bfloat16()):

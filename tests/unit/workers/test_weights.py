@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from winnow.errors import PublicationError
+from winnow.errors import PublicationError, WorkerError
 from winnow.models import use_layout_attention
 from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.engine_group import EngineGroup
@@ -241,10 +241,29 @@ def test_of_several_engines_the_one_that_differs_is_named() -> None:
         asyncio.run(run())
 
 
+def test_an_engine_that_died_is_left_out_and_a_last_one_is_an_error() -> None:
+    policy = strategy_of(model_of(torch.float32))
+    canary = canary_of(torch.float32)
+
+    class Dead:
+        async def logprobs_of(self, *_: Any) -> list[Any]:
+            raise WorkerError("the process was killed", "engine", 0)
+
+    def check(**engines: Any) -> float:
+        return asyncio.run(canary.check(canary.expected(policy), 1, engines))
+
+    alive = engine_of(policy.model)
+    assert check(one=Dead(), two=alive) < 1e-5
+    with pytest.raises(PublicationError, match="two does not answer"):
+        check(one=Dead(), two=engine_of(learned(policy.model)))
+    with pytest.raises(WorkerError, match="was killed"):
+        check(one=Dead())
+
+
 def test_sequences_are_the_same_each_time_short_and_long_and_of_known_ids() -> None:
     one, two = canary_of(torch.float32), canary_of(torch.float32)
     assert [ids.tolist() for ids in one.sequences] == [ids.tolist() for ids in two.sequences]
-    assert [len(ids) for ids in one.sequences] == [2, 16, 64, 256, 300]
+    assert [len(ids) for ids in one.sequences] == [2, 16, 64, 300]
     assert {len(i) for i in Canary.drawn(9, 9999, torch.float32).sequences} == set(LENGTHS)
     every = np.concatenate(one.sequences)
     assert every.min() == 0

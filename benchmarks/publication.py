@@ -1,0 +1,178 @@
+"""What publishing weights costs, against a plain copy of the same bytes in the same run.
+
+    python benchmarks/publication.py [--layers 8] [--repeats 5]
+                                     [--out benchmarks/results/publication.md]
+
+A random Qwen3 (151 M weights by default) is published to engines in buckets, with checksums, as
+training does after each step: to one in this process, to one and to two in processes of their own.
+A copy is `memcpy` from one warm buffer to another, of as many bytes. The figures of a row are taken
+in turns with the copy, so that other work on the machine hits both alike; medians of the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from winnow.cluster.local import start_local
+from winnow.models import use_layout_attention
+from winnow.rollout.engine import WeightUpdate
+from winnow.rollout.engine_group import EngineGroup
+from winnow.rollout.remote_engine import RemoteEngine
+from winnow.rollout.torch_engine import TorchEngine
+from winnow.rollout.weights import array_of
+from winnow.workers.single import SingleStrategy
+from winnow.workers.weights import Canary
+
+WORKER = "winnow.rollout.engine_worker:TorchEngineWorker"
+POSITIONS = 2048
+SETTINGS: dict[str, Any] = {"slots": 4, "prefill_tokens": 2048}
+HEAD = "| what | s | GB/s | times a copy (least, most) |\n|---|---|---|---|"
+
+
+def config_of(layers: int) -> Qwen3Config:
+    """The model that is published."""
+    return Qwen3Config(
+        vocab_size=64_000,
+        hidden_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        intermediate_size=3072,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+    )
+
+
+class Turns:
+    """Times of something, each beside that of a copy."""
+
+    def __init__(self, tensors: Sequence[tuple[str, Tensor]], repeats: int) -> None:
+        self._source = np.concatenate([array_of(t).view(np.uint8) for _, t in tensors])
+        self._target = np.zeros_like(self._source)
+        self._repeats = repeats
+        self.copies: list[float] = []
+
+    @property
+    def gigabytes(self) -> float:
+        """Of the weights."""
+        return self._source.nbytes / 1e9
+
+    def _copy(self) -> float:
+        began = time.perf_counter()
+        np.copyto(self._target, self._source)
+        return time.perf_counter() - began
+
+    async def row(self, what: str, work: Callable[[], Awaitable[None]]) -> str:
+        """Run it by turns; a line of the table."""
+        await work()
+        self._copy()
+        took, ratios = [], []
+        for _ in range(self._repeats):
+            before = self._copy()
+            began = time.perf_counter()
+            await work()
+            took.append(time.perf_counter() - began)
+            copy = (before + self._copy()) / 2
+            self.copies.append(copy)
+            ratios.append(took[-1] / copy)
+        middle = statistics.median(took)
+        spread = f"{statistics.median(ratios):.1f} ({min(ratios):.1f}, {max(ratios):.1f})"
+        line = f"| {what} | {middle:.3f} | {self.gigabytes / middle:.2f} | {spread} |"
+        print(line, flush=True)
+        return line
+
+    def copy_row(self) -> str:
+        """The copy itself."""
+        middle = statistics.median(self.copies)
+        return f"| a copy in memory | {middle:.3f} | {self.gigabytes / middle:.2f} | 1 |"
+
+
+async def measure(layers: int, dtype: torch.dtype, repeats: int) -> str:
+    """One table in Markdown."""
+    torch.manual_seed(0)
+    model: Any = Qwen3ForCausalLM(config_of(layers)).to(dtype).eval()
+    use_layout_attention(model)
+    policy = SingleStrategy(model)
+    tensors = list(policy.export_weights(dtype))
+    turns = Turns(tensors, repeats)
+    name = str(dtype).removeprefix("torch.")
+    options = SETTINGS | {"model": config_of(layers).to_dict(), "dtype": name}
+    canary = Canary.drawn(64_000, POSITIONS, dtype)
+
+    async def checksum() -> None:
+        for _, tensor in tensors:
+            zlib.crc32(array_of(tensor).view(np.uint8))  # type: ignore[arg-type]
+
+    def publish(group: EngineGroup) -> Callable[[], Awaitable[None]]:
+        return lambda: group.load_weights(WeightUpdate(1, policy.export_weights(dtype)))
+
+    lines = [await turns.row("one CRC-32 of the bytes", checksum)]
+    here: Any = Qwen3ForCausalLM(config_of(layers)).to(dtype).eval()
+    use_layout_attention(here)
+    embedded = EngineGroup([TorchEngine(here, **SETTINGS)], True)
+    lines.append(await turns.row("published to an engine in this process", publish(embedded)))
+    groups = await asyncio.gather(
+        *(start_local("engine", WORKER, options, 1, {"OMP_NUM_THREADS": "1"}) for _ in range(2))
+    )
+    try:
+        engines = [await RemoteEngine.connect(group) for group in groups]
+        for count, what in (
+            (1, "an engine in another process"),
+            (2, "two engines, a process each"),
+        ):
+            group = EngineGroup(engines[:count], True)
+            lines.append(await turns.row(f"published to {what}", publish(group)))
+        expected = canary.expected(policy)
+
+        async def listen() -> None:
+            await canary.check(expected, 1, {"engine": engines[0]})
+
+        lines.append(await turns.row("the canary, engine's side", listen))
+
+        async def trainer() -> None:
+            canary.expected(policy)
+
+        lines.append(await turns.row("the canary, trainer's side", trainer))
+    finally:
+        await asyncio.gather(*(group.close() for group in groups))
+    weights = sum(tensor.numel() for _, tensor in tensors)
+    title = f"## {weights / 1e6:.0f} M weights in {name}, {turns.gigabytes:.2f} GB\n\n"
+    return title + "\n".join([HEAD, turns.copy_row(), *lines]) + "\n"
+
+
+def main() -> None:
+    """Measure in both dtypes, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    load = Path("/proc/loadavg").read_text().split()[0]
+    dtypes = (torch.bfloat16, torch.float32)
+    tables = [asyncio.run(measure(args.layers, dtype, args.repeats)) for dtype in dtypes]
+    command = " ".join(["python", "benchmarks/publication.py", *sys.argv[1:]])
+    head = f"# What publishing weights costs\n\nMade by `{command}`, one thread a process; other "
+    head += f"work on the machine (load average) when it began: {load}.\n\n"
+    text = head + "\n".join(tables)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
