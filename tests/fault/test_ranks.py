@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.kill import STEPS, Lab, code_of, contents, differences, figures, wait_for
+from benchmarks.kill import (
+    SETTINGS,
+    STEPS,
+    Lab,
+    code_of,
+    contents,
+    differences,
+    figures,
+    leftovers,
+    wait_for,
+)
+from tests.fault.test_full_disk import FULL, namespace, why_not
 from tests.unit.rewards.test_pool import gone
 
-from winnow.checkpoint import checkpoints_in
+from winnow.checkpoint import checkpoints_in, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -116,3 +129,32 @@ def test_a_rank_that_hangs_is_named_after_the_limit(lab: Lab) -> None:
     assert code_of(process, 60) == 1
     assert gone({*workers})
     assert "learner[" in (run / "log.txt").read_text().splitlines()[-1]
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_disk_that_is_full_for_the_ranks_costs_no_older_checkpoint(
+    lab: Lab, tmp_path: Path
+) -> None:
+    disk, left = tmp_path / "disk", tmp_path / "left"
+    disk.mkdir()
+    run = ["-m", "winnow.cli", "train", "quickstart", *SETTINGS, *ON_RANKS, f"run.dir={disk}"]
+    run += ["run.name=full", "trainer.keep_last=null"]
+    # A checkpoint takes 1.8 MB: the first one fits, of a later one some files.
+    script = f'mount -t tmpfs -o size=5m tmpfs {disk} && "$@"; code=$?; cp -a {disk} {left}; exit '
+    done = subprocess.run(
+        [*namespace(), "sh", "-c", f"{script}$code", "sh", sys.executable, *run],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "WINNOW_CACHE": str(lab.folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"winnow: cannot save the checkpoint {disk}/full/checkpoints/step-")
+    assert line.endswith("No space left on device; " + FULL.partition("; ")[2])
+    assert list(leftovers(left / "full")) == []
+    found = checkpoints_in(left / "full" / "checkpoints")
+    assert 1 <= len(found) < STEPS
+    for checkpoint in found:
+        verify(checkpoint)
