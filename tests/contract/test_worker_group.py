@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,18 @@ import numpy as np
 import pytest
 
 from winnow.cluster.local import start_in_process, start_local
+from winnow.cluster.pools import Layout, Pool
 from winnow.cluster.protocol import WorkerGroup, WorkerLine
+from winnow.cluster.ray_group import start_ray
+from winnow.cluster.ray_session import Placement, offers, ray_session, reserve
 from winnow.errors import ConfigError, RewardError, WinnowError, WorkerError
 
 PATH = "tests.workers:Probe"
 ENVIRONMENT = {"WINNOW_TEST_WORD": "chaff"}
 PATIENCE_S = 60.0
 """For what should come at once, on a machine with other work."""
+PLACES: list[Placement] = []
+"""Where groups go on Ray, while it is there."""
 
 Start = Callable[..., Coroutine[Any, Any, WorkerGroup]]
 
@@ -40,7 +47,14 @@ async def local(
     return await start_local("policy", PATH, kwargs, 2, ENVIRONMENT, stall_timeout_s, on_log)
 
 
-STARTS: dict[str, Start] = {"in_process": in_process, "local": local}
+async def on_ray(
+    kwargs: dict[str, Any], stall_timeout_s: float = 100.0, on_log: Any = None
+) -> WorkerGroup:
+    place = PLACES[-1]
+    return await start_ray("policy", PATH, kwargs, place, ENVIRONMENT, stall_timeout_s, on_log)
+
+
+STARTS: dict[str, Start] = {"in_process": in_process, "local": local, "ray": on_ray}
 APART = [kind for kind in STARTS if kind != "in_process"]
 
 
@@ -58,9 +72,29 @@ def lines() -> list[WorkerLine]:
     return []
 
 
+@contextmanager
+def ray_for_tests() -> Iterator[None]:
+    """A private instance of Ray, with room for two groups."""
+    with ray_session(None, cpus=2, devices=0, store_bytes=200 << 20):
+        layout = Layout.colocated(Pool("all", 1, 2, False, cpus=0.5), ["policy", "another"])
+        PLACES.append(asyncio.run(reserve(layout)).placement("policy"))
+        yield
+        PLACES.pop()
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[ExitStack]:
+    """Ray for this module; closing it ends it early."""
+    with ExitStack() as stack:
+        stack.enter_context(ray_for_tests())
+        yield stack
+
+
 @pytest.fixture(scope="module", params=list(STARTS))
 def group(request: pytest.FixtureRequest, run: Any, lines: list[WorkerLine]) -> Iterator[Any]:
     """A group for tests in which nothing fails."""
+    if request.param == "ray":
+        request.getfixturevalue("ray")
     lines.clear()
     made = run(STARTS[request.param]({"start": 3}, on_log=lines.append))
     yield made
@@ -70,22 +104,26 @@ def group(request: pytest.FixtureRequest, run: Any, lines: list[WorkerLine]) -> 
 @pytest.fixture(params=list(STARTS))
 def start(request: pytest.FixtureRequest) -> Start:
     """Starts a group of any kind."""
+    if request.param == "ray":
+        request.getfixturevalue("ray")
     return STARTS[request.param]
 
 
 @pytest.fixture(params=APART)
 def start_apart(request: pytest.FixtureRequest) -> Start:
     """Starts a group of two processes."""
+    if request.param == "ray":
+        request.getfixturevalue("ray")
     return STARTS[request.param]
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there; one that is dead and not waited for counts as there."""
+    """Whether a process is there; one of ours that is dead and not waited for counts as there."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
+    return state != "Z" or int(parent) == os.getpid()
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -202,7 +240,7 @@ def test_what_workers_say_arrives_whole_and_in_order(
     group: WorkerGroup, run: Any, lines: list[WorkerLine], caplog: pytest.LogCaptureFixture
 ) -> None:
     if group.size == 1:  # it has the driver's own log
-        with caplog.at_level(logging.INFO, "winnow"):
+        with caplog.at_level(logging.INFO, "winnow"), pytest.warns(match="one warned"):
             run(group.call("say", "one"))
         assert "one logged" in caplog.messages
         return
@@ -260,7 +298,7 @@ def test_an_exception_names_rank_and_has_its_traceback_in_the_log_once(
     pids = run(work())
     assert not any(map(is_running, pids))
     text = "\n".join(record.getMessage() for record in caplog.records)
-    assert text.count("Traceback (most recent call last)") == 1
+    assert text.count("cannot pickle" if kind == "unpicklable" else "Traceback (most") == 1
     if kind == "bug":
         assert 'raise KeyError(f"only rank {rank}")' in text
 
@@ -449,9 +487,38 @@ def test_close_does_not_wait_for_a_call_under_way(start_apart: Start, run: Any) 
     assert not any(map(is_running, run(work())))
 
 
+def test_a_session_leaves_signals_and_an_outer_session_alone(ray: Any) -> None:
+    mine = lambda *_: None  # noqa: E731
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with ray_session(None):
+            assert offers()
+        assert [node.offer.cpus for node in offers()] == [2.0]
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert before == signal.SIG_DFL  # Ray had one of its own, put back when it had started
+
+
+def test_pools_that_a_cluster_lacks_are_refused(ray: Any, run: Any) -> None:
+    large = Layout.colocated(Pool("all", 1, 1, has_devices=True), ["policy"])
+    with pytest.raises(ConfigError, match=r"they need all 1 x \(1 device and 1 core\); it has 1 x"):
+        run(reserve(large))
+    taken = Layout.colocated(Pool("all", 1, 2, has_devices=False), ["policy"])
+    with pytest.raises(ConfigError, match=r"not enough free for the pools within 0\.5 s"):
+        run(reserve(taken, timeout_s=0.5))
+
+
+def test_without_ray_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"^cluster=ray needs Ray; install it: pip install"):
+        ray_session(None).__enter__()
+
+
 DRIVER = """
 import asyncio, sys
-from tests.contract.test_worker_group import STARTS
+from contextlib import nullcontext
+from tests.contract.test_worker_group import STARTS, ray_for_tests
 
 async def main():
     group = await STARTS[sys.argv[1]]({})
@@ -459,21 +526,36 @@ async def main():
     print(*group.processes(), flush=True)
     await group.call("hang_on", 0, True)
 
-asyncio.run(main())
+with ray_for_tests() if sys.argv[1] == "ray" else nullcontext():
+    asyncio.run(main())
 """
 
 
-def test_a_driver_that_is_killed_leaves_no_worker(start_apart: Start, run: Any) -> None:
-    kind = next(name for name, found in STARTS.items() if found is start_apart)
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, kind], stdout=subprocess.PIPE, text=True
-    )
+@pytest.mark.parametrize("kind", APART)
+def test_a_driver_that_is_killed_leaves_no_process(
+    kind: str, request: pytest.FixtureRequest, run: Any
+) -> None:
+    if kind == "ray":  # one instance at a time
+        request.getfixturevalue("ray").close()
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, kind], stdout=subprocess.PIPE)
     try:
         assert driver.stdout is not None
-        pids = [int(word) for word in driver.stdout.readline().split()]
-        assert len(pids) == 2
-        assert all(map(is_running, pids))
+        workers = [int(word) for word in driver.stdout.readline().split()]
+        assert len(workers) == 2
+        started = descendants(driver.pid)
+        assert started >= set(workers)
+        assert all(map(is_running, started))
     finally:
         driver.kill()
         driver.communicate()
-    run(until(lambda: not any(map(is_running, pids))))
+    run(until(lambda: not any(map(is_running, started))))
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes that a process started, directly or not."""
+    children = [
+        int(child)
+        for listed in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in listed.read_text().split()
+    ]
+    return set(children).union(*map(descendants, children))

@@ -263,7 +263,7 @@ class Group:
         others = [
             f"{self.role}[{other}]"
             for other, rank in enumerate(self._ranks)
-            if other != number and rank.under_way and rank.still_s > self._limit_s / 2
+            if other != number and rank.under_way and rank.still_s > 0.9 * self._limit_s
         ]
         waiting = f" ({', '.join(others)} had none either)" if others else ""
         log.error("%s%s; the log has its stack", line, waiting)

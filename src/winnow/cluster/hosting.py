@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pickle
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,8 @@ class Host:
         self._worker: Any = None
         self.calls_under_way = 0
         self.calls_ended = 0
+        self.at_call: Callable[[], None] = lambda: None
+        """Runs before each call, in the thread that runs it."""
 
     @property
     def progress(self) -> int | None:
@@ -89,6 +91,7 @@ class Host:
     async def run(self, asked: Job | Call) -> Any:
         """Make the worker, or run one of its methods. Raises what that raises."""
         self.calls_under_way += 1
+        self.at_call()
         try:
             if isinstance(asked, Job):
                 self._worker = worker_class(asked.path)(rank=asked.info, **asked.kwargs)

@@ -98,6 +98,7 @@ def start_telling(
     logging.getLogger("winnow").setLevel(level)
     logging.captureWarnings(True)
     beats = _Beats(teller, host, stall_timeout_s, is_orphan)
+    host.at_call = beats.arm  # by itself: a call that hangs in C may let no other thread run again
     threading.Thread(target=beats.run, name="winnow-beats", daemon=True).start()
 
 
@@ -127,12 +128,13 @@ class _Beats:
             state = (now, self._host.calls_ended, self._host.calls_under_way > 0)
             if state != seen:
                 seen = state
-                self._arm(is_busy=state[-1])
+                self.arm()
 
-    def _arm(self, is_busy: bool) -> None:
+    def arm(self) -> None:
         """Have the stacks dumped unless this is called again in time; no Python need run then."""
-        faulthandler.cancel_dump_traceback_later()
-        if is_busy and self._dump_after_s < threading.TIMEOUT_MAX:
+        if self._host.calls_under_way == 0:
+            faulthandler.cancel_dump_traceback_later()
+        elif self._dump_after_s < threading.TIMEOUT_MAX:
             faulthandler.dump_traceback_later(self._dump_after_s, file=2)
 
 

@@ -1,0 +1,214 @@
+"""Ray for the length of a block, and what its cluster offers and reserves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from winnow.cluster.pools import Bundle, Layout, Node
+from winnow.cluster.ray_guardian import MARK, SHUT_DOWN
+from winnow.errors import ConfigError, WinnowError
+
+PRIVATE_STORE_BYTES = 512 << 20
+_LONGEST_FOLDER = 30
+"""Ray puts sockets under it, whose paths the system allows 107 bytes."""
+_NODE_LABEL = "ray.io/node-id"
+
+
+def ray_module() -> Any:
+    """The module `ray`.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("ray")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        message = "cluster=ray needs Ray; install it: pip install 'winnow[ray]'"
+        raise ConfigError(message) from None
+
+
+@contextlib.contextmanager
+def ray_session(
+    address: str | None,
+    *,
+    cpus: int | None = None,
+    devices: int | None = None,
+    store_bytes: int = PRIVATE_STORE_BYTES,
+) -> Iterator[None]:
+    """Connect to a cluster, or start a small instance that ends with the block, however that ends.
+
+    Call it from the main thread: Linux kills a private instance's processes when the thread ends
+    that started them. Where Ray is connected already, as in a task of Ray's, it is left as it is.
+
+    Args:
+        address: `auto`, or HOST:PORT; None starts a private instance.
+        cpus: that a private instance says it has; by default all.
+        devices: likewise accelerators.
+        store_bytes: a private instance's shared memory for what is passed around.
+
+    Raises:
+        ConfigError: Ray is not installed.
+        WinnowError: the cluster cannot be reached, or a private instance does not start.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = ray_module()
+    if ray.is_initialized():
+        yield
+        return
+    options: dict[str, Any] = {
+        "address": address or "local",
+        "log_to_driver": False,  # lines come by `telling`
+        "logging_level": logging.ERROR,
+    }
+    with contextlib.ExitStack() as after:
+        if address is None:
+            folder = after.enter_context(_guarded_folder())
+            options |= {
+                "num_cpus": cpus,
+                "num_gpus": devices,
+                "include_dashboard": False,
+                "object_store_memory": store_bytes,
+                "_temp_dir": folder,
+            }
+        after.enter_context(_own_handlers())
+        after.callback(ray.shutdown)
+        try:
+            with _own_handlers(), _marked(options.get("_temp_dir")):
+                ray.init(**options)
+        except Exception as error:
+            what = "a private Ray did not start" if address is None else f"no Ray at {address}"
+            line = " ".join(str(error).split())
+            raise WinnowError(f"cluster.address: {what}: {line[:300]}") from error
+        yield
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the workers of one role go, and what each takes."""
+
+    group: Any
+    """Ray's placement group of the pool."""
+    size: int
+    share: Bundle
+
+
+class Reserved:
+    """What a cluster holds free for a layout's pools, until it is released."""
+
+    def __init__(self, layout: Layout, groups: dict[str, Any]) -> None:
+        self._layout, self._groups = layout, groups
+
+    def placement(self, role: str) -> Placement:
+        """Where a role's workers go: rank r to slot r of its pool."""
+        group = self._groups[self._layout.roles[role]]
+        return Placement(group, self._layout.size(role), self._layout.share(role))
+
+    def release(self) -> None:
+        """Give it back; a second time does nothing. Workers that are still there are killed."""
+        from ray.util import remove_placement_group
+
+        while self._groups:
+            remove_placement_group(self._groups.popitem()[1])
+
+
+def offers() -> list[Node]:
+    """What each living node of the cluster has, in use or not."""
+    return [
+        Node(
+            node["NodeID"],
+            Bundle(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0)),
+        )
+        for node in ray_module().nodes()
+        if node["Alive"]
+    ]
+
+
+async def reserve(layout: Layout, timeout_s: float = 60.0) -> Reserved:
+    """Reserve a layout's pools, each part on one node.
+
+    Raises:
+        ConfigError: the cluster is too small, or has not enough free within the time.
+    """
+    from ray.util import placement_group
+
+    chosen = layout.assign(offers())
+    reserved = Reserved(layout, groups := {})
+    try:
+        for pool in layout.pools:
+            slot = layout.slot(pool)
+            needs = {"CPU": slot.cpus} | ({"GPU": slot.devices} if slot.devices else {})
+            groups[pool.name] = placement_group(
+                [needs] * pool.slots,
+                strategy="PACK",
+                bundle_label_selector=[{_NODE_LABEL: node} for node in chosen[pool.name]],
+            )
+        async with asyncio.timeout(timeout_s):
+            for group in groups.values():
+                await group.ready()
+    except TimeoutError:
+        reserved.release()
+        raise ConfigError(
+            f"the cluster had not enough free for the pools within {timeout_s:g} s; wait for its "
+            "other work to end, or make the pools smaller"
+        ) from None
+    except BaseException:
+        reserved.release()
+        raise
+    return reserved
+
+
+@contextlib.contextmanager
+def _guarded_folder() -> Iterator[str]:
+    """A folder for a private Ray, with a process that ends what is left of it (`ray_guardian`)."""
+    root = tempfile.gettempdir()
+    root = root if len(root) <= _LONGEST_FOLDER else "/tmp"
+    folder = tempfile.mkdtemp(prefix="winnow-ray-", dir=root)
+    guardian = subprocess.Popen(
+        [sys.executable, "-P", "-m", "winnow.cluster.ray_guardian", folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield folder
+    finally:
+        guardian.communicate(SHUT_DOWN)
+
+
+@contextlib.contextmanager
+def _marked(folder: str | None) -> Iterator[None]:
+    """What is started within the block, and what that starts, belongs to the folder."""
+    if folder is not None:
+        os.environ[MARK] = folder
+    try:
+        yield
+    finally:
+        os.environ.pop(MARK, None)
+
+
+@contextlib.contextmanager
+def _own_handlers() -> Iterator[None]:
+    """Ray sets a handler for SIGTERM; put this program's back."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in numbers} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
