@@ -3,7 +3,7 @@
     python benchmarks/publication.py [--layers 8] [--repeats 5]
                                      [--out benchmarks/results/publication.md]
 
-A random Qwen3 (151 M weights by default) is published to engines in buckets, with checksums, as
+A random Qwen3 (166 M weights by default) is published to engines in buckets, with checksums, as
 training does after each step: to one in this process, to one and to two in processes of their own.
 A copy is `memcpy` from one warm buffer to another, of as many bytes. The figures of a row are taken
 in turns with the copy, so that other work on the machine hits both alike; medians of the turns.

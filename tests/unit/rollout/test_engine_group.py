@@ -127,6 +127,8 @@ def test_the_same_events_come_whatever_the_engines_speeds() -> None:
             await group.submit([request(g) for g in range(9)])
             for turn in range(60):
                 events = await group.events(until=5 * turn)
+                order = [(e.tick, e.group_id, e.answer) for e in events]
+                assert order == sorted(order)
                 told += [(e.tick, e.group_id, e.answer, e.kind, ids_of(e)) for e in events]
                 told.append((group.status().tick, group.status().running))
                 if turn == 4:
