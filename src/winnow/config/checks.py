@@ -8,6 +8,7 @@ from winnow.config.checks_algorithm import ALGORITHM_RULES
 from winnow.config.checks_correction import CORRECTION_RULES
 from winnow.config.checks_judge import JUDGE_RULES
 from winnow.config.checks_reward import REWARD_RULES
+from winnow.config.cluster import RayCluster
 from winnow.config.data import NoTask, SortDigitsTask
 from winnow.config.root import Config
 from winnow.config.sampling import BandFilter, VarianceFilter
@@ -71,6 +72,25 @@ def _replicas(c: Config) -> str | None:
         f"trainer.strategy.ranks={strategy.ranks} cannot be cut into "
         f"trainer.strategy.replicas={strategy.replicas} groups of ranks; use a divisor of ranks"
     )
+
+
+def _cluster(c: Config) -> str | None:
+    if not isinstance(c.cluster, RayCluster):
+        return None
+    strategy = c.trainer.strategy
+    ranks = strategy.ranks if isinstance(strategy, Fsdp2) else 0
+    if not ranks and not c.rollout.engine.processes:
+        return (
+            "cluster=ray has nothing to place: trainer/strategy=single and "
+            "rollout.engine.processes=0 keep everything in the run's process; set "
+            "trainer/strategy=fsdp2, rollout.engine.processes=1 or cluster=local"
+        )
+    if ranks % c.cluster.nodes:
+        return (
+            f"trainer.strategy.ranks={ranks} cannot be spread over cluster.nodes="
+            f"{c.cluster.nodes}, as many on each; use a divisor of ranks"
+        )
+    return None
 
 
 def _lookahead(c: Config) -> str | None:
@@ -269,6 +289,7 @@ RULES: tuple[Rule, ...] = (
     _overlong_buffer,
     _mini_batches,
     _replicas,
+    _cluster,
     _lookahead,
     _groups_looked_at,
     _prompts,

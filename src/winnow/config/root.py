@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from winnow.config.algorithm import AlgorithmConfig
 from winnow.config.base import Section
+from winnow.config.cluster import Cluster, LocalCluster
 from winnow.config.critic import CriticConfig
 from winnow.config.data import DataConfig
 from winnow.config.evaluation import EvaluationConfig
@@ -46,6 +47,8 @@ class Config(Section):
     """The optimizer."""
     trainer: TrainerConfig = TrainerConfig()
     """The course of the run."""
+    cluster: Cluster = LocalCluster()
+    """Where its processes are."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out prompts."""
     observe: ObserveConfig = ObserveConfig()

@@ -41,6 +41,10 @@ class Crew:
 
         return self._wait(all_of_them())
 
+    def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """The result of other work in the loop."""
+        return self._wait(work)
+
     def call(self, group: WorkerGroup, method: str, *args: Any) -> Any:
         """Call a method on all ranks; what rank 0 said.
 

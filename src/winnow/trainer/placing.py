@@ -7,7 +7,8 @@ process, it holds no weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,7 @@ from typing import Any
 import torch
 
 from winnow.checkpoint import this_machine
-from winnow.cluster.local import start_local
 from winnow.config.root import Config
-from winnow.config.trainer import Fsdp2
 from winnow.data.text import decoder
 from winnow.models import model_writer
 from winnow.rollout.engine import Engine
@@ -33,6 +32,7 @@ from winnow.trainer.loading import Policies
 from winnow.trainer.loop import Publish
 from winnow.trainer.publishing import Sending, Sharing
 from winnow.trainer.ranked import RankedLearner, RankedTensors
+from winnow.trainer.starting import Starter, ranks_of, starter_of
 from winnow.trainer.tensors import LocalTensors, Tensors
 from winnow.trainer.throughput import Passes
 from winnow.workers.lora import adapter_base, adapter_writer, has_adapter
@@ -53,11 +53,11 @@ class Placed:
     ranks: int
     notes: tuple[str, ...]
     """What the user should know before it starts."""
-    close: Callable[[], None]
 
 
-def place(config: Config, policy: Policies, start: str | None) -> Placed:
-    """Build engine and learner, and start their processes if they have any; close it.
+@contextlib.contextmanager
+def placed_models(config: Config, policy: Policies, start: str | None) -> Iterator[Placed]:
+    """Build engine and learner, and start their processes if they have any, for a block.
 
     Args:
         start: folder of the model that the run began with, where `needs_start` asks for it.
@@ -65,43 +65,39 @@ def place(config: Config, policy: Policies, start: str | None) -> Placed:
     Raises:
         WinnowError: a model of the recipe cannot be loaded, or a process cannot be started.
     """
-    crew = Crew()
-    try:
-        return _placed(config, policy, start, crew)
-    except BaseException:
-        crew.close()
-        raise
+    with (
+        contextlib.closing(Crew()) as crew,
+        starter_of(config, policy.device, crew) as starter,
+    ):
+        yield _placed(config, policy, start, crew, starter)
 
 
-def _placed(config: Config, policy: Policies, start: str | None, crew: Crew) -> Placed:
+def _placed(
+    config: Config, policy: Policies, start: str | None, crew: Crew, starter: Starter
+) -> Placed:
     remote = config.rollout.engine.processes > 0
-    strategy = config.trainer.strategy
-    engine = _engines(config, policy, start, crew) if remote else make_engine(config, policy)
-    common: dict[str, Any] = {"engine": engine, "device": policy.device, "close": crew.close}
+    if remote:
+        engine = _engines(config, policy, start, crew, starter)
+    else:
+        engine = make_engine(config, policy)
+    common: dict[str, Any] = {"engine": engine, "device": policy.device}
     canary = Canary.drawn(
         policy.vocabulary,
         getattr(policy.model.config, "max_position_embeddings", None) or _POSITIONS,
         policy.model.dtype,
         config.rollout.temperature,
     )
-    if isinstance(strategy, Fsdp2):
+    if ranks_of(config):
         made = {"config": config, "path": policy.path, "start": start}
         made |= {"vocabulary": policy.vocabulary, "tokenizer": policy.tokenizer_folder}
-        limit = config.trainer.stall_timeout_s
-        (group,) = crew.start(
-            start_local(
-                *("learner", "winnow.trainer.rank:LearnerRank", made, strategy.ranks),
-                stall_timeout_s=limit,
-                devices=_devices(policy.device, strategy.ranks, 0),
-            )
-        )
+        (group,) = crew.start(starter.ranks(made))
         ranked = RankedLearner(crew, group)
         return Placed(
             learner=ranked,
             tensors=RankedTensors(ranked),
             publish=Sending(engine, partial(ranked.weights, remote), canary, ranked.canary),
             passes=ranked.facts.passes,
-            ranks=strategy.ranks,
+            ranks=ranks_of(config),
             notes=ranked.facts.notes,
             **common,
         )
@@ -143,7 +139,9 @@ def _engine_options(config: Config, policy: Policies) -> dict[str, Any]:
     }
 
 
-def _engines(config: Config, policy: Policies, start: str | None, crew: Crew) -> Engine:
+def _engines(
+    config: Config, policy: Policies, start: str | None, crew: Crew, starter: Starter
+) -> Engine:
     """Engines in processes of their own, each a group: one may die and leave the others."""
     count = config.rollout.engine.processes
     base = adapter_base(Path(policy.path), start or config.model.path)
@@ -154,38 +152,19 @@ def _engines(config: Config, policy: Policies, start: str | None, crew: Crew) ->
         "trust_remote_code": config.model.trust_remote_code,
         **_engine_options(config, policy),
     }
-    strategy = config.trainer.strategy
-    taken = strategy.ranks if isinstance(strategy, Fsdp2) else 1
-    devices = _devices(policy.device, count, taken)
-    groups = crew.start(
-        *(
-            start_local(
-                *(f"engine {i}", "winnow.rollout.engine_worker:TorchEngineWorker", made, 1),
-                {} if config.run.threads is None else {"OMP_NUM_THREADS": str(config.run.threads)},
-                stall_timeout_s=config.trainer.stall_timeout_s,
-                devices=devices and devices[i : i + 1],
-            )
-            for i in range(count)
-        )
-    )
+    groups = crew.start(*(starter.engine(number, made) for number in range(count)))
     engines = [
         RemoteEngine(crew.reached(group), 0, crew.call(group, "ask", "").status) for group in groups
     ]
     return engines[0] if count == 1 else EngineGroup(engines, config.run.deterministic)
 
 
-def _devices(device: torch.device, count: int, first: int) -> list[int | None] | None:
-    """A GPU for each process, behind those that others have; None: the CPU."""
-    return None if device.type == "cpu" else [first + i for i in range(count)]
-
-
 def holds_no_weights(config: Config) -> bool:
     """Whether other processes train the policy and write its answers."""
-    return isinstance(config.trainer.strategy, Fsdp2) and config.rollout.engine.processes > 0
+    return ranks_of(config) > 0 and config.rollout.engine.processes > 0
 
 
 def machine_of(config: Config, device: torch.device) -> dict[str, str | int]:
     """What the bits of a run depend on beside its recipe."""
-    strategy = config.trainer.strategy
-    ranks = {"ranks": strategy.ranks} if isinstance(strategy, Fsdp2) else {}
+    ranks = {"ranks": ranks_of(config)} if ranks_of(config) else {}
     return {**this_machine(device), **ranks}

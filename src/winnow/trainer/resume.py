@@ -64,6 +64,7 @@ HARMLESS = frozenset(
         "trainer.checkpoint_url",
         "trainer.max_restarts",
         "trainer.stall_timeout_s",
+        *(f"cluster.{key}" for key in ("name", "address", "nodes", "cpus", "environment")),
         *(
             f"trainer.strategy.{key}"  # the number of ranks as that of threads
             for key in ("ranks", "replicas", "reshard_after_forward", "offload", "bucket_mb")

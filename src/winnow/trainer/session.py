@@ -34,7 +34,7 @@ from winnow.trainer.build_learner import needs_start
 from winnow.trainer.heartbeat import Heartbeat
 from winnow.trainer.loading import load_policy
 from winnow.trainer.loop import Course, Parts, train
-from winnow.trainer.placing import holds_no_weights, machine_of, place
+from winnow.trainer.placing import holds_no_weights, machine_of, placed_models
 from winnow.trainer.resume import Opened, opened_run
 from winnow.trainer.saver import Saver
 from winnow.trainer.state import seed_everything
@@ -86,7 +86,7 @@ def run_training(
         with (
             make_saver(config, folder) as saver,
             contextlib.closing(make_rewards(config, device)) as rewards,
-            contextlib.closing(place(config, policy, first)) as placed,
+            placed_models(config, policy, first) as placed,
         ):
             built = build(
                 config,
@@ -102,6 +102,7 @@ def run_training(
             )
             for note in built.notes:
                 sink.note(note)
+            seed_everything(config.run.seed)  # whatever was started may have drawn
             course = _resumed(opened, built)
             for note in _lag_notes(config, built.parts):
                 sink.note(note)

@@ -35,6 +35,16 @@ CASES = [
         ["trainer/strategy=fsdp2", "trainer.strategy.ranks=4", "trainer.strategy.replicas=2"],
     ),
     (
+        ["cluster=ray"],
+        ["cluster=ray has nothing to place", "trainer/strategy=fsdp2", "cluster=local"],
+        ["cluster=ray", "rollout.engine.processes=1"],
+    ),
+    (
+        ["cluster=ray", "cluster.nodes=3", "trainer/strategy=fsdp2", "trainer.strategy.ranks=4"],
+        ["trainer.strategy.ranks=4", "cluster.nodes=3", "a divisor"],
+        ["cluster=ray", "cluster.nodes=2", "trainer/strategy=fsdp2", "trainer.strategy.ranks=4"],
+    ),
+    (
         ["sampling.lookahead=1.5"],
         ["sampling.lookahead=1.5", "sampling.max_staleness=1", "to 1 or less"],
         ["sampling.lookahead=1.5", "sampling.max_staleness=2"],
@@ -306,8 +316,8 @@ def test_a_contradiction_names_both_fields_and_the_way_out(
 
 
 def test_every_rule_has_a_case() -> None:
-    # Six rules have two cases, for their two sides; start, pass and scorers' workers have three.
-    assert len(CASES) == len(RULES) + 12
+    # Seven rules have two cases, for their two sides; start, pass and scorers' workers have three.
+    assert len(CASES) == len(RULES) + 13
 
 
 def test_each_broken_rule_has_its_line() -> None:
