@@ -74,10 +74,7 @@ def run_training(
             sink.note(f"{folder.path} is finished: nothing to do (a new run needs a new run.name)")
             _close(config, recipe, folder, console)
             return 0
-        for difference in opened.differences(machine_of(config, device)):
-            line = f"{difference}: the bits may differ from an undisturbed run's"
-            sink.note(f"Warning: {line}")
-            log.warning("%s", line)
+        _warn_of_another_machine(opened, machine_of(config, device), sink)
         path, start = _start_model(config, opened, fresh, sink, heartbeat)
         first = _first_model(config, opened, path, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config))
@@ -102,8 +99,7 @@ def run_training(
             )
             for note in built.notes:
                 sink.note(note)
-            seed_everything(config.run.seed)  # whatever was started may have drawn
-            course = _resumed(opened, built)
+            course = _resumed(config, opened, built)
             for note in _lag_notes(config, built.parts):
                 sink.note(note)
                 log.info("%s", note)
@@ -117,6 +113,15 @@ def run_training(
         _close(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - began))
     return 0
+
+
+def _warn_of_another_machine(
+    opened: Opened, machine: Mapping[str, str | int], sink: ConsoleSink
+) -> None:
+    for difference in opened.differences(machine):
+        line = f"{difference}: the bits may differ from an undisturbed run's"
+        sink.note(f"Warning: {line}")
+        log.warning("%s", line)
 
 
 def _watch(heartbeat: Heartbeat, parts: Parts, rewards: RewardService) -> None:
@@ -170,8 +175,9 @@ def _first_model(
     return config.model.path
 
 
-def _resumed(opened: Opened, built: Built) -> Course:
-    """The course from the checkpoint on, if there is one."""
+def _resumed(config: Config, opened: Opened, built: Built) -> Course:
+    """The course from the checkpoint on, if there is one; random states are as they should be."""
+    seed_everything(config.run.seed)  # what was started since may have drawn
     checkpoint = opened.checkpoint
     if checkpoint is None:
         return built.course
