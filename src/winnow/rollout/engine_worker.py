@@ -69,8 +69,10 @@ class EngineWorker:
         """`Engine.events`, but [] when nothing happened for so long."""
         try:
             events = await asyncio.wait_for(self._engine.events(until), patience_s)
-        except TimeoutError:  # what was cancelled loses no event
-            events = []
+        except TimeoutError:
+            # What the wait had found when it was cut off is told now, without another tick: an idle
+            # engine with nothing to say would seem to have lost its answers.
+            events = await self._engine.events(self._engine.status().tick)
         self._listened += 1
         return self._reply(events)
 

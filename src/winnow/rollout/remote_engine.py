@@ -44,6 +44,7 @@ class RemoteEngine:
         self._inbox: list[tuple[int, Sequence[CompletionEvent]]] = []  # by serial of the reply
         self._listening: asyncio.Task[None] | None = None
         self._listened = 0
+        self._looking = asyncio.Lock()  # held while `progress` waits for its reply
 
     @classmethod
     async def connect(cls, workers: Workers, rank: int = 0) -> RemoteEngine:
@@ -60,22 +61,25 @@ class RemoteEngine:
         while not self._inbox:
             await self._listen(until)
             status = self._status
-            is_idle = not status.running + status.queued
-            if is_idle or (until is not None and status.tick >= until):
+            if until is not None and status.tick >= until:
                 break
+            if not self._inbox and not status.running + status.queued:
+                async with self._looking:  # a look may have been told what this was not
+                    break
         return self._take_inbox()
 
     async def progress(self) -> Sequence[CompletionEvent]:
         """See `Engine.progress`."""
-        while True:
-            reply = await self._ask("progress")
-            if self._listening is not None and reply.listened >= self._listened:
-                await asyncio.wait([self._listening])  # it was answered before
-            if reply.serial == self._newest:
-                return [*self._take_inbox(), *reply.value]
-            # News that are later were faster. The look is out of date; ends in it still count.
-            ends = [event for event in reply.value if event.kind != "running"]
-            self._inbox.append((reply.serial, ends))
+        async with self._looking:
+            while True:
+                reply = await self._ask("progress")
+                if self._listening is not None and reply.listened >= self._listened:
+                    await asyncio.wait([self._listening])  # it was answered before
+                if reply.serial == self._newest:
+                    return [*self._take_inbox(), *reply.value]
+                # Later news were faster. The look is out of date; ends in it still count.
+                ends = [event for event in reply.value if event.kind != "running"]
+                self._inbox.append((reply.serial, ends))
 
     async def abort(self, group_ids: Collection[int]) -> None:
         """See `Engine.abort`."""
