@@ -31,6 +31,7 @@ class Probe:
         self.total = start
         self.mark = mark
         self.has_joined = False
+        self.naps = 0
         self.thread = threading.get_ident()
         self.events: list[str] = []
         self.released = asyncio.Event()
@@ -75,8 +76,13 @@ class Probe:
         self.released.set()
 
     async def sleep(self, seconds: float) -> None:
-        """Wait so long."""
+        """Wait so long, and note that it was waited."""
         await asyncio.sleep(seconds)
+        self.naps += 1
+
+    def rested(self) -> int:
+        """How often `sleep` came to its end."""
+        return self.naps
 
     def environment(self, *names: str) -> list[str | None]:
         """Variables."""

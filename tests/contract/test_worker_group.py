@@ -117,6 +117,14 @@ def start_apart(request: pytest.FixtureRequest) -> Start:
     return STARTS[request.param]
 
 
+def cases(fixture: str, elsewhere: list[str], every: list[Any], on_ray: list[Any]) -> Any:
+    """Parameters `fixture` and `case`: all elsewhere, some on Ray, which takes seconds each."""
+    pairs = [(kind, case) for kind in elsewhere for case in every]
+    return pytest.mark.parametrize(
+        (fixture, "case"), pairs + [("ray", case) for case in on_ray], indirect=[fixture]
+    )
+
+
 def is_running(pid: int) -> bool:
     """Whether a process is there; one of ours that is dead and not waited for counts as there."""
     try:
@@ -181,13 +189,14 @@ def test_a_call_that_waits_lets_others_in(group: WorkerGroup, run: Any) -> None:
     assert run(work()) == [[["a", "b", "release"]] * group.size] * 2
 
 
-def test_a_cancelled_call_leaves_the_group_as_it_is(group: WorkerGroup, run: Any) -> None:
-    async def work() -> list[Any]:
+def test_a_cancelled_call_goes_on_in_the_worker(group: WorkerGroup, run: Any) -> None:
+    async def work() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(group.call("sleep", 0.2), 0.05)
-        return await group.call("echo", "here")
+            await asyncio.wait_for(group.call("sleep", 0.5), 0.2)
+        while await group.call("rested") != [1] * group.size:
+            await asyncio.sleep(0.01)
 
-    assert run(work()) == [("here",)] * group.size
+    run(work())
 
 
 def test_large_arrays_arrive_unchanged_and_once(group: WorkerGroup, run: Any) -> None:
@@ -262,6 +271,7 @@ def test_what_workers_say_arrives_whole_and_in_order(
     assert str(replace(lines[0], rank=1, text="x")) == "policy[1]: x"
 
 
+@pytest.mark.parametrize("start", ["in_process", "local"], indirect=True)
 def test_a_method_that_is_not_there_is_named(start: Start, run: Any) -> None:
     async def work() -> None:
         group = await start({})
@@ -274,9 +284,9 @@ def test_a_method_that_is_not_there_is_named(start: Start, run: Any) -> None:
     run(work())
 
 
-@pytest.mark.parametrize("kind", ["bug", "exit", "unpicklable"])
+@cases("start_apart", ["local"], ["bug", "exit", "unpicklable"], on_ray=["bug", "unpicklable"])
 def test_an_exception_names_rank_and_has_its_traceback_in_the_log_once(
-    start_apart: Start, kind: str, run: Any, caplog: pytest.LogCaptureFixture
+    start_apart: Start, case: str, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = {"bug": "KeyError: 'only rank 1'", "exit": "SystemExit: enough", "unpicklable": "pickle"}
 
@@ -285,8 +295,8 @@ def test_an_exception_names_rank_and_has_its_traceback_in_the_log_once(
         pids = group.processes()
         try:
             with pytest.raises(WorkerError, match=r"policy\[1\] failed in raise_on") as caught:
-                await group.call("raise_on", 1, kind)
-            assert told[kind] in str(caught.value)
+                await group.call("raise_on", 1, case)
+            assert told[case] in str(caught.value)
             assert (caught.value.role, caught.value.rank) == ("policy", 1)
             assert caught.value.exit_code == 1
             with pytest.raises(WorkerError, match=r"policy\[1\] failed in raise_on"):
@@ -298,8 +308,8 @@ def test_an_exception_names_rank_and_has_its_traceback_in_the_log_once(
     pids = run(work())
     assert not any(map(is_running, pids))
     text = "\n".join(record.getMessage() for record in caplog.records)
-    assert text.count("cannot pickle" if kind == "unpicklable" else "Traceback (most") == 1
-    if kind == "bug":
+    assert text.count("cannot pickle" if case == "unpicklable" else "Traceback (most") == 1
+    if case == "bug":
         assert 'raise KeyError(f"only rank {rank}")' in text
 
 
@@ -335,18 +345,14 @@ def test_a_mistake_of_the_users_keeps_its_class(start: Start, run: Any) -> None:
     run(work())
 
 
-@pytest.mark.parametrize(
-    ("refuse", "error", "told"),
-    [
-        ("config", ConfigError, r"^policy\.size must be even, got 3$"),
-        ("bug", WorkerError, r"policy\[\d\] failed in __init__: KeyError: 'start'"),
-    ],
-)
-def test_a_worker_that_cannot_be_made_says_why(
-    start: Start, refuse: str, error: type[WinnowError], told: str, run: Any
-) -> None:
+@cases("start", ["in_process", "local"], ["config", "bug"], on_ray=["config"])
+def test_a_worker_that_cannot_be_made_says_why(start: Start, case: str, run: Any) -> None:
+    error: type[WinnowError] = ConfigError
+    told = r"^policy\.size must be even, got 3$"
+    if case == "bug":
+        error, told = WorkerError, r"policy\[\d\] failed in __init__: KeyError: 'start'"
     with pytest.raises(error, match=told):
-        run(start({"refuse": refuse}))
+        run(start({"refuse": case}))
 
 
 @pytest.mark.parametrize(
@@ -361,11 +367,9 @@ def test_a_path_that_names_no_class_is_refused(path: str, told: str, run: Any) -
         run(start_local("policy", path, {}, 1))
 
 
-@pytest.mark.parametrize(
-    ("how", "told"), [("kill", "SIGKILL"), ("exit", "exit code 3"), ("segfault", "SIGSEGV")]
-)
+@cases("start_apart", ["local"], ["kill", "exit", "segfault"], on_ray=["segfault"])
 def test_a_death_is_told_at_once_with_the_last_words(
-    start_apart: Start, how: str, told: str, run: Any
+    start_apart: Start, case: str, run: Any
 ) -> None:
     lines: list[WorkerLine] = []
 
@@ -375,10 +379,12 @@ def test_a_death_is_told_at_once_with_the_last_words(
         try:
             other = asyncio.ensure_future(group.call_rank(0, "wait", "for ever"))
             with pytest.raises(WorkerError, match=r"policy\[1\] .* in die_on") as caught:
-                await group.call("die_on", 1, how)
+                await group.call("die_on", 1, case)
             assert caught.value.rank == 1
+            assert any(text.startswith("last words") for text in said(lines, 1))
             if start_apart is local:
-                assert told in str(caught.value)
+                told = {"kill": "SIGKILL", "exit": "exit code 3", "segfault": "SIGSEGV"}
+                assert told[case] in str(caught.value)
             with pytest.raises(WorkerError, match=r"policy\[1\]"):
                 await other
         finally:
@@ -387,7 +393,7 @@ def test_a_death_is_told_at_once_with_the_last_words(
 
     assert not any(map(is_running, run(work())))
     (words,) = [text for text in said(lines, 1) if text.startswith("last words")]
-    if how == "segfault":
+    if case == "segfault":
         assert "Fatal Python error: Segmentation fault" in "\n".join(said(lines, 1))
     else:
         assert words == "last words"
@@ -420,9 +426,9 @@ def test_a_worker_that_dies_while_idle_is_met_by_the_next_call(
     run(work())
 
 
-@pytest.mark.parametrize("holding_the_lock", [False, True])
+@cases("start_apart", ["local"], [False, True], on_ray=[True])
 def test_a_hung_worker_meets_the_limit_and_shows_its_stack(
-    start_apart: Start, holding_the_lock: bool, run: Any
+    start_apart: Start, case: bool, run: Any
 ) -> None:
     lines: list[WorkerLine] = []
 
@@ -431,7 +437,7 @@ def test_a_hung_worker_meets_the_limit_and_shows_its_stack(
         pids = group.processes()
         try:
             with pytest.raises(WorkerError, match=r"policy\[1\] hung in hang_on") as caught:
-                await asyncio.wait_for(group.call("hang_on", 1, holding_the_lock), PATIENCE_S)
+                await asyncio.wait_for(group.call("hang_on", 1, case), PATIENCE_S)
             assert "policy[0]" not in str(caught.value)
         finally:
             await group.close()
@@ -522,9 +528,10 @@ from tests.contract.test_worker_group import STARTS, ray_for_tests
 
 async def main():
     group = await STARTS[sys.argv[1]]({})
-    await group.call("about")
+    hung = asyncio.ensure_future(group.call("hang_on", 0, True))
+    await asyncio.sleep(0.5)  # now one holds Python's lock, and the other sleeps and works
     print(*group.processes(), flush=True)
-    await group.call("hang_on", 0, True)
+    await hung
 
 with ray_for_tests() if sys.argv[1] == "ray" else nullcontext():
     asyncio.run(main())
