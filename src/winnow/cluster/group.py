@@ -125,6 +125,11 @@ class Group:
             raise
         self._limit_s = self._stall_timeout_s
 
+    @property
+    def progress(self) -> tuple[int | None, ...]:
+        """The workers' own, by rank, as last heard."""
+        return tuple(rank.listener.progress for rank in self._ranks)
+
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks at once; results by rank."""
         same = Call(method, args, kwargs)

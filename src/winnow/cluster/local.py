@@ -48,6 +48,11 @@ class InProcess:
         self._is_closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
+    @property
+    def progress(self) -> tuple[int | None, ...]:
+        """The worker's own."""
+        return (self._host.progress,)
+
     async def start(self, job: Job) -> None:
         """Make the worker."""
         try:

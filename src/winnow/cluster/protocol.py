@@ -79,6 +79,11 @@ class WorkerGroup(Protocol):
         """How many workers."""
         ...
 
+    @property
+    def progress(self) -> tuple[int | None, ...]:
+        """The workers' own, by rank, as last heard; another thread may ask."""
+        ...
+
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks at once; results by rank.
 

@@ -33,8 +33,12 @@ class RankedLearner:
         self._crew, self._group = crew, group
         self.facts: RankFacts = self.call("facts")
         self._state = self.facts.learner
-        self.progress = 0
-        """Moves with each step."""
+        self._steps = 0
+
+    @property
+    def progress(self) -> int:
+        """Moves with each step, and with each pass and update of a rank."""
+        return self._steps + sum(each or 0 for each in self._group.progress)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method on all ranks; what rank 0 said."""
@@ -53,7 +57,7 @@ class RankedLearner:
         watch.rebook("ranks", reply.seconds)
         metrics.merge(reply.metrics)
         self._state = reply.learner
-        self.progress += 1
+        self._steps += 1
         return reply.learned
 
     def state_dict(self) -> dict[str, Any]:
