@@ -515,6 +515,20 @@ def test_pools_that_a_cluster_lacks_are_refused(ray: Any, run: Any) -> None:
         run(reserve(taken, timeout_s=0.5))
 
 
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("127.0.0.1:1", r"^cluster\.address: no Ray at 127\.0\.0\.1:1: .*refused"),
+        ("127.0.0.1:99999", r"^cluster\.address: no Ray at 127\.0\.0\.1:99999: "),
+        ("head", r"^cluster\.address must be auto or HOST:PORT, got 'head'$"),
+        ("ray://head:10001", r"^cluster\.address must be auto or HOST:PORT"),
+    ],
+)
+def test_an_address_without_ray_is_told_at_once(address: str, told: str) -> None:
+    with pytest.raises(WinnowError, match=told):
+        ray_session(address).__enter__()
+
+
 def test_without_ray_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"^cluster=ray needs Ray; install it: pip install"):

@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from winnow.cluster.ray_guardian import MARK, SHUT_DOWN
 from winnow.errors import ConfigError, WinnowError
 
 PRIVATE_STORE_BYTES = 512 << 20
+_REACH_S = 10.0
 _LONGEST_FOLDER = 30
 """Ray puts sockets under it, whose paths the system allows 107 bytes."""
 _NODE_LABEL = "ray.io/node-id"
@@ -66,6 +68,8 @@ def ray_session(
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = ray_module()
+    if address is not None and address != "auto":
+        _reach(address)
     if ray.is_initialized():
         yield
         return
@@ -169,6 +173,19 @@ async def reserve(layout: Layout, timeout_s: float = 60.0) -> Reserved:
         reserved.release()
         raise
     return reserved
+
+
+def _reach(address: str) -> None:
+    """See that somebody listens there: Ray would wait for minutes, and then end the process."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise ConfigError(f"cluster.address must be auto or HOST:PORT, got {address!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise WinnowError(
+            f"cluster.address: no Ray at {address}: {error}; see `ray status` on its head"
+        ) from error
 
 
 @contextlib.contextmanager
