@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from winnow.models import Source, load_causal_lm, settled, torch_dtype
-from winnow.rollout.engine import EngineStatus
+from winnow.rollout.engine import CompletionEvent, EngineStatus
 from winnow.rollout.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class EngineWorker:
     def __init__(self, engine: TorchEngine) -> None:
         self._engine = engine
         self._replies = self._listened = 0
+        self._found: list[CompletionEvent] = []  # by a wait that has not returned yet
 
     @property
     def progress(self) -> int:
@@ -63,18 +64,30 @@ class EngineWorker:
     async def ask(self, method: str, *args: Any) -> Reply:
         """Call a method of the engine; without one, just its status."""
         assert not method or method in ASKED, method
-        return self._reply(await getattr(self._engine, method)(*args) if method else None)
+        value: Any = await getattr(self._engine, method)(*args) if method else None
+        if method == "progress":
+            value = [*self._take_found(), *value]
+        return self._reply(value)
 
     async def events(self, until: int | None, patience_s: float) -> Reply:
         """`Engine.events`, but [] when nothing happened for so long."""
         try:
-            events = await asyncio.wait_for(self._engine.events(until), patience_s)
+            await asyncio.wait_for(self._find(until), patience_s)
         except TimeoutError:
             # What the wait had found when it was cut off is told now, without another tick: an idle
             # engine with nothing to say would seem to have lost its answers.
-            events = await self._engine.events(self._engine.status().tick)
+            await self._find(self._engine.status().tick)
         self._listened += 1
-        return self._reply(events)
+        return self._reply(self._take_found())
+
+    async def _find(self, until: int | None) -> None:
+        # Kept here at once: a call for progress may come before the wait above ends.
+        events = await self._engine.events(until)
+        self._found += events
+
+    def _take_found(self) -> list[CompletionEvent]:
+        found, self._found = self._found, []
+        return found
 
     def _reply(self, value: Any) -> Reply:
         self._replies += 1

@@ -49,8 +49,9 @@ class Member:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it says that it has nothing to do."""
-        return not self.status.running + self.status.queued
+        """Whether it says that it has nothing to do, and nothing is on its way to it."""
+        sends = self.outbox or (self.sending is not None and not self.sending.done())
+        return not sends and not self.status.running + self.status.queued
 
     def give(self, asks: Sequence[Ask]) -> None:
         """It is to write these."""
@@ -87,6 +88,8 @@ class Member:
 
     def hear(self, events: Iterable[CompletionEvent]) -> list[CompletionEvent]:
         """Enter events; ends go to the inbox, `running` ones are returned."""
+        if self.is_dead:  # heard too late: its answers are others' by now
+            return []
         self.look()
         running = []
         for event in events:

@@ -41,6 +41,7 @@ class RemoteEngine:
     def __init__(self, workers: Workers, rank: int, status: EngineStatus) -> None:
         self._workers, self._rank = workers, rank
         self._status, self._newest = status, 0
+        self._heard = 0  # the newest reply about events: only the newest of all says "idle"
         self._inbox: list[tuple[int, Sequence[CompletionEvent]]] = []  # by serial of the reply
         self._listening: asyncio.Task[None] | None = None
         self._listened = 0
@@ -63,7 +64,8 @@ class RemoteEngine:
             status = self._status
             if until is not None and status.tick >= until:
                 break
-            if not self._inbox and not status.running + status.queued:
+            is_idle = not status.running + status.queued and self._heard == self._newest
+            if is_idle and not self._inbox:
                 async with self._looking:  # a look may have been told what this was not
                     break
         return self._take_inbox()
@@ -79,7 +81,8 @@ class RemoteEngine:
                     return [*self._take_inbox(), *reply.value]
                 # Later news were faster. The look is out of date; ends in it still count.
                 ends = [event for event in reply.value if event.kind != "running"]
-                self._inbox.append((reply.serial, ends))
+                if ends:
+                    self._inbox.append((reply.serial, ends))
 
     async def abort(self, group_ids: Collection[int]) -> None:
         """See `Engine.abort`."""
@@ -157,6 +160,7 @@ class RemoteEngine:
         if self._listening is None or self._listening.cancelled():
             self._listened += 1
             self._listening = asyncio.create_task(self._hear(until))
+            self._listening.add_done_callback(_seen)  # by whoever asks next, if anyone does
         task = self._listening
         try:
             await asyncio.shield(task)
@@ -167,9 +171,15 @@ class RemoteEngine:
     async def _hear(self, until: int | None) -> None:
         reply: Reply = await self._workers.call_rank(self._rank, "events", until, PATIENCE_S)
         self._see(reply)
+        self._heard = reply.serial
         if reply.value:
             self._inbox.append((reply.serial, reply.value))
 
     def _take_inbox(self) -> list[CompletionEvent]:
         taken, self._inbox = sorted(self._inbox, key=lambda entry: entry[0]), []
         return [event for _, events in taken for event in events]
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()
