@@ -125,10 +125,10 @@ class Member:
         while self.asks:
             events = await self.engine.events(own)
             self.hear(events)
-            if self.asks and self.is_idle:
-                self.give_up("the engine lost the answer")
-            elif self.status.tick >= own:
+            if self.status.tick >= own:
                 return
+            if not events and self.asks and self.is_idle:
+                self.give_up("the engine lost the answer")
             elif not events:
                 await asyncio.sleep(0)
 
