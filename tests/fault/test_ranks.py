@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from benchmarks.kill import (
     wait_for,
 )
 from tests.fault.test_full_disk import FULL, namespace, why_not
-from tests.unit.rewards.test_pool import gone
+from tests.processes import gone
 
 from winnow.checkpoint import checkpoints_in, verify
 
@@ -84,7 +85,7 @@ def test_two_ranks_learn_what_one_process_learns(calm: Path, lab: Lab) -> None:
     ("cluster", "victims"),
     [
         (("cluster=local",), ("engine", "rank", "driver")),
-        (("cluster=ray", "cluster.cpus=0.5"), ("rank", "driver", "raylet")),
+        (("cluster=ray", "cluster.cpus=0.5"), ("rank", "driver")),
     ],
     ids=["local", "ray"],
 )
@@ -100,10 +101,9 @@ def test_whoever_is_killed_costs_nothing_but_time(
         engine, *ranks = workers_of(process.pid)
         assert len(ranks) == 2
         (driver,) = (child for child, line in found.items() if "--heartbeat" in line)
-        raylets = [child for child, line in found.items() if line.split("\0")[0].endswith("raylet")]
-        killed = {"engine": engine, "rank": ranks[1], "driver": driver, "raylet": [*raylets, 0][0]}
+        killed = {"engine": engine, "rank": ranks[1], "driver": driver}
         os.kill(killed[victim], signal.SIGKILL)
-        assert gone({driver, engine, *ranks, *raylets}), victim
+        assert gone({driver, engine, *ranks}), victim
     assert code_of(process, 300) == 0
     assert differences(calm, run) == []
     ours, theirs = (checkpoints_in(each / "checkpoints")[-1].path for each in (run, calm))
@@ -171,3 +171,38 @@ def test_a_disk_that_is_full_for_the_ranks_costs_no_older_checkpoint(
     assert 1 <= len(found) < STEPS
     for checkpoint in found:
         verify(checkpoint)
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a Ray cluster of a head without cores and two nodes of three."""
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    from ray.cluster_utils import Cluster
+
+    store = {"object_store_memory": 100 << 20}
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **store}
+    )
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=3, **store)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+def test_a_node_that_is_gone_costs_nothing_but_time(calm: Path, lab: Lab, two_nodes: str) -> None:
+    run = lab.run("lost-node")
+    there = "cluster=ray", f"cluster.address={two_nodes}", "trainer.max_restarts=3"
+    process = lab.start(run.name, *ON_RANKS, *there)
+    assert wait_for(process, lambda: logged(run) >= 2)
+    (raylet,) = {parent_of(worker) for worker in workers_of(os.getpid())}
+    os.kill(raylet, signal.SIGKILL)
+    assert code_of(process, 300) == 0
+    assert differences(calm, run) == []
+    assert re.search(r"(learner|engine 0)\[\d\] died", (run / "log.txt").read_text())
+
+
+def parent_of(pid: int) -> int:
+    """The process that started another."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

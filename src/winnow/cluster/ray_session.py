@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ _REACH_S = 10.0
 _LONGEST_FOLDER = 30
 """Ray puts sockets under it, whose paths the system allows 107 bytes."""
 _NODE_LABEL = "ray.io/node-id"
+_LOOK_S = 1.0
+"""Between two looks at the nodes while a reservation is awaited."""
 
 
 def ray_module() -> Any:
@@ -121,6 +124,19 @@ class Reserved:
         group = self._groups[self._layout.roles[role]]
         return Placement(group, self._layout.size(role), self._layout.share(role))
 
+    async def is_ready(self, nodes: Set[str], give_up: float) -> bool:
+        """Wait until all is held free; False when one of the nodes is gone, or the time is up."""
+        for group in self._groups.values():
+            ready = asyncio.ensure_future(group.ready())
+            while not ready.done():
+                is_late = time.monotonic() > give_up
+                if is_late or not nodes <= {node.name for node in offers()}:
+                    ready.cancel()
+                    return False
+                await asyncio.wait([ready], timeout=_LOOK_S)
+            await ready
+        return True
+
     def release(self) -> None:
         """Give it back; a second time does nothing. Workers that are still there are killed."""
         from ray.util import remove_placement_group
@@ -142,37 +158,43 @@ def offers() -> list[Node]:
 
 
 async def reserve(layout: Layout, timeout_s: float = 60.0) -> Reserved:
-    """Reserve a layout's pools, each part on one node.
+    """Reserve a layout's pools, each part on one node; other nodes where a chosen one goes.
 
     Raises:
         ConfigError: the cluster is too small, or has not enough free within the time.
     """
+    give_up = time.monotonic() + timeout_s
+    while True:
+        chosen = layout.assign(offers())
+        nodes = {node for names in chosen.values() for node in names}
+        reserved = _asked_for(layout, chosen)
+        try:
+            if await reserved.is_ready(nodes, give_up):
+                return reserved
+        except BaseException:
+            reserved.release()
+            raise
+        reserved.release()
+        if time.monotonic() > give_up:
+            raise ConfigError(
+                f"the cluster had not enough free for the pools within {timeout_s:g} s; wait for "
+                "its other work to end, or make the pools smaller"
+            )
+
+
+def _asked_for(layout: Layout, chosen: Mapping[str, Sequence[str]]) -> Reserved:
     from ray.util import placement_group
 
-    chosen = layout.assign(offers())
-    reserved = Reserved(layout, groups := {})
-    try:
-        for pool in layout.pools:
-            slot = layout.slot(pool)
-            needs = {"CPU": slot.cpus} | ({"GPU": slot.devices} if slot.devices else {})
-            groups[pool.name] = placement_group(
-                [needs] * pool.slots,
-                strategy="PACK",
-                bundle_label_selector=[{_NODE_LABEL: node} for node in chosen[pool.name]],
-            )
-        async with asyncio.timeout(timeout_s):
-            for group in groups.values():
-                await group.ready()
-    except TimeoutError:
-        reserved.release()
-        raise ConfigError(
-            f"the cluster had not enough free for the pools within {timeout_s:g} s; wait for its "
-            "other work to end, or make the pools smaller"
-        ) from None
-    except BaseException:
-        reserved.release()
-        raise
-    return reserved
+    groups = {}
+    for pool in layout.pools:
+        slot = layout.slot(pool)
+        needs = {"CPU": slot.cpus} | ({"GPU": slot.devices} if slot.devices else {})
+        groups[pool.name] = placement_group(
+            [needs] * pool.slots,
+            strategy="PACK",
+            bundle_label_selector=[{_NODE_LABEL: node} for node in chosen[pool.name]],
+        )
+    return Reserved(layout, groups)
 
 
 def _reach(address: str) -> None:
