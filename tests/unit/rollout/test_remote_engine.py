@@ -162,6 +162,48 @@ def test_the_status_moves_while_a_long_answer_is_written(
     asyncio.run(run())
 
 
+def test_nothing_to_tell_from_before_an_abort_does_not_mean_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_engine, "PATIENCE_S", 1e-9)
+
+    async def run() -> None:
+        remote, wire, _ = await connected()
+        await remote.submit(requests([60]))
+        release = wire.hold("events")
+        waiting = asyncio.ensure_future(remote.events())
+        await turns(20)  # it ran out of patience there, the reply is on its way
+        await remote.abort([0])
+        assert remote.status().running == remote.status().queued == 0
+        release.set()
+        ((group, kind, _),) = kinds(await waiting)
+        assert (group, kind) == (0, "aborted")
+
+    asyncio.run(run())
+
+
+def test_a_look_that_is_taken_again_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        remote, wire, _ = await connected()
+        await remote.submit(requests([5, 9, 20]))
+        await remote.events()
+        release = wire.hold("progress")
+        looking = asyncio.ensure_future(remote.progress())
+        await turns(5)
+        await remote.events()
+        monkeypatch.setattr(remote_engine, "PATIENCE_S", 1e-9)
+        again = wire.hold("progress")
+        waiting = asyncio.ensure_future(remote.events())
+        release.set()
+        await turns(5)
+        assert wire.calls.count("progress") == 2
+        assert kinds(await waiting) == [(2, "finished", 20)]
+        again.set()
+        await looking
+
+    asyncio.run(run())
+
+
 def test_a_wait_that_is_cancelled_goes_on_and_is_not_begun_twice() -> None:
     async def run() -> None:
         remote, wire, _ = await connected()
