@@ -206,3 +206,17 @@ def test_a_node_that_is_gone_costs_nothing_but_time(calm: Path, lab: Lab, two_no
 def parent_of(pid: int) -> int:
     """The process that started another."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_in_free_mode_an_engine_that_dies_is_done_without(lab: Lab) -> None:
+    run = lab.run("lost-engine")
+    two = "run.deterministic=false", "rollout.engine.processes=2"
+    process = lab.start(run.name, *two)
+    assert wait_for(process, lambda: logged(run) >= 1)
+    engines = workers_of(process.pid)
+    assert len(engines) == 2
+    os.kill(engines[0], signal.SIGKILL)
+    assert code_of(process, 240) == 0
+    assert gone({*engines})
+    assert "engine 0 died, 1 of 2 are left" in (run / "log.txt").read_text()
+    assert [line["step"] for line in figures(run)] == list(range(STEPS + 1))
