@@ -50,8 +50,12 @@ def test_the_right_number_is_selected_by_the_right_rule(seed: int, n: int, share
     cov = covariances(old, advantage, mask)
     wanted = max(int(share * len(cov)), 1)
 
-    by_cov = sorted(cov, key=lambda t: -cov[t])
-    assert chosen(kl_cov_select(old, advantage, mask, draws, share=share)) == set(by_cov[:wanted])
+    largest = chosen(kl_cov_select(old, advantage, mask, draws, share=share))
+    assert len(largest) == wanted
+    assert largest <= cov.keys()
+    # Two tokens alone have one covariance, but for its last bit.
+    others = [cov[t] for t in cov.keys() - largest]
+    assert min(cov[t] for t in largest) >= max(others, default=-math.inf) - 1e-12
 
     bounds = {"cov_low": 0.3, "cov_high": 1.2}
     within = sorted((t for t in cov if 0.3 < cov[t] < 1.2), key=lambda t: float(draws[t]))

@@ -126,7 +126,8 @@ def test_sums_of_parts_add_up_to_those_of_the_whole(
         for s in (slice(None, cut), slice(cut, None))
     ]
     for name, total in whole.items():
-        assert float(sum(part[name] for part in parts)) == pytest.approx(float(total), abs=1e-9)
+        found = float(sum(part[name] for part in parts))
+        assert found == pytest.approx(float(total), rel=1e-12, abs=1e-9)
 
 
 def test_a_clip_that_is_not_positive_is_refused() -> None:

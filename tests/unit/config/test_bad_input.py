@@ -103,8 +103,8 @@ OVERRIDES = [
     (
         ["xyzzy=1"],
         f"xyzzy is no known key {SHELL}; the sections are run, model, warm_start, data, reward, "
-        "rollout, sampling, algorithm, reference, critic, optim, trainer, evaluation, observe; "
-        "see --help-config",
+        "rollout, sampling, algorithm, reference, critic, optim, trainer, cluster, evaluation, "
+        "observe; see --help-config",
     ),
     (["optim.betas.0=1"], f"optim.betas.0 is no known key {SHELL}; did you mean optim.betas?"),
     (["hydra.run.dir=x"], f"hydra.run.dir is no known key {SHELL}; did you mean run.dir?"),
