@@ -6,7 +6,7 @@ The sampler runs on the embedded engine with the quickstart's warm start, whose 
 guesses (9 tokens), workings (about 40) and ramblings (128). The weights stand still, so that every
 group admitted has one true ending: those that no step trained are written to their end when the
 steps are over. The yardstick is the mean over all admitted groups that qualify then.
-`tests/unit/sampling/test_length_bias.py` asserts the same on a scripted engine.
+`tests/integration/sampling/test_length_bias.py` asserts the same on a scripted engine.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.rewards.test_pool import children
+from tests.processes import children
 
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.config.reward_manager import (

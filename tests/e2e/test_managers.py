@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.kill import SETTINGS, contents, figures
-from tests.unit.rewards.test_pool import gone
+from tests.processes import gone
 from tests.winnow_command import WINNOW, Outcome, in_this_process
 
 from winnow.observe.jsonl import read_metrics

@@ -14,6 +14,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,8 @@ def read_modules(root: Path) -> list[Module]:
     return modules
 
 
-def imports(module: Module) -> Iterator[Import]:
+@cache
+def imports(module: Module) -> tuple[Import, ...]:
     """Every import of a module, wherever it stands."""
 
     def visit(node: ast.AST, runs: bool) -> Iterator[Import]:
@@ -130,7 +132,7 @@ def imports(module: Module) -> Iterator[Import]:
         for node in nodes:
             yield from visit(node, runs)
 
-    return visit(module.tree, True)
+    return tuple(visit(module.tree, True))
 
 
 def source_of(module: Module, node: ast.ImportFrom) -> str:
@@ -305,11 +307,15 @@ def package_with(folder: Path, file: str, text: str) -> list[Module]:
     return read_modules(folder / "winnow")
 
 
+@pytest.fixture(scope="module")
+def source() -> list[Module]:
+    return read_modules(REPOSITORY / "src" / "winnow")
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_source_keeps_the_rule(rule: Rule) -> None:
-    modules = read_modules(REPOSITORY / "src" / "winnow")
-    assert modules
-    assert list(rule(modules)) == []
+def test_the_source_keeps_the_rule(rule: Rule, source: list[Module]) -> None:
+    assert source
+    assert list(rule(source)) == []
 
 
 @pytest.mark.parametrize(("rule", "file", "bad", "good"), CASES, ids=CASE_IDS)

@@ -1,4 +1,4 @@
-"""`winnow data check`: what it finds, on small files and on the real ones."""
+"""`winnow data check`: what it finds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.small_tokenizers import CHAT_TEMPLATE, train_bpe
 from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
@@ -16,8 +17,6 @@ from winnow.data.check_text import alike, same
 from winnow.data.prepare_instruction import with_dapo_instruction
 from winnow.data_cli import app
 from winnow.errors import DataError, ModelError
-
-from .conftest import CHAT_TEMPLATE, train_bpe
 
 WriteJsonl = Callable[..., str]
 
@@ -126,26 +125,6 @@ def test_prompts_that_differ_in_form_are_alike(one: str, other: str) -> None:
 def test_a_prompt_is_the_same_with_and_without_a_known_instruction() -> None:
     assert same(user(with_dapo_instruction("1+1?"))) == same(user(" 1+1? "))
     assert same(user("1+1?")) != same(user("1+1"))
-
-
-def test_the_real_dapo_file_shows_its_known_faults(shared_data: Path) -> None:
-    maths = shared_data / "math"
-    report = look(
-        str(maths / "dapo_math_17k.parquet"), str(maths / "aime24_aime25_math500.parquet")
-    )
-    assert (report.rows, report.unique_prompts) == (17_917, 17_255)
-    assert len(report.conflicts) == 12
-    assert report.conflicts[0].labels == ("64", "6")
-    assert report.overlap is not None
-    assert report.overlap.shared_by_source == {
-        "MATH-500": 7,
-        "AIME-2024-30": 0,
-        "AIME-2025-30": 0,
-    }
-    assert [shared.evaluation_row for shared in report.overlap.shared] == [
-        48, 205, 279, 281, 435, 506, 551,
-    ]  # fmt: skip
-    assert all(shared.same_label for shared in report.overlap.shared)
 
 
 def test_the_table_names_what_it_counts(write_jsonl: WriteJsonl) -> None:

@@ -128,26 +128,6 @@ def test_hdfs_without_java_says_what_it_needs(
         assert str(caught.value).endswith("set JAVA_HOME, HADOOP_HOME and CLASSPATH")
 
 
-def test_rows_of_other_sets_are_left_out_and_counted(
-    made: Callable[..., Prepared], shared_data: Path
-) -> None:
-    mixed = str(shared_data / "math" / "aime24_aime25_math500.parquet")
-    done = made("aime-2024", mixed)
-    assert (done.read, done.written) == (560, 30)
-    assert done.other_sources == {"MATH-500": 500, "AIME-2025-30": 30}
-    assert done.data_sources == {"AIME-2024-30": 30}
-    with pytest.raises(DataError, match="no row belongs to gsm8k; their data_source is MATH-500"):
-        made("gsm8k", mixed)
-
-
-def test_the_real_files_are_prepared(made: Callable[..., Prepared], shared_data: Path) -> None:
-    done = made("gsm8k", str(shared_data / "gsm8k" / "test.jsonl"), split="test")
-    assert (done.read, done.written, done.split) == (1_319, 1_319, "test")
-    done = made("dapo-math-17k", str(shared_data / "math" / "dapo_math_17k.parquet"))
-    assert (done.read, done.copies, done.written) == (17_917, 650, 17_267)
-    assert len(read_rows([done.out])) == 17_267
-
-
 def test_sort_digits_is_generated_and_training_never_meets_the_test(
     made: Callable[..., Prepared],
 ) -> None:
@@ -279,26 +259,6 @@ def test_amc_answers_are_numbers_without_a_point(
     done = made("amc", write_jsonl(rows))
     assert (done.split, done.data_sources) == ("test", {"amc": 2})
     assert [row.ground_truth for row in read_rows([done.out])] == ["142", "0.5"]
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "count"),
-    [("humaneval", "HumanEval.jsonl.gz", 164), ("mbpp", "mbpp_sanitized.jsonl", 427)],
-)
-def test_real_programming_problems_come_with_their_tests(
-    name: str, file: str, count: int, made: Callable[..., Prepared], shared_data: Path
-) -> None:
-    done = made(name, str(shared_data / "code" / file), split="test")
-    assert (done.read, done.copies, done.written) == (count, 0, count)
-    for row in read_rows([done.out]):
-        truth = json.loads(row.ground_truth)
-        assert sorted(truth) == ["entry_point", "prompt", "test"]
-        assert f"def {truth['entry_point']}(" in truth["prompt"]
-        assert "def check(candidate):" in truth["test"]
-        assert truth["prompt"].rstrip() in row.messages[0]["content"]
-        assert row.extra["ability"] == "code"
-        assert row.extra["extra_info"]["canonical_solution"]
-        assert row.extra["extra_info"]["canonical_solution"] not in row.messages[0]["content"]
 
 
 def test_mbpp_rows_of_the_hub_show_their_asserts(

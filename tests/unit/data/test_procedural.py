@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -14,7 +12,7 @@ from winnow.config.data import DataConfig, ReasoningGymTask
 from winnow.data import procedural
 from winnow.data.build import evaluation_prompts, training_prompts
 from winnow.data.loader import PromptLoader
-from winnow.data.procedural import UNSTABLE, ProceduralStream, held_out_rows, training_rows
+from winnow.data.procedural import ProceduralStream, held_out_rows, training_rows
 from winnow.errors import DataError
 
 SUM = ReasoningGymTask(task="chain_sum", options={"max_terms": 3}, eval_problems=20)
@@ -120,39 +118,6 @@ def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     task = ReasoningGymTask(task="chain_sum", options={"max_terms": 4})  # not made before
     with pytest.raises(DataError, match=r"pip install 'winnow\[reasoning-gym\]'$"):
         ProceduralStream(task, 0)
-
-
-IN_ANOTHER = """
-import sys
-from winnow.config.data import ReasoningGymTask
-from winnow.data.procedural import training_rows
-for name in sys.argv[1:]:
-    print(name, [row.uid for row in training_rows(ReasoningGymTask(task=name), 3, 12)])
-"""
-STABLE = ["chain_sum", "group_anagrams", "family_relationships", "course_schedule", "sudoku",
-          "word_sorting", "syllogism", "simple_equations", "prime_factorization"]  # fmt: skip
-
-
-def in_another_process(hash_seed: int, *names: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", IN_ANOTHER, *names],
-        env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.splitlines()
-
-
-def test_rows_are_the_same_in_every_process_or_the_task_is_refused() -> None:
-    shaky = ["ransom_note", "isomorphic_strings"]
-    one, two = (in_another_process(seed, *STABLE, *shaky) for seed in (1, 2))
-    assert len(one) == len(STABLE) + 2
-    assert one[: len(STABLE)] == two[: len(STABLE)]
-    assert all(a != b for a, b in zip(one[len(STABLE) :], two[len(STABLE) :], strict=True))
-    assert set(shaky) <= UNSTABLE
-    with pytest.raises(DataError, match="`winnow data prepare reasoning_gym/ransom_note`"):
-        ProceduralStream(ReasoningGymTask(task="ransom_note"), 0)
 
 
 def test_a_recipe_trains_on_it_and_its_loader_resumes(bpe: PreTrainedTokenizerBase) -> None:

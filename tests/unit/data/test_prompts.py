@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.small_tokenizers import CHAT_TEMPLATE, train_bpe
 from transformers import PreTrainedTokenizerBase
 
 from winnow.config.data import DataConfig
@@ -12,8 +13,6 @@ from winnow.data.prompts import LengthReport, PromptRenderer, PromptSet
 from winnow.data.sort_digits import build_tokenizer
 from winnow.data.sources import Row
 from winnow.errors import ConfigError, DataError, ModelError, WinnowError
-
-from .conftest import CHAT_TEMPLATE, train_bpe
 
 TEXTS = ["What is 1 + 1?", "Solve it. Answer: 2", "[user][assistant][system]"]
 

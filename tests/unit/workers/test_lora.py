@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,24 +87,6 @@ def test_the_update_is_scaled_by_alpha_and_rank(base: Path, rslora: bool) -> Non
     torch.testing.assert_close(after - before, torch.full_like(before, scale * 4 * 0.25))
     assert not has_adapter(model)
     assert model.state_dict().keys() == model_of(base).state_dict().keys()
-
-
-@pytest.mark.slow
-def test_the_same_adapter_is_written_in_the_same_bytes_by_every_process(
-    base: Path, tmp_path: Path
-) -> None:
-    code = (
-        "import sys; from pathlib import Path; from tests.unit.workers.test_lora import adapter_of;"
-        "adapter_of(Path(sys.argv[1]), Path(sys.argv[2]))"
-    )
-    written = []
-    for seed in ("1", "2"):
-        folder = tmp_path / seed
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()}
-        command = [sys.executable, "-c", code, str(base), str(folder)]
-        subprocess.run(command, env=environment, check=True, capture_output=True)
-        written.append({path.name: path.read_bytes() for path in folder.iterdir()})
-    assert written[0] == written[1]
 
 
 def test_an_adapter_says_which_model_it_belongs_to(base: Path, tmp_path: Path) -> None:

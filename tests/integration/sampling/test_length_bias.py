@@ -3,7 +3,7 @@
 The yardstick is every group admitted during the run that would qualify if all its answers
 were written to their end, trained or not. On the scripted engine these ends are known.
 
-`PYTHONPATH=src:tests python tests/unit/sampling/test_length_bias.py` prints the table of
+`PYTHONPATH=. python tests/integration/sampling/test_length_bias.py` prints the table of
 docs/sampling.md.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.engines import VOCABULARY, Prompts, ScriptedEngine, uniform
 
-from engines import VOCABULARY, Prompts, ScriptedEngine, uniform
 from winnow.config.sampling import SamplingConfig
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
 from winnow.rollout.single_turn import answer_seed

@@ -19,7 +19,7 @@ from tests.contract.test_managers import PROMPT, served
 from tests.faulty_http import reply as answered
 from tests.faulty_http import serving
 from tests.sandboxes import need_bubblewrap
-from tests.unit.rewards.conftest import LIMIT, SIGNATURE, answer
+from tests.scoring import LIMIT, SIGNATURE, answer
 
 from winnow.config.load import load_recipe
 from winnow.config.reward import RewardConfig, UserFunction

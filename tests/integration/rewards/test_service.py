@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.rewards.conftest import LIMIT, PROMPT, SIGNATURE, UserService, answer
-from tests.unit.rewards.test_pool import children
+from tests.processes import children
+from tests.scoring import LIMIT, PROMPT, SIGNATURE, UserService, answer
 
 from winnow.config.reward import OverlongConfig, PartConfig, RewardConfig, UserFunction
 from winnow.errors import RewardError

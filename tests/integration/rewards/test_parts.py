@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.unit.rewards.conftest import LIMIT, PROMPT, UserService, answer
+from tests.scoring import LIMIT, PROMPT, UserService, answer
 
 from winnow.config.reward import (
     CosineConfig,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.reward_models import classifier, classifier_folder
-from tests.unit.rewards.conftest import LIMIT, answer
+from tests.scoring import LIMIT, answer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from winnow.config.model import ModelConfig

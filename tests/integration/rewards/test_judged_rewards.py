@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.faulty_http import Step, reply, serving
 from tests.judges import judging, says
-from tests.unit.rewards.conftest import LIMIT, answer
+from tests.scoring import LIMIT, answer
 
 from winnow.config.judge import OpenAiJudge
 from winnow.config.reward import CosineConfig, OverlongConfig, PartWeights, RewardConfig

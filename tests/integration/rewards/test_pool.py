@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit.rewards.conftest import PROMPT, UserService, answer
+from tests.processes import children, gone, is_alive
+from tests.scoring import PROMPT, UserService, answer
 
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
@@ -86,30 +86,6 @@ def ask_all(service: RewardService, texts: list[str]) -> list[Score]:
         return list(await asyncio.gather(*asked))
 
     return asyncio.run(run())
-
-
-def children() -> set[int]:
-    """Processes whose parent is this one, zombies included."""
-    found: set[int] = set()
-    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
-            found.update(map(int, (task / "children").read_text().split()))
-    return found
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def gone(processes: set[int]) -> bool:
-    for _ in range(500):
-        if not any(map(is_alive, processes)):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @pytest.mark.parametrize("file", [SYNC, ASYNC], ids=["sync", "async"])
@@ -374,7 +350,7 @@ def test_closing_ends_a_worker_that_hangs_and_all_it_started(user_service: UserS
 PARENT = """
 import asyncio, sys, numpy as np
 from winnow.config.reward import RewardConfig, UserFunction
-from tests.unit.rewards.conftest import PROMPT, answer
+from tests.scoring import PROMPT, answer
 from winnow.rewards.service import RewardService
 
 service = RewardService(

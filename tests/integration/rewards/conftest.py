@@ -1,31 +1,16 @@
-"""What the tests of scoring share: a user's file, and services that are closed at the end."""
+"""Services of a user's function that are closed at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from tests.scoring import LIMIT, SIGNATURE, UserService
 
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.rewards.service import RewardService
-from winnow.types import Prompt, Segment, Trajectory, VersionSpan
-
-LIMIT = 128
-SIGNATURE = "data_source, solution_str, ground_truth, extra_info"
-PROMPT = Prompt("sort_digits:5391", np.array([8, 6]), "5391:", "sort_digits", "1359")
-
-UserService = Callable[..., RewardService]
-
-
-def answer(length: int) -> Trajectory:
-    """An answer of so many tokens."""
-    tokens = Segment(
-        np.zeros(length, np.int64), np.zeros(length, np.float32), (VersionSpan(0, length),)
-    )
-    return Trajectory((tokens,), "stop")
 
 
 @pytest.fixture
