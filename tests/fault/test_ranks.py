@@ -180,6 +180,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     store = {"object_store_memory": 100 << 20}
+    before = signal.getsignal(signal.SIGTERM)  # Ray sets one of its own, for good
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **store}
     )
@@ -189,6 +190,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield cluster.address
     finally:
         cluster.shutdown()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_node_that_is_gone_costs_nothing_but_time(calm: Path, lab: Lab, two_nodes: str) -> None:
