@@ -29,6 +29,7 @@ from winnow.data.sort_digits import build_tokenizer
 from winnow.models import model_writer, use_layout_attention
 from winnow.trainer.saver import Saver
 from winnow.trainer.state import RunState
+from winnow.trainer.tensors import LocalTensors
 from winnow.trainer.warm_start import tiny_model
 from winnow.workers.single import SingleStrategy
 
@@ -77,7 +78,7 @@ def saves(name: str, folder: Path) -> str:
     with Saver(folder, Retention(1)) as saver:
         frame = partial(Content, machine=this_machine(held.device))
         writer = model_writer(held.model, build_tokenizer())
-        state = RunState(held, {}, {}, lambda: 0, saver.save, frame, writer)
+        state = RunState(LocalTensors(held, {}, writer), {}, lambda: 0, saver.save, frame)
         for step in (1, 2, 3):
             began, own, both = time.perf_counter(), time.thread_time(), time.process_time()
             state.note(step, None)
