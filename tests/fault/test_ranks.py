@@ -135,7 +135,7 @@ def test_another_number_of_ranks_takes_a_run_over_and_says_so(calm: Path, lab: L
 
 def test_a_rank_that_hangs_is_named_after_the_limit(lab: Lab) -> None:
     run = lab.run("hung-rank")
-    process = lab.start(run.name, *ON_RANKS, "trainer.stall_timeout_s=4")
+    process = lab.start(run.name, *ON_RANKS, "trainer.stall_timeout_s=8")
     assert wait_for(process, lambda: logged(run) >= 1)
     workers = workers_of(process.pid)
     os.kill(workers[2], signal.SIGSTOP)

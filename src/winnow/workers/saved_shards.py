@@ -51,6 +51,20 @@ def _copied(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     )
 
 
+class _Writer(FileSystemWriter):
+    """Tells what the system refused, which pickling for the other ranks would lose."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """See `StorageWriter.write_data`."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # After a write that failed, torch's zip writer fails at its closing, too.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
 def write_shards(state: State, folder: Path, group: dist.ProcessGroup) -> None:
     """Write a state that is on the host; all ranks call this, in a thread if they like.
 
@@ -61,7 +75,7 @@ def write_shards(state: State, folder: Path, group: dist.ProcessGroup) -> None:
         OSError: the disk is full, or not writable; on every rank.
     """
     try:
-        writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
+        writer = _Writer(folder, single_file_per_rank=True, sync_files=False)
         save(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         raise _first(error) from error
