@@ -222,3 +222,14 @@ def test_in_free_mode_an_engine_that_dies_is_done_without(lab: Lab) -> None:
     assert gone({*engines})
     assert "engine 0 died, 1 of 2 are left" in (run / "log.txt").read_text()
     assert [line["step"] for line in figures(run)] == list(range(STEPS + 1))
+
+
+def test_a_run_that_cannot_go_on_keeps_what_it_had(lab: Lab) -> None:
+    run = lab.run("no-signal")
+    bound = "sampling.max_groups_per_step=8", "sampling.on_bound=stop"
+    assert code_of(lab.start(run.name, *ON_RANKS, *bound, "trainer.save_every=100"), 120) == 2
+    (saved,) = checkpoints_in(run / "checkpoints")
+    verify(saved)
+    assert (saved.path / "ranks/.metadata").is_file()
+    assert (saved.model / "model.safetensors").is_file()
+    assert list(leftovers(run)) == []

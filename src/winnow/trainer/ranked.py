@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ class RankedTensors:
         fault: tuple[int, str] | None = self._learner.call("write", str(checkpoint))
         if fault is not None:
             number, path = fault
-            raise OSError(number, errno.errorcode.get(number, "unknown error"), path)
+            raise OSError(number, os.strerror(number), path)
 
 
 def _tensors(bucket: RawBucket) -> Iterator[tuple[str, Tensor]]:

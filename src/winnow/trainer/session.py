@@ -81,9 +81,9 @@ def run_training(
         metrics = MetricsLog(folder.metrics)
         sinks = Sinks([sink, FirstRecord(metrics, start), heartbeat])
         with (
-            make_saver(config, folder) as saver,
             contextlib.closing(make_rewards(config, device)) as rewards,
             placed_models(config, policy, first) as placed,
+            make_saver(config, folder) as saver,  # ends before the ranks that write for it
         ):
             built = build(
                 config,
