@@ -39,11 +39,7 @@ class Crew:
                     raise each
             return self._groups[-len(starting) :]
 
-        return self._wait(all_of_them())
-
-    def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """The result of other work in the loop."""
-        return self._wait(work)
+        return self.wait(all_of_them())
 
     def call(self, group: WorkerGroup, method: str, *args: Any) -> Any:
         """Call a method on all ranks; what rank 0 said.
@@ -51,7 +47,7 @@ class Crew:
         Raises:
             WinnowError: see `WorkerGroup`.
         """
-        return self._wait(group.call(method, *args))[0]
+        return self.wait(group.call(method, *args))[0]
 
     def reached(self, group: WorkerGroup) -> Reached:
         """The group, for a caller in another loop."""
@@ -63,13 +59,14 @@ class Crew:
             return
         try:
             for group in reversed(self._groups):
-                self._wait(group.close())
+                self.wait(group.close())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
-    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+    def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """The result of work in the loop."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

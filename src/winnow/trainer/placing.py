@@ -65,55 +65,73 @@ def placed_models(config: Config, policy: Policies, start: str | None) -> Iterat
     Raises:
         WinnowError: a model of the recipe cannot be loaded, or a process cannot be started.
     """
+    if not (ranks_of(config) or config.rollout.engine.processes):
+        yield _learning_here(config, policy, start, make_engine(config, policy))
+        return
     with (
         contextlib.closing(Crew()) as crew,
         starter_of(config, policy.device, crew) as starter,
     ):
-        yield _placed(config, policy, start, crew, starter)
+        yield _apart(config, policy, start, crew, starter)
 
 
-def _placed(
+def _apart(
     config: Config, policy: Policies, start: str | None, crew: Crew, starter: Starter
 ) -> Placed:
+    """With a learner, or engines, or both in other processes."""
     remote = config.rollout.engine.processes > 0
+    engine: Engine
     if remote:
         engine = _engines(config, policy, start, crew, starter)
     else:
         engine = make_engine(config, policy)
-    common: dict[str, Any] = {"engine": engine, "device": policy.device}
     canary = Canary.drawn(
         policy.vocabulary,
         getattr(policy.model.config, "max_position_embeddings", None) or _POSITIONS,
         policy.model.dtype,
         config.rollout.temperature,
     )
-    if ranks_of(config):
-        made = {"config": config, "path": policy.path, "start": start}
-        made |= {"vocabulary": policy.vocabulary, "tokenizer": policy.tokenizer_folder}
-        (group,) = crew.start(starter.ranks(made))
-        ranked = RankedLearner(crew, group)
-        return Placed(
-            learner=ranked,
-            tensors=RankedTensors(ranked),
-            publish=Sending(engine, partial(ranked.weights, remote), canary, ranked.canary),
-            passes=ranked.facts.passes,
-            ranks=ranks_of(config),
-            notes=ranked.facts.notes,
-            **common,
-        )
+    if not ranks_of(config):
+        return _learning_here(config, policy, start, engine, canary)
+    made = {"config": config, "path": policy.path, "start": start}
+    made |= {"vocabulary": policy.vocabulary, "tokenizer": policy.tokenizer_folder}
+    (group,) = crew.start(starter.ranks(made))
+    ranked = RankedLearner(crew, group)
+    return Placed(
+        engine=engine,
+        learner=ranked,
+        tensors=RankedTensors(ranked),
+        publish=Sending(engine, partial(ranked.weights, remote), canary, ranked.canary),
+        passes=ranked.facts.passes,
+        device=policy.device,
+        ranks=ranks_of(config),
+        notes=ranked.facts.notes,
+    )
+
+
+def _learning_here(
+    config: Config,
+    policy: Policies,
+    start: str | None,
+    engine: Engine,
+    canary: Canary | None = None,
+) -> Placed:
+    """With a learner in this process; a canary where the engine has weights of its own."""
     learning = make_learner(config, InProcess(config, policy.model, policy.vocabulary), start)
     writer = adapter_writer if has_adapter(policy.model) else model_writer
-    save_model = writer(policy.model, policy.tokenizer)
     own = learning.policy
-    sending = Sending(engine, own.export_weights, canary, lambda c: c.expected(own))
+    publish: Publish = Sharing(engine)
+    if canary is not None:
+        publish = Sending(engine, own.export_weights, canary, lambda c: c.expected(own))
     return Placed(
+        engine=engine,
         learner=learning.learner,
-        tensors=LocalTensors(own, learning.others, save_model),
-        publish=sending if remote else Sharing(engine),
+        tensors=LocalTensors(own, learning.others, writer(policy.model, policy.tokenizer)),
+        publish=publish,
         passes=learning.passes,
+        device=policy.device,
         ranks=1,
         notes=learning.notes,
-        **common,
     )
 
 

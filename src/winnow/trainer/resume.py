@@ -64,7 +64,6 @@ HARMLESS = frozenset(
         "trainer.checkpoint_url",
         "trainer.max_restarts",
         "trainer.stall_timeout_s",
-        *(f"cluster.{key}" for key in ("name", "address", "nodes", "cpus", "environment")),
         *(
             f"trainer.strategy.{key}"  # the number of ranks as that of threads
             for key in ("ranks", "replicas", "reshard_after_forward", "offload", "bucket_mb")
@@ -74,6 +73,8 @@ HARMLESS = frozenset(
     }
 )
 """Keys that no figure but times depends on."""
+HARMLESS_SECTION = "cluster"
+"""Nor on any key of it: where processes are."""
 REMEDIES = frozenset(
     {
         "reward.judge.base_url",
@@ -275,7 +276,7 @@ def _changed(saved: Config, config: Config) -> str:
     changed = [
         f"{key} was {show(was)} and is {show(now)}"
         for key, was, now in differing_keys(saved, config)
-        if key.replace("/", ".") not in HARMLESS | REMEDIES
+        if key.replace("/", ".") not in HARMLESS | REMEDIES and not key.startswith(HARMLESS_SECTION)
     ]
     more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
     return ", ".join(changed[:_SHOWN]) + more

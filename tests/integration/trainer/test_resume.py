@@ -25,9 +25,9 @@ def recipe(folder: Path, *overrides: str, name: str = "a") -> Config:
     return load_recipe("quickstart", [*settings, f"run.name={name}", *overrides])
 
 
-def run_to(folder: Path, step: int, **more: Any) -> Path:
+def run_to(folder: Path, step: int, *overrides: str, **more: Any) -> Path:
     """A run with files of its steps and a checkpoint every two of them."""
-    config = recipe(folder)
+    config = recipe(folder, *overrides)
     with opened_run(config, "quickstart") as opened:
         run = opened.folder
         log = MetricsLog(run.metrics)
@@ -121,6 +121,18 @@ def test_another_recipe_is_refused_and_each_key_named(tmp_path: Path) -> None:
 def test_keys_that_no_figure_depends_on_may_change(override: str, tmp_path: Path) -> None:
     run_to(tmp_path, 5)
     assert open_again(recipe(tmp_path, override)).checkpoint is not None
+
+
+def test_where_processes_are_and_how_many_train_may_change(tmp_path: Path) -> None:
+    on_ranks = "trainer/strategy=fsdp2", "rollout.engine.processes=1"
+    run_to(tmp_path, 5, *on_ranks)
+    ray = "cluster=ray", "cluster.address=auto", "cluster.environment={NCCL_DEBUG: INFO}"
+    more = recipe(tmp_path, *on_ranks, *ray, "trainer.strategy.ranks=4")
+    assert open_again(more).checkpoint is not None
+    with pytest.raises(ConfigError, match=r"trainer\.strategy\.name was 'fsdp2' and is 'single'"):
+        open_again(recipe(tmp_path, "rollout.engine.processes=1"))
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.processes was 1 and is 2"):
+        open_again(recipe(tmp_path, *on_ranks, "rollout.engine.processes=2"))
 
 
 def test_never_refuses_a_name_that_is_taken(tmp_path: Path) -> None:
