@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.unprivileged import permissions_apply
@@ -25,7 +24,7 @@ def recipe(folder: Path, *overrides: str, name: str = "a") -> Config:
     return load_recipe("quickstart", [*settings, f"run.name={name}", *overrides])
 
 
-def run_to(folder: Path, step: int, *overrides: str, **more: Any) -> Path:
+def run_to(folder: Path, step: int, *overrides: str) -> Path:
     """A run with files of its steps and a checkpoint every two of them."""
     config = recipe(folder, *overrides)
     with opened_run(config, "quickstart") as opened:
