@@ -18,6 +18,7 @@ import numpy as np
 
 from winnow.cluster.protocol import RankInfo
 from winnow.errors import ConfigError, RewardError
+from winnow.stored import Here, Kept, StoredArray
 
 log = logging.getLogger("winnow.tests")
 
@@ -63,6 +64,15 @@ class Probe:
     def array(self, count: int, seed: int) -> np.ndarray:
         """Random numbers."""
         return np.random.default_rng([seed, self.info.rank]).random(count)
+
+    def keep(self, count: int, seed: int) -> Kept:
+        """Tells how many numbers it drew, and keeps them; each rank has others."""
+        rng = np.random.default_rng([seed, self.info.rank])
+        return Kept({"count": count}, Here((rng.integers(9, size=count), rng.random(count))))
+
+    def read(self, *stored: StoredArray) -> list[np.ndarray]:
+        """What is stored."""
+        return [np.asarray(each) for each in stored]
 
     async def wait(self, name: str) -> list[str]:
         """Wait for `release`; what began until then."""

@@ -57,7 +57,10 @@ class VersionSpan:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A run of tokens with one author."""
+    """A run of tokens with one author.
+
+    Its arrays may be `stored.StoredArray`s, which lie elsewhere until numpy asks for them.
+    """
 
     token_ids: IntArray
     """[L]"""
@@ -104,14 +107,14 @@ class Trajectory:
     finish_reason: FinishReason
     extras: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def token_ids(self) -> IntArray:
-        """[L] every token after the prompt."""
+        """[L] every token after the prompt. Made, and where it is stored fetched, at each call."""
         return np.concatenate([segment.token_ids for segment in self.segments])
 
-    @cached_property
+    @property
     def logprobs(self) -> FloatArray:
-        """[L] behaviour log-probs in nats; 0 on tokens the policy did not write."""
+        """[L] behaviour log-probs in nats; 0 on tokens the policy did not write. Made anew, too."""
         return np.concatenate([segment.logprobs for segment in self.segments])
 
     @cached_property

@@ -24,6 +24,7 @@ from winnow.cluster.protocol import WorkerGroup, WorkerLine
 from winnow.cluster.ray_group import start_ray
 from winnow.cluster.ray_session import Placement, offers, ray_session, reserve
 from winnow.errors import ConfigError, RewardError, WinnowError, WorkerError
+from winnow.stored import Here, Kept, Shelf, StoredArray
 
 PATH = "tests.workers:Probe"
 ENVIRONMENT = {"WINNOW_TEST_WORD": "chaff"}
@@ -229,6 +230,46 @@ def test_arrays_of_any_form_come_and_go(group: WorkerGroup, run: Any, array: np.
     for back, text in run(group.call("echo", array, "beside")):
         assert (back.dtype, text) == (array.dtype, "beside")
         np.testing.assert_array_equal(back, array)
+
+
+@pytest.mark.parametrize("count", [3, 200_000], ids=["small", "large"])
+def test_what_is_kept_goes_to_whoever_reads_it(group: WorkerGroup, run: Any, count: int) -> None:
+    kept: list[Kept] = run(group.call("keep", count, 4))
+    assert [each.told for each in kept] == [{"count": count}] * group.size
+    on_a_cluster = group.processes() and not isinstance(kept[0].kept, Here)
+    for rank, each in enumerate(kept):
+        rng = np.random.default_rng([4, rank])
+        ids, numbers = rng.integers(9, size=count), rng.random(count)
+        shelf = Shelf(each.kept)
+        stored = [
+            StoredArray(shelf, 0, 1, count, np.int32),
+            StoredArray(shelf, 1, 0, 2, np.float64),
+        ]
+        for found in run(group.call("read", *stored)):
+            assert found[0].dtype == np.int32
+            np.testing.assert_array_equal(found[0], ids[1:])
+            np.testing.assert_array_equal(found[1], numbers[:2])
+        assert not (on_a_cluster and shelf.is_fetched), "it came by the driver"
+        np.testing.assert_array_equal(stored[0], ids[1:])
+        assert shelf.is_fetched
+
+
+@pytest.mark.parametrize("count", [3, 200_000], ids=["small", "large"])
+def test_what_is_kept_outlives_its_worker(start_apart: Start, run: Any, count: int) -> None:
+    async def work() -> Kept:
+        group = await start_apart({})
+        try:
+            kept: Kept = await group.call_rank(1, "keep", count, 4)
+            os.kill(group.processes()[1], signal.SIGKILL)
+            with pytest.raises(WorkerError, match=r"policy\[1\]"):
+                await group.call("wait", "for ever")
+        finally:
+            await group.close()
+        return kept
+
+    shelf = Shelf(run(work()).kept)
+    expected = np.random.default_rng([4, 1]).integers(9, size=count)
+    np.testing.assert_array_equal(StoredArray(shelf, 0, 0, count, np.int64), expected)
 
 
 def test_variables_of_the_environment_arrive(group: WorkerGroup, run: Any) -> None:

@@ -27,6 +27,7 @@ MAX_FUNCTION_LINES = 70
 LAYERS = {
     "types": 0,
     "errors": 0,
+    "stored": 0,
     "config": 0,
     "observe": 0,
     "models": 1,
@@ -54,7 +55,7 @@ LAYERS = {
 }
 CONFINED = {"ray": "winnow.cluster", "vllm": "winnow.rollout.vllm_engine"}
 HEAVY = {"torch", "transformers"}
-NEVER_HEAVY = ("winnow.types", "winnow.errors", "winnow.config")
+NEVER_HEAVY = ("winnow.types", "winnow.errors", "winnow.stored", "winnow.config")
 LIGHT_TO_IMPORT = ("winnow", "winnow.cli", "winnow.observe")
 ALGORITHMS_MAY_IMPORT = {"torch", *sys.stdlib_module_names}
 

@@ -11,6 +11,9 @@ pickled. Its methods are plain or asynchronous. It may have
 In a process of its own a worker has one asyncio loop. All its methods begin in that loop's thread,
 in the order of the driver's calls: a plain one has the thread to itself until it returns, an
 asynchronous one lets others in where it waits. Arrays that come to it, or from it, are read-only.
+A method that returns a `winnow.stored.Kept` tells the caller a part of its result and leaves the
+rest where it is: the caller gets a handle, gives it to whoever needs what it stands for, and need
+not hold that itself.
 """
 
 from __future__ import annotations

@@ -13,17 +13,20 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from winnow.cluster.environment import merged
 from winnow.cluster.group import START_TIMEOUT_S, Group
-from winnow.cluster.hosting import Call, Failure, Job, Outcome
+from winnow.cluster.hosting import Call, Failure, Job, Outcome, Result
 from winnow.cluster.listening import Listener
 from winnow.cluster.protocol import OnLog, RankInfo
+from winnow.cluster.ray_handle import RayHandle
 from winnow.cluster.ray_session import Placement, ray_module
 from winnow.cluster.ray_worker import Place, RayWorker, process_namespace
 from winnow.errors import WorkerError
+from winnow.stored import Kept
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +108,8 @@ def _options(placement: Placement, rank: int, variables: dict[str, str]) -> dict
         "max_restarts": 0,
         "runtime_env": {"env_vars": variables},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group=placement.group, placement_group_bundle_index=rank
+            placement_group=placement.group,
+            placement_group_bundle_index=placement.first + rank,
         ),
     }
 
@@ -190,8 +194,9 @@ class RayLink:
 
     def send(self, number: int, payload: _Put, tell: Callable[[Outcome], None]) -> None:
         """Have a call run."""
-        reference = self._actor.call.remote(number, payload.reference)
-        task = asyncio.get_running_loop().create_task(self._answer(reference, tell))
+        method = self._actor.call.options(num_returns=2)
+        told, kept = method.remote(number, payload.reference)
+        task = asyncio.get_running_loop().create_task(self._answer(told, kept, tell))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -240,16 +245,25 @@ class RayLink:
             return bool(ends.poll(0))
         return self._listener.has_ended.is_set() or self._how is not None
 
-    async def _answer(self, reference: Any, tell: Callable[[Outcome], None]) -> None:
+    async def _answer(self, told: Any, kept: Any, tell: Callable[[Outcome], None]) -> None:
         exceptions = ray_module().exceptions
         try:
-            outcome: Outcome = await reference
+            outcome: Outcome = await told
+            if isinstance(outcome, Result) and isinstance(outcome.value, Kept):
+                handle = RayHandle(kept, self._listener.role, self._listener.rank)
+                outcome = Result(Kept(outcome.value.told, handle))
         except exceptions.RayTaskError as error:  # arguments or a result that cannot travel
+            kept.future().add_done_callback(_seen)  # the same again, which Ray would print
             outcome = Failure(_in_words(error.cause or error), _COLOUR.sub("", str(error)))
         except exceptions.RayError as error:
+            kept.future().add_done_callback(_seen)
             self._how = f"died ({_in_words(error)})"
             return
         tell(outcome)
+
+
+def _seen(future: Future[Any]) -> None:
+    future.exception()
 
 
 def _in_words(error: BaseException) -> str:

@@ -11,10 +11,12 @@ import os
 import socket
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from winnow.cluster.environment import free_port
-from winnow.cluster.hosting import Call, Host, Job, Outcome
+from winnow.cluster.hosting import Call, Host, Job, Outcome, Result
 from winnow.cluster.telling import Teller, start_telling
+from winnow.stored import Here, Kept
 
 CONNECT_S = 60.0
 
@@ -60,8 +62,8 @@ class RayWorker:
         address = self._stream.getsockname()[0]
         return Place(os.getpid(), process_namespace(), address, free_port(address))
 
-    async def call(self, number: int, asked: Job | Call) -> Outcome:
-        """Run a call when all before it have begun."""
+    async def call(self, number: int, asked: Job | Call) -> tuple[Outcome, Any]:
+        """Run a call when all before it have begun; what the result keeps is apart from it."""
         if number != self._next:
             turn = self._early[number] = asyncio.get_running_loop().create_future()
             await turn
@@ -73,7 +75,11 @@ class RayWorker:
             start_telling(
                 self._teller, self._host, asked.stall_timeout_s, asked.log_level, self._is_orphan
             )
-        return await self._host.outcome(asked)
+        outcome = await self._host.outcome(asked)
+        if isinstance(outcome, Result) and isinstance(outcome.value, Kept):
+            kept = outcome.value
+            return Result(Kept(kept.told, Here(None))), kept.kept.get()
+        return outcome, None
 
     def _is_orphan(self) -> bool:
         """Whether the driver has closed the connection, or is gone."""

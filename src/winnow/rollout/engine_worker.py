@@ -15,7 +15,9 @@ import torch
 
 from winnow.models import Source, load_causal_lm, settled, torch_dtype
 from winnow.rollout.engine import CompletionEvent, EngineStatus
+from winnow.rollout.shelving import shelved
 from winnow.rollout.torch_engine import TorchEngine
+from winnow.stored import Kept
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,16 +63,19 @@ class EngineWorker:
         """Moves with every token and every reply."""
         return self._replies + self._engine.status().generated_tokens
 
-    async def ask(self, method: str, *args: Any) -> Reply:
-        """Call a method of the engine; without one, just its status."""
+    async def ask(self, method: str, *args: Any) -> Reply | Kept:
+        """Call a method of the engine; without one, just its status.
+
+        Events come as a reply of which the tokens are kept (`shelving`).
+        """
         assert not method or method in ASKED, method
         value: Any = await getattr(self._engine, method)(*args) if method else None
         if method == "progress":
-            value = [*self._take_found(), *value]
+            return self._told([*self._take_found(), *value])
         return self._reply(value)
 
-    async def events(self, until: int | None, patience_s: float) -> Reply:
-        """`Engine.events`, but [] when nothing happened for so long."""
+    async def events(self, until: int | None, patience_s: float) -> Reply | Kept:
+        """`Engine.events`, but [] when nothing happened for so long; tokens are kept."""
         try:
             await asyncio.wait_for(self._find(until), patience_s)
         except TimeoutError:
@@ -78,7 +83,7 @@ class EngineWorker:
             # engine with nothing to say would seem to have lost its answers.
             await self._find(self._engine.status().tick)
         self._listened += 1
-        return self._reply(self._take_found())
+        return self._told(self._take_found())
 
     async def _find(self, until: int | None) -> None:
         # Kept here at once: a call for progress may come before the wait above ends.
@@ -88,6 +93,12 @@ class EngineWorker:
     def _take_found(self) -> list[CompletionEvent]:
         found, self._found = self._found, []
         return found
+
+    def _told(self, events: list[CompletionEvent]) -> Reply | Kept:
+        if not events:
+            return self._reply([])
+        bare, arrays = shelved(events)
+        return Kept(self._reply(bare), arrays)
 
     def _reply(self, value: Any) -> Reply:
         self._replies += 1

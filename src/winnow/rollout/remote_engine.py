@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest, WeightUpdate
 from winnow.rollout.engine_worker import Reply
+from winnow.rollout.shelving import unshelved
 from winnow.rollout.weights import Bucket, Held, Receiver, send
+from winnow.stored import Kept
 from winnow.types import FloatArray, IntArray
 
 PATIENCE_S = 1.0
@@ -144,7 +147,7 @@ class RemoteEngine:
             raise ValueError("abort what runs before new weights: its cache is of the old ones")
 
     async def _ask(self, method: str, *args: Any) -> Reply:
-        reply: Reply = await self._workers.call_rank(self._rank, "ask", method, *args)
+        reply = _whole(await self._workers.call_rank(self._rank, "ask", method, *args))
         self._see(reply)
         return reply
 
@@ -169,7 +172,7 @@ class RemoteEngine:
                 self._listening = None
 
     async def _hear(self, until: int | None) -> None:
-        reply: Reply = await self._workers.call_rank(self._rank, "events", until, PATIENCE_S)
+        reply = _whole(await self._workers.call_rank(self._rank, "events", until, PATIENCE_S))
         self._see(reply)
         self._heard = reply.serial
         if reply.value:
@@ -178,6 +181,14 @@ class RemoteEngine:
     def _take_inbox(self) -> list[CompletionEvent]:
         taken, self._inbox = sorted(self._inbox, key=lambda entry: entry[0]), []
         return [event for _, events in taken for event in events]
+
+
+def _whole(said: Reply | Kept) -> Reply:
+    """A reply with its events' arrays, or with what stands for them."""
+    if isinstance(said, Reply):
+        return said
+    reply: Reply = said.told
+    return replace(reply, value=unshelved(reply.value, said.kept))
 
 
 def _seen(task: asyncio.Task[None]) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from winnow.stored import Later, StoredArray
 from winnow.types import Answer, Prompt, Score, Segment, Trajectory, VersionSpan
 
 Plain = dict[str, Any]
@@ -30,12 +33,12 @@ def prompt_from(state: Mapping[str, Any]) -> Prompt:
 
 
 def plain_segment(segment: Segment | None) -> Plain | None:
-    """Token ids, log-probs, version spans."""
+    """Token ids, log-probs, version spans. What is stored elsewhere is fetched to be pickled."""
     if segment is None:
         return None
     return {
-        "token_ids": segment.token_ids,
-        "logprobs": segment.logprobs,
+        "token_ids": _lasting(segment.token_ids),
+        "logprobs": _lasting(segment.logprobs),
         "spans": [[span.version, span.stop] for span in segment.spans],
         "source": segment.source,
     }
@@ -46,7 +49,12 @@ def segment_from(state: Mapping[str, Any] | None) -> Segment | None:
     if state is None:
         return None
     spans = tuple(VersionSpan(version, stop) for version, stop in state["spans"])
-    return Segment(state["token_ids"], state["logprobs"], spans, state["source"])
+    ids, logprobs = np.asarray(state["token_ids"]), np.asarray(state["logprobs"])
+    return Segment(ids, logprobs, spans, state["source"])
+
+
+def _lasting(array: Any) -> Any:
+    return Later(array) if isinstance(array, StoredArray) else array
 
 
 def plain_trajectory(trajectory: Trajectory | None) -> Plain | None:

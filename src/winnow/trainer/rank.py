@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from winnow.checkpoint import this_machine
 from winnow.cluster.protocol import RankInfo
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2
@@ -28,6 +29,7 @@ from winnow.observe.files import system_error
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.observe.names import Number
 from winnow.rollout.weights import Array, array_of
+from winnow.stored import fetch
 from winnow.trainer.build_learner import make_learner
 from winnow.trainer.holders import OnRanks
 from winnow.trainer.learner import Learned
@@ -51,6 +53,8 @@ class RankFacts:
     notes: tuple[str, ...]
     learner: Mapping[str, Any]
     """The learner's state."""
+    machine: Mapping[str, str | int]
+    """What bits depend on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,11 +118,14 @@ class LearnerRank:
     def facts(self) -> RankFacts:
         """What the driver must know before the first step."""
         learning = self._learning
-        return RankFacts(learning.passes, learning.notes, learning.learner.state_dict())
+        machine = this_machine(learning.policy.device)
+        return RankFacts(learning.passes, learning.notes, learning.learner.state_dict(), machine)
 
     def learn(self, groups: Sequence[Group], step: int) -> StepReply | None:
         """Train on a step's groups; see `Learner.learn`."""
         metrics, watch = Metrics(), Stopwatch()
+        with watch.phase("batch"):
+            fetch(groups)
         learned = self._learning.learner.learn(groups, step, metrics, watch)
         self._book_memory(metrics)
         if not self._is_first:

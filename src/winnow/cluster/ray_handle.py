@@ -1,0 +1,47 @@
+"""What a worker on a Ray cluster kept (`winnow.stored.Kept`), in the object store of its node."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from winnow.cluster.ray_session import ray_module
+from winnow.errors import WorkerError
+
+
+class RayHandle:
+    """A reference to it. Ray frees the memory when the last one is gone, wherever it is.
+
+    The driver owns what it was returned, so that it outlives the worker; not the worker's node.
+
+    Args:
+        role, rank: whose it was.
+    """
+
+    def __init__(self, reference: Any, role: str, rank: int) -> None:
+        self._reference, self._role, self._rank = reference, role, rank
+        self._coming: Future[Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayHandle, (self._reference, self._role, self._rank)
+
+    def begin(self) -> None:
+        """See `Handle.begin`."""
+        if self._coming is None:
+            self._coming = self._reference.future()
+
+    def get(self) -> Any:
+        """See `Handle.get`."""
+        self.begin()
+        assert self._coming is not None
+        try:
+            return self._coming.result()
+        except ray_module().exceptions.RayError as error:
+            whose = f"{self._role}[{self._rank}]"
+            raise WorkerError(
+                f"what {whose} wrote is lost, as its node is gone ({type(error).__name__})",
+                self._role,
+                self._rank,
+            ) from error
+        finally:
+            self._coming = None
