@@ -1,12 +1,14 @@
 """A model sharded over ranks learns what it learns in one process, from recorded rollouts.
 
-Each case runs on real processes: a pass for log-probs, two updates with their gradients, the
-weights after. The same in one process on the undivided update is what it is held against, per
-tensor. Ranks share the work as in training, and each has nothing at all in one micro-batch.
+Each case runs on real processes: the weights, a pass for log-probs, two updates with their
+gradients, the weights after. The same in one process on the undivided update is what it is held
+against, per tensor. Ranks share the work as in training, and each has nothing at all in one
+micro-batch.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import settings
 from numpy.typing import NDArray
+from tests.examples import QUICK
 from tests.ranks import Ranks
 from tests.recorded import VOCABULARY, recorded_groups
 from tests.small_models import digits_model
@@ -39,6 +44,7 @@ from winnow.models import freeze, use_layout_attention
 from winnow.workers.fsdp2 import FSDP2Strategy
 from winnow.workers.lora import add_lora
 from winnow.workers.objective import PolicyObjective
+from winnow.workers.shards import gathered
 from winnow.workers.single import SingleStrategy
 from winnow.workers.strategy import LossResult, Output, Outputs
 from winnow.workers.units import Sharding
@@ -49,12 +55,22 @@ LR = 1e-3
 CLIP = 0.01
 """Below every gradient here, and each is clipped by a factor of its own, which Adam sees."""
 Arrays = dict[str, NDArray[Any]]
+HYPERPARAMETERS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "temperature": 0.7,
+    "grad_clip": CLIP,
+    "weight_decay": 0.1,
+    "betas": (0.9, 0.98),
+}
 POLICY: frozenset[Output] = frozenset({"logprob", "entropy"})
+MORE: frozenset[Output] = frozenset({"prob_square_sum"})
+"""Of a policy, in passes without a gradient alone."""
 OUTPUTS: dict[str, frozenset[Output]] = {
     "critic": frozenset({"value"}),
     "reward model": frozenset({"score"}),
 }
-KINDS = ("tied", "untied", "lora", "frozen", "critic", "reward model")
+TRAINED = ("tied", "untied", "lora", "frozen", "critic", "reward model")
+KINDS = (*TRAINED, "reference")
 TARGETS = ("q_proj", "o_proj", "down_proj")
 SHAPE = {
     "hidden_size": 24,
@@ -71,7 +87,7 @@ class Layout:
     """How a model lies on the ranks."""
 
     mesh: tuple[int, int] = (1, 4)
-    """Replicas, shards. With fewer than four ranks the others hold a copy of the whole test."""
+    """Replicas, shards. With fewer than four ranks the others are a set of their own."""
     sharding: Sharding = field(default_factory=lambda: Sharding(bucket_bytes=3000))
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -80,6 +96,8 @@ class Layout:
 class Learnt:
     """What a case came to."""
 
+    start: Arrays
+    """Its weights, exported before it learns."""
     outputs: Arrays
     gradients: list[Arrays]
     stats: list[dict[str, float]]
@@ -95,6 +113,8 @@ def model_of(kind: str, dtype: torch.dtype) -> nn.Module:
     model = model.to(dtype).eval()
     if kind == "frozen":
         freeze(model, ["*.layers.0.*", "*embed_tokens*", "*q_norm*"])
+    if kind == "reference":
+        model.requires_grad_(False)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.ndim == 1 or len(parameter) == 1:
@@ -151,43 +171,55 @@ def learn(
     strategy: Any, micro: Sequence[MicroBatch], kind: str, dtype: torch.dtype, gradients: Any
 ) -> Learnt:
     batch, asked = batch_of(kind, dtype), OUTPUTS.get(kind, POLICY)
-    objective = objective_of(kind)
-    found = strategy.forward(micro, asked)
+    start = exported(strategy)
+    answered = asked if kind in OUTPUTS else asked | MORE
+    found = strategy.forward(micro, answered)
     outputs = {
         name: gather_tokens(batch, micro, [each[name] for each in found]).double().numpy()
-        for name in asked
+        for name in answered
     }
-    learnt = Learnt(outputs, [], [], {})
+    learnt = Learnt(start, outputs, [], [], {})
+    if kind == "reference":
+        return learnt
+    objective = objective_of(kind)
     for _ in range(2):
         stats = strategy.forward_backward(micro, asked, objective)
         learnt.gradients.append(arrays(gradients(strategy)))
         learnt.stats.append(stats | strategy.optimizer_step(LR))
-    learnt.weights = arrays(dict(strategy.export_weights()))
+    learnt.weights = exported(strategy)
     return learnt
 
 
+def exported(strategy: Any, **options: Any) -> Arrays:
+    return arrays(dict(strategy.export_weights(**options)))
+
+
 def arrays(tensors: dict[str, Tensor]) -> Arrays:
-    """For the way between processes."""
-    return {name: tensor.detach().double().numpy() for name, tensor in tensors.items()}
+    """Copies, for the way between processes."""
+    return {n: t.detach().to(torch.float64, copy=True).numpy() for n, t in tensors.items()}
 
 
 def single_gradients(strategy: SingleStrategy) -> dict[str, Tensor]:
-    return {n: m.grad.clone() for n, m in strategy._masters.items() if m.grad is not None}
+    return {n: m.grad for n, m in strategy._masters.items() if m.grad is not None}
 
 
 def fsdp_gradients(strategy: FSDP2Strategy) -> dict[str, Tensor]:
-    own = {n: p.grad for n, p in strategy._trained.items() if p.grad is not None}
-    return {name: gradient.full_tensor().clone() for name, gradient in own.items()}  # type: ignore[attr-defined]
+    own = ((n, p.grad) for n, p in strategy._trained.items() if p.grad is not None)
+    return dict(gathered(own, 1 << 30, strategy.device))
+
+
+def alone(kind: str, dtype: torch.dtype, **options: Any) -> SingleStrategy:
+    return SingleStrategy(model_of(kind, dtype), **{**HYPERPARAMETERS, **options})
 
 
 @cache
-def undivided(kind: str, dtype: torch.dtype) -> Learnt:
-    """In one process; of bf16 in the micro-batches of the ranks, as each rounds its own sums."""
+def undivided(kind: str, dtype: torch.dtype, ranks: int, fp32_head: bool) -> Learnt:
+    """In one process; in bf16 in the micro-batches of so many ranks, as each rounds its sums."""
     batch = batch_of(kind, dtype)
     micro = micro_batches(batch, range(batch.n_groups), 9999)
     if dtype == torch.bfloat16:
-        micro = [each for own in shares_of(batch, 4) for each in own if each.lengths]
-    strategy = SingleStrategy(model_of(kind, dtype), vocab_size=VOCABULARY, grad_clip=CLIP)
+        micro = [each for own in shares_of(batch, ranks) for each in own if each.lengths]
+    strategy = alone(kind, dtype, fp32_head=fp32_head)
     return learn(strategy, micro, kind, dtype, single_gradients)
 
 
@@ -199,12 +231,17 @@ def shares_of(batch: Batch, ranks: int) -> list[list[MicroBatch]]:
     return [[waiting, *own] if i % 2 else [*own, waiting] for i, own in enumerate(shares)]
 
 
+@cache
 def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
-    """For all processes, or each pair of them, by itself."""
-    copies = 4 // (shape[0] * shape[1])
+    """For all processes, or each set of them, by itself."""
     names = ("copy", "replicate", "shard")
-    whole = init_device_mesh("cpu", (copies, *shape), mesh_dim_names=names)
+    whole = init_device_mesh("cpu", (copies(shape), *shape), mesh_dim_names=names)
     return whole[("replicate", "shard") if shape[0] > 1 else ("shard",)]
+
+
+def copies(shape: tuple[int, int]) -> int:
+    """Sets of ranks among the four processes."""
+    return 4 // (shape[0] * shape[1])
 
 
 def place(mesh: DeviceMesh) -> int:
@@ -220,14 +257,24 @@ def strategy_on_rank(kind: str, dtype: torch.dtype, layout: Layout) -> FSDP2Stra
         model_of(kind, dtype),
         mesh_of(layout.mesh),
         layout.sharding,
-        **{"vocab_size": VOCABULARY, "grad_clip": CLIP, **layout.options},
+        **{**HYPERPARAMETERS, **layout.options},
     )
 
 
-def learn_on_rank(kind: str, dtype: torch.dtype, layout: Layout) -> Learnt:
-    strategy = strategy_on_rank(kind, dtype, layout)
-    micro = shares_of(batch_of(kind, dtype), strategy.mesh.size())[place(strategy.mesh)]
-    return learn(strategy, micro, kind, dtype, fsdp_gradients)
+Case = tuple[torch.dtype, Layout]
+
+
+def learn_on_rank(kind: str, cases: Sequence[Case]) -> dict[int, Learnt]:
+    """Cases of one mesh, by number; where it takes fewer than all ranks, its sets share them."""
+    shape = cases[0][1].mesh
+    mesh_of(shape)
+    found = {}
+    for number in range(dist.get_rank() * copies(shape) // 4, len(cases), copies(shape)):
+        dtype, layout = cases[number]
+        strategy = strategy_on_rank(kind, dtype, layout)
+        micro = shares_of(batch_of(kind, dtype), strategy.mesh.size())[place(strategy.mesh)]
+        found[number] = learn(strategy, micro, kind, dtype, fsdp_gradients)
+    return found
 
 
 def assert_near(found: Arrays, wanted: Arrays, tolerance: float) -> None:
@@ -237,69 +284,119 @@ def assert_near(found: Arrays, wanted: Arrays, tolerance: float) -> None:
     assert away[worst] <= tolerance, f"{worst}: {away[worst]:.1e}"
 
 
-def assert_learns_alike(
-    ranks: Ranks, kind: str, dtype: torch.dtype, layout: Layout, tolerance: float
+def assert_learn_alike(
+    ranks: Ranks, kind: str, cases: Sequence[Case], tolerances: Mapping[torch.dtype, float]
 ) -> None:
-    wanted = undivided(kind, dtype)
-    found: list[Learnt] = ranks.run(learn_on_rank, kind, dtype, layout)
-    every = layout.mesh[0] * layout.mesh[1]
+    answers: list[dict[int, Learnt]] = ranks.run(learn_on_rank, kind, cases)
+    for number, (dtype, layout) in enumerate(cases):
+        found = [answer[number] for answer in answers if number in answer]
+        assert len(found) == layout.mesh[0] * layout.mesh[1]
+        ranks_of_bf16 = len(found) if dtype == torch.bfloat16 else 0
+        wanted = undivided(kind, dtype, ranks_of_bf16, layout.options.get("fp32_head", False))
+        try:
+            assert_alike(found, wanted, kind, dtype, tolerances[dtype])
+        except AssertionError as error:
+            error.add_note(f"in {dtype}, {layout}")
+            raise
+
+
+def assert_alike(
+    found: Sequence[Learnt], wanted: Learnt, kind: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """What each rank of a mesh has found."""
     for name, values in wanted.outputs.items():
-        parts = [each.outputs[name] for each in found[:every]]
+        parts = [each.outputs[name] for each in found]
         assert_near({name: np.sum(parts, axis=0)}, {name: values}, tolerance)
     # In fp32 Adam moves a weight of next to no gradient by the sign of a rounding.
     updates = 2 if dtype == torch.float64 else 1
     for each in found:
+        # An adapter is merged into what is exported, which rounds.
+        assert_near(each.start, wanted.start, tolerance if kind == "lora" else 0.0)
         assert each.stats == found[0].stats
-        for i in range(updates):
+        assert len(each.stats) == (0 if kind == "reference" else 2)
+        for i in range(min(updates, len(each.stats))):
             assert wanted.stats[i]["grad_norm"] > CLIP
             assert each.stats[i] == pytest.approx(wanted.stats[i], rel=tolerance, abs=tolerance)
             assert_near(each.gradients[i], wanted.gradients[i], tolerance)
         assert each.weights.keys() == wanted.weights.keys()
-        if updates == 2:
+        if updates == 2 and wanted.weights:
             assert_near(each.weights, wanted.weights, tolerance)
 
 
-@pytest.mark.parametrize("mesh", [(1, 4), (2, 2)], ids=["4 shards", "2 replicas of 2 shards"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_model_learns_sharded_what_it_learns_alone(
-    ranks: Ranks, kind: str, mesh: tuple[int, int]
-) -> None:
-    assert_learns_alike(ranks, kind, torch.float64, Layout(mesh), 1e-10)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_in_fp32_too(ranks: Ranks, kind: str) -> None:
-    assert_learns_alike(ranks, kind, torch.float32, Layout((1, 2)), 1e-5)
-
-
-OPTIONS = {
-    "two ranks": Layout((1, 2)),
-    "kept after forward": Layout(sharding=Sharding(reshard_after_forward=False)),
-    "kept on two": Layout(sharding=Sharding(reshard_after_forward=2)),
-    "offloaded": Layout(sharding=Sharding(offload=True)),
-    "recomputed": Layout(options={"gradient_checkpointing": True}),
-    "recomputed, offloaded, replicated, kept": Layout(
-        (2, 2), Sharding(False, True), {"gradient_checkpointing": True}
-    ),
+MESHES = {
+    "2 shards": (1, 2),
+    "2 replicas": (2, 1),
+    "4 shards": (1, 4),
+    "2 replicas of 2 shards": (2, 2),
+    "4 replicas": (4, 1),
 }
+Options = tuple[bool, bool, bool]
+"""Kept after forward, offloaded, recomputed: what a recipe may set."""
+EVERY_OPTION = list(itertools.product((False, True), repeat=3))
+FEW = [EVERY_OPTION[i] for i in (0, 6, 5, 3, 7)]
+"""With what is set in none of them, each setting and each pair of settings."""
+THOROUGH = settings.default.max_examples > QUICK
 
 
-@pytest.mark.parametrize(
-    ("kind", "option"),
-    [
-        *(("tied", option) for option in OPTIONS),
-        *(("lora", option) for option in list(OPTIONS)[3:]),
-    ],
-)
-def test_no_option_changes_what_is_learnt(ranks: Ranks, kind: str, option: str) -> None:
-    assert_learns_alike(ranks, kind, torch.float64, OPTIONS[option], 1e-10)
+def options_of(kind: str, mesh: str) -> list[tuple[torch.dtype, Options]]:
+    """Some for each number format, the opposite ones for the other; all when asked for.
+
+    Each kind meets each combination at least once, and each setting on each mesh.
+    """
+    if THOROUGH:
+        return list(itertools.product(TOLERANCE, EVERY_OPTION))
+    number = (KINDS.index(kind) + list(MESHES).index(mesh)) % len(FEW)
+    kept, offloaded, recomputed = FEW[number]
+    opposite = not kept, not offloaded, not recomputed
+    return [(torch.float32, FEW[number]), (torch.float64, opposite)]
 
 
-@pytest.mark.parametrize("kind", ["tied", "lora", "frozen", "critic"])
+def layout_of(mesh: tuple[int, int], options: Options, **others: Any) -> Layout:
+    kept, offloaded, recomputed = options
+    sharding = Sharding(not kept, offloaded, bucket_bytes=20_000)
+    return Layout(mesh, sharding, {"gradient_checkpointing": recomputed, **others})
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_learns_on_ranks_what_it_learns_alone(
+    ranks: Ranks, kind: str, mesh: str
+) -> None:
+    found = options_of(kind, mesh)
+    # In fp32 and float64 it does not matter how the head's tokens are cut.
+    cases = [
+        (dtype, layout_of(MESHES[mesh], options, logprob_chunk_tokens=7))
+        for dtype, options in found
+    ]
+    assert_learn_alike(ranks, kind, cases, TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_each_kind_is_tried_with_every_combination_of_options(kind: str) -> None:
+    tried = [(mesh, *case) for mesh in MESHES for case in options_of(kind, mesh)]
+    assert {options for _, _, options in tried} == set(EVERY_OPTION)
+    for i, setting in itertools.product(range(3), (False, True)):
+        assert {mesh for mesh, _, options in tried if options[i] == setting} == set(MESHES)
+        assert {dtype for _, dtype, options in tried if options[i] == setting} == set(TOLERANCE)
+
+
+def test_weights_that_are_kept_on_a_part_of_the_ranks_change_nothing(ranks: Ranks) -> None:
+    layout = Layout(sharding=Sharding(reshard_after_forward=2))
+    assert_learn_alike(ranks, "tied", [(torch.float64, layout)], TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_bf16_differs_by_its_rounding_alone(ranks: Ranks, kind: str) -> None:
     # One process computes an adapter in fp32, sharded it is computed in bf16.
-    tolerance = 0.1 if kind == "lora" else 1e-4
-    assert_learns_alike(ranks, kind, torch.bfloat16, Layout(), tolerance)
+    tolerance = 0.1 if kind == "lora" else 1e-5
+    number = KINDS.index(kind)
+    for mesh, options, fp32_head in (
+        ((1, 4), FEW[number % 5], False),
+        ((1, 2), FEW[(number + 2) % 5], True),
+        ((2, 2), FEW[(number + 4) % 5], False),
+    ):
+        case = torch.bfloat16, layout_of(mesh, options, fp32_head=fp32_head)
+        assert_learn_alike(ranks, kind, [case], {torch.bfloat16: tolerance})
 
 
 def five_steps(strategy: Any, micro_of: Callable[[Batch], list[MicroBatch]]) -> list[float]:
@@ -324,8 +421,10 @@ def five_steps_on_rank(mesh: tuple[int, int]) -> list[float]:
 
 
 def test_what_five_steps_learn_does_not_depend_on_the_number_of_ranks(ranks: Ranks) -> None:
-    alone = SingleStrategy(model_of("tied", torch.float32), vocab_size=VOCABULARY, grad_clip=CLIP)
-    wanted = five_steps(alone, lambda batch: micro_batches(batch, range(batch.n_groups), 9999))
+    wanted = five_steps(
+        alone("tied", torch.float32),
+        lambda batch: micro_batches(batch, range(batch.n_groups), 9999),
+    )
     assert max(wanted) - min(wanted) > 0.01
     for mesh in ((1, 1), (1, 2), (1, 4)):
         for losses in ranks.run(five_steps_on_rank, mesh):

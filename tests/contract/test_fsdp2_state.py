@@ -22,9 +22,12 @@ from tests.contract.test_fsdp2 import (
     POLICY,
     Arrays,
     Layout,
+    alone,
     arrays,
     batch_of,
+    exported,
     fsdp_gradients,
+    mesh_of,
     model_of,
     objective_of,
     place,
@@ -60,10 +63,6 @@ def update(strategy: Any, micro: list[MicroBatch], kind: str = "tied") -> dict[s
     asked = OUTPUTS.get(kind, POLICY)
     stats = strategy.forward_backward(micro, asked, objective_of(kind))
     return stats | strategy.optimizer_step(LR)  # type: ignore[no-any-return]
-
-
-def exported(strategy: Any, **options: Any) -> Arrays:
-    return arrays(dict(strategy.export_weights(**options)))
 
 
 def assert_equal(found: Arrays, wanted: Arrays) -> None:
@@ -155,7 +154,7 @@ def from_single(path: str, kept: bool) -> Arrays:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_state_of_one_process_goes_on_sharded(ranks: Ranks, tmp_path: Path, kept: bool) -> None:
-    strategy = SingleStrategy(model_of("tied", EXACT), vocab_size=VOCABULARY, grad_clip=0.01)
+    strategy = alone("tied", EXACT)
     micro = [each for own in shares_of(batch_of("tied", EXACT), 4) for each in own if each.lengths]
     update(strategy, micro)
     torch.save(strategy.state_dict(), tmp_path / "state.pt")
@@ -219,17 +218,16 @@ def without_adapter_first() -> tuple[Arrays, Arrays, list[bool]]:
 
 
 def test_an_adapter_learns_after_a_pass_without_it(ranks: Ranks) -> None:
-    for after, alone, moved in ranks.run(without_adapter_first):
-        assert alone
-        assert_equal(after, alone)
+    for after, without, moved in ranks.run(without_adapter_first):
+        assert without
+        assert_equal(after, without)
         assert any(moved)
 
 
 def answer_frozen(kind: str) -> tuple[Arrays, dict[str, float], int]:
     """This rank's part of the outputs, what a step in vain says, and optimizer states."""
     model = model_of(kind, torch.float32).requires_grad_(False)
-    mesh = strategy_on_rank("tied", EXACT, Layout()).mesh
-    strategy = FSDP2Strategy(model, mesh, Sharding(), vocab_size=VOCABULARY)
+    strategy = FSDP2Strategy(model, mesh_of((1, 4)), Sharding(), vocab_size=VOCABULARY)
     batch, micro = batch_of(kind, torch.float32), mine(strategy, kind)
     found = strategy.forward(micro, OUTPUTS.get(kind, POLICY))
     outputs = {
@@ -290,8 +288,7 @@ def both_ways(
 ) -> tuple[list[Arrays], list[Arrays], list[Any]]:
     """Weights and outputs of a model loaded whole, and of one read in shards."""
     load, hollow, _ = LOADERS[kind]
-    layout = Layout((2, 2) if offload else (1, 4))
-    mesh = strategy_on_rank("tied", EXACT, layout).mesh
+    mesh = mesh_of((2, 2) if offload else (1, 4))
     whole = prepared(load(folder, dtype, torch.device("cpu")), kind, change)
     empty, saved = hollow(folder, dtype)
     sharding = Sharding(offload=offload)
@@ -342,7 +339,7 @@ def test_a_model_read_in_shards_is_the_one_that_is_loaded_whole(
 
 def memory_of_loading(folder: str) -> tuple[float, float]:
     """MiB: what reading a model in shards took of this process at most, and what it keeps."""
-    mesh = strategy_on_rank("tied", torch.float32, Layout()).mesh
+    mesh = mesh_of((1, 4))
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
     before = resident("VmRSS")
     hollow, saved = hollow_causal_lm(folder, torch.float32)
