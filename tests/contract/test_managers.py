@@ -226,7 +226,6 @@ def test_who_scores_apart_says_so_and_shows_that_it_gets_on(manager: Manager) ->
     late = manager.takes_time(["anything"])
     assert late is (manager.name != "naive")  # type: ignore[attr-defined]
     assert manager.scored - before == 3
-    assert manager.router is None
 
 
 @pytest.mark.parametrize("name", sorted({*MANAGERS} - {"remote"}))

@@ -24,7 +24,7 @@ from winnow.observe.rollouts import (
     write_rollouts,
 )
 from winnow.rewards.blending import TASK
-from winnow.rewards.service import RewardService
+from winnow.rewards.service import Rewards
 from winnow.rollout.engine import Engine, SamplingParams
 from winnow.rollout.generate import generate
 from winnow.rollout.single_turn import group_request
@@ -112,7 +112,7 @@ class Evaluator:
         self,
         engine: Engine,
         prompts: Sequence[Prompt],
-        rewards: RewardService,
+        rewards: Rewards,
         settings: EvaluationSettings,
         decode: Decode,
         file_of: Callable[[int], Path],

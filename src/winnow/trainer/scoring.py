@@ -6,7 +6,7 @@ import logging
 
 from winnow.errors import RewardError
 from winnow.observe.rollouts import Decode
-from winnow.rewards.service import RewardService
+from winnow.rewards.service import Rewards
 from winnow.types import Prompt, Score, Trajectory
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ class TrainingScores:
             so that a broken scorer is found even when no group qualifies.
     """
 
-    def __init__(self, rewards: RewardService, decode: Decode, patience: int) -> None:
+    def __init__(self, rewards: Rewards, decode: Decode, patience: int) -> None:
         self._rewards, self._decode, self._patience = rewards, decode, patience
         self._scored = 0
 

@@ -122,7 +122,7 @@ def counted(forward: Forward, sizes: list[int]) -> Forward:
 def test_answers_that_wait_together_are_run_together(folder: Path) -> None:
     for deterministic, calls in ((False, [5]), (True, [1] * 5)):
         one = service(folder, deterministic=deterministic)
-        model = one._model
+        model = one._panel._model
         assert model is not None
         sizes: list[int] = []
         model._forward = counted(model._forward, sizes)
@@ -258,12 +258,12 @@ def test_a_score_that_is_no_number_is_a_failure(tmp_path: Path) -> None:
 
 def test_an_error_of_the_pass_reaches_everyone_who_waits(folder: Path) -> None:
     one = service(folder, deterministic=False)
-    assert one._model is not None
+    assert one._panel._model is not None
 
     def broken(_: Any) -> list[float]:
         raise MemoryError("no room")
 
-    one._model._forward = broken
+    one._panel._model._forward = broken
 
     async def together() -> list[Any]:
         asked = (one.score(PROMPT, answer(1), text, True) for text in ANSWERS)

@@ -293,7 +293,7 @@ def test_more_answers_than_the_pool_takes_in_wait_with_their_callers(
 ) -> None:
     service = user_service("return float(solution_str)", workers=1)
     many = [str(number) for number in range(5 * WAITING_PER_WORKER)]
-    pool = service._manager._pool
+    pool = service._panel._manager._pool
 
     async def run() -> tuple[int, list[Score]]:
         asked = [

@@ -91,7 +91,7 @@ def test_a_built_in_scorer_that_fails_gives_its_own_wrong_reward(
 ) -> None:
     prompt = Prompt("a:1", np.array([1]), "a", "gsm8k", "2")
     service = RewardService(RewardConfig(), LIMIT)
-    broken: Any = None
+    broken: Any = object()
     score = asyncio.run(service.score(prompt, answer(1), broken, True))
     assert (score.reward, score.accuracy) == (0.0, 0.0)
     assert score.error.startswith("AttributeError: ")
@@ -159,7 +159,7 @@ def test_what_fails_to_close_leaves_the_rest_to_be_closed() -> None:
         def close(self) -> None:
             closed.append(self)
 
-    own: Any = service
+    own: Any = service._panel
     own._manager, own._rules, own._judge = Broken(), Other(), Other()
     with pytest.raises(OSError, match="no"):
         service.close()

@@ -46,8 +46,6 @@ class Batches:
     alone, so that a bad one costs itself only.
     """
 
-    router = None
-
     def __init__(self, config: RewardConfig) -> None:
         """Start the workers; each imports the user's file.
 

@@ -44,8 +44,6 @@ _PLAIN = ("prepare", "takes_time", "close")
 class Custom:
     """Stands between the run and the user's object: what that one does costs its own answer."""
 
-    router = None
-
     def __init__(self, config: RewardConfig) -> None:
         """Import the class and make its object.
 

@@ -15,8 +15,6 @@ from winnow.types import Prompt, Score
 class FunctionHere:
     """Calls the function in the run's own process, in its main thread, without limits."""
 
-    router = None
-
     def __init__(self, config: RewardConfig) -> None:
         """Import the user's file.
 
@@ -47,8 +45,6 @@ class FunctionHere:
 
 class FunctionApart:
     """Has worker processes call the function, with limits of time and memory."""
-
-    router = None
 
     def __init__(self, config: RewardConfig) -> None:
         """Start the workers; each imports the user's file.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from winnow.rewards.routing import Router
 from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score
 
@@ -16,11 +15,6 @@ class Manager(Protocol):
     Scores come back in whatever order; an answer's score depends on that answer alone. What a
     scorer does costs its own answer only: it becomes a `Failure` in one line.
     """
-
-    @property
-    def router(self) -> Router | None:
-        """The built-in scorer of each data source; None where something else scores them all."""
-        ...
 
     @property
     def scored(self) -> int:

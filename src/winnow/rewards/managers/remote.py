@@ -33,8 +33,6 @@ _SLACK_S = 10.0
 class Remote:
     """Asks the service for each answer, many at once within one limit over the whole run."""
 
-    router = None
-
     def __init__(self, config: RewardConfig) -> None:
         """Read the address and the token; nothing is connected yet.
 
