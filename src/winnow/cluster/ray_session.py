@@ -105,12 +105,14 @@ def ray_session(
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the workers of one role go, and what each takes."""
+    """Where the workers of a group go, and what each takes."""
 
     group: Any
     """Ray's placement group of the pool."""
     size: int
     share: Bundle
+    first: int = 0
+    """The slot of rank 0; the others' follow."""
 
 
 class Reserved:
@@ -123,6 +125,12 @@ class Reserved:
         """Where a role's workers go: rank r to slot r of its pool."""
         group = self._groups[self._layout.roles[role]]
         return Placement(group, self._layout.size(role), self._layout.share(role))
+
+    def slot(self, role: str, number: int) -> Placement:
+        """Where one worker of a role goes that is a group of its own: slot `number` of its pool."""
+        assert 0 <= number < self._layout.size(role)
+        whole = self.placement(role)
+        return Placement(whole.group, 1, whole.share, first=number)
 
     async def is_ready(self, nodes: Set[str], give_up: float) -> bool:
         """Wait until all is held free; False when one of the nodes is gone, or the time is up."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from winnow.config.checks_algorithm import ALGORITHM_RULES
+from winnow.config.checks_cluster import CLUSTER_RULES
 from winnow.config.checks_correction import CORRECTION_RULES
 from winnow.config.checks_judge import JUDGE_RULES
 from winnow.config.checks_reward import REWARD_RULES
-from winnow.config.cluster import RayCluster
 from winnow.config.data import NoTask, SortDigitsTask
 from winnow.config.root import Config
 from winnow.config.sampling import BandFilter, VarianceFilter
@@ -72,25 +72,6 @@ def _replicas(c: Config) -> str | None:
         f"trainer.strategy.ranks={strategy.ranks} cannot be cut into "
         f"trainer.strategy.replicas={strategy.replicas} groups of ranks; use a divisor of ranks"
     )
-
-
-def _cluster(c: Config) -> str | None:
-    if not isinstance(c.cluster, RayCluster):
-        return None
-    strategy = c.trainer.strategy
-    ranks = strategy.ranks if isinstance(strategy, Fsdp2) else 0
-    if not ranks and not c.rollout.engine.processes:
-        return (
-            "cluster=ray has nothing to place: trainer/strategy=single and "
-            "rollout.engine.processes=0 keep everything in the run's process; set "
-            "trainer/strategy=fsdp2, rollout.engine.processes=1 or cluster=local"
-        )
-    if ranks % c.cluster.nodes:
-        return (
-            f"trainer.strategy.ranks={ranks} cannot be spread over cluster.nodes="
-            f"{c.cluster.nodes}, as many on each; use a divisor of ranks"
-        )
-    return None
 
 
 def _lookahead(c: Config) -> str | None:
@@ -289,7 +270,6 @@ RULES: tuple[Rule, ...] = (
     _overlong_buffer,
     _mini_batches,
     _replicas,
-    _cluster,
     _lookahead,
     _groups_looked_at,
     _prompts,
@@ -305,6 +285,7 @@ RULES: tuple[Rule, ...] = (
     _warm_start_warmup,
     _scorers,
     _keep_best,
+    *CLUSTER_RULES,
     *ALGORITHM_RULES,
     *CORRECTION_RULES,
     *REWARD_RULES,

@@ -87,7 +87,9 @@ def foreign_key(path: Path, union: Path, chosen: str, place: str) -> str:
     ]
     owners = sorted(set(owners))
     if not owners:
-        own = sorted({key.path[-1] for key in all_keys() if key.variant == (union, chosen)})
+        own = sorted(
+            {join(key.path[len(union) :]) for key in all_keys() if key.variant == (union, chosen)}
+        )
         has = f"its keys are {', '.join(own)}" if own else "it has no keys"
         return f"{spell(path)} is no key of {group}={chosen} (set by {place}); {has}"
     choices = " or ".join(f"{group}={owner}" for owner in owners)

@@ -33,7 +33,7 @@ from winnow.trainer.evaluate import EvaluationSettings, Evaluator
 from winnow.trainer.loading import Policies, check_positions, longest_prompt
 from winnow.trainer.loop import Course, Parts, Schedule
 from winnow.trainer.mirror import Mirror
-from winnow.trainer.placing import Placed, machine_of
+from winnow.trainer.placing import Placed
 from winnow.trainer.reward_model import make_model_scorer
 from winnow.trainer.saver import Saver
 from winnow.trainer.scoring import TrainingScores
@@ -48,19 +48,22 @@ LAG_OF_SCORERS_APART = 16
 """Decode ticks; measured by benchmarks/deterministic.py."""
 
 
-def use_machine(config: Config) -> torch.device:
-    """Set the number of threads, and choose the device.
+def use_machine(config: Config, holds_model: bool = True) -> torch.device:
+    """Set the number of threads, and choose the device of this process.
+
+    Args:
+        holds_model: else it is the CPU, and no GPU is asked for anything: they are for others.
 
     Raises:
         ConfigError: run.device is cuda and there is none.
     """
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    if config.run.device == "cpu" or not holds_model:
+        return torch.device("cpu")
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
-    if config.run.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def rollout_sampling(config: Config, policy: Policies) -> SamplingParams:
@@ -176,7 +179,7 @@ def make_state(
         parts,
         metrics.offset,
         saver.save,
-        partial(Content, config=dump_config(config), machine=machine_of(config, placed.device)),
+        partial(Content, config=dump_config(config), machine=placed.machine),
         config.trainer.keep_best,
     )
 

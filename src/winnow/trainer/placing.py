@@ -8,7 +8,7 @@ process, it holds no weights.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from winnow.checkpoint import this_machine
+from winnow.config.cluster import LocalCluster
+from winnow.config.reward_model import SequenceClassifier
 from winnow.config.root import Config
 from winnow.data.text import decoder
 from winnow.models import model_writer
@@ -50,6 +52,8 @@ class Placed:
     passes: Passes
     device: torch.device
     """Of this process."""
+    machine: Mapping[str, str | int]
+    """What the bits of the learning side depend on beside the recipe."""
     ranks: int
     notes: tuple[str, ...]
     """What the user should know before it starts."""
@@ -70,7 +74,7 @@ def placed_models(config: Config, policy: Policies, start: str | None) -> Iterat
         return
     with (
         contextlib.closing(Crew()) as crew,
-        starter_of(config, policy.device, crew) as starter,
+        starter_of(config, crew) as starter,
     ):
         yield _apart(config, policy, start, crew, starter)
 
@@ -104,6 +108,7 @@ def _apart(
         publish=Sending(engine, partial(ranked.weights, remote), canary, ranked.canary),
         passes=ranked.facts.passes,
         device=policy.device,
+        machine={**ranked.facts.machine, "ranks": ranks_of(config)},
         ranks=ranks_of(config),
         notes=ranked.facts.notes,
     )
@@ -130,6 +135,7 @@ def _learning_here(
         publish=publish,
         passes=learning.passes,
         device=policy.device,
+        machine=this_machine(policy.device),
         ranks=1,
         notes=learning.notes,
     )
@@ -182,7 +188,10 @@ def holds_no_weights(config: Config) -> bool:
     return ranks_of(config) > 0 and config.rollout.engine.processes > 0
 
 
-def machine_of(config: Config, device: torch.device) -> dict[str, str | int]:
-    """What the bits of a run depend on beside its recipe."""
-    ranks = {"ranks": ranks_of(config)} if ranks_of(config) else {}
-    return {**this_machine(device), **ranks}
+def uses_device(config: Config) -> bool:
+    """Whether the run's own process computes with a model where there is a GPU.
+
+    A reward model in it does so on this machine; on Ray, GPUs belong to actors.
+    """
+    judges = isinstance(config.reward.model, SequenceClassifier)
+    return not holds_no_weights(config) or (judges and isinstance(config.cluster, LocalCluster))

@@ -34,7 +34,7 @@ from winnow.trainer.build_learner import needs_start
 from winnow.trainer.heartbeat import Heartbeat
 from winnow.trainer.loading import load_policy
 from winnow.trainer.loop import Course, Parts, train
-from winnow.trainer.placing import holds_no_weights, machine_of, placed_models
+from winnow.trainer.placing import holds_no_weights, placed_models, uses_device
 from winnow.trainer.resume import Opened, opened_run
 from winnow.trainer.saver import Saver
 from winnow.trainer.state import seed_everything
@@ -61,7 +61,7 @@ def run_training(
         WinnowError: what the user can mend; what the run had by then stays in its folder.
     """
     began = time.monotonic()
-    device = use_machine(config)
+    device = use_machine(config, uses_device(config))
     seed_everything(config.run.seed)
     with opened_run(config, recipe) as opened, opened.folder.logging_to_file(), _errors_logged():
         folder = opened.folder
@@ -74,7 +74,6 @@ def run_training(
             sink.note(f"{folder.path} is finished: nothing to do (a new run needs a new run.name)")
             _close(config, recipe, folder, console)
             return 0
-        _warn_of_another_machine(opened, machine_of(config, device), sink)
         path, start = _start_model(config, opened, fresh, sink, heartbeat)
         first = _first_model(config, opened, path, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config))
@@ -85,6 +84,7 @@ def run_training(
             placed_models(config, policy, first) as placed,
             make_saver(config, folder) as saver,  # ends before the ranks that write for it
         ):
+            _warn_of_another_machine(opened, placed.machine, sink)
             built = build(
                 config,
                 policy,

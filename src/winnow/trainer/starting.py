@@ -12,10 +12,11 @@ from winnow.cluster.local import start_local
 from winnow.cluster.pools import Layout, Pool
 from winnow.cluster.protocol import WorkerGroup
 from winnow.cluster.ray_group import start_ray
-from winnow.cluster.ray_session import Reserved, ray_session, reserve
+from winnow.cluster.ray_session import Reserved, offers, ray_session, reserve
+from winnow.config.checks_cluster import workers_of
 from winnow.config.cluster import RayCluster
 from winnow.config.root import Config
-from winnow.config.trainer import Fsdp2
+from winnow.errors import ConfigError
 from winnow.trainer.crew import Crew
 
 Starting = Coroutine[Any, Any, WorkerGroup]
@@ -37,11 +38,19 @@ class Starter(Protocol):
 
 
 class LocalStarter:
-    """Processes of this machine; of several GPUs each has one, ranks first."""
+    """Processes of this machine; of several GPUs each has one, ranks first, then engines.
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    Raises:
+        ConfigError: there are fewer GPUs.
+    """
+
+    def __init__(self, config: Config) -> None:
         self._ranks = ranks_of(config)
-        self._has_devices = device.type == "cuda"
+        self._has_devices = config.run.device != "cpu" and torch.cuda.is_available()
+        if self._has_devices:
+            _check_devices(config, torch.cuda.device_count())
+        elif config.run.device == "cuda":
+            raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
         self._options: dict[str, Any] = {"stall_timeout_s": config.trainer.stall_timeout_s}
         self._options["environment"] = _threads(config)
 
@@ -72,29 +81,31 @@ class RayStarter:
 
     def ranks(self, arguments: Mapping[str, Any]) -> Starting:
         """See `Starter.ranks`."""
-        place = self._reserved.placement(LEARNER)
+        place = self._reserved.placement("policy")
         return start_ray(LEARNER, _RANK, arguments, place, **self._options)
 
     def engine(self, number: int, arguments: Mapping[str, Any]) -> Starting:
         """See `Starter.engine`."""
-        role = engine_role(number)
-        place = self._reserved.placement(role)
-        return start_ray(role, _ENGINE, arguments, place, **self._options)
+        place = self._reserved.slot("rollout", number)
+        return start_ray(engine_role(number), _ENGINE, arguments, place, **self._options)
 
 
 @contextlib.contextmanager
-def starter_of(config: Config, device: torch.device, crew: Crew) -> Iterator[Starter]:
+def starter_of(config: Config, crew: Crew) -> Iterator[Starter]:
     """What starts the processes that a recipe asks for, where it asks for them.
 
     Raises:
-        ConfigError: the cluster is too small, or Ray is not installed.
+        ConfigError: machine or cluster are too small, or Ray is not installed.
         WinnowError: it cannot be reached.
     """
     if not isinstance(config.cluster, RayCluster):
-        yield LocalStarter(config, device)
+        yield LocalStarter(config)
         return
     with ray_session(config.cluster.address):
-        reserved = crew.wait(reserve(layout_of(config, device.type == "cuda")))
+        # Not what this process sees: it may be on a node without, or kept from them.
+        has_devices = any(node.offer.devices for node in offers())
+        has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
+        reserved = crew.wait(reserve(layout_of(config, has_devices)))
         try:
             yield RayStarter(config, reserved)
         finally:
@@ -103,21 +114,30 @@ def starter_of(config: Config, device: torch.device, crew: Crew) -> Iterator[Sta
 
 
 def layout_of(config: Config, has_devices: bool) -> Layout:
-    """The pools of a run: one for its ranks, and one for each engine."""
-    assert isinstance(config.cluster, RayCluster)
-    nodes, cpus = config.cluster.nodes, config.cluster.cpus
+    """The pools of a run: the recipe's, or one for its ranks and one for its engines."""
+    cluster = config.cluster
+    assert isinstance(cluster, RayCluster)
+    if cluster.pools:
+        pools = [
+            Pool(name, pool.nodes, pool.per_node, has_devices, pool.cpus or cluster.cpus)
+            for name, pool in cluster.pools.items()
+        ]
+        roles = {role: name for role, name in cluster.roles.model_dump().items() if name}
+        return Layout(tuple(pools), roles)
+    ranks, engines = ranks_of(config), config.rollout.engine.processes
     pools = []
-    if ranks := ranks_of(config):
-        pools.append(Pool(LEARNER, nodes, ranks // nodes, has_devices, cpus))
-    engines = range(config.rollout.engine.processes)
-    pools += [Pool(engine_role(number), 1, 1, has_devices, cpus) for number in engines]
+    if ranks:
+        pools.append(
+            Pool("policy", cluster.nodes, ranks // cluster.nodes, has_devices, cluster.cpus)
+        )
+    if engines:  # each wherever there is room
+        pools.append(Pool("rollout", engines, 1, has_devices, cluster.cpus))
     return Layout(tuple(pools), {pool.name: pool.name for pool in pools})
 
 
 def ranks_of(config: Config) -> int:
     """Processes that train; 0: the run's own does."""
-    strategy = config.trainer.strategy
-    return strategy.ranks if isinstance(strategy, Fsdp2) else 0
+    return workers_of(config)["policy"]
 
 
 def engine_role(number: int) -> str:
@@ -128,3 +148,16 @@ def engine_role(number: int) -> str:
 def _threads(config: Config) -> dict[str, str]:
     threads = config.run.threads
     return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+
+
+def _check_devices(config: Config, devices: int) -> None:
+    """See that this machine has a GPU for each process; that of the run counts where it trains."""
+    ranks, engines = ranks_of(config), config.rollout.engine.processes
+    needs = max(ranks, 1) + engines
+    if needs > devices:
+        raise ConfigError(
+            f"cluster=local gives each process a GPU of its own: {max(ranks, 1)} that train "
+            f"(trainer.strategy.ranks) and {engines} that write (rollout.engine.processes) need "
+            f"{needs}, this machine has {devices}; have fewer, or share them on Ray in one pool "
+            "(cluster=ray, cluster.pools), or set run.device=cpu"
+        )

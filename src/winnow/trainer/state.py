@@ -156,7 +156,8 @@ def _random_states() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    # Asked of a process that uses none, each GPU of the machine would be opened.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
 
@@ -165,5 +166,5 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
+    if "cuda" in states and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.set_rng_state_all(states["cuda"])

@@ -12,6 +12,8 @@ FILES = ["warm_start=none", "data/task=none", "model.path=M"]
 JUDGED = ["reward/model=sequence_classifier", "reward.model.path=R"]
 ASKED = ["reward/judge=openai", "reward.judge.base_url=http://h/v1", "reward.judge.model=M"]
 FUSED = ["algorithm.correction.mode=fused", "trainer.mini_batch_groups=null"]
+POOLED = ["cluster=ray", "trainer/strategy=fsdp2", "cluster.roles.policy=a"]
+POOL = "cluster.pools.a.per_node=2"
 # Overrides of the quickstart that contradict each other, what the line must say, and a way out.
 CASES = [
     (
@@ -43,6 +45,36 @@ CASES = [
         ["cluster=ray", "cluster.nodes=3", "trainer/strategy=fsdp2", "trainer.strategy.ranks=4"],
         ["trainer.strategy.ranks=4", "cluster.nodes=3", "a divisor"],
         ["cluster=ray", "cluster.nodes=2", "trainer/strategy=fsdp2", "trainer.strategy.ranks=4"],
+    ),
+    (
+        [*POOLED, POOL, "cluster.nodes=2"],
+        ["cluster.nodes=2", "cluster.pools has a;", "set nodes of the pool"],
+        [*POOLED, "cluster.pools.a.nodes=2"],
+    ),
+    (
+        [*POOLED],
+        ["cluster.roles.policy=a is no pool", "is empty", "add cluster.pools.a.per_node=2"],
+        [*POOLED, POOL],
+    ),
+    (
+        [*POOLED, POOL, "rollout.engine.processes=1"],
+        ["cluster.roles.rollout is null", "rollout.engine.processes=1", "to a pool (a)"],
+        [*POOLED, POOL, "rollout.engine.processes=2", "cluster.roles.rollout=a"],
+    ),
+    (
+        [*POOLED, POOL, "cluster.roles.rollout=a"],
+        ["cluster.roles.rollout=a has no workers", "set rollout.engine.processes=1", "=null"],
+        [*POOLED, POOL, "cluster.roles.rollout=a", "rollout.engine.processes=2"],
+    ),
+    (
+        [*POOLED, POOL, "cluster.pools.a.nodes=2"],
+        ["trainer.strategy.ranks=2", "cluster.pools.a,", "2 nodes x 2 are 4 slots", "ranks=4"],
+        [*POOLED, POOL, "cluster.pools.a.nodes=2", "trainer.strategy.ranks=4"],
+    ),
+    (
+        [*POOLED, POOL, "cluster.pools.b.per_node=2"],
+        ["cluster.pools.b has no role", "name it in cluster.roles"],
+        [*POOLED, POOL],
     ),
     (
         ["sampling.lookahead=1.5"],
@@ -316,8 +348,9 @@ def test_a_contradiction_names_both_fields_and_the_way_out(
 
 
 def test_every_rule_has_a_case() -> None:
-    # Seven rules have two cases, for their two sides; start, pass and scorers' workers have three.
-    assert len(CASES) == len(RULES) + 13
+    # Seven rules have two cases, for their two sides; start, pass and scorers' workers have three,
+    # pools five.
+    assert len(CASES) == len(RULES) + 17
 
 
 def test_each_broken_rule_has_its_line() -> None:
