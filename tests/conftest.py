@@ -9,13 +9,17 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.examples import QUICK, THOROUGH
 from tests.ranks import Ranks
+
+if TYPE_CHECKING:
+    from winnow.data.prepare import Prepared
 
 # Set before torch is imported: the run is parallel already, one process a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,6 +64,18 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"{NO_SHARED_DATA}: {SHARED_DATA}")
     return SHARED_DATA
+
+
+@pytest.fixture
+def prepare_file(tmp_path: Path) -> Callable[..., Prepared]:
+    """What `winnow data prepare` does, into `out.parquet` of the test's folder."""
+    from winnow.data.prepare import Request, prepare
+
+    def make(name: str, *files: str, **options: Any) -> Prepared:
+        out = str(tmp_path / "out.parquet")
+        return prepare(Request(name, files=files, **{"out": out, **options}))
+
+    return make
 
 
 @pytest.fixture(scope="session")

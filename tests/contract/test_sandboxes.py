@@ -142,7 +142,7 @@ def test_files_and_bytes_reach_a_program_as_they_are() -> None:
     result = current.current().run_for(Program(program, "ä€\n".encode(), {"a/b": data}), 20)
     assert (result.stdout, result.stderr) == (data, "ä€\n".encode())
     assert result.is_clean
-    assert 0 < result.seconds < 20
+    assert result.seconds > 0
 
 
 def test_many_answers_at_once_do_not_mix() -> None:

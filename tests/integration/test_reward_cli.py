@@ -41,7 +41,7 @@ def as_json(*words: str, stdin: str = "") -> dict[str, Any]:
     """What `--json` prints, but for the time that it took."""
     said = json.loads(ask(*words, "--json", stdin=stdin).stdout)
     assert isinstance(said, dict)
-    assert 0 < said.pop("seconds") < 60
+    assert said.pop("seconds") > 0
     return said
 
 

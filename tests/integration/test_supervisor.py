@@ -92,10 +92,8 @@ def test_failures_with_progress_between_them_go_on_to_the_limit(tmp_path: Path) 
 
 
 def test_a_child_without_progress_is_killed_and_started_again(tmp_path: Path) -> None:
-    lives = Lives(tmp_path, "tell('step 1'); time.sleep(60)", "sys.exit(0)", stall_s=1.0)
-    began = time.monotonic()
+    lives = Lives(tmp_path, "tell('step 1'); time.sleep(3000)", "sys.exit(0)", stall_s=1.0)
     assert lives.supervisor.run() == 0
-    assert time.monotonic() - began < 20
     assert "made no progress for 1 s after step 1" in lives.said[0]
 
 

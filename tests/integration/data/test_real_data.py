@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.small_tokenizers import CHAT_TEMPLATE, train_bpe
 
 from winnow.config.data import DataConfig
 from winnow.data.check import check
-from winnow.data.prepare import Prepared, Request, prepare
+from winnow.data.prepare import Prepared
 from winnow.data.prompts import PromptRenderer
 from winnow.data.sources import read_rows
 from winnow.errors import DataError
@@ -21,18 +19,7 @@ from winnow.errors import DataError
 ANSWER_LINE = "Solve this.\n\n{prompt}\n\nPut your answer on its own line after Answer:"
 
 
-@pytest.fixture
-def made(tmp_path: Path) -> Callable[..., Prepared]:
-    """Prepare into `out.parquet` of the test's folder."""
-
-    def make(name: str, *files: str, **options: Any) -> Prepared:
-        out = str(tmp_path / "out.parquet")
-        return prepare(Request(name, files=files, **{"out": out, **options}))
-
-    return make
-
-
-def test_the_dapo_file_is_read_and_rendered_in_seconds(shared_data: Path) -> None:
+def test_the_dapo_file_is_read_and_rendered(shared_data: Path) -> None:
     rows = read_rows([str(shared_data / "math" / "dapo_math_17k.parquet")])
     assert len(rows) == len({row.uid for row in rows}) == 17_917
     assert {row.data_source for row in rows} == {"DAPO-17k"}
@@ -40,9 +27,7 @@ def test_the_dapo_file_is_read_and_rendered_in_seconds(shared_data: Path) -> Non
 
     tokenizer = train_bpe((row.messages[0]["content"] for row in rows[:500]), chat=CHAT_TEMPLATE)
     config = DataConfig(prompt_template={"dapo-17k": ANSWER_LINE}, max_prompt_tokens=400)
-    begin = time.perf_counter()
     rendered = PromptRenderer(tokenizer, config).render(rows)
-    assert time.perf_counter() - begin < 20  # 3 s on an idle core
     assert rendered.report.rows == 17_917
     assert rendered.report.filtered == 17_917 - rendered.size > 0
     assert max(len(prompt.token_ids) for prompt in rendered.prompts) <= 400
@@ -70,21 +55,23 @@ def test_the_raw_gsm8k_files_are_read(shared_data: Path) -> None:
 
 
 def test_rows_of_other_sets_are_left_out_and_counted(
-    made: Callable[..., Prepared], shared_data: Path
+    prepare_file: Callable[..., Prepared], shared_data: Path
 ) -> None:
     mixed = str(shared_data / "math" / "aime24_aime25_math500.parquet")
-    done = made("aime-2024", mixed)
+    done = prepare_file("aime-2024", mixed)
     assert (done.read, done.written) == (560, 30)
     assert done.other_sources == {"MATH-500": 500, "AIME-2025-30": 30}
     assert done.data_sources == {"AIME-2024-30": 30}
     with pytest.raises(DataError, match="no row belongs to gsm8k; their data_source is MATH-500"):
-        made("gsm8k", mixed)
+        prepare_file("gsm8k", mixed)
 
 
-def test_the_real_files_are_prepared(made: Callable[..., Prepared], shared_data: Path) -> None:
-    done = made("gsm8k", str(shared_data / "gsm8k" / "test.jsonl"), split="test")
+def test_the_real_files_are_prepared(
+    prepare_file: Callable[..., Prepared], shared_data: Path
+) -> None:
+    done = prepare_file("gsm8k", str(shared_data / "gsm8k" / "test.jsonl"), split="test")
     assert (done.read, done.written, done.split) == (1_319, 1_319, "test")
-    done = made("dapo-math-17k", str(shared_data / "math" / "dapo_math_17k.parquet"))
+    done = prepare_file("dapo-math-17k", str(shared_data / "math" / "dapo_math_17k.parquet"))
     assert (done.read, done.copies, done.written) == (17_917, 650, 17_267)
     assert len(read_rows([done.out])) == 17_267
 
@@ -94,9 +81,9 @@ def test_the_real_files_are_prepared(made: Callable[..., Prepared], shared_data:
     [("humaneval", "HumanEval.jsonl.gz", 164), ("mbpp", "mbpp_sanitized.jsonl", 427)],
 )
 def test_real_programming_problems_come_with_their_tests(
-    name: str, file: str, count: int, made: Callable[..., Prepared], shared_data: Path
+    name: str, file: str, count: int, prepare_file: Callable[..., Prepared], shared_data: Path
 ) -> None:
-    done = made(name, str(shared_data / "code" / file), split="test")
+    done = prepare_file(name, str(shared_data / "code" / file), split="test")
     assert (done.read, done.copies, done.written) == (count, 0, count)
     for row in read_rows([done.out]):
         truth = json.loads(row.ground_truth)

@@ -57,7 +57,7 @@ def b64(data: bytes) -> str:
 def test_a_program_that_ends_well_succeeds(url: str) -> None:
     answer = run(url, "import sys; print(input()); print('e', file=sys.stderr)", stdin="ä\n")
     seconds = answer["run_result"].pop("execution_time")
-    assert 0 < seconds < 20
+    assert seconds > 0
     assert answer == {
         "status": "Success",
         "message": "",

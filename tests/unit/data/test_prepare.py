@@ -30,21 +30,10 @@ WriteJsonl = Callable[..., str]
 GSM8K = {"question": "How many?", "answer": "Two.\n#### 2"}
 
 
-@pytest.fixture
-def made(tmp_path: Path) -> Callable[..., Prepared]:
-    """Prepare into `out.parquet` of the test's folder."""
-
-    def make(name: str, *files: str, **options: Any) -> Prepared:
-        out = str(tmp_path / "out.parquet")
-        return prepare(Request(name, files=files, **{"out": out, **options}))
-
-    return make
-
-
 def test_the_file_has_verls_schema_and_is_read_back(
-    made: Callable[..., Prepared], write_jsonl: WriteJsonl
+    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
 ) -> None:
-    done = made("gsm8k", write_jsonl([GSM8K, {**GSM8K, "question": "And?"}]))
+    done = prepare_file("gsm8k", write_jsonl([GSM8K, {**GSM8K, "question": "And?"}]))
     assert (done.read, done.copies, done.written) == (2, 0, 2)
     assert pq.read_table(done.out).to_pylist()[1] == {
         "data_source": "openai/gsm8k",
@@ -62,7 +51,7 @@ def test_the_file_has_verls_schema_and_is_read_back(
 
 
 def test_exact_copies_go_and_conflicting_labels_stay(
-    made: Callable[..., Prepared], write_jsonl: WriteJsonl
+    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
 ) -> None:
     def row(label: str, index: int) -> dict[str, Any]:
         prompt = [{"role": "user", "content": with_dapo_instruction("1+1?")}]
@@ -72,7 +61,9 @@ def test_exact_copies_go_and_conflicting_labels_stay(
             "data_source": "math_dapo", "prompt": prompt, "reward_model": truth, "extra_info": info
         }  # fmt: skip
 
-    done = made("dapo-math-17k", write_jsonl([row("2", i) for i in range(99)] + [row("3", 99)]))
+    done = prepare_file(
+        "dapo-math-17k", write_jsonl([row("2", i) for i in range(99)] + [row("3", 99)])
+    )
     assert (done.read, done.copies, done.written) == (100, 98, 2)
     assert done.instructions_removed == 100
     rows = read_rows([done.out])
@@ -81,35 +72,37 @@ def test_exact_copies_go_and_conflicting_labels_stay(
 
 
 def test_the_dapo_instruction_can_be_put_around_every_question(
-    made: Callable[..., Prepared], write_jsonl: WriteJsonl
+    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
 ) -> None:
     files = write_jsonl([{"problem": "p", "answer": 7}, {"problem": "q", "answer": "08"}])
-    done = made("aime-2025", files, instruction="dapo")
+    done = prepare_file("aime-2025", files, instruction="dapo")
     contents = [row.messages[0]["content"] for row in read_rows([done.out])]
     assert contents == [with_dapo_instruction("p"), with_dapo_instruction("q")]
 
 
 def test_several_files_and_kinds_of_url_are_read_as_one(
-    made: Callable[..., Prepared], write_jsonl: WriteJsonl
+    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
 ) -> None:
     local = write_jsonl([GSM8K])
     other = write_jsonl([{**GSM8K, "question": "b"}], "b.jsonl")
     memory = fsspec.filesystem("memory")
     memory.pipe("/bucket/c.jsonl", b'{"question": "c", "answer": "#### 3"}\n')
     try:
-        done = made("gsm8k", local, f"file://{other}", "memory://bucket/c.jsonl")
+        done = prepare_file("gsm8k", local, f"file://{other}", "memory://bucket/c.jsonl")
     finally:
         memory.rm("/bucket/c.jsonl")
     assert done.written == 3
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
-def test_a_missing_file_system_package_is_named(scheme: str, made: Callable[..., Prepared]) -> None:
+def test_a_missing_file_system_package_is_named(
+    scheme: str, prepare_file: Callable[..., Prepared]
+) -> None:
     package = {"s3": "s3fs", "gs": "gcsfs"}[scheme]
     if _installed(package):
         pytest.skip(f"{package} is installed")
     with pytest.raises(DataError) as caught:
-        made("gsm8k", f"{scheme}://bucket/train.parquet")
+        prepare_file("gsm8k", f"{scheme}://bucket/train.parquet")
     assert str(caught.value) == (
         f"{scheme}://bucket/train.parquet: {scheme}:// needs a package that is not installed; "
         f"pip install {package}"
@@ -117,41 +110,41 @@ def test_a_missing_file_system_package_is_named(scheme: str, made: Callable[...,
 
 
 def test_hdfs_without_java_says_what_it_needs(
-    made: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch
+    prepare_file: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("JAVA_HOME", "HADOOP_HOME", "ARROW_LIBHDFS_DIR"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(DataError, match=r"hdfs://host/f\.parquet: cannot be read: ") as caught:
-        made("gsm8k", "hdfs://host/f.parquet")
+        prepare_file("gsm8k", "hdfs://host/f.parquet")
     assert "\n" not in str(caught.value)
     if "libjvm" in str(caught.value) or "libhdfs" in str(caught.value):
         assert str(caught.value).endswith("set JAVA_HOME, HADOOP_HOME and CLASSPATH")
 
 
 def test_sort_digits_is_generated_and_training_never_meets_the_test(
-    made: Callable[..., Prepared],
+    prepare_file: Callable[..., Prepared],
 ) -> None:
-    done = made("sort_digits", rows=300, seed=5)
+    done = prepare_file("sort_digits", rows=300, seed=5)
     digits = [row.extra["extra_info"]["digits"] for row in read_rows([done.out])]
     assert done.read == 300 == done.written + done.copies
     assert not any(map(is_held_out, digits))
     first = read_rows([done.out])[0]
     assert (first.data_source, first.ground_truth) == ("sort_digits", solution(digits[0]))
     assert first.messages[0]["content"] == f"{digits[0]}:"
-    again = made("sort_digits", rows=300, seed=5)
+    again = prepare_file("sort_digits", rows=300, seed=5)
     assert [row.extra["extra_info"]["digits"] for row in read_rows([again.out])] == digits
-    test = made("sort_digits", split="test")
+    test = prepare_file("sort_digits", split="test")
     assert test.written == 400
     assert all(is_held_out(row.extra["extra_info"]["digits"]) for row in read_rows([test.out]))
 
 
 def test_a_bad_row_leaves_the_file_that_was_there(
-    made: Callable[..., Prepared], write_jsonl: WriteJsonl
+    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
 ) -> None:
-    before = Path(made("gsm8k", write_jsonl([GSM8K])).out).read_bytes()
+    before = Path(prepare_file("gsm8k", write_jsonl([GSM8K])).out).read_bytes()
     bad = write_jsonl([GSM8K, {"question": "q", "answer": "none"}], "bad.jsonl")
     with pytest.raises(DataError, match=r"bad\.jsonl row 2: answer is the text 'none'"):
-        made("gsm8k", bad)
+        prepare_file("gsm8k", bad)
     out = Path(bad).with_name("out.parquet")
     assert out.read_bytes() == before
     assert sorted(path.name for path in out.parent.iterdir()) == [
@@ -160,7 +153,7 @@ def test_a_bad_row_leaves_the_file_that_was_there(
 
 
 def test_a_full_disk_is_told_with_a_remedy_that_fits(
-    made: Callable[..., Prepared], write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch
+    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -168,7 +161,7 @@ def test_a_full_disk_is_told_with_a_remedy_that_fits(
     path = write_jsonl([GSM8K])
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(DataError) as caught:
-        made("gsm8k", path)
+        prepare_file("gsm8k", path)
     monkeypatch.undo()
     assert str(caught.value).endswith(
         "out.parquet: No space left on device; choose another file with --out"
@@ -176,7 +169,7 @@ def test_a_full_disk_is_told_with_a_remedy_that_fits(
 
 
 def test_what_does_not_go_together_is_refused_before_any_work(
-    made: Callable[..., Prepared], tmp_path: Path
+    prepare_file: Callable[..., Prepared], tmp_path: Path
 ) -> None:
     for options, message in [
         ({"name": "gsm9k"}, "gsm9k is no data set that can be prepared; there are gsm8k, math, "),
@@ -203,9 +196,9 @@ def test_what_does_not_go_together_is_refused_before_any_work(
         assert "\n" not in str(caught.value)
     (tmp_path / "folder.parquet").mkdir()
     with pytest.raises(DataError, match="which is a folder; name a file in it"):
-        made("gsm8k", "a", out=str(tmp_path / "folder.parquet"))
+        prepare_file("gsm8k", "a", out=str(tmp_path / "folder.parquet"))
     with pytest.raises(DataError, match="no such file; check the path"):
-        made("gsm8k", str(tmp_path / "none.jsonl"))
+        prepare_file("gsm8k", str(tmp_path / "none.jsonl"))
 
 
 def test_the_command_prints_counts_scorer_and_commands_that_parse(
@@ -250,25 +243,25 @@ def test_a_source_of_code_without_scorer_leaves_the_scorer_to_the_user(
 
 
 def test_amc_answers_are_numbers_without_a_point(
-    made: Callable[..., Prepared], write_jsonl: WriteJsonl
+    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
 ) -> None:
     rows = [
         {"id": 0, "problem": "p", "answer": 142.0, "url": "u"},
         {"id": 1, "problem": "q", "answer": 0.5, "url": "v"},
     ]
-    done = made("amc", write_jsonl(rows))
+    done = prepare_file("amc", write_jsonl(rows))
     assert (done.split, done.data_sources) == ("test", {"amc": 2})
     assert [row.ground_truth for row in read_rows([done.out])] == ["142", "0.5"]
 
 
 def test_mbpp_rows_of_the_hub_show_their_asserts(
-    made: Callable[..., Prepared], write_jsonl: WriteJsonl
+    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
 ) -> None:
     row = {
         "task_id": 2, "prompt": "Write f.", "code": "def f(): return 1",
         "test_imports": ["import math"], "test_list": ["assert f() == 1", "assert f() != 2"],
     }  # fmt: skip
-    (written,) = read_rows([made("mbpp", write_jsonl([row])).out])
+    (written,) = read_rows([prepare_file("mbpp", write_jsonl([row])).out])
     assert json.loads(written.ground_truth) == {
         "test_list": ["assert f() == 1", "assert f() != 2"], "prompt": "import math"
     }  # fmt: skip
@@ -290,20 +283,23 @@ def test_mbpp_rows_of_the_hub_show_their_asserts(
     ],
 )
 def test_a_programming_problem_without_tests_is_named(
-    change: dict[str, Any], message: str, made: Callable[..., Prepared], write_jsonl: WriteJsonl
+    change: dict[str, Any],
+    message: str,
+    prepare_file: Callable[..., Prepared],
+    write_jsonl: WriteJsonl,
 ) -> None:
     row = {"prompt": "Write f.", "test_imports": [], "test_list": ["assert f()"], **change}
     with pytest.raises(DataError) as caught:
-        made("mbpp", write_jsonl([row]))
+        prepare_file("mbpp", write_jsonl([row]))
     assert str(caught.value).endswith(f"rows.jsonl row 1: {message}")
 
 
 def test_countdown_problems_can_be_solved_and_the_splits_share_none(
-    made: Callable[..., Prepared],
+    prepare_file: Callable[..., Prepared],
 ) -> None:
     splits = {}
     for split in ("train", "test"):
-        done = made("countdown", split=split, rows=150, seed=4)
+        done = prepare_file("countdown", split=split, rows=150, seed=4)
         rows = read_rows([done.out])
         assert (done.written, done.copies) == (len(rows), 150 - len(rows))
         truths = [json.loads(row.ground_truth) for row in rows]
@@ -315,11 +311,11 @@ def test_countdown_problems_can_be_solved_and_the_splits_share_none(
             asked = f"Make {truth['target']} from the numbers {truth['numbers']}. "
             assert row.messages[0]["content"].startswith(asked.replace("[", "").replace("]", ""))
     assert not splits["train"] & splits["test"]
-    again = read_rows([made("countdown", rows=150, seed=4).out])
+    again = read_rows([prepare_file("countdown", rows=150, seed=4).out])
     assert {json.loads(row.ground_truth)["target"] for row in again} == {
         target for target, _ in splits["train"]
     }
-    other = made("countdown", rows=150, seed=5)
+    other = prepare_file("countdown", rows=150, seed=5)
     assert read_rows([other.out])[0].ground_truth != again[0].ground_truth
 
 
@@ -336,10 +332,10 @@ def _can_make(target: int, numbers: list[Fraction]) -> bool:
 
 
 def test_a_task_of_reasoning_gym_is_written_with_all_that_judges_it(
-    made: Callable[..., Prepared],
+    prepare_file: Callable[..., Prepared],
 ) -> None:
     for split in ("train", "test"):
-        done = made("reasoning_gym/sudoku", split=split, rows=4, seed=1)
+        done = prepare_file("reasoning_gym/sudoku", split=split, rows=4, seed=1)
         assert done.data_sources == {"reasoning_gym/sudoku": 4}
         for row in read_rows([done.out]):
             said = f"<answer>\n{row.ground_truth}\n</answer>"

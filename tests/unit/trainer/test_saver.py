@@ -100,10 +100,9 @@ def test_ctrl_c_twice_gives_a_save_up_and_leaves_no_draft(
             time.sleep(0.05)
             raise KeyboardInterrupt
 
-    began = time.monotonic()
+    # A save that it waited for would never end.
     with pytest.raises(KeyboardInterrupt):
         go()
-    assert time.monotonic() - began < 2
     assert list(tmp_path.iterdir()) == []
     gate.set()
 
