@@ -93,7 +93,9 @@ async def start_ray(
         for rank in range(placement.size)
     ]
     pairs = list(zip(links, listeners, strict=True))
-    group = Group(role, pairs, _pack, stall_timeout_s, switchboard.close)
+    # The store pays where several read: it takes a millisecond, more than all the rest of a call.
+    pack = _for_all if placement.size > 1 else _Sent
+    group = Group(role, pairs, pack, stall_timeout_s, switchboard.close)
     await group.start(jobs)
     return group
 
@@ -128,17 +130,17 @@ async def _place(role: str, rank: int, actor: Any) -> Place:
 
 
 @dataclass(frozen=True)
-class _Put:
-    """A call in Ray's object store."""
+class _Sent:
+    """A call, or a reference to one in Ray's object store."""
 
-    reference: Any
+    asked: Any
 
     def release(self) -> None:
         """Ray counts its references."""
 
 
-def _pack(asked: Job | Call) -> _Put:
-    return _Put(ray_module().put(asked))
+def _for_all(asked: Job | Call) -> _Sent:
+    return _Sent(ray_module().put(asked))
 
 
 class _Switchboard:
@@ -182,6 +184,7 @@ class RayLink:
 
     def __init__(self, actor: Any, place: Place, listener: Listener) -> None:
         self._actor, self._listener = actor, listener
+        self._call = actor.call.options(num_returns=2)
         self.place = place
         self.pid = place.pid
         self._how: str | None = None
@@ -192,10 +195,9 @@ class RayLink:
         is_here = place.namespace == process_namespace()
         self._process = os.pidfd_open(place.pid) if is_here else -1
 
-    def send(self, number: int, payload: _Put, tell: Callable[[Outcome], None]) -> None:
+    def send(self, number: int, payload: _Sent, tell: Callable[[Outcome], None]) -> None:
         """Have a call run."""
-        method = self._actor.call.options(num_returns=2)
-        told, kept = method.remote(number, payload.reference)
+        told, kept = self._call.remote(number, payload.asked)
         task = asyncio.get_running_loop().create_task(self._answer(told, kept, tell))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

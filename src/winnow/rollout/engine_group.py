@@ -26,18 +26,11 @@ from winnow.rollout.engine import (
     WeightUpdate,
 )
 from winnow.rollout.members import Member, came_back
-from winnow.rollout.placing import Ask, WaitingLine
+from winnow.rollout.placing import QUANTUM_TICKS, Ask, WaitingLine
 from winnow.rollout.weights import Receiver, send
 
 log = logging.getLogger(__name__)
 
-QUANTUM_TICKS = 8
-"""Ticks that engines advance between two looks at all of them.
-
-A look costs a call to each engine (1 to 3 ms to another process) and waits for the slowest; eight
-ticks of a model worth distributing take 50 ms and more. On the other hand a slot whose engine has
-nothing queued stays empty for up to a quantum, and an event is seen up to a quantum late.
-"""
 T = TypeVar("T")
 
 
@@ -48,16 +41,22 @@ class EngineGroup:
         engines: at least one.
         deterministic: what happens depends on submissions and ticks alone. An engine's death is
             then raised; else it is logged, and raised when none is left.
+        quantum_ticks: that deterministic engines advance between two looks at all of them.
 
     Raises:
         ValueError: there are no engines.
     """
 
-    def __init__(self, engines: Sequence[Engine], deterministic: bool) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        deterministic: bool,
+        quantum_ticks: int = QUANTUM_TICKS,
+    ) -> None:
         if not engines:
             raise ValueError("a group of engines needs at least one")
         self._members = [Member(engine, f"engine {i}") for i, engine in enumerate(engines)]
-        self._deterministic = deterministic
+        self._deterministic, self._quantum_ticks = deterministic, quantum_ticks
         self._line = WaitingLine()
         self._inbox: list[CompletionEvent] = []  # what no engine reported
         self._tick = 0
@@ -214,7 +213,7 @@ class EngineGroup:
             late = until is not None and self._tick >= until
             if self._has_news() or late or not wanted:
                 return
-            target = (self._tick // QUANTUM_TICKS + 1) * QUANTUM_TICKS
+            target = (self._tick // self._quantum_ticks + 1) * self._quantum_ticks
             if until is not None:
                 target = min(target, until)
             self._quantum = asyncio.create_task(self._run_quantum(target))

@@ -14,6 +14,14 @@ from winnow.types import Segment
 
 Key = tuple[int, int]
 """Group, answer."""
+QUANTUM_TICKS = 8
+"""Ticks that engines advance at least between two looks at all of them.
+
+A look costs a call to each engine (1 to 3 ms to another process) and waits for the slowest; eight
+ticks of a model worth distributing take 50 ms and more. On the other hand a slot whose engine has
+nothing queued stays empty for up to a quantum, and an event is seen up to a quantum late.
+"""
+_LOOKS = 64
 
 
 @dataclass(eq=False)
@@ -51,6 +59,15 @@ def requests_of(asks: Iterable[Ask]) -> list[GroupRequest]:
         replace(members[0].group, answers=tuple(ask.request for ask in members))
         for members in groups.values()
     ]
+
+
+def quantum_for(max_tokens: int) -> int:
+    """Ticks between two looks for answers of so many tokens at most.
+
+    About `_LOOKS` looks while a longest answer is written: far fewer slots end in between than may
+    wait in an engine (`ahead`), unless nearly all answers are short.
+    """
+    return max(QUANTUM_TICKS, max_tokens // _LOOKS)
 
 
 def ahead(slots: int) -> int:

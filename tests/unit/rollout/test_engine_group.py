@@ -25,8 +25,9 @@ from winnow.rollout.engine import (
     SamplingParams,
     WeightUpdate,
 )
-from winnow.rollout.engine_group import QUANTUM_TICKS, EngineGroup
+from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.generate import generate
+from winnow.rollout.placing import QUANTUM_TICKS, quantum_for
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Segment, Trajectory
 
@@ -47,6 +48,16 @@ def request(number: int, answers: int = 3, prefix: int = 0) -> GroupRequest:
     sampling = SamplingParams(LIMIT)
     made = tuple(answer(index) for index in range(answers))
     return GroupRequest(number, np.array([number]), made, sampling, number)
+
+
+class Counting(ScriptedEngine):
+    """Knows how often it was asked for events."""
+
+    looks = 0
+
+    async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
+        self.looks += 1
+        return await super().events(until)
 
 
 class Mortal:
@@ -172,6 +183,23 @@ def test_an_idle_engine_takes_up_the_common_tick_with_its_next_answers() -> None
 
     ticks = {event.group_id: event.tick for event in asyncio.run(run())}
     assert ticks == {1: 4, 2: QUANTUM_TICKS + 4, 0: 30}
+
+
+def test_a_longer_quantum_asks_engines_less_often_and_writes_the_same() -> None:
+    async def run(quantum_ticks: int) -> tuple[int, dict[int, bytes]]:
+        engines = [Counting(lambda *_: 40, slots=4) for _ in range(2)]
+        group = EngineGroup(engines, True, quantum_ticks)
+        await group.submit([request(g, answers=4) for g in range(4)])
+        events = await drained(group)
+        written = {e.group_id * 4 + e.answer: e.segment.token_ids.tobytes() for e in events}
+        return sum(engine.looks for engine in engines), written
+
+    (often, some), (seldom, same) = asyncio.run(run(8)), asyncio.run(run(40))
+    assert some == same
+    assert len(some) == 16
+    assert often == 2 * 80 // 8
+    assert seldom == 2 * 80 // 40
+    assert (quantum_for(20_480), quantum_for(100)) == (320, 8)
 
 
 def test_in_deterministic_mode_a_death_is_an_error() -> None:
