@@ -24,6 +24,7 @@ from winnow.data.text import decoder
 from winnow.models import model_writer
 from winnow.rollout.engine import Engine
 from winnow.rollout.engine_group import EngineGroup
+from winnow.rollout.placing import quantum_for
 from winnow.rollout.remote_engine import RemoteEngine
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.trainer.build_learner import make_learner
@@ -180,7 +181,10 @@ def _engines(
     engines = [
         RemoteEngine(crew.reached(group), 0, crew.call(group, "ask", "").status) for group in groups
     ]
-    return engines[0] if count == 1 else EngineGroup(engines, config.run.deterministic)
+    if count == 1:
+        return engines[0]
+    quantum = quantum_for(config.rollout.max_response_tokens)
+    return EngineGroup(engines, config.run.deterministic, quantum)
 
 
 def holds_no_weights(config: Config) -> bool:
