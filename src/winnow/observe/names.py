@@ -31,6 +31,7 @@ is the evaluation before training.
 | critic/{explained_variance,value_loss,clip_share} | of the values before the step; the updates |
 | publish/max_delta | log-probs of fixed tokens, engine against trainer, nats |
 | ranks/{spread,idle} | heaviest rank's work over the mean; share of empty micro-batches |
+| ranks/peak_gib | memory of the largest rank: its GPU's, else the process's |
 | reward/{kl,kl_coef} | KL in the reward, nats a token, and its weight |
 | correction/{rejected_tokens,rejected_samples} | shares |
 | correction/{weight,weight_bound} | mean weight; share of tokens cut or set to 0 |
