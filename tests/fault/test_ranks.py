@@ -24,6 +24,7 @@ from benchmarks.kill import (
 )
 from tests.fault.test_full_disk import FULL, namespace, why_not
 from tests.processes import gone
+from tests.ray_nodes import parent_of, ray_nodes
 
 from winnow.checkpoint import checkpoints_in, verify
 
@@ -174,23 +175,10 @@ def test_a_disk_that_is_full_for_the_ranks_costs_no_older_checkpoint(
 
 
 @pytest.fixture
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def two_nodes() -> Iterator[str]:
     """The address of a Ray cluster of a head without cores and two nodes of three."""
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    from ray.cluster_utils import Cluster
-
-    store = {"object_store_memory": 100 << 20}
-    before = signal.getsignal(signal.SIGTERM)  # Ray sets one of its own, for good
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **store}
-    )
-    try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=3, **store)
-        yield cluster.address
-    finally:
-        cluster.shutdown()
-        signal.signal(signal.SIGTERM, before)
+    with ray_nodes({"num_cpus": 3}, {"num_cpus": 3}) as address:
+        yield address
 
 
 def test_a_node_that_is_gone_costs_nothing_but_time(calm: Path, lab: Lab, two_nodes: str) -> None:
@@ -203,11 +191,6 @@ def test_a_node_that_is_gone_costs_nothing_but_time(calm: Path, lab: Lab, two_no
     assert code_of(process, 300) == 0
     assert differences(calm, run) == []
     assert re.search(r"(learner|engine 0)\[\d\] died", (run / "log.txt").read_text())
-
-
-def parent_of(pid: int) -> int:
-    """The process that started another."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_in_free_mode_an_engine_that_dies_is_done_without(lab: Lab) -> None:

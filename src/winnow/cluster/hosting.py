@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import os
 import pickle
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from winnow.cluster.protocol import RankInfo
@@ -31,6 +32,8 @@ class Job:
     """What `winnow`'s loggers let through."""
     python_path: tuple[str, ...]
     """The driver's, so that both find the same modules."""
+    folder: str = field(default_factory=os.getcwd)
+    """The driver's, at which relative paths begin."""
 
 
 @dataclass(frozen=True)

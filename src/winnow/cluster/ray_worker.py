@@ -72,6 +72,8 @@ class RayWorker:
             self._early.pop(self._next).set_result(None)
         if isinstance(asked, Job):
             sys.path += [path for path in asked.python_path if path not in sys.path]
+            if os.path.isdir(asked.folder):  # else each path must be whole
+                os.chdir(asked.folder)
             start_telling(
                 self._teller, self._host, asked.stall_timeout_s, asked.log_level, self._is_orphan
             )

@@ -1,0 +1,96 @@
+"""Roles of one pool lie on the same slots: the same node, and the same device of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from tests.ray_nodes import parent_of, ray_nodes
+from tests.recipes import recipe
+
+from winnow.cluster.protocol import WorkerGroup
+from winnow.cluster.ray_session import ray_session, reserve
+from winnow.config.root import Config
+from winnow.errors import ConfigError
+from winnow.trainer import starting
+from winnow.trainer.starting import RayStarter, layout_of
+
+PROBE = "tests.workers:Probe"
+TOGETHER = "cluster.roles={policy:all,rollout:all}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nodes() -> Iterator[None]:
+    """Ray on two nodes of four cores and two devices, which are numbers only."""
+    with (
+        ray_nodes(*[{"num_cpus": 4, "num_gpus": 2}] * 2) as address,
+        ray_session(address),
+    ):
+        yield
+
+
+def recipe_of(ranks: int, engines: int, *settings: str) -> Config:
+    sizes = f"trainer.strategy.ranks={ranks}", f"rollout.engine.processes={engines}"
+    return recipe("quickstart", "cluster=ray", "trainer/strategy=fsdp2", *sizes, *settings)
+
+
+Place = tuple[int, str | None]
+"""Node and device, each by a name of its own."""
+
+
+def places(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Place], list[Place]]:
+    """Where a recipe's ranks and engines come to lie; others answer in their place."""
+    for worker in ("_RANK", "_ENGINE"):
+        monkeypatch.setattr(starting, worker, PROBE)
+
+    async def place(group: WorkerGroup) -> list[Place]:
+        devices = await group.call("environment", "CUDA_VISIBLE_DEVICES")
+        nodes = [parent_of(pid) for pid in group.processes()]
+        return [(node, device) for node, (device,) in zip(nodes, devices, strict=True)]
+
+    async def work() -> tuple[list[Place], list[Place]]:
+        reserved = await reserve(layout_of(config, has_devices=True))
+        starter = RayStarter(config, reserved)
+        engines = range(config.rollout.engine.processes)
+        try:
+            groups = await asyncio.gather(
+                starter.ranks({}), *(starter.engine(number, {}) for number in engines)
+            )
+            ranks, *engine_places = [await place(group) for group in groups]
+            for group in groups:
+                await group.close()
+            return ranks, [each for (each,) in engine_places]
+        finally:
+            reserved.release()
+
+    return asyncio.run(asyncio.wait_for(work(), 120))
+
+
+def test_rank_and_engine_of_a_slot_share_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe_of(2, 2, "cluster.pools={all:{nodes:2,cpus:1.5}}", TOGETHER)
+    ranks, engines = places(config, monkeypatch)
+    assert ranks == engines
+    assert len({node for node, _ in ranks}) == 2  # a node has cores for one slot only
+
+
+def test_rank_and_engine_of_a_slot_share_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe_of(2, 2, "cluster.pools={all:{per_node:2}}", TOGETHER)
+    ranks, engines = places(config, monkeypatch)
+    assert ranks == engines
+    assert len({node for node, _ in ranks}) == 1
+    assert sorted(str(device) for _, device in ranks) == ["0", "1"]
+
+
+def test_roles_of_two_pools_share_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = "cluster.pools={train:{per_node:2},write:{nodes:2}}"
+    config = recipe_of(2, 2, pools, "cluster.roles={policy:train,rollout:write}")
+    ranks, engines = places(config, monkeypatch)
+    assert len({*ranks, *engines}) == 4
+    assert len({node for node, _ in ranks}) == 1
+
+
+def test_pools_that_do_not_fit_are_told_by_name() -> None:
+    config = recipe_of(3, 3, "cluster.pools={all:{per_node:3}}", TOGETHER)
+    with pytest.raises(ConfigError, match=r"they need all 1 x \(3 devices and 6 cores\)"):
+        asyncio.run(reserve(layout_of(config, has_devices=True)))
