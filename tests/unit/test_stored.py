@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.stored import Elsewhere
 
 from winnow.batching import pack
 from winnow.rollout.engine import CompletionEvent
@@ -18,21 +19,6 @@ from winnow.rollout.shelving import shelved, unshelved
 from winnow.sampling.plain import answer_from, plain_answer
 from winnow.stored import Here, Later, Shelf, StoredArray, fetch
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
-
-
-class Far:
-    """A handle of what lies elsewhere, that counts how often it is fetched."""
-
-    def __init__(self, value: Any) -> None:
-        self.value, self.begun, self.fetched = value, 0, 0
-
-    def begin(self) -> None:
-        self.begun += 1
-
-    def get(self) -> Any:
-        self.fetched += 1
-        return self.value
-
 
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=6)
 
@@ -78,7 +64,7 @@ def test_events_are_put_together_again(lengths: list[int], is_here: bool) -> Non
     bare, arrays = shelved(events)
     told = pickle.dumps(bare)
     assert not any(e.segment.token_ids.tobytes() in told for e in events if len(e.segment) > 1)
-    far = Far(arrays.get())
+    far = Elsewhere(arrays.get())
     back = unshelved(pickle.loads(told), arrays if is_here else far)
     assert far.fetched == 0
     for event, other in zip(events, back, strict=True):
@@ -95,7 +81,7 @@ def test_events_are_put_together_again(lengths: list[int], is_here: bool) -> Non
 
 def test_what_counts_and_sends_on_fetches_nothing() -> None:
     bare, arrays = shelved(events_of([4, 5]))
-    far = Far(arrays.get())
+    far = Elsewhere(arrays.get())
     (first, second) = groups_of(unshelved(bare, far))
     trajectory = first.answers[0].trajectory
     assert (trajectory.generated_tokens, len(second.answers[0].trajectory.gen_mask)) == (4, 5)
@@ -119,7 +105,7 @@ def test_all_that_a_step_needs_is_asked_for_before_anything_is_waited_for() -> N
     groups: list[Group] = []
     for lengths in ([3, 4], [5], [2, 2, 1]):
         bare, arrays = shelved(events_of(lengths))
-        handles.append(Far(arrays.get()))
+        handles.append(Elsewhere(arrays.get()))
         groups += groups_of(unshelved(bare, handles[-1]))
     fetch([*groups, *groups_of(events_of([3]))])
     assert [(far.begun, far.fetched) for far in handles] == [(1, 1)] * 3
@@ -135,7 +121,7 @@ def test_all_that_a_step_needs_is_asked_for_before_anything_is_waited_for() -> N
 def test_a_checkpoint_holds_the_arrays_themselves() -> None:
     events = events_of([4, 5])
     bare, arrays = shelved(events)
-    groups = groups_of(unshelved(bare, Far(arrays.get())))
+    groups = groups_of(unshelved(bare, Elsewhere(arrays.get())))
     state = [plain_answer(group.answers[0]) for group in groups]
     file = io.BytesIO()
     torch.save(state, file)

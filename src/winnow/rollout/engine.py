@@ -15,6 +15,8 @@ from winnow.types import FinishReason, IntArray, Segment
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from winnow.rollout.weights import Bucket
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -102,10 +104,12 @@ class EngineStatus:
 
 @dataclass(frozen=True, eq=False)
 class WeightUpdate:
-    """New weights for an engine. `tensors` is None where engine and trainer share them."""
+    """New weights for an engine; nothing beside the version where it shares the trainer's."""
 
     version: int
     tensors: Iterable[tuple[str, Tensor]] | None = None
+    buckets: Iterable[Bucket] | None = None
+    """The same, packed already by those who hold it; for an engine in another process."""
 
 
 class Engine(Protocol):

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
 
 import numpy as np
 
 from winnow.rollout.engine import CompletionEvent
-from winnow.stored import Handle, Here, Shelf, StoredArray
-from winnow.types import FloatArray, IntArray
+from winnow.stored import Gap, Handle, Here, Shelf
+from winnow.types import Segment
 
 _IDS, _LOGPROBS = 0, 1
-
-
-@dataclass(frozen=True)
-class _Gap:
-    """Where an array was taken out."""
-
-    length: int
-
-    def __len__(self) -> int:
-        return self.length
 
 
 def shelved(events: Sequence[CompletionEvent]) -> tuple[list[CompletionEvent], Here]:
@@ -33,33 +22,23 @@ def shelved(events: Sequence[CompletionEvent]) -> tuple[list[CompletionEvent], H
     segments = [event.segment for event in events]
     ids = np.concatenate([np.asarray(s.token_ids, np.int32) for s in segments])
     logprobs = np.concatenate([np.asarray(s.logprobs) for s in segments])
-    bare = [
-        replace(event, segment=replace(s, token_ids=_gap(len(s)), logprobs=_gap(len(s))))
-        for event, s in zip(events, segments, strict=True)
-    ]
+    bare = [replace(event, segment=_bare(event.segment)) for event in events]
     return bare, Here((ids, logprobs))
 
 
 def unshelved(bare: Sequence[CompletionEvent], kept: Handle) -> list[CompletionEvent]:
     """The events, their arrays here or, where `kept` is elsewhere, stored."""
-    shelf, is_here = Shelf(kept), isinstance(kept, Here)
-
-    def piece(index: int, start: int, stop: int, dtype: type[np.generic]) -> Any:
-        stored = StoredArray(shelf, index, start, stop, dtype)
-        return np.asarray(stored) if is_here else stored
-
+    shelf = Shelf(kept)
     events, start = [], 0
     for event in bare:
-        stop = start + len(event.segment)
-        segment = replace(
-            event.segment,
-            token_ids=cast("IntArray", piece(_IDS, start, stop, np.int64)),
-            logprobs=cast("FloatArray", piece(_LOGPROBS, start, stop, np.float32)),
-        )
+        gaps: tuple[Gap, Gap] = event.segment.token_ids, event.segment.logprobs  # type: ignore[assignment]
+        ids, logprobs = gaps[0].filled(shelf, _IDS, start), gaps[1].filled(shelf, _LOGPROBS, start)
+        segment = replace(event.segment, token_ids=ids, logprobs=logprobs)
         events.append(replace(event, segment=segment))
-        start = stop
+        start += len(segment)
     return events
 
 
-def _gap(length: int) -> Any:
-    return _Gap(length)
+def _bare(segment: Segment) -> Segment:
+    gaps = Gap.of(segment.token_ids, np.int64), Gap.of(segment.logprobs, np.float32)
+    return replace(segment, token_ids=gaps[0], logprobs=gaps[1])

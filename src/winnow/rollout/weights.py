@@ -5,7 +5,9 @@
 
 The checksum (CRC-32, of a bucket's names, shapes and bytes) is of what an engine holds after
 copying, so that transport and copy are covered by one reading. A bucket's arrays are views of the
-trainer's tensors where those lie on the host; two buckets are alive at a time.
+trainer's tensors where those lie on the host; two buckets are alive at a time. Ranks pack buckets
+of their own and keep the arrays (`winnow.stored`), so that only names and checksums pass through
+the driver.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import logging
 import warnings
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 
 from winnow.errors import PublicationError
 from winnow.rollout.engine import WeightUpdate
+from winnow.stored import Gap, Here, Kept, Shelf
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,17 @@ class Piece:
     start: int
     """Place of the first element in the flattened tensor."""
     array: Array
-    """[elements]; bfloat16 as uint16, which numpy has."""
+    """[elements]; bfloat16 as uint16, which numpy has. May be stored elsewhere."""
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> Piece:
+        """All of a tensor."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, dtype, tuple(tensor.shape), 0, array_of(tensor))
+
+    def tensor(self) -> Tensor:
+        """The tensor, of which this is all."""
+        return tensor_of(self.array, getattr(torch, self.dtype)).view(self.shape)
 
     @property
     def heading(self) -> bytes:
@@ -72,9 +85,13 @@ class Bucket:
     version: int
     index: int
     pieces: tuple[Piece, ...]
+    known: int | None = None
+    """Its checksum, where that was taken by whoever packed it."""
 
     def checksum(self) -> int:
         """CRC-32 of all pieces, in order."""
+        if self.known is not None:
+            return self.known
         found = self.index
         for piece in self.pieces:
             found = piece.checksum(found)
@@ -94,6 +111,23 @@ class Held:
     version: int
     listing: int
     """`Bucket.listing` over all buckets, from the version on."""
+
+
+def kept(bucket: Bucket) -> Kept:
+    """A bucket of which the arrays stay behind; `found` puts it together again."""
+    arrays = tuple(piece.array for piece in bucket.pieces)
+    bare = [replace(p, array=Gap.of(p.array, p.array.dtype)) for p in bucket.pieces]
+    return Kept(replace(bucket, pieces=tuple(bare), known=bucket.checksum()), Here(arrays))
+
+
+def found(said: Kept) -> Bucket:
+    """A bucket, its arrays here or stored."""
+    bare: Bucket = said.told
+    shelf = Shelf(said.kept)
+    gaps: list[Any] = [piece.array for piece in bare.pieces]
+    arrays = [gap.filled(shelf, index) for index, gap in enumerate(gaps)]
+    pieces = [replace(p, array=a) for p, a in zip(bare.pieces, arrays, strict=True)]
+    return replace(bare, pieces=tuple(pieces))
 
 
 @runtime_checkable
@@ -128,6 +162,7 @@ def array_of(tensor: Tensor) -> Array:
 
 def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
     """The inverse of `array_of`, a view."""
+    array = np.asarray(array)  # it may be stored
     if dtype == torch.bfloat16:
         array = array.view(np.int16)
     with warnings.catch_warnings():  # an array from another process is read-only, as we use it
@@ -162,7 +197,7 @@ async def send(update: WeightUpdate, ask: Ask[Any], bucket_bytes: int = BUCKET_B
     """Give receivers an update bucket by bucket, and compare what each says it holds.
 
     Args:
-        update: with tensors.
+        update: with tensors, or buckets.
         ask: reaches all receivers; what is asked first must reach them first.
         bucket_bytes: most that a bucket has; two are on their way at once.
 
@@ -174,7 +209,7 @@ async def send(update: WeightUpdate, ask: Ask[Any], bucket_bytes: int = BUCKET_B
     listing = zlib.crc32(str(version).encode())
     under_way: list[asyncio.Task[None]] = []
     try:
-        for bucket in buckets(update, bucket_bytes):
+        for bucket in update.buckets or buckets(update, bucket_bytes):
             listing = bucket.listing(listing)
             if len(under_way) == _UNDER_WAY:
                 await under_way.pop(0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from winnow.config.reward_model import SequenceClassifier
 from winnow.config.root import Config
 from winnow.data.text import decoder
 from winnow.models import model_writer
-from winnow.rollout.engine import Engine
+from winnow.rollout.engine import Engine, WeightUpdate
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.placing import quantum_for
 from winnow.rollout.remote_engine import RemoteEngine
@@ -106,7 +105,9 @@ def _apart(
         engine=engine,
         learner=ranked,
         tensors=RankedTensors(ranked),
-        publish=Sending(engine, partial(ranked.weights, remote), canary, ranked.canary),
+        publish=Sending(
+            engine, ranked.weights if remote else ranked.trained, canary, ranked.canary
+        ),
         passes=ranked.facts.passes,
         device=policy.device,
         machine={**ranked.facts.machine, "ranks": ranks_of(config)},
@@ -128,7 +129,12 @@ def _learning_here(
     own = learning.policy
     publish: Publish = Sharing(engine)
     if canary is not None:
-        publish = Sending(engine, own.export_weights, canary, lambda c: c.expected(own))
+        publish = Sending(
+            engine,
+            lambda version: WeightUpdate(version, own.export_weights()),
+            canary,
+            lambda c: c.expected(own),
+        )
     return Placed(
         engine=engine,
         learner=learning.learner,

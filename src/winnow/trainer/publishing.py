@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
-
-from torch import Tensor
 
 from winnow.observe.names import Number
 from winnow.rollout.engine import Engine, WeightUpdate
@@ -13,7 +11,7 @@ from winnow.rollout.engine_group import EngineGroup
 from winnow.types import FloatArray
 from winnow.workers.weights import Canary, Scoring
 
-Weights = Callable[[], Iterable[tuple[str, Tensor]]]
+Weights = Callable[[int], WeightUpdate]
 
 
 class Sharing:
@@ -32,7 +30,7 @@ class Sending:
     """Weights go to the engine, and a canary sees whether it uses them.
 
     Args:
-        weights: of the policy, for an engine of this kind.
+        weights: of the policy, for an engine of this kind, as a version.
         expected: the trainer's log-probs of the canary's sequences.
     """
 
@@ -53,7 +51,7 @@ class Sending:
             PublicationError: an engine holds other weights, or does not answer with them.
         """
         expected = self._expected(self._canary)
-        await self._engine.load_weights(WeightUpdate(version, self._weights()))
+        await self._engine.load_weights(self._weights(version))
         engine = self._engine
         members = engine.engines if isinstance(engine, EngineGroup) else {"the engine": engine}
         asked = cast("Mapping[str, Scoring]", members)

@@ -28,8 +28,8 @@ from winnow.models import model_writer
 from winnow.observe.files import system_error
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.observe.names import Number
-from winnow.rollout.weights import Array, array_of
-from winnow.stored import fetch
+from winnow.rollout.weights import Bucket, Piece, kept
+from winnow.stored import Kept, fetch
 from winnow.trainer.build_learner import make_learner
 from winnow.trainer.holders import OnRanks
 from winnow.trainer.learner import Learned
@@ -69,8 +69,6 @@ class StepReply:
     """The learner's state."""
 
 
-RawBucket = list[tuple[str, str, tuple[int, ...], Array]]
-"""Weights: name, dtype as torch names it, shape, elements as `rollout.weights.array_of` gives."""
 RANKS = "ranks"
 """A checkpoint's folder of what ranks hold."""
 
@@ -105,7 +103,7 @@ class LearnerRank:
         self._saving = dist.new_group(backend="gloo")
         self._learning = make_learner(config, OnRanks(config, path, start, mesh, vocabulary), start)
         self._bucket_bytes = strategy.bucket_mb << 20
-        self._export: Iterator[RawBucket] = iter(())
+        self._export: Iterator[Bucket] = iter(())
         self._copied: State = {}
         self._model: dict[str, Tensor] = {}
         self._save_model = self._writer(tokenizer, config) if self._is_first else None
@@ -140,15 +138,16 @@ class LearnerRank:
         """The policy's log-probs of fixed sequences; every rank runs all of them."""
         return canary.expected(self._learning.policy)
 
-    def begin_export(self, whole: bool) -> None:
+    def begin_export(self, version: int, whole: bool) -> None:
         """Begin to hand out the policy's weights, all or those trained; `next_bucket` goes on."""
         policy = self._strategies()["policy"]
-        self._export = self._buckets(policy.export_weights() if whole else policy.export_trained())
+        weights = policy.export_weights() if whole else policy.export_trained()
+        self._export = self._buckets(version, weights)
 
-    def next_bucket(self) -> RawBucket | None:
+    def next_bucket(self) -> Kept | None:
         """Some of the weights, on rank 0; nothing elsewhere and after the last."""
         bucket = next(self._export, None)
-        return bucket if self._is_first else None
+        return kept(bucket) if self._is_first and bucket is not None else None
 
     def copy(self) -> None:
         """Copy all that learns, for `write`, so that the next step may change it."""
@@ -207,20 +206,19 @@ class LearnerRank:
             found[role] = strategy
         return found
 
-    def _buckets(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[RawBucket]:
+    def _buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
         """Of about as many bytes as are gathered at once; as many of them on every rank."""
-        bucket: RawBucket = []
-        held = 0
+        pieces: list[Piece] = []
+        index = held = 0
         for name, tensor in weights:
             held += tensor.numel() * tensor.element_size()
             if self._is_first:
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                bucket.append((name, dtype, tuple(tensor.shape), array_of(tensor)))
+                pieces.append(Piece.whole(name, tensor))
             if held >= self._bucket_bytes:
-                yield bucket
-                bucket, held = [], 0
+                yield Bucket(version, index, tuple(pieces))
+                pieces, index, held = [], index + 1, 0
         if held:
-            yield bucket
+            yield Bucket(version, index, tuple(pieces))
 
     def _writer(self, tokenizer: str, config: Config) -> Save:
         policy = self._strategies()["policy"]

@@ -7,16 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from winnow.cluster.protocol import WorkerGroup
 from winnow.errors import CheckpointError
 from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.rollout.weights import tensor_of
+from winnow.rollout.engine import WeightUpdate
+from winnow.rollout.weights import Bucket, found
 from winnow.trainer.crew import Crew
 from winnow.trainer.learner import Learned
-from winnow.trainer.rank import RANKS, RankFacts, RawBucket, StepReply
+from winnow.trainer.rank import RANKS, RankFacts, StepReply
 from winnow.trainer.tensors import Copied
 from winnow.types import FloatArray, Group
 from winnow.workers.weights import Canary
@@ -69,16 +67,22 @@ class RankedLearner:
         self.call("load_learner", dict(state))
         self._state = state
 
-    def weights(self, whole: bool) -> Iterator[tuple[str, Tensor]]:
-        """The policy's, in the type that the model computes in.
+    def trained(self, version: int) -> WeightUpdate:
+        """The tensors that are trained, by the names of parameters, for an engine over them."""
+        pieces = (piece for bucket in self._buckets(version, False) for piece in bucket.pieces)
+        return WeightUpdate(version, tensors=((piece.name, piece.tensor()) for piece in pieces))
 
-        Args:
-            whole: all of them, by Hugging Face names, an adapter merged; else those that are
-                trained, by the names of parameters.
+    def weights(self, version: int) -> WeightUpdate:
+        """All weights, by Hugging Face names, an adapter merged, in the model's type.
+
+        In buckets that may lie with rank 0: they need not come to this process.
         """
-        self.call("begin_export", whole)
-        while (bucket := self.call("next_bucket")) is not None:
-            yield from _tensors(bucket)
+        return WeightUpdate(version, buckets=self._buckets(version, True))
+
+    def _buckets(self, version: int, whole: bool) -> Iterator[Bucket]:
+        self.call("begin_export", version, whole)
+        while (said := self.call("next_bucket")) is not None:
+            yield found(said)
 
     def canary(self, canary: Canary) -> list[FloatArray]:
         """See `Canary.expected`."""
@@ -111,8 +115,3 @@ class RankedTensors:
         if fault is not None:
             number, path = fault
             raise OSError(number, os.strerror(number), path)
-
-
-def _tensors(bucket: RawBucket) -> Iterator[tuple[str, Tensor]]:
-    for name, dtype, shape, array in bucket:
-        yield name, tensor_of(array, getattr(torch, dtype)).view(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.small_models import digits_model
+from tests.stored import Elsewhere
 from torch import Tensor, nn
 
 from winnow.errors import PublicationError
@@ -23,12 +25,16 @@ from winnow.rollout.weights import (
     Arriving,
     Bucket,
     Held,
+    Piece,
     Receiver,
     array_of,
     buckets,
+    found,
+    kept,
     send,
     tensor_of,
 )
+from winnow.stored import Kept
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 
@@ -232,3 +238,33 @@ def test_buckets_are_refused_while_answers_run_that_cannot_go_on() -> None:
 
     with pytest.raises(ValueError, match="abort what runs"):
         asyncio.run(run())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bucket_whose_arrays_stay_behind_fills_a_model_all_the_same(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    tensors = {"a": torch.randn(3, 4).to(dtype), "b": torch.randn(5).to(dtype)}
+    whole = Bucket(4, 0, tuple(Piece.whole(name, tensor) for name, tensor in tensors.items()))
+    said = kept(whole)
+    told = pickle.dumps(said.told)
+    assert not any(piece.array.tobytes() in told for piece in whole.pieces)
+    for handle in (said.kept, Elsewhere(said.kept.get())):
+        bucket = found(Kept(pickle.loads(told), handle))
+        assert bucket.checksum() == whole.checksum()
+        assert bucket.listing(7) == whole.listing(7)
+        assert getattr(handle, "fetched", 0) == 0, "a checksum and a listing need no bytes"
+        for piece in bucket.pieces:
+            assert torch.equal(piece.tensor(), tensors[piece.name])
+        afresh = replace(bucket, known=None)
+        assert afresh.checksum() == whole.checksum()
+
+
+def test_bytes_that_changed_where_they_lie_are_noticed() -> None:
+    source = Holder([(3, 4), (5,)], 3)
+    pieces = tuple(Piece.whole(name, tensor) for name, tensor in source.tensors().items())
+    said = kept(Bucket(4, 0, pieces))
+    spoilt = [array.copy() for array in said.kept.get()]
+    spoilt[1].view(np.uint8)[0] ^= 1
+    update = WeightUpdate(4, buckets=[found(Kept(said.told, Elsewhere(tuple(spoilt))))])
+    with pytest.raises(PublicationError, match="holds other bytes than were sent in bucket 0"):
+        asyncio.run(send(update, asker(a=Model(Holder([(3, 4), (5,)], 1)))))
