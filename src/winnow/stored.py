@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from winnow.types import Group
+from winnow.types import Group, Trajectory
 
 
 class Handle(Protocol):
@@ -121,6 +121,27 @@ class StoredArray:
         return piece.astype(wanted, copy=bool(copy))
 
 
+@dataclass(frozen=True)
+class Gap:
+    """Where an array was taken out, to be put on a shelf."""
+
+    length: int
+    dtype: str
+
+    @classmethod
+    def of(cls, array: NDArray[Any] | StoredArray, dtype: DTypeLike) -> Any:
+        """In the place of an array, which will be read as `dtype`."""
+        return cls(len(array), np.dtype(dtype).str)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def filled(self, shelf: Shelf, index: int, start: int = 0) -> Any:
+        """The array of that length from `start` on: itself where it is here, else stored."""
+        stored = StoredArray(shelf, index, start, start + self.length, self.dtype)
+        return np.asarray(stored) if isinstance(shelf.handle, Here) else stored
+
+
 class Later:
     """A stored array that is an array when it is pickled: for a checkpoint, which is to last."""
 
@@ -134,17 +155,22 @@ class Later:
         return self._array.__array__(dtype, copy)
 
 
+def begin_fetching(trajectories: Iterable[Trajectory]) -> list[Shelf]:
+    """Have all that is stored of these answers brought here at once; the shelves that it is on."""
+    segments = (segment for trajectory in trajectories for segment in trajectory.segments)
+    arrays: Iterable[object] = (segment.token_ids for segment in segments)
+    stored = [array for array in arrays if isinstance(array, StoredArray)]
+    shelves = {id(each.shelf): each.shelf for each in stored if not each.shelf.is_fetched}
+    for shelf in shelves.values():
+        shelf.handle.begin()
+    return list(shelves.values())
+
+
 def fetch(groups: Iterable[Group]) -> None:
     """Have all that is stored of these answers brought here at once, not one by one.
 
     Raises:
         WorkerError: some of it is lost.
     """
-    segments = (s for g in groups for a in g.scored for s in a.trajectory.segments)
-    arrays: Iterable[object] = (segment.token_ids for segment in segments)
-    stored = [array for array in arrays if isinstance(array, StoredArray)]
-    shelves = {id(each.shelf): each.shelf for each in stored if not each.shelf.is_fetched}
-    for shelf in shelves.values():
-        shelf.handle.begin()
-    for shelf in shelves.values():
+    for shelf in begin_fetching(answer.trajectory for g in groups for answer in g.scored):
         shelf.array(0)

@@ -56,7 +56,8 @@ class EngineGroup:
         if not engines:
             raise ValueError("a group of engines needs at least one")
         self._members = [Member(engine, f"engine {i}") for i, engine in enumerate(engines)]
-        self._deterministic, self._quantum_ticks = deterministic, quantum_ticks
+        self._deterministic = deterministic
+        self.quantum_ticks = quantum_ticks
         self._line = WaitingLine()
         self._inbox: list[CompletionEvent] = []  # what no engine reported
         self._tick = 0
@@ -154,7 +155,7 @@ class EngineGroup:
         await self._end_quantum()
         self._old_version = alive[0].look().weight_version
         try:
-            if update.tensors is None:
+            if update.tensors is None and update.buckets is None:
                 await self._each(self._alive(), lambda m: m.engine.load_weights(update))
             else:
                 await send(update, self._ask)
@@ -213,7 +214,7 @@ class EngineGroup:
             late = until is not None and self._tick >= until
             if self._has_news() or late or not wanted:
                 return
-            target = (self._tick // self._quantum_ticks + 1) * self._quantum_ticks
+            target = (self._tick // self.quantum_ticks + 1) * self.quantum_ticks
             if until is not None:
                 target = min(target, until)
             self._quantum = asyncio.create_task(self._run_quantum(target))

@@ -74,10 +74,16 @@ class EngineWorker:
             return self._told([*self._take_found(), *value])
         return self._reply(value)
 
-    async def events(self, until: int | None, patience_s: float) -> Reply | Kept:
-        """`Engine.events`, but [] when nothing happened for so long; tokens are kept."""
+    async def events(
+        self, until: int | None, patience_s: float, whole: bool = False
+    ) -> Reply | Kept:
+        """`Engine.events`, but [] when nothing happened for so long; tokens are kept.
+
+        Args:
+            whole: tell all that happens up to `until` at once, or what did in `patience_s`.
+        """
         try:
-            await asyncio.wait_for(self._find(until), patience_s)
+            await asyncio.wait_for(self._find(until, whole), patience_s)
         except TimeoutError:
             # What the wait had found when it was cut off is told now, without another tick: an idle
             # engine with nothing to say would seem to have lost its answers.
@@ -85,10 +91,13 @@ class EngineWorker:
         self._listened += 1
         return self._told(self._take_found())
 
-    async def _find(self, until: int | None) -> None:
-        # Kept here at once: a call for progress may come before the wait above ends.
-        events = await self._engine.events(until)
-        self._found += events
+    async def _find(self, until: int | None, whole: bool = False) -> None:
+        while True:
+            # Kept here at once: a call for progress may come before the wait above ends.
+            events = await self._engine.events(until)
+            self._found += events
+            if not whole or not events or self._engine.status().tick == until:
+                return
 
     def _take_found(self) -> list[CompletionEvent]:
         found, self._found = self._found, []

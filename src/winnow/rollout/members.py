@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from winnow.rollout.engine import CompletionEvent, Engine, EngineStatus
 from winnow.rollout.placing import Ask, Key, requests_of
@@ -18,6 +18,15 @@ def came_back(
     """The end of an answer that no engine reports: with what is known of it."""
     segment = ask.request.prefix or EMPTY
     return CompletionEvent(*ask.key, kind, segment, "aborted", tick, error)
+
+
+@runtime_checkable
+class Gathering(Protocol):
+    """An engine that is far, and tells much at once where nobody is to act before."""
+
+    async def events_to(self, tick: int) -> Sequence[CompletionEvent]:
+        """All that happens up to a tick; some of it where that takes long."""
+        ...
 
 
 @dataclass(eq=False)
@@ -122,8 +131,10 @@ class Member:
             WorkerError: it died.
         """
         own = tick - self.offset
+        engine = self.engine
+        tell = engine.events_to if isinstance(engine, Gathering) else engine.events
         while self.asks:
-            events = await self.engine.events(own)
+            events = await tell(own)
             self.hear(events)
             if self.status.tick >= own:
                 return

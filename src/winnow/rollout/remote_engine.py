@@ -62,8 +62,15 @@ class RemoteEngine:
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
         """See `Engine.events`."""
+        return await self._events(until, whole=False)
+
+    async def events_to(self, tick: int) -> Sequence[CompletionEvent]:
+        """All that happens up to a tick, in one call; some of it where that takes long."""
+        return await self._events(tick, whole=True)
+
+    async def _events(self, until: int | None, whole: bool) -> Sequence[CompletionEvent]:
         while not self._inbox:
-            await self._listen(until)
+            await self._listen(until, whole)
             status = self._status
             if until is not None and status.tick >= until:
                 break
@@ -99,7 +106,7 @@ class RemoteEngine:
             PublicationError: it does not hold what was sent.
         """
         self._check_may_change()
-        if update.tensors is None:
+        if update.tensors is None and update.buckets is None:
             await self._ask("load_weights", update)
         else:
             await send(update, self._ask_alone)
@@ -158,11 +165,11 @@ class RemoteEngine:
         if reply.serial > self._newest:
             self._status, self._newest = reply.status, reply.serial
 
-    async def _listen(self, until: int | None) -> None:
+    async def _listen(self, until: int | None, whole: bool) -> None:
         """Wait for one call for events, which may be one that was begun before."""
         if self._listening is None or self._listening.cancelled():
             self._listened += 1
-            self._listening = asyncio.create_task(self._hear(until))
+            self._listening = asyncio.create_task(self._hear(until, whole))
             self._listening.add_done_callback(_seen)  # by whoever asks next, if anyone does
         task = self._listening
         try:
@@ -171,8 +178,9 @@ class RemoteEngine:
             if task.done():
                 self._listening = None
 
-    async def _hear(self, until: int | None) -> None:
-        reply = _whole(await self._workers.call_rank(self._rank, "events", until, PATIENCE_S))
+    async def _hear(self, until: int | None, whole: bool) -> None:
+        asked = self._rank, "events", until, PATIENCE_S, whole
+        reply = _whole(await self._workers.call_rank(*asked))
         self._see(reply)
         self._heard = reply.serial
         if reply.value:

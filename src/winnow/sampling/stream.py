@@ -53,6 +53,7 @@ class Sampler:
         with_baseline: bool = False,
         drop_failed_scores: bool = False,
         deterministic: bool = True,
+        look_ticks: int = 1,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> None:
         """Bind the collaborators.
@@ -70,6 +71,8 @@ class Sampler:
             with_baseline: ask for one greedy answer a prompt beside the n.
             drop_failed_scores: a failed scoring fails its group.
             deterministic: what happens does not depend on how long anything takes.
+            look_ticks: scores are then seen at multiples of this alone, where looking at an
+                engine has its price.
             on_progress: called once a turn.
         """
         self.ledger = Ledger(
@@ -80,7 +83,7 @@ class Sampler:
         self._next_prompt = next_prompt
         self._give_back = give_back
         self._scores = Scores(score)
-        self._deterministic = deterministic
+        self._deterministic, self._look_ticks = deterministic, look_ticks
         self._sampling = sampling
         self._run_seed = run_seed
         self._on_progress = on_progress
@@ -250,7 +253,7 @@ class Sampler:
         lives = self.ledger.lives
         for key in keys:
             if key[0] in lives.open:
-                due = tick + self.score_lag_ticks
+                due = -(-(tick + self.score_lag_ticks) // self._look_ticks) * self._look_ticks
                 self._scores.begin(key, *lives.finished_answer(*key), due)
 
     async def _see_what_is_due(self) -> None:

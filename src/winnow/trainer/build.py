@@ -26,6 +26,7 @@ from winnow.observe.sinks import Sinks
 from winnow.rewards.judge import Judge
 from winnow.rewards.service import RewardService
 from winnow.rollout.engine import Engine, SamplingParams
+from winnow.rollout.engine_group import EngineGroup
 from winnow.sampling.report import Progress
 from winnow.sampling.stream import Sampler
 from winnow.trainer.build_learner import needs_of
@@ -226,6 +227,7 @@ def build(
         with_baseline=with_baseline,
         drop_failed_scores=config.reward.on_failure == "drop_group",
         deterministic=config.run.deterministic,
+        look_ticks=engine.quantum_ticks if isinstance(engine, EngineGroup) else 1,
         on_progress=on_progress,
     )
     states: dict[str, Stateful] = {

@@ -88,6 +88,20 @@ def test_a_look_at_progress_that_later_news_overtook_is_taken_again() -> None:
     asyncio.run(run())
 
 
+def test_all_up_to_a_tick_comes_in_one_call() -> None:
+    async def run() -> None:
+        remote, wire, _ = await connected()
+        await remote.submit(requests([3, 5, 9, 20]))
+        told = await remote.events_to(10)
+        assert kinds(told) == [(0, "finished", 3), (1, "finished", 5), (2, "finished", 9)]
+        assert [event.tick for event in told] == [3, 5, 9]
+        assert remote.status().tick == 10
+        assert kinds(await remote.events_to(100)) == [(3, "finished", 20)]
+        assert wire.calls.count("events") == 2
+
+    asyncio.run(run())
+
+
 def test_events_that_were_answered_before_a_look_come_with_it() -> None:
     async def run() -> None:
         remote, wire, _ = await connected()

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
 from engines import Prompts, ScriptedEngine, uniforms
 from winnow.config.sampling import SamplingConfig
-from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
+from winnow.rollout.engine import (
+    AnswerRequest,
+    CompletionEvent,
+    GroupRequest,
+    SamplingParams,
+    WeightUpdate,
+)
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Trajectory
 
@@ -48,6 +54,7 @@ def history(
     restart_at: int | None = None,
     with_baseline: bool = False,
     restart_with: dict[str, object] | None = None,
+    look_ticks: int = 1,
 ) -> str:
     """Everything that some steps trained, counted and left behind."""
     prompts = Prompts()
@@ -64,6 +71,7 @@ def history(
             sampling=SamplingParams(max_tokens=12),
             run_seed=5,
             with_baseline=with_baseline,
+            look_ticks=look_ticks,
         )
         return engine, sampler
 
@@ -149,6 +157,41 @@ def test_the_engine_writes_on_while_a_score_is_not_due() -> None:
 def test_a_lag_changes_when_scores_are_seen() -> None:
     seen = {lag: history(at_once, {"score_lag_ticks": lag}) for lag in (0, 2)}
     assert seen[0] != seen[2]
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_scores_are_seen_at_looks_alone(lag: int) -> None:
+    asked: list[int | None] = []
+
+    class Watched(ScriptedEngine):
+        async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
+            asked.append(until)
+            return await super().events(until)
+
+    prompts = Prompts()
+    sampler = Sampler(
+        SamplingConfig(groups_per_step=4, score_lag_ticks=lag),
+        engine=Watched(ragged, slots=12),
+        next_prompt=prompts.next,
+        give_back=prompts.give_back,
+        score=delayed(random.Random(1), 1.0),
+        n=3,
+        sampling=SamplingParams(max_tokens=12),
+        run_seed=5,
+        look_ticks=5,
+    )
+    asyncio.run(sampler.step(0))
+    ticks = {until for until in asked if until is not None}
+    assert len(ticks) > 2
+    assert all(until % 5 == 0 for until in ticks)
+
+
+def test_late_scores_change_nothing_where_looks_are_seldom() -> None:
+    settings: dict[str, object] = {"score_lag_ticks": 3, "lookahead": 1.0}
+    wanted = history(at_once, settings, look_ticks=5)
+    assert history(delayed(random.Random(2), 0.5), settings, look_ticks=5) == wanted
+    assert wanted != history(at_once, settings)
+    assert history(at_once, settings, look_ticks=5, restart_at=3) == wanted
 
 
 @pytest.mark.parametrize("lag", [0, 2, 5])
