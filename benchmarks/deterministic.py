@@ -34,12 +34,12 @@ from winnow.config.root import Config
 from winnow.config.warm_start import SftWarmStart
 from winnow.data.build import training_prompts
 from winnow.data.loader import PromptLoader
-from winnow.rewards.service import RewardService
 from winnow.rollout.engine import WeightUpdate
 from winnow.sampling.stream import Sampler
 from winnow.trainer.build import rollout_sampling
 from winnow.trainer.loading import load_policy
 from winnow.trainer.placing import make_engine
+from winnow.trainer.rewarding import make_rewards
 from winnow.trainer.scoring import TrainingScores
 from winnow.trainer.warm_start import make_warm_start
 from winnow.types import Prompt, Score, Trajectory
@@ -83,8 +83,8 @@ class Runner:
 
     def __init__(self, config: Config, path: str, sleeps: bool) -> None:
         policy = load_policy(config, path, torch.device("cpu"))
-        self.rewards = RewardService(config.reward, config.rollout.max_response_tokens)
-        scores = TrainingScores(self.rewards, policy.decode, patience=1 << 30)
+        self.rewards = make_rewards(config, policy.device, policy.decode)
+        scores = TrainingScores(self.rewards, patience=1 << 30)
         rng = random.Random(config.run.seed)
 
         async def slow(prompt: Prompt, trajectory: Trajectory) -> Score:

@@ -29,7 +29,6 @@ from winnow.config.warm_start import SftWarmStart
 from winnow.data.build import training_prompts
 from winnow.data.loader import PromptLoader
 from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.rewards.service import RewardService
 from winnow.rollout.engine import WeightUpdate
 from winnow.sampling.stream import Sampler
 from winnow.trainer.build import rollout_sampling
@@ -37,6 +36,7 @@ from winnow.trainer.build_learner import make_learner
 from winnow.trainer.holders import InProcess
 from winnow.trainer.loading import load_policy
 from winnow.trainer.placing import make_engine
+from winnow.trainer.rewarding import make_rewards
 from winnow.trainer.scoring import TrainingScores
 from winnow.trainer.warm_start import make_warm_start
 
@@ -53,7 +53,7 @@ class Quickstart:
         assert isinstance(config.warm_start, SftWarmStart)
         warm = make_warm_start(config, config.warm_start, False, lambda step, record: None)
         policy = load_policy(config, str(warm.folder), torch.device("cpu"))
-        rewards = RewardService(config.reward, config.rollout.max_response_tokens)
+        rewards = make_rewards(config, policy.device, policy.decode)
         source = training_prompts(config.data, policy.tokenizer, config.run.seed)
         loader = PromptLoader(source, config.run.seed, config.data.shuffle)
         self.engine = make_engine(config, policy)
@@ -62,7 +62,7 @@ class Quickstart:
             engine=self.engine,
             next_prompt=loader.next,
             give_back=loader.give_back,
-            score=TrainingScores(rewards, policy.decode, patience=1 << 30),
+            score=TrainingScores(rewards, patience=1 << 30),
             n=config.rollout.n,
             sampling=rollout_sampling(config, policy),
             run_seed=config.run.seed,

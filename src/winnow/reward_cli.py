@@ -22,7 +22,6 @@ from winnow.errors import ConfigError, DataError, RewardError
 if TYPE_CHECKING:
     from winnow.config.reward import RewardConfig, UserFunction
     from winnow.config.root import Config
-    from winnow.rewards.service import RewardService
     from winnow.types import Prompt, Score, Trajectory
 
 app = typer.Typer(
@@ -221,6 +220,8 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
     Raises:
         RewardError: nothing can score this source, or the function's file is wrong.
     """
+    from winnow.trainer.rewarding import make_rewards
+
     section = config.reward
     if section.workers or (section.workers is None and section.function.path is not None):
         section = section.model_copy(update={"workers": 1})  # more would only load the file again
@@ -229,7 +230,7 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
         here = io.StringIO()
         if quiet:
             stack.enter_context(contextlib.redirect_stdout(here))
-        service = _service(config)
+        service = make_rewards(config, "cpu")
         stack.callback(service.close)
         service.check_sources([prompt.data_source])
         scorer, sandbox = _who_scores(config.reward, prompt.data_source)
@@ -240,22 +241,6 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
         traceback = service.failure_report.first_traceback.rstrip()
     # Workers have ended, so all of their output has come.
     return _Trial(scorer, sandbox, score, traceback, seconds, here.getvalue() + "".join(heard))
-
-
-def _service(config: Config) -> RewardService:
-    from winnow.config.judge import NoJudge
-    from winnow.config.reward_model import NoRewardModel
-    from winnow.rewards.service import RewardService
-
-    section = config.reward
-    if isinstance(section.model, NoRewardModel) and isinstance(section.judge, NoJudge):
-        return RewardService(section, config.rollout.max_response_tokens)
-    # Only these need torch, which takes its time to load.
-    import torch
-
-    from winnow.trainer.build import make_rewards
-
-    return make_rewards(config, torch.device("cpu"))
 
 
 def _who_scores(config: RewardConfig, data_source: str) -> tuple[str, str]:

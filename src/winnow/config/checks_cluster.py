@@ -1,4 +1,4 @@
-"""Rules of processes and where they are: ranks, engines, pools and roles."""
+"""Rules of processes and where they are: ranks, engines, what scores, pools and roles."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ def workers_of(config: Config) -> dict[str, int]:
     return {
         "policy": strategy.ranks if isinstance(strategy, Fsdp2) else 0,
         "rollout": config.rollout.engine.processes,
+        "reward": config.reward.processes,
     }
 
 
 _ASKED_BY = {
     "policy": ("trainer.strategy.ranks", "trainer/strategy=fsdp2"),
     "rollout": ("rollout.engine.processes", "rollout.engine.processes=1"),
+    "reward": ("reward.processes", "reward.processes=1"),
 }
 """Of each role: the key that says how many workers it has, and what gives it some."""
 
@@ -27,9 +29,9 @@ def _something_to_place(c: Config) -> str | None:
     if not isinstance(c.cluster, RayCluster) or any(workers_of(c).values()):
         return None
     return (
-        "cluster=ray has nothing to place: trainer/strategy=single and "
-        "rollout.engine.processes=0 keep everything in the run's process; set "
-        "trainer/strategy=fsdp2, rollout.engine.processes=1 or cluster=local"
+        "cluster=ray has nothing to place: trainer/strategy=single, rollout.engine.processes=0 and "
+        "reward.processes=0 keep everything in the run's process; set trainer/strategy=fsdp2, "
+        "rollout.engine.processes=1 or cluster=local"
     )
 
 

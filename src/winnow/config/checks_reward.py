@@ -13,6 +13,7 @@ from winnow.config.reward_manager import (
     RemoteManager,
 )
 from winnow.config.reward_model import NoRewardModel
+from winnow.config.reward_shares import limits
 from winnow.config.root import Config
 
 
@@ -117,6 +118,18 @@ def cosine_beyond_the_limit(c: Config) -> str | None:
     )
 
 
+def processes_without_a_share(c: Config) -> str | None:
+    """Each of those that score may do something."""
+    processes = c.reward.processes
+    for (section, key), limit in limits(c.reward).items():
+        if limit < processes:
+            return (
+                f"reward.processes={processes} share reward.{section}.{key}={limit}, which leaves "
+                f"some of them nothing; set reward.processes to {limit} or less, or raise the limit"
+            )
+    return None
+
+
 REWARD_RULES = (
     left_to_nobody,
     nothing_to_learn,
@@ -125,4 +138,5 @@ REWARD_RULES = (
     dapo_without_overlong,
     parts_of_one_name,
     cosine_beyond_the_limit,
+    processes_without_a_share,
 )

@@ -1,4 +1,4 @@
-"""Where the processes of a run are: ranks that train, engines that write."""
+"""Where the processes of a run are: ranks that train, engines that write, what scores."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class RolesConfig(Section):
     """Of the ranks (trainer/strategy=fsdp2), which hold critic and reference, too."""
     rollout: str | None = None
     """Of the engines (rollout.engine.processes)."""
+    reward: str | None = None
+    """Of what scores (reward.processes)."""
 
 
 class RayCluster(Section):

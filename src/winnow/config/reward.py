@@ -87,6 +87,11 @@ class RewardConfig(Section):
     scorers: dict[str, str] = Field(default_factory=dict)
     """Scorer by data source, over the built-in routing (`*` at the end for prefixes); none leaves
     a source to the reward model or the judge alone."""
+    processes: int = Field(0, ge=0)
+    """Processes apart that score a run's answers, each with all that this section names: the
+    manager and its own workers, the reward model, the judge's client. Limits over the whole run are
+    shared among them. 0: the run's own process does it all, as it always does for winnow eval and
+    winnow reward."""
     manager: RewardManager = AutoManager()
     """Who calls what scores, and where."""
     model: RewardModel = NoRewardModel()
@@ -97,8 +102,9 @@ class RewardConfig(Section):
     """How much the parts of the reward count; reward.model.weight and reward.judge.weight are
     the models'."""
     workers: int | None = Field(None, ge=0)
-    """Processes that score. null: half of the cores, where anything scores apart. With
-    reward/manager=auto 0 keeps everything in the run's own process, a number takes rules apart."""
+    """Processes that score, of each of reward.processes. null: half of the cores, where anything
+    scores apart. With reward/manager=auto 0 keeps everything in the process that asks, a number
+    takes rules apart."""
     timeout_s: float = Field(10.0, gt=0)
     """Seconds that a worker has for one answer."""
     memory_mb: int = Field(2048, ge=64)

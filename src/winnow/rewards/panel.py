@@ -31,7 +31,7 @@ from winnow.types import IntArray, Prompt, Score, Trajectory
 Decode = Callable[[IntArray], str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Judged:
     """A score, and why it is that of a failed scoring if it is."""
 

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from winnow.checkpoint import Content, Retention, sync
-from winnow.config.judge import OpenAiJudge
 from winnow.config.load import dump_config
-from winnow.config.reward_model import SequenceClassifier
 from winnow.config.root import Config
 from winnow.config.sampling import BandFilter, VarianceFilter
 from winnow.data.build import evaluation_prompts, training_prompts
@@ -23,8 +21,7 @@ from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import Sinks
-from winnow.rewards.judge import Judge
-from winnow.rewards.service import RewardService
+from winnow.rewards.service import Rewards
 from winnow.rollout.engine import Engine, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
 from winnow.sampling.report import Progress
@@ -35,7 +32,6 @@ from winnow.trainer.loading import Policies, check_positions, longest_prompt
 from winnow.trainer.loop import Course, Parts, Schedule
 from winnow.trainer.mirror import Mirror
 from winnow.trainer.placing import Placed
-from winnow.trainer.reward_model import make_model_scorer
 from winnow.trainer.saver import Saver
 from winnow.trainer.scoring import TrainingScores
 from winnow.trainer.state import RunState, Stateful
@@ -81,7 +77,7 @@ def rollout_sampling(config: Config, policy: Policies) -> SamplingParams:
     )
 
 
-def score_lag_ticks(config: Config, rewards: RewardService, data_sources: Iterable[str]) -> int:
+def score_lag_ticks(config: Config, rewards: Rewards, data_sources: Iterable[str]) -> int:
     """`sampling.score_lag_ticks`, chosen where the recipe leaves it open."""
     given = config.sampling.score_lag_ticks
     if given is not None:
@@ -90,33 +86,12 @@ def score_lag_ticks(config: Config, rewards: RewardService, data_sources: Iterab
     return LAG_OF_SCORERS_APART if is_late else 0
 
 
-def make_rewards(config: Config, device: torch.device, training: bool = True) -> RewardService:
-    """The scorers, with workers where they run apart, and the models that judge; close it.
-
-    Args:
-        training: else a model that scores only in training is left out.
-
-    Raises:
-        RewardError: a scorer's name, the user's file, or the judge's key or cache is wrong.
-        ModelError: the reward model is not usable.
-    """
-    section, model = config.reward.model, None
-    asked, judge = config.reward.judge, None
-    if isinstance(section, SequenceClassifier) and (training or section.in_evaluation):
-        budget = section.microbatch_tokens or config.trainer.microbatch_tokens
-        deterministic = config.run.deterministic
-        model = make_model_scorer(section, config.model, device, budget, deterministic)
-    if isinstance(asked, OpenAiJudge) and (training or asked.in_evaluation):
-        judge = Judge(asked)
-    return RewardService(config.reward, config.rollout.max_response_tokens, model, judge)
-
-
 def make_evaluator(
     config: Config,
     policy: Policies,
     engine: Engine,
     file_of: Callable[[int], Path],
-    rewards: RewardService,
+    rewards: Rewards,
 ) -> Evaluator:
     """Held-out prompts, checked against the scorers.
 
@@ -193,7 +168,7 @@ def build(
     metrics: MetricsLog,
     saver: Saver,
     stop: Stop,
-    rewards: RewardService,
+    rewards: Rewards,
     placed: Placed,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Built:
@@ -213,7 +188,7 @@ def build(
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin())
     with_baseline = "greedy" in needs_of(config)
     step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
-    scores = TrainingScores(rewards, policy.decode, patience=step_answers)
+    scores = TrainingScores(rewards, patience=step_answers)
     lag = score_lag_ticks(config, rewards, source.data_sources)
     sampler = Sampler(
         config.sampling.model_copy(update={"score_lag_ticks": lag}),

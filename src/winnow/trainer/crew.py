@@ -51,7 +51,7 @@ class Crew:
 
     def reached(self, group: WorkerGroup) -> Reached:
         """The group, for a caller in another loop."""
-        return Reached(group, self._loop)
+        return Reached(group, self, self._loop)
 
     def close(self) -> None:
         """End all groups; a second time does nothing."""
@@ -76,10 +76,29 @@ class Crew:
 
 
 class Reached:
-    """A worker group whose calls are awaited in a loop that is not its own."""
+    """A worker group whose calls are awaited in a loop that is not its own, or block."""
 
-    def __init__(self, group: WorkerGroup, loop: asyncio.AbstractEventLoop) -> None:
-        self._group, self._loop = group, loop
+    def __init__(self, group: WorkerGroup, crew: Crew, loop: asyncio.AbstractEventLoop) -> None:
+        self._group, self._crew, self._loop = group, crew, loop
+
+    @property
+    def size(self) -> int:
+        """See `WorkerGroup.size`."""
+        return self._group.size
+
+    @property
+    def progress(self) -> tuple[int | None, ...]:
+        """See `WorkerGroup.progress`."""
+        return self._group.progress
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """`WorkerGroup.call`, waited for."""
+        return self._crew.wait(self._group.call(method, *args))
+
+    def close(self) -> None:
+        """`WorkerGroup.close`, waited for."""
+        if not self._loop.is_closed():
+            self._crew.wait(self._group.close())
 
     async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """See `WorkerGroup.call_rank`."""

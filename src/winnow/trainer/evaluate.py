@@ -192,8 +192,7 @@ class Evaluator:
         ]
 
     async def _scored(self, prompt: Prompt, trajectory: Trajectory) -> Answer:
-        text = self.decode(trajectory.token_ids)
-        score = await self._rewards.score(prompt, trajectory, text, training=False)
+        score = await self._rewards.score(prompt, trajectory, None, training=False)
         self._scorings += 1
         return Answer(trajectory, score)
 

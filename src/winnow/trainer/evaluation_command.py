@@ -22,7 +22,7 @@ from winnow.errors import DataError, ModelError, RewardError
 from winnow.observe.files import write_atomic
 from winnow.rewards.routing import Router
 from winnow.rollout.engine import WeightUpdate
-from winnow.trainer.build import make_evaluator, make_rewards, use_machine
+from winnow.trainer.build import make_evaluator, use_machine
 from winnow.trainer.evaluate import Evaluated, Evaluator
 from winnow.trainer.evaluation_progress import ProgressLine, watched
 from winnow.trainer.evaluation_report import Report
@@ -36,6 +36,7 @@ from winnow.trainer.evaluation_subject import (
 from winnow.trainer.evaluation_tables import print_report
 from winnow.trainer.loading import load_policy
 from winnow.trainer.placing import make_engine
+from winnow.trainer.rewarding import make_rewards
 
 
 def run_evaluation(request: EvalRequest, console: Console) -> Report:
@@ -93,7 +94,7 @@ def _ask(subject: Subject, console: Console) -> tuple[Evaluated, Evaluator]:
         await engine.load_weights(WeightUpdate(version=subject.step))
         return await watched(evaluator, subject.step, line)
 
-    with contextlib.closing(make_rewards(config, device, training=False)) as rewards:
+    with contextlib.closing(make_rewards(config, device, policy.decode, False)) as rewards:
         with _limits_named_as_given(config.evaluation):
             evaluator = make_evaluator(
                 _with_all_texts(config), policy, engine, lambda _: subject.answers, rewards

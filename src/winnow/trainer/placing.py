@@ -1,8 +1,8 @@
-"""Where the parts of a run live that hold models: in its own process, or in others.
+"""Where the parts of a run live that compute: in its own process, or in others.
 
 The learning side is in the run's process, or sharded over ranks; answers are written by an engine
 in the run's process, or by several in processes of their own. Where neither is in the run's
-process, it holds no weights.
+process, it holds no weights. What scores is in the run's process, or whole in each of several.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from typing import Any
 import torch
 
 from winnow.checkpoint import this_machine
+from winnow.config.checks_cluster import workers_of
 from winnow.config.cluster import LocalCluster
 from winnow.config.reward_model import SequenceClassifier
 from winnow.config.root import Config
 from winnow.data.text import decoder
 from winnow.models import model_writer
+from winnow.rewards.remote_panel import RemotePanel
+from winnow.rewards.service import Rewards
 from winnow.rollout.engine import Engine, WeightUpdate
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.placing import quantum_for
@@ -34,6 +37,7 @@ from winnow.trainer.loading import Policies
 from winnow.trainer.loop import Publish
 from winnow.trainer.publishing import Sending, Sharing
 from winnow.trainer.ranked import RankedLearner, RankedTensors
+from winnow.trainer.rewarding import asked_models, make_rewards
 from winnow.trainer.starting import Starter, ranks_of, starter_of
 from winnow.trainer.tensors import LocalTensors, Tensors
 from winnow.trainer.throughput import Passes
@@ -59,9 +63,35 @@ class Placed:
     """What the user should know before it starts."""
 
 
+@dataclass(frozen=True)
+class Others:
+    """The processes of a run beside its own."""
+
+    crew: Crew
+    starter: Starter
+
+
 @contextlib.contextmanager
-def placed_models(config: Config, policy: Policies, start: str | None) -> Iterator[Placed]:
-    """Build engine and learner, and start their processes if they have any, for a block.
+def other_processes(config: Config) -> Iterator[Others | None]:
+    """What starts the processes that a recipe asks for, if it does, and ends them after a block.
+
+    Raises:
+        WinnowError: there is no room for them.
+    """
+    if not any(workers_of(config).values()):
+        yield None
+        return
+    with (
+        contextlib.closing(Crew()) as crew,
+        starter_of(config, crew) as starter,
+    ):
+        yield Others(crew, starter)
+
+
+def placed_models(
+    config: Config, policy: Policies, start: str | None, others: Others | None
+) -> Placed:
+    """Build engine and learner, in processes of their own where they have any.
 
     Args:
         start: folder of the model that the run began with, where `needs_start` asks for it.
@@ -69,14 +99,24 @@ def placed_models(config: Config, policy: Policies, start: str | None) -> Iterat
     Raises:
         WinnowError: a model of the recipe cannot be loaded, or a process cannot be started.
     """
-    if not (ranks_of(config) or config.rollout.engine.processes):
-        yield _learning_here(config, policy, start, make_engine(config, policy))
-        return
-    with (
-        contextlib.closing(Crew()) as crew,
-        starter_of(config, crew) as starter,
-    ):
-        yield _apart(config, policy, start, crew, starter)
+    if others is None or not (ranks_of(config) or config.rollout.engine.processes):
+        return _learning_here(config, policy, start, make_engine(config, policy))
+    return _apart(config, policy, start, others.crew, others.starter)
+
+
+def placed_rewards(config: Config, policy: Policies, others: Others | None) -> Rewards:
+    """What scores, in processes of its own where it has any; close it.
+
+    Raises:
+        RewardError, ModelError: as for `make_rewards`.
+        WinnowError: a process cannot be started.
+    """
+    if others is None or not config.reward.processes:
+        return make_rewards(config, policy.device, policy.decode)
+    made = {"config": config, "tokenizer": policy.tokenizer_folder}
+    (group,) = others.crew.start(others.starter.rewards(made))
+    panel = RemotePanel(others.crew.reached(group))
+    return Rewards(config.reward, panel, asked_models(config.reward))
 
 
 def _apart(
@@ -203,5 +243,5 @@ def uses_device(config: Config) -> bool:
 
     A reward model in it does so on this machine; on Ray, GPUs belong to actors.
     """
-    judges = isinstance(config.reward.model, SequenceClassifier)
+    judges = isinstance(config.reward.model, SequenceClassifier) and not config.reward.processes
     return not holds_no_weights(config) or (judges and isinstance(config.cluster, LocalCluster))

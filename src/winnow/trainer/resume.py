@@ -50,6 +50,7 @@ HARMLESS = frozenset(
         "run.device",
         "warm_start.cache_dir",
         "reward.workers",
+        "reward.processes",
         *(
             f"reward.judge.{key}"  # who asks, how fast, and where replies are kept
             for key in ("api_key_env", "cache", "max_concurrent", "retries", "timeout_s")

@@ -1,11 +1,10 @@
-"""Scoring of training answers: text for the scorer, and a watch on how many scorings fail."""
+"""Scoring of training answers, with a watch on how many scorings fail."""
 
 from __future__ import annotations
 
 import logging
 
 from winnow.errors import RewardError
-from winnow.observe.rollouts import Decode
 from winnow.rewards.service import Rewards
 from winnow.types import Prompt, Score, Trajectory
 
@@ -20,8 +19,8 @@ class TrainingScores:
             so that a broken scorer is found even when no group qualifies.
     """
 
-    def __init__(self, rewards: Rewards, decode: Decode, patience: int) -> None:
-        self._rewards, self._decode, self._patience = rewards, decode, patience
+    def __init__(self, rewards: Rewards, patience: int) -> None:
+        self._rewards, self._patience = rewards, patience
         self._scored = 0
 
     async def __call__(self, prompt: Prompt, trajectory: Trajectory) -> Score:
@@ -30,8 +29,7 @@ class TrainingScores:
         Raises:
             RewardError: too many of this step's scorings failed.
         """
-        text = self._decode(trajectory.token_ids)
-        score = await self._rewards.score(prompt, trajectory, text, training=True)
+        score = await self._rewards.score(prompt, trajectory, None, training=True)
         self._scored += 1
         if self._scored >= self._patience:
             self._check()

@@ -27,14 +27,20 @@ from winnow.observe.run_folder import RunFolder
 from winnow.observe.samples import samples
 from winnow.observe.sinks import FirstRecord, RunInfo, Sinks
 from winnow.observe.summary import Summary, print_summary
-from winnow.rewards.service import RewardService
+from winnow.rewards.service import Rewards
 from winnow.sampling.report import Progress
-from winnow.trainer.build import Built, build, make_rewards, make_saver, use_machine
+from winnow.trainer.build import Built, build, make_saver, use_machine
 from winnow.trainer.build_learner import needs_start
 from winnow.trainer.heartbeat import Heartbeat
 from winnow.trainer.loading import load_policy
 from winnow.trainer.loop import Course, Parts, train
-from winnow.trainer.placing import holds_no_weights, placed_models, uses_device
+from winnow.trainer.placing import (
+    holds_no_weights,
+    other_processes,
+    placed_models,
+    placed_rewards,
+    uses_device,
+)
 from winnow.trainer.resume import Opened, opened_run
 from winnow.trainer.saver import Saver
 from winnow.trainer.state import seed_everything
@@ -80,10 +86,11 @@ def run_training(
         metrics = MetricsLog(folder.metrics)
         sinks = Sinks([sink, FirstRecord(metrics, start), heartbeat])
         with (
-            contextlib.closing(make_rewards(config, device)) as rewards,
-            placed_models(config, policy, first) as placed,
+            other_processes(config) as others,
+            contextlib.closing(placed_rewards(config, policy, others)) as rewards,
             make_saver(config, folder) as saver,  # ends before the ranks that write for it
         ):
+            placed = placed_models(config, policy, first, others)
             _warn_of_another_machine(opened, placed.machine, sink)
             built = build(
                 config,
@@ -124,7 +131,7 @@ def _warn_of_another_machine(
         log.warning("%s", line)
 
 
-def _watch(heartbeat: Heartbeat, parts: Parts, rewards: RewardService) -> None:
+def _watch(heartbeat: Heartbeat, parts: Parts, rewards: Rewards) -> None:
     """What moves while a run is alive."""
     heartbeat.watch(lambda: parts.engine.status().generated_tokens)
     heartbeat.watch(lambda: parts.learner.progress)

@@ -15,6 +15,7 @@ from winnow.cluster.ray_group import start_ray
 from winnow.cluster.ray_session import Reserved, offers, ray_session, reserve
 from winnow.config.checks_cluster import workers_of
 from winnow.config.cluster import RayCluster
+from winnow.config.reward_model import NoRewardModel
 from winnow.config.root import Config
 from winnow.errors import ConfigError
 from winnow.trainer.crew import Crew
@@ -23,6 +24,8 @@ Starting = Coroutine[Any, Any, WorkerGroup]
 LEARNER = "learner"
 _RANK = "winnow.trainer.rank:LearnerRank"
 _ENGINE = "winnow.rollout.engine_worker:TorchEngineWorker"
+REWARD = "reward"
+_REWARD = "winnow.trainer.reward_worker:RewardWorker"
 
 
 class Starter(Protocol):
@@ -36,9 +39,15 @@ class Starter(Protocol):
         """One that writes answers, a group of its own: it may die and leave the others."""
         ...
 
+    def rewards(self, arguments: Mapping[str, Any]) -> Starting:
+        """Those that score, one group."""
+        ...
+
 
 class LocalStarter:
-    """Processes of this machine; of several GPUs each has one, ranks first, then engines.
+    """Processes of this machine; of several GPUs each that has a model has one.
+
+    Ranks come first, then engines, then what scores.
 
     Raises:
         ConfigError: there are fewer GPUs.
@@ -46,6 +55,7 @@ class LocalStarter:
 
     def __init__(self, config: Config) -> None:
         self._ranks = ranks_of(config)
+        self._config = config
         self._has_devices = config.run.device != "cpu" and torch.cuda.is_available()
         if self._has_devices:
             _check_devices(config, torch.cuda.device_count())
@@ -66,6 +76,14 @@ class LocalStarter:
         devices = [max(self._ranks, 1) + number] if self._has_devices else None
         made = engine_role(number), _ENGINE, arguments, 1
         return start_local(*made, devices=devices, **self._options)
+
+    def rewards(self, arguments: Mapping[str, Any]) -> Starting:
+        """See `Starter.rewards`."""
+        count, devices = self._config.reward.processes, None
+        if self._has_devices and _reward_devices(self._config):
+            first = max(self._ranks, 1) + self._config.rollout.engine.processes
+            devices = list(range(first, first + count))
+        return start_local(REWARD, _REWARD, arguments, count, devices=devices, **self._options)
 
 
 class RayStarter:
@@ -88,6 +106,11 @@ class RayStarter:
         """See `Starter.engine`."""
         place = self._reserved.slot("rollout", number)
         return start_ray(engine_role(number), _ENGINE, arguments, place, **self._options)
+
+    def rewards(self, arguments: Mapping[str, Any]) -> Starting:
+        """See `Starter.rewards`."""
+        place = self._reserved.placement("reward")
+        return start_ray(REWARD, _REWARD, arguments, place, **self._options)
 
 
 @contextlib.contextmanager
@@ -114,7 +137,7 @@ def starter_of(config: Config, crew: Crew) -> Iterator[Starter]:
 
 
 def layout_of(config: Config, has_devices: bool) -> Layout:
-    """The pools of a run: the recipe's, or one for its ranks and one for its engines."""
+    """The pools of a run: the recipe's, or one for each role."""
     cluster = config.cluster
     assert isinstance(cluster, RayCluster)
     if cluster.pools:
@@ -130,8 +153,12 @@ def layout_of(config: Config, has_devices: bool) -> Layout:
         pools.append(
             Pool("policy", cluster.nodes, ranks // cluster.nodes, has_devices, cluster.cpus)
         )
-    if engines:  # each wherever there is room
+    # Engines and what scores: each wherever there is room.
+    if engines:
         pools.append(Pool("rollout", engines, 1, has_devices, cluster.cpus))
+    if scoring := config.reward.processes:
+        has_model = has_devices and _reward_devices(config) > 0
+        pools.append(Pool("reward", scoring, 1, has_model, cluster.cpus))
     return Layout(tuple(pools), {pool.name: pool.name for pool in pools})
 
 
@@ -150,14 +177,22 @@ def _threads(config: Config) -> dict[str, str]:
     return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
 
 
+def _reward_devices(config: Config) -> int:
+    """How many GPUs those take that score: one each for a reward model."""
+    has_model = not isinstance(config.reward.model, NoRewardModel)
+    return config.reward.processes if has_model else 0
+
+
 def _check_devices(config: Config, devices: int) -> None:
     """See that this machine has a GPU for each process; that of the run counts where it trains."""
     ranks, engines = ranks_of(config), config.rollout.engine.processes
-    needs = max(ranks, 1) + engines
+    scoring = _reward_devices(config)
+    needs = max(ranks, 1) + engines + scoring
+    judging = f" and {scoring} that score (reward.processes)" if scoring else ""
     if needs > devices:
         raise ConfigError(
             f"cluster=local gives each process a GPU of its own: {max(ranks, 1)} that train "
-            f"(trainer.strategy.ranks) and {engines} that write (rollout.engine.processes) need "
-            f"{needs}, this machine has {devices}; have fewer, or share them on Ray in one pool "
-            "(cluster=ray, cluster.pools), or set run.device=cpu"
+            f"(trainer.strategy.ranks) and {engines} that write (rollout.engine.processes)"
+            f"{judging} need {needs}, this machine has {devices}; have fewer, or share them on "
+            "Ray in one pool (cluster=ray, cluster.pools), or set run.device=cpu"
         )

@@ -332,6 +332,11 @@ CASES = [
         ["reward.judge.part=judge and reward.parts.judge", "rename one"],
         [*ASKED, "reward.parts.form.scorer=gsm8k"],
     ),
+    (
+        [*ASKED, "reward.processes=3", "reward.judge.requests_per_minute=2"],
+        ["reward.processes=3 share reward.judge.requests_per_minute=2", "to 2 or less"],
+        [*ASKED, "reward.processes=3", "reward.judge.requests_per_minute=3"],
+    ),
 ]
 
 

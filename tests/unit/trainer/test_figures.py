@@ -37,8 +37,9 @@ def scores_with(tmp_path: object, body: str, patience: int = 100) -> TrainingSco
     file.write_text(
         f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n{body}"
     )
-    rewards = RewardService(RewardConfig(function=UserFunction(path=str(file))), 16)
-    return TrainingScores(rewards, lambda ids: "#" + "".join(map(str, ids)), patience)
+    config = RewardConfig(function=UserFunction(path=str(file)))
+    rewards = RewardService(config, 16, decode=lambda ids: "#" + "".join(map(str, ids)))
+    return TrainingScores(rewards, patience)
 
 
 def score(scores: TrainingScores, times: int) -> list[Score]:

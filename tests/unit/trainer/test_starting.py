@@ -79,6 +79,22 @@ def test_a_machine_with_too_few_gpus_is_told_before_anything_starts(
     LocalStarter(recipe("quickstart", "rollout.engine.processes=4", "run.device=cpu"))
 
 
+def test_what_scores_has_a_slot_each_and_a_gpu_for_a_reward_model_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rules, judged = (on_ray("reward.processes=3", *model) for model in ((), JUDGED))
+    assert [layout_of(each, True).share("reward") for each in (rules, judged)] == [
+        Bundle(1, 0),
+        Bundle(1, 1),
+    ]
+    assert layout_of(rules, True).size("reward") == 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    LocalStarter(recipe("quickstart", "reward.processes=3"))
+    with pytest.raises(ConfigError, match=r"3 that score \(reward\.processes\) need 4, this"):
+        LocalStarter(recipe("quickstart", "reward.processes=3", *JUDGED))
+
+
 def test_a_gpu_that_is_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^run\.device is cuda, but torch sees no GPU"):
@@ -92,6 +108,12 @@ def test_a_gpu_that_is_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) 
         (lambda: recipe("quickstart", *FOUR), "cuda"),  # its engine writes
         (lambda: recipe("quickstart", *FOUR, "rollout.engine.processes=1"), "cpu"),
         (lambda: recipe("quickstart", *FOUR, "rollout.engine.processes=1", *JUDGED), "cuda"),
+        (
+            lambda: recipe(
+                "quickstart", *FOUR, "rollout.engine.processes=1", "reward.processes=1", *JUDGED
+            ),
+            "cpu",
+        ),
         (lambda: on_ray(*TOGETHER, "run.device=cuda"), "cpu"),
         (lambda: on_ray(*TOGETHER, *JUDGED), "cpu"),
         (lambda: on_ray("rollout.engine.processes=1"), "cuda"),
