@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from tests.ray_nodes import parent_of, ray_nodes
 from tests.recipes import recipe
 
-from winnow.cluster.protocol import WorkerGroup
 from winnow.cluster.ray_session import ray_session, reserve
 from winnow.config.root import Config
 from winnow.errors import ConfigError
 from winnow.trainer import starting
-from winnow.trainer.starting import RayStarter, layout_of
+from winnow.trainer.crew import Crew
+from winnow.trainer.starting import layout_of, starter_of
 
 PROBE = "tests.workers:Probe"
 TOGETHER = "cluster.roles={policy:all,rollout:all}"
@@ -43,28 +44,18 @@ def places(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Place]
     """Where a recipe's ranks and engines come to lie; others answer in their place."""
     for worker in ("_RANK", "_ENGINE"):
         monkeypatch.setattr(starting, worker, PROBE)
-
-    async def place(group: WorkerGroup) -> list[Place]:
-        devices = await group.call("environment", "CUDA_VISIBLE_DEVICES")
-        nodes = [parent_of(pid) for pid in group.processes()]
-        return [(node, device) for node, (device,) in zip(nodes, devices, strict=True)]
-
-    async def work() -> tuple[list[Place], list[Place]]:
-        reserved = await reserve(layout_of(config, has_devices=True))
-        starter = RayStarter(config, reserved)
+    with closing(Crew()) as crew, starter_of(config, crew) as starter:
         engines = range(config.rollout.engine.processes)
-        try:
-            groups = await asyncio.gather(
-                starter.ranks({}), *(starter.engine(number, {}) for number in engines)
-            )
-            ranks, *engine_places = [await place(group) for group in groups]
-            for group in groups:
-                await group.close()
-            return ranks, [each for (each,) in engine_places]
-        finally:
-            reserved.release()
-
-    return asyncio.run(asyncio.wait_for(work(), 120))
+        groups = crew.start(starter.ranks({}), *(starter.engine(i, {}) for i in engines))
+        ranks, *alone = [
+            [
+                (parent_of(pid), device)
+                for pid, (device,) in zip(group.processes(), devices, strict=True)
+            ]
+            for group in groups
+            for devices in (crew.wait(group.call("environment", "CUDA_VISIBLE_DEVICES")),)
+        ]
+    return ranks, [each for (each,) in alone]
 
 
 def test_rank_and_engine_of_a_slot_share_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +63,8 @@ def test_rank_and_engine_of_a_slot_share_its_node(monkeypatch: pytest.MonkeyPatc
     ranks, engines = places(config, monkeypatch)
     assert ranks == engines
     assert len({node for node, _ in ranks}) == 2  # a node has cores for one slot only
+    # This process sees no GPU, and run.device=auto takes those of the cluster.
+    assert {device for _, device in ranks} <= {"0", "1"}
 
 
 def test_rank_and_engine_of_a_slot_share_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +81,11 @@ def test_roles_of_two_pools_share_no_device(monkeypatch: pytest.MonkeyPatch) -> 
     ranks, engines = places(config, monkeypatch)
     assert len({*ranks, *engines}) == 4
     assert len({node for node, _ in ranks}) == 1
+
+
+def test_a_recipe_for_cpus_reserves_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, engines = places(recipe_of(1, 1, "run.device=cpu"), monkeypatch)
+    assert [device for _, device in ranks + engines] == [None, None]
 
 
 def test_pools_that_do_not_fit_are_told_by_name() -> None:

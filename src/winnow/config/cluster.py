@@ -16,7 +16,8 @@ class LocalCluster(Section):
 
 
 class PoolConfig(Section):
-    """A pool of slots; each has one worker of every role of the pool, and on GPUs one GPU."""
+    """A pool of slots; each has one worker of every role of the pool, and on GPUs one GPU where one
+    of them has a model."""
 
     nodes: int = Field(1, ge=1)
     """Parts of the pool; each lies on one node."""
@@ -46,10 +47,10 @@ class RayCluster(Section):
     nodes: int = Field(1, ge=1)
     """Nodes that the ranks are spread over, as many on each; pools say that themselves."""
     cpus: float = Field(1.0, gt=0)
-    """Cores that each process takes."""
+    """Cores that each worker takes."""
     pools: dict[str, PoolConfig] = Field({})
-    """Pools of slots by name; empty gives the ranks one of cluster.nodes, and each engine a slot
-    anywhere."""
+    """Pools of slots by name; empty gives the ranks one of cluster.nodes, and each engine and each
+    process that scores a slot anywhere."""
     roles: RolesConfig = RolesConfig()
     """The pool of each role; all null without pools."""
     environment: dict[str, str] = Field({})

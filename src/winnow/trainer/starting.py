@@ -140,26 +140,26 @@ def layout_of(config: Config, has_devices: bool) -> Layout:
     """The pools of a run: the recipe's, or one for each role."""
     cluster = config.cluster
     assert isinstance(cluster, RayCluster)
+    counts = {role: count for role, count in workers_of(config).items() if count}
     if cluster.pools:
-        pools = [
-            Pool(name, pool.nodes, pool.per_node, has_devices, pool.cpus or cluster.cpus)
-            for name, pool in cluster.pools.items()
-        ]
         roles = {role: name for role, name in cluster.roles.model_dump().items() if name}
-        return Layout(tuple(pools), roles)
-    ranks, engines = ranks_of(config), config.rollout.engine.processes
-    pools = []
-    if ranks:
-        pools.append(
-            Pool("policy", cluster.nodes, ranks // cluster.nodes, has_devices, cluster.cpus)
-        )
-    # Engines and what scores: each wherever there is room.
-    if engines:
-        pools.append(Pool("rollout", engines, 1, has_devices, cluster.cpus))
-    if scoring := config.reward.processes:
-        has_model = has_devices and _reward_devices(config) > 0
-        pools.append(Pool("reward", scoring, 1, has_model, cluster.cpus))
-    return Layout(tuple(pools), {pool.name: pool.name for pool in pools})
+        sizes = {
+            name: (pool.nodes, pool.per_node, pool.cpus or cluster.cpus)
+            for name, pool in cluster.pools.items()
+        }
+    else:
+        roles = {role: role for role in counts}
+        # Engines and what scores: each wherever there is room.
+        sizes = {role: (count, 1, cluster.cpus) for role, count in counts.items()}
+        if ranks := counts.get("policy"):
+            sizes["policy"] = cluster.nodes, ranks // cluster.nodes, cluster.cpus
+    hold_models = {role for role in counts if role != "reward" or _reward_devices(config)}
+    on_devices = {roles[role] for role in hold_models} if has_devices else set()
+    pools = [
+        Pool(name, nodes, per_node, name in on_devices, cpus)
+        for name, (nodes, per_node, cpus) in sizes.items()
+    ]
+    return Layout(tuple(pools), roles)
 
 
 def ranks_of(config: Config) -> int:

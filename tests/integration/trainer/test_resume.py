@@ -126,7 +126,8 @@ def test_where_processes_are_and_how_many_train_may_change(tmp_path: Path) -> No
     on_ranks = "trainer/strategy=fsdp2", "rollout.engine.processes=1"
     run_to(tmp_path, 5, *on_ranks)
     ray = "cluster=ray", "cluster.address=auto", "cluster.environment={NCCL_DEBUG: INFO}"
-    more = recipe(tmp_path, *on_ranks, *ray, "trainer.strategy.ranks=4")
+    pools = "cluster.pools={t:{per_node:4},g:{cpus:2}}", "cluster.roles={policy:t,rollout:g}"
+    more = recipe(tmp_path, *on_ranks, *ray, *pools, "trainer.strategy.ranks=4")
     assert open_again(more).checkpoint is not None
     with pytest.raises(ConfigError, match=r"trainer\.strategy\.name was 'fsdp2' and is 'single'"):
         open_again(recipe(tmp_path, "rollout.engine.processes=1"))

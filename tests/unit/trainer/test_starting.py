@@ -56,6 +56,18 @@ def test_roles_of_one_pool_share_the_device_of_a_slot_and_have_their_own_cores()
     }
 
 
+@pytest.mark.parametrize(("judge", "device"), [((), False), (JUDGED, True)])
+def test_what_scores_has_a_device_for_a_model_alone(judge: tuple[str, ...], device: bool) -> None:
+    scored = *FOUR, "reward.processes=3", *judge
+    pools = "cluster.pools={t:{per_node:4},r:{per_node:3}}", "cluster.roles={policy:t,reward:r}"
+    for layout in (layout_of(on_ray(*scored), True), layout_of(on_ray(*scored, *pools), True)):
+        assert layout.pool_of("policy").has_devices
+        assert (layout.size("reward"), layout.pool_of("reward").has_devices) == (3, device)
+    beside = "cluster.pools={a:{per_node:4}}", "cluster.roles={policy:a,reward:a}"
+    layout = layout_of(on_ray(*scored, "reward.processes=4", *beside), True)
+    assert layout.share("policy").devices == 0.5
+
+
 def test_pools_of_a_recipe_may_be_apart() -> None:
     pools = "cluster.pools={t:{per_node:4},g:{nodes:2}}", "cluster.roles={policy:t,rollout:g}"
     layout = layout_of(
