@@ -54,6 +54,10 @@ class VersionSpan:
     version: int
     stop: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What dataclasses do for slots looks all fields up each time; a batch has a span a sample.
+        return VersionSpan, (self.version, self.stop)
+
 
 @dataclass(frozen=True, eq=False)
 class Segment:

@@ -102,7 +102,7 @@ class Member:
         self.look()
         running = []
         for event in events:
-            here = replace(event, tick=event.tick + self.offset)
+            here = replace(event, tick=event.tick + self.offset) if self.offset else event
             key = event.group_id, event.answer
             if event.kind == "running":
                 self.asks[key].learn(event.segment)

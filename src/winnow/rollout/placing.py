@@ -21,7 +21,7 @@ A look costs a call to each engine (1 to 3 ms to another process) and waits for 
 ticks of a model worth distributing take 50 ms and more. On the other hand a slot whose engine has
 nothing queued stays empty for up to a quantum, and an event is seen up to a quantum late.
 """
-_LOOKS = 64
+_LOOKS = 32
 
 
 @dataclass(eq=False)

@@ -199,7 +199,7 @@ def test_a_longer_quantum_asks_engines_less_often_and_writes_the_same() -> None:
     assert len(some) == 16
     assert often == 2 * 80 // 8
     assert seldom == 2 * 80 // 40
-    assert (quantum_for(20_480), quantum_for(100)) == (320, 8)
+    assert (quantum_for(20_480), quantum_for(100)) == (640, 8)
 
 
 def test_in_deterministic_mode_a_death_is_an_error() -> None:
