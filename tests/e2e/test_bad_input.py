@@ -232,6 +232,12 @@ RECIPES = [
         says=("rollout.n=1 makes groups of one.*", r"sampling\.groups_per_step=4 cannot be cut.*"),
     ),
     bad(
+        "shares-of-nothing", "reward/judge=openai", "reward.judge.model=m",
+        "reward.judge.base_url=http://127.0.0.1:1/v1", "reward.processes=40",
+        says=plain("reward.processes=40 share reward.judge.max_concurrent=32, which leaves some of "
+        "them nothing; set reward.processes to 32 or less, or raise the limit"),
+    ),
+    bad(
         "cut-support", "rollout.top_p=0.9",
         says=plain("rollout.top_p=0.9 cut tokens that the trained policy still counts, and "
         "rollout.support=error refuses that; set rollout.support=ignore to train all the same, or "
