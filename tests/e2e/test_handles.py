@@ -50,5 +50,5 @@ def test_no_token_and_no_weight_comes_to_the_driver(
     assert lines[-1]["length/response/mean"] > 0
     assert made.count("engine 0") >= 4, "answers to held-out prompts, and those of two steps"
     assert made.count("learner") >= 3, "weights of the start and of two steps"
-    # What waits for its step when a checkpoint is written goes into it, by the thread that writes it.
+    # Of groups that are carried over, when a checkpoint is written.
     assert set(read_by) <= {"checkpoint"}
