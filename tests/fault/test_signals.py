@@ -19,6 +19,7 @@ from benchmarks.kill import (
     size,
     wait_for,
 )
+from tests.forked import Forked
 
 from winnow.checkpoint import checkpoints_in, verify
 
@@ -30,11 +31,12 @@ import os, signal, time
 calls = 0
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, what="", flag=""):
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, order=""):
     global calls
     calls += 1
-    if calls == 200 and flag and not os.path.exists(flag):
-        open(flag, "w").close()
+    if calls == 200 and os.path.exists(order):
+        what = open(order).read()
+        os.remove(order)
         if what == "hang":
             time.sleep(1000)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -113,29 +115,32 @@ def test_a_stop_before_the_first_step_leaves_a_run_that_can_begin_again(lab: Lab
     assert differences(lab.run("undisturbed"), run) == []
 
 
-@pytest.mark.parametrize("what", ["killed", "hang"])
-def test_a_supervised_run_survives_and_ends_with_the_same_bits(
-    what: str, lab: Lab, tmp_path: Path
-) -> None:
-    scorer, flag = tmp_path / "scorer.py", tmp_path / "flag"
+def test_supervised_runs_survive_and_end_with_the_same_bits(lab: Lab, tmp_path: Path) -> None:
+    scorer = tmp_path / "scorer.py"
     scorer.write_text(SCORER)
-    # The flag's file is there for the undisturbed run.
-    flag.touch()
-    reward = [
-        f"reward.function.path={scorer}",
-        f"+reward.function.kwargs={{what: {what}, flag: '{flag}'}}",
-        "reward.workers=0",  # in the run's own process, which is to die or to hang
-        "trainer.save_every=1",
-    ]
-    calm, run = lab.run(f"calm-{what}"), lab.run(f"supervised-{what}")
-    assert lab.start(calm.name, *reward).wait(120) == 0
-    flag.unlink()
-    # On a busy machine to start alone takes many seconds without progress.
-    stall_s = 30 if what == "hang" else 300
-    watch = ["trainer.max_restarts=3", f"trainer.stall_timeout_s={stall_s}"]
-    assert lab.start(run.name, *reward, *watch).wait(240) == 0
-    assert flag.exists()
-    assert differences(calm, run) == []
+
+    def start(what: str, *more: str) -> Forked:
+        return lab.start(
+            f"scored-{what}",
+            *(f"reward.function.path={scorer}", f"+reward.function.kwargs.order={tmp_path / what}"),
+            "reward.workers=0",  # in the run's own process, which is to die or to hang
+            "trainer.save_every=1",
+            *more,
+        )
+
+    for what in ("hang", "kill"):
+        (tmp_path / what).write_text(what)
+    # On a busy machine to start alone takes many seconds without progress; the others run while
+    # this one hangs for as long.
+    hung = start("hang", "trainer.max_restarts=3", "trainer.stall_timeout_s=30")
+    assert wait_for(hung, lambda: not (tmp_path / "hang").exists())
+    killed = start("kill", "trainer.max_restarts=3", "trainer.stall_timeout_s=300")
+    assert start("calmly").wait(240) == 0
+    assert killed.wait(240) == 0
+    assert hung.wait(240) == 0
+    for what in ("hang", "kill"):
+        assert not (tmp_path / what).exists(), "it was not disturbed"
+        assert differences(lab.run("scored-calmly"), lab.run(f"scored-{what}")) == []
 
 
 def test_a_supervised_run_stops_when_its_parent_is_asked_or_gone(lab: Lab) -> None:
