@@ -31,16 +31,20 @@ from winnow.observe.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS, GROUPS, ANSWERS, HELD_OUT, EVALUATED = 16, 64, 8, 200, 2
+STEPS, GROUPS, ANSWERS, HELD_OUT, EVALUATED = 12, 64, 8, 200, 2
+HALF = STEPS // 2
 SETTINGS = [
     f"trainer.steps={STEPS}",
-    "trainer.save_every=8",
+    f"trainer.save_every={HALF}",
     "optim.warmup_steps=2",
     f"data.task.eval_problems={HELD_OUT}",
     f"evaluation.n={EVALUATED}",
     "run.threads=1",
 ]
-ONE_STEP = ["trainer.steps=1", "optim.warmup_steps=0", "evaluation.before=false", "run.threads=1"]
+ONE_STEP = [
+    *("trainer.steps=1", "optim.warmup_steps=0", "evaluation.before=false", "run.threads=1"),
+    "data.task.eval_problems=20",
+]
 PASS, GREEDY = "eval/sort_digits/pass@1", "eval/sort_digits/greedy"
 CLOCKED = ("time/", "sft/time_s", "throughput/", "memory/")
 
@@ -208,7 +212,7 @@ def test_evaluation_files_hold_the_answers_behind_the_figures(run: Run) -> None:
 
 def test_each_checkpoint_is_whole(run: Run) -> None:
     found = checkpoints_in(run.folder.checkpoints)
-    assert [checkpoint.step for checkpoint in found] == [8, STEPS]
+    assert [checkpoint.step for checkpoint in found] == [HALF, STEPS]
     for checkpoint in found:
         manifest = json.loads((checkpoint.path / "manifest.json").read_text())
         files = [p for p in checkpoint.path.rglob("*") if p.is_file() and p.name != "manifest.json"]
@@ -338,11 +342,11 @@ def test_a_checkpoint_before_and_after_are_compared_by_problem(home: Home, run: 
 
 def test_an_earlier_checkpoint_can_be_evaluated_with_other_settings(home: Home, run: Run) -> None:
     settings = ["evaluation.n=3", "evaluation.max_prompts=10", "evaluation.greedy=false"]
-    said = home.winnow("eval", "runs/demo", *settings, "--step", "8").check()
-    assert len(run.evaluation("checkpoint-8")) == 30
+    said = home.winnow("eval", "runs/demo", *settings, "--step", str(HALF)).check()
+    assert len(run.evaluation(f"checkpoint-{HALF}")) == 30
     assert "avg@3" in said.out
     assert "greedy" not in said.out
-    rows = run.evaluation("checkpoint-8")
+    rows = run.evaluation(f"checkpoint-{HALF}")
     assert len({row["problem"] for row in rows}) == 10
 
 
@@ -369,7 +373,7 @@ def test_a_second_run_takes_the_warm_start_from_the_cache(home: Home, run: Run) 
 
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(home: Home, run: Run) -> None:
     def learnt(name: str, *more: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-        settings = [*ONE_STEP, "data.task.eval_problems=20", f"run.name={name}", *more]
+        settings = [*ONE_STEP, f"run.name={name}", *more]
         home.winnow("train", "quickstart", *settings).check()
         done = home.run_of(name)
         records = [
