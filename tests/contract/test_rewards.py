@@ -56,6 +56,8 @@ PROMPT = Prompt(
 )
 TEXTS = ["right", "wrong", "1|539;3|59;5|9;9|#1359", "", "right and long: " + "x" * 60]
 KINDS = {"here": [], "apart": ["reward.processes=2"]}
+PATIENCE_S = 30.0
+"""For what should come at once, on a machine with other work."""
 ON_RAY = ["reward.processes=1", "cluster=ray", "cluster.cpus=0.5"]
 OVERLONG = ["reward.overlong.buffer_tokens=16", "rollout.max_response_tokens=48"]
 
@@ -206,15 +208,20 @@ def test_what_a_filter_asks_for_must_be_there(rewards: Rewards, answers: Answers
 
 
 def test_a_slow_answer_holds_up_nobody(
-    rewards: Rewards, answers: Answers, folder: Path, kind: str
+    rewards: Rewards,
+    answers: Answers,
+    folder: Path,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = f"slow-{kind}"
+    monkeypatch.setattr(remote_panel, "PATIENCE_S", 1000.0)  # no call ends for want of it
 
     async def run() -> list[Score]:
         slow = asyncio.ensure_future(answers.score(rewards, [f"wait {name}"]))
         # More than are sent at once, of which some go where the slow one is.
-        await answers.score(rewards, ["right"] * 40)
-        await answers.score(rewards, ["wrong"])
+        await asyncio.wait_for(answers.score(rewards, ["right"] * 40), PATIENCE_S)
+        await asyncio.wait_for(answers.score(rewards, ["wrong"]), PATIENCE_S)
         assert not slow.done()
         (folder / name).touch()
         return await slow
