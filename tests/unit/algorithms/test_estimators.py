@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, note
 from hypothesis import strategies as st
 from tests.examples import examples
 from tests.ragged_steps import COMPONENTS, SIXTEENTHS, Sample, Token, inputs_of, steps
@@ -230,13 +230,20 @@ def rows_of(samples: Sequence[Sample], tokens: torch.Tensor) -> Rows:
     return [row.tolist() for row in tokens.split([len(s.tokens) for s in samples])]
 
 
-@every_case
-@examples(12)
+@pytest.mark.parametrize("min_group", [1, 2])
+@examples(16)
 @given(data=st.data())
-def test_loops_agree(
-    name: str, options: dict[str, Any], reference: Reference, data: st.DataObject
+def test_loops_agree(min_group: int, data: st.DataObject) -> None:
+    samples = data.draw(steps(min_group=min_group))
+    for name, options, reference in CASES:
+        if ESTIMATORS[name].min_group == min_group:
+            note(f"{name} {options}")
+            assert_loops_agree(name, options, reference, samples)
+
+
+def assert_loops_agree(
+    name: str, options: dict[str, Any], reference: Reference, samples: list[Sample]
 ) -> None:
-    samples = data.draw(fitting(name))
     expected: Any = reference(samples, **options)
     rows: Rows = loop_spread(samples, expected) if name in OUTCOME else expected
     got = estimate(name, inputs_of(samples), options)
