@@ -317,7 +317,9 @@ class EngineGroup:
             if self._deterministic and not member.asks:
                 member.offset = self._tick - member.look().tick
             member.give(asks)
-            if member.outbox and (member.sending is None or member.sending.done()):
+            waits = self._deterministic and member.takes_along
+            is_free = member.sending is None or member.sending.done()
+            if member.outbox and is_free and not waits:
                 member.sending = asyncio.create_task(self._guarded(member, Member.send))
             talks = member.talking is not None and not member.talking.done()
             if not self._deterministic and member.asks and not talks:

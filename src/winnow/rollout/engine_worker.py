@@ -6,7 +6,7 @@ Every answer to the driver carries the engine's status, so that the driver never
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from winnow.models import Source, load_causal_lm, settled, torch_dtype
-from winnow.rollout.engine import CompletionEvent, EngineStatus
+from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest
 from winnow.rollout.shelving import shelved
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.stored import Kept
@@ -75,15 +75,21 @@ class EngineWorker:
         return self._reply(value)
 
     async def events(
-        self, until: int | None, patience_s: float, whole: bool = False
+        self,
+        until: int | None,
+        patience_s: float,
+        groups: Sequence[GroupRequest] | None = None,
     ) -> Reply | Kept:
         """`Engine.events`, but [] when nothing happened for so long; tokens are kept.
 
         Args:
-            whole: tell all that happens up to `until` at once, or what did in `patience_s`.
+            groups: submitted first; all that happens up to `until` is then told at once, or what
+                did in `patience_s`.
         """
+        if groups:
+            await self._engine.submit(groups)
         try:
-            await asyncio.wait_for(self._find(until, whole), patience_s)
+            await asyncio.wait_for(self._find(until, groups is not None), patience_s)
         except TimeoutError:
             # What the wait had found when it was cut off is told now, without another tick: an idle
             # engine with nothing to say would seem to have lost its answers.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from winnow.rollout.engine import CompletionEvent, Engine, EngineStatus
+from winnow.rollout.engine import CompletionEvent, Engine, EngineStatus, GroupRequest
 from winnow.rollout.placing import Ask, Key, requests_of
 from winnow.rollout.slots import EMPTY
 
@@ -24,8 +24,10 @@ def came_back(
 class Gathering(Protocol):
     """An engine that is far, and tells much at once where nobody is to act before."""
 
-    async def events_to(self, tick: int) -> Sequence[CompletionEvent]:
-        """All that happens up to a tick; some of it where that takes long."""
+    async def events_to(
+        self, tick: int, groups: Sequence[GroupRequest]
+    ) -> Sequence[CompletionEvent]:
+        """Submit groups; all that happens up to a tick, or some of it where that takes long."""
         ...
 
 
@@ -55,6 +57,11 @@ class Member:
         if not self.is_dead:
             self.status = self.engine.status()
         return self.status
+
+    @property
+    def takes_along(self) -> bool:
+        """Whether what it is to write goes with the next call for events."""
+        return isinstance(self.engine, Gathering)
 
     @property
     def is_idle(self) -> bool:
@@ -131,10 +138,12 @@ class Member:
             WorkerError: it died.
         """
         own = tick - self.offset
-        engine = self.engine
-        tell = engine.events_to if isinstance(engine, Gathering) else engine.events
         while self.asks:
-            events = await tell(own)
+            if isinstance(self.engine, Gathering):
+                asks, self.outbox = self.outbox, []
+                events = await self.engine.events_to(own, requests_of(asks))
+            else:
+                events = await self.engine.events(own)
             self.hear(events)
             if self.status.tick >= own:
                 return

@@ -62,15 +62,27 @@ class RemoteEngine:
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
         """See `Engine.events`."""
-        return await self._events(until, whole=False)
+        return await self._events(until)
 
-    async def events_to(self, tick: int) -> Sequence[CompletionEvent]:
-        """All that happens up to a tick, in one call; some of it where that takes long."""
-        return await self._events(tick, whole=True)
+    async def events_to(
+        self, tick: int, groups: Sequence[GroupRequest]
+    ) -> Sequence[CompletionEvent]:
+        """Submit groups; all that happens up to a tick, or some of it where that takes long.
 
-    async def _events(self, until: int | None, whole: bool) -> Sequence[CompletionEvent]:
+        One call, where `submit` and `events` would be two and more.
+        """
+        if self._listening is not None:  # a call that knows nothing of them
+            await self.submit(groups)
+            groups = ()
+        return await self._events(tick, list(groups))
+
+    async def _events(
+        self, until: int | None, groups: list[GroupRequest] | None = None
+    ) -> Sequence[CompletionEvent]:
+        """Wait for events; for all up to `until` where there are groups to submit, or none."""
         while not self._inbox:
-            await self._listen(until, whole)
+            await self._listen(until, groups)
+            groups = groups and []
             status = self._status
             if until is not None and status.tick >= until:
                 break
@@ -165,11 +177,11 @@ class RemoteEngine:
         if reply.serial > self._newest:
             self._status, self._newest = reply.status, reply.serial
 
-    async def _listen(self, until: int | None, whole: bool) -> None:
+    async def _listen(self, until: int | None, groups: list[GroupRequest] | None) -> None:
         """Wait for one call for events, which may be one that was begun before."""
         if self._listening is None or self._listening.cancelled():
             self._listened += 1
-            self._listening = asyncio.create_task(self._hear(until, whole))
+            self._listening = asyncio.create_task(self._hear(until, groups))
             self._listening.add_done_callback(_seen)  # by whoever asks next, if anyone does
         task = self._listening
         try:
@@ -178,8 +190,8 @@ class RemoteEngine:
             if task.done():
                 self._listening = None
 
-    async def _hear(self, until: int | None, whole: bool) -> None:
-        asked = self._rank, "events", until, PATIENCE_S, whole
+    async def _hear(self, until: int | None, groups: list[GroupRequest] | None) -> None:
+        asked = self._rank, "events", until, PATIENCE_S, groups
         reply = _whole(await self._workers.call_rank(*asked))
         self._see(reply)
         self._heard = reply.serial

@@ -91,13 +91,31 @@ def test_a_look_at_progress_that_later_news_overtook_is_taken_again() -> None:
 def test_all_up_to_a_tick_comes_in_one_call() -> None:
     async def run() -> None:
         remote, wire, _ = await connected()
-        await remote.submit(requests([3, 5, 9, 20]))
-        told = await remote.events_to(10)
+        told = await remote.events_to(10, requests([3, 5, 9, 20]))
         assert kinds(told) == [(0, "finished", 3), (1, "finished", 5), (2, "finished", 9)]
         assert [event.tick for event in told] == [3, 5, 9]
         assert remote.status().tick == 10
-        assert kinds(await remote.events_to(100)) == [(3, "finished", 20)]
-        assert wire.calls.count("events") == 2
+        assert kinds(await remote.events_to(100, [])) == [(3, "finished", 20)]
+        assert wire.calls == ["", "events", "events"]
+
+    asyncio.run(run())
+
+
+def test_what_is_submitted_beside_a_call_under_way_is_written_all_the_same() -> None:
+    async def run() -> None:
+        remote, wire, _ = await connected()
+        release = wire.hold("events")
+        waiting = asyncio.ensure_future(remote.events_to(4, requests([3])))
+        await turns(50)  # answered; the reply is on its way
+        waiting.cancel()
+        later = asyncio.ensure_future(remote.events_to(9, requests([3, 5])[1:]))
+        await turns(20)
+        release.set()
+        told = [*await later]
+        while len(told) < 2:
+            told += await remote.events_to(9, [])
+        assert kinds(told) == [(0, "finished", 3), (1, "finished", 5)]
+        assert wire.calls.count("submit") == 1
 
     asyncio.run(run())
 
