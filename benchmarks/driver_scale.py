@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import platform
 import subprocess
@@ -237,6 +238,7 @@ class Run:
         log = MetricsLog(self.folder / "metrics.jsonl")
         with Saver(self.folder / "checkpoints", Retention(1)) as saver:
             parts = self._parts(crew, groups, log, saver)
+            gc.freeze()  # as a run does
             nothing = Schedule(None, steps + 1)
             asyncio.run(train(parts, Course(1, steps, False, nothing, Schedule(None, steps))))
         log.close()

@@ -24,6 +24,7 @@ from winnow.cluster.listening import Listener
 from winnow.cluster.protocol import OnLog, RankInfo
 from winnow.cluster.ray_handle import RayHandle
 from winnow.cluster.ray_session import Placement, ray_module
+from winnow.cluster.ray_wire import pack
 from winnow.cluster.ray_worker import Place, RayWorker, process_namespace
 from winnow.errors import WorkerError
 from winnow.stored import Kept
@@ -94,8 +95,8 @@ async def start_ray(
     ]
     pairs = list(zip(links, listeners, strict=True))
     # The store pays where several read: it takes a millisecond, more than all the rest of a call.
-    pack = _for_all if placement.size > 1 else _Sent
-    group = Group(role, pairs, pack, stall_timeout_s, switchboard.close)
+    send = _for_all if placement.size > 1 else _for_one
+    group = Group(role, pairs, send, stall_timeout_s, switchboard.close)
     await group.start(jobs)
     return group
 
@@ -140,7 +141,11 @@ class _Sent:
 
 
 def _for_all(asked: Job | Call) -> _Sent:
-    return _Sent(ray_module().put(asked))
+    return _Sent(ray_module().put(pack(asked)))
+
+
+def _for_one(asked: Job | Call) -> _Sent:
+    return _Sent(pack(asked))
 
 
 class _Switchboard:

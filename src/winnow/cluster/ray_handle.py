@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from winnow.cluster.ray_session import ray_module
 from winnow.errors import WorkerError
+
+_beside = threading.local()
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[Any]]:
+    """Within, handles that are pickled leave their references here, and hold their numbers."""
+    found: list[Any] = []
+    _beside.collected = found
+    try:
+        yield found
+    finally:
+        _beside.collected = None
+
+
+@contextlib.contextmanager
+def giving(references: Sequence[Any]) -> Iterator[None]:
+    """Within, handles that were pickled so get their references back."""
+    _beside.given = references
+    try:
+        yield
+    finally:
+        _beside.given = None
 
 
 class RayHandle:
@@ -23,7 +49,11 @@ class RayHandle:
         self._coming: Future[Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayHandle, (self._reference, self._role, self._rank)
+        collected: list[Any] | None = getattr(_beside, "collected", None)
+        if collected is None:
+            return RayHandle, (self._reference, self._role, self._rank)
+        collected.append(self._reference)
+        return _numbered, (len(collected) - 1, self._role, self._rank)
 
     def begin(self) -> None:
         """See `Handle.begin`."""
@@ -45,3 +75,7 @@ class RayHandle:
             ) from error
         finally:
             self._coming = None
+
+
+def _numbered(number: int, role: str, rank: int) -> RayHandle:
+    return RayHandle(_beside.given[number], role, rank)

@@ -1,4 +1,4 @@
-"""A worker in a Ray actor: the actor's class. It runs in the actor's process, and needs no Ray.
+"""A worker in a Ray actor: the actor's class. It runs in the actor's process.
 
 Calls come as Ray delivers them, in any order, and run in that of their numbers. What the process
 prints and logs goes to the driver by a connection of its own (`telling`), not by Ray's log files.
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from winnow.cluster.environment import free_port
-from winnow.cluster.hosting import Call, Host, Job, Outcome, Result
+from winnow.cluster.hosting import Call, Host, Job, Outcome, Result, failure_of
+from winnow.cluster.ray_wire import Parcel, unpack
 from winnow.cluster.telling import Teller, start_telling
 from winnow.stored import Here, Kept
 
@@ -62,7 +63,7 @@ class RayWorker:
         address = self._stream.getsockname()[0]
         return Place(os.getpid(), process_namespace(), address, free_port(address))
 
-    async def call(self, number: int, asked: Job | Call) -> tuple[Outcome, Any]:
+    async def call(self, number: int, parcel: Parcel) -> tuple[Outcome, Any]:
         """Run a call when all before it have begun; what the result keeps is apart from it."""
         if number != self._next:
             turn = self._early[number] = asyncio.get_running_loop().create_future()
@@ -70,6 +71,10 @@ class RayWorker:
         self._next += 1
         if self._next in self._early:
             self._early.pop(self._next).set_result(None)
+        try:
+            asked: Job | Call = unpack(parcel)
+        except Exception as error:  # such as a class that is not to be found here
+            return failure_of(error), None
         if isinstance(asked, Job):
             sys.path += [path for path in asked.python_path if path not in sys.path]
             if os.path.isdir(asked.folder):  # else each path must be whole

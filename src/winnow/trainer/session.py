@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -213,6 +214,7 @@ def _train(
 ) -> Stopped | None:
     """Train, and save what was reached when it is stopped or cannot go on."""
     stopped = None
+    gc.freeze()  # modules and models stay: no collection needs to look at them for each batch
     with stop.deferring():
         try:
             asyncio.run(train(parts, course))
@@ -230,6 +232,7 @@ def _train(
             parts.state.save()
             raise
         finally:
+            gc.unfreeze()
             parts.sinks.close()
         saver.wait()
     return stopped
