@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 _STORE = {"object_store_memory": 100 << 20}
+_QUICK = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500}
+"""A node that is gone is told after seconds, not half a minute; one that is slow has as long."""
 
 
 @contextmanager
@@ -21,7 +23,8 @@ def ray_nodes(*nodes: dict[str, Any]) -> Iterator[str]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         from ray.cluster_utils import Cluster
 
-        head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, **_STORE}
+        head: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, **_STORE}
+        head["_system_config"] = _QUICK
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             for offer in nodes:

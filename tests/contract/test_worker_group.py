@@ -205,6 +205,10 @@ def test_large_arrays_arrive_unchanged_and_once(group: WorkerGroup, run: Any) ->
     found = run(group.call("checks", array))
     assert [total for total, _, _ in found] == [float(array.sum())] * group.size
     if group.size > 1:
+        small = run(group.call("checks", array[:5].copy()))
+        assert [(total, writable) for total, writable, _ in small] == [
+            (float(array[:5].sum()), False)
+        ] * group.size
         assert not any(is_writable for _, is_writable, _ in found)
         places = {place for _, _, place in found}
         assert len(places) == 1, "each rank has a copy of its own"

@@ -259,7 +259,7 @@ class RayLink:
             if isinstance(outcome, Result) and isinstance(outcome.value, Kept):
                 handle = RayHandle(kept, self._listener.role, self._listener.rank)
                 outcome = Result(Kept(outcome.value.told, handle))
-        except exceptions.RayTaskError as error:  # arguments or a result that cannot travel
+        except exceptions.RayTaskError as error:  # a result that cannot travel
             kept.future().add_done_callback(_seen)  # the same again, which Ray would print
             outcome = Failure(_in_words(error.cause or error), _COLOUR.sub("", str(error)))
         except exceptions.RayError as error:

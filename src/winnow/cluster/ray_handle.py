@@ -57,15 +57,13 @@ class RayHandle:
 
     def begin(self) -> None:
         """See `Handle.begin`."""
-        if self._coming is None:
-            self._coming = self._reference.future()
+        self._begun()
 
     def get(self) -> Any:
         """See `Handle.get`."""
-        self.begin()
-        assert self._coming is not None
+        coming = self._begun()
         try:
-            return self._coming.result()
+            return coming.result()
         except ray_module().exceptions.RayError as error:
             whose = f"{self._role}[{self._rank}]"
             raise WorkerError(
@@ -74,7 +72,13 @@ class RayHandle:
                 self._rank,
             ) from error
         finally:
-            self._coming = None
+            self._coming = None  # a future holds what came
+
+    def _begun(self) -> Future[Any]:
+        coming = self._coming  # once: another thread may be done with it
+        if coming is None:
+            self._coming = coming = self._reference.future()
+        return coming
 
 
 def _numbered(number: int, role: str, rank: int) -> RayHandle:

@@ -62,8 +62,9 @@ class SamplingConfig(Section):
     stall_timeout_s: float = Field(300.0, gt=0)
     """Seconds without any progress of the engine after which its answers are re-dispatched."""
     score_lag_ticks: int | None = Field(None, ge=0)
-    """Deterministic mode: decode ticks from an answer's end to the moment its score is seen.
-    Scorers have that long before anything waits for them. null: 16 where they run beside the
-    engine (workers, async functions), else 0; a resumed run keeps what it began with."""
+    """Deterministic mode: decode ticks from an answer's end to the moment its score is seen (with
+    several engines, when they are next looked at: docs/rollouts.md). Scorers have that long before
+    anything waits for them. null: 16 where they run beside the engine (workers, async functions),
+    else 0; a resumed run keeps what it began with."""
     rate_decay: float = Field(0.98, gt=0, lt=1)
     """Memory of the estimated chance that a group qualifies, for each group seen."""

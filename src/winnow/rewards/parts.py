@@ -46,11 +46,6 @@ class ScoredParts:
         self._rules.prepare_scorers(part.scorer for part in self._parts.values())
 
     @property
-    def names(self) -> frozenset[str]:
-        """Of the parts that every training answer has."""
-        return frozenset(self._parts)
-
-    @property
     def take_time(self) -> bool:
         """Whether one of them is scored beside the event loop."""
         return any(self._rules.is_late(part.scorer) for part in self._parts.values())

@@ -244,8 +244,8 @@ class EngineGroup:
                 task.result()
         finally:
             await _cancelled(tasks)
-        ended = max(member.status.tick + member.offset for member in busy)
-        self._tick = target if any(member.asks for member in busy) else ended
+        # Also when they ran dry before: what follows then begins at a quantum, as after a resume.
+        self._tick = target
 
     # -- free: each by itself -----------------------------------------------------------------
 

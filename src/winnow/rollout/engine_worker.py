@@ -6,21 +6,26 @@ Every answer to the driver carries the engine's status, so that the driver never
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
 import torch
 
+from winnow.errors import WorkerError
 from winnow.models import Source, load_causal_lm, settled, torch_dtype
-from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest
+from winnow.rollout.engine import AnswerRequest, CompletionEvent, EngineStatus, GroupRequest
 from winnow.rollout.shelving import shelved
 from winnow.rollout.torch_engine import TorchEngine
-from winnow.stored import Kept
+from winnow.stored import Kept, StoredArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 ASKED = frozenset(
     {
@@ -69,6 +74,8 @@ class EngineWorker:
         Events come as a reply of which the tokens are kept (`shelving`).
         """
         assert not method or method in ASKED, method
+        if method == "submit":
+            args = (_readable(args[0]),)
         value: Any = await getattr(self._engine, method)(*args) if method else None
         if method == "progress":
             return self._told([*self._take_found(), *value])
@@ -87,7 +94,7 @@ class EngineWorker:
                 did in `patience_s`.
         """
         if groups:
-            await self._engine.submit(groups)
+            await self._engine.submit(_readable(groups))
         try:
             await asyncio.wait_for(self._find(until, groups is not None), patience_s)
         except TimeoutError:
@@ -118,6 +125,23 @@ class EngineWorker:
     def _reply(self, value: Any) -> Reply:
         self._replies += 1
         return Reply(value, self._engine.status(), self._replies, self._listened)
+
+
+def _readable(groups: Sequence[GroupRequest]) -> list[GroupRequest]:
+    """The groups, prefixes that were lost with their node left out: those are written anew."""
+    return [replace(g, answers=tuple(map(_with_prefix_here, g.answers))) for g in groups]
+
+
+def _with_prefix_here(answer: AnswerRequest) -> AnswerRequest:
+    written: object = None if answer.prefix is None else answer.prefix.token_ids
+    if answer.prefix is None or not isinstance(written, StoredArray):
+        return answer
+    try:
+        ids, logprobs = np.asarray(answer.prefix.token_ids), np.asarray(answer.prefix.logprobs)
+    except WorkerError as error:
+        log.warning("an answer is begun anew: %s", error)
+        return replace(answer, prefix=None)
+    return replace(answer, prefix=replace(answer.prefix, token_ids=ids, logprobs=logprobs))
 
 
 class Rank(Protocol):

@@ -71,7 +71,7 @@ class RemoteEngine:
 
         One call, where `submit` and `events` would be two and more.
         """
-        if self._listening is not None:  # a call that knows nothing of them
+        if self._listening is not None or self._inbox:  # by a call that knew nothing of them
             await self.submit(groups)
             groups = ()
         return await self._events(tick, list(groups))

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import warnings
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 64 << 20
 """Large enough that a call's own time (milliseconds) does not count, small beside any model."""
+NOTHING: Any = np.zeros(0, np.uint8)
 _UNDER_WAY = 2
 """Buckets: one is being copied there while the next is packed here."""
 Array = NDArray[Any]
@@ -56,16 +58,6 @@ class Piece:
     """Place of the first element in the flattened tensor."""
     array: Array
     """[elements]; bfloat16 as uint16, which numpy has. May be stored elsewhere."""
-
-    @classmethod
-    def whole(cls, name: str, tensor: Tensor) -> Piece:
-        """All of a tensor."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return cls(name, dtype, tuple(tensor.shape), 0, array_of(tensor))
-
-    def tensor(self) -> Tensor:
-        """The tensor, of which this is all."""
-        return tensor_of(self.array, getattr(torch, self.dtype)).view(self.shape)
 
     @property
     def heading(self) -> bytes:
@@ -170,27 +162,45 @@ def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(array).view(dtype)
 
 
-def buckets(update: WeightUpdate, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """An update's tensors in order; a bucket holds `bucket_bytes` at most, or one element."""
+def buckets(
+    update: WeightUpdate, bucket_bytes: int = BUCKET_BYTES, is_here: bool = True
+) -> Iterator[Bucket]:
+    """An update's tensors in order; a bucket holds `bucket_bytes` at most, or one element.
+
+    Args:
+        is_here: else the arrays are left out, for a rank that only takes part in gathering them.
+    """
     pieces: list[Piece] = []
     index = room = 0
     for name, tensor in update.tensors or ():
-        elements, start = array_of(tensor), 0
+        elements: Any = array_of(tensor) if is_here else None
+        total, size, start = tensor.numel(), tensor.element_size(), 0
         dtype = str(tensor.dtype).removeprefix("torch.")
-        while start < len(elements):
-            count = room // elements.itemsize
+        while start < total:
+            count = min(room // size, total - start)
             if not count:
                 if pieces:
                     yield Bucket(update.version, index, tuple(pieces))
                     index += 1
-                pieces, room = [], max(bucket_bytes, elements.itemsize)
+                pieces, room = [], max(bucket_bytes, size)
                 continue
-            part = elements[start : start + count]
+            part = elements[start : start + count] if is_here else NOTHING
             pieces.append(Piece(name, dtype, tuple(tensor.shape), start, part))
-            start += len(part)
-            room -= part.nbytes
+            start += count
+            room -= count * size
     if pieces:
         yield Bucket(update.version, index, tuple(pieces))
+
+
+def tensors(packed: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of buckets, put together where they were cut."""
+    parts: list[Array] = []
+    for piece in (piece for bucket in packed for piece in bucket.pieces):
+        parts.append(np.asarray(piece.array))
+        if piece.start + len(parts[-1]) == math.prod(piece.shape):
+            whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            yield piece.name, tensor_of(whole, getattr(torch, piece.dtype)).view(piece.shape)
+            parts = []
 
 
 async def send(update: WeightUpdate, ask: Ask[Any], bucket_bytes: int = BUCKET_BYTES) -> None:

@@ -83,13 +83,13 @@ class Sampler:
         self._next_prompt = next_prompt
         self._give_back = give_back
         self._scores = Scores(score)
-        self._deterministic, self._look_ticks = deterministic, look_ticks
+        self._deterministic, self.look_ticks = deterministic, look_ticks
         self._sampling = sampling
         self._run_seed = run_seed
         self._on_progress = on_progress
         self._watchdog = Watchdog(engine, self.ledger, config)
         self.score_lag_ticks = config.score_lag_ticks or 0
-        """Decode ticks from an answer's end to the moment its score is seen."""
+        """Decode ticks from an answer's end to the moment from which its score may be seen."""
 
     async def step(self, version: int) -> StepGroups:
         """Sample with weights `version` until a step can be cut.
@@ -253,7 +253,7 @@ class Sampler:
         lives = self.ledger.lives
         for key in keys:
             if key[0] in lives.open:
-                due = -(-(tick + self.score_lag_ticks) // self._look_ticks) * self._look_ticks
+                due = -(-(tick + self.score_lag_ticks) // self.look_ticks) * self.look_ticks
                 self._scores.begin(key, *lives.finished_answer(*key), due)
 
     async def _see_what_is_due(self) -> None:

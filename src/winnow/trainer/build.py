@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -37,9 +37,6 @@ from winnow.trainer.scoring import TrainingScores
 from winnow.trainer.state import RunState, Stateful
 from winnow.trainer.stopping import Stop
 from winnow.trainer.throughput import Throughput
-
-if TYPE_CHECKING:
-    pass
 
 LAG_OF_SCORERS_APART = 16
 """Decode ticks; measured by benchmarks/deterministic.py."""

@@ -28,7 +28,8 @@ from winnow.models import model_writer
 from winnow.observe.files import system_error
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.observe.names import Number
-from winnow.rollout.weights import Bucket, Piece, kept
+from winnow.rollout.engine import WeightUpdate
+from winnow.rollout.weights import BUCKET_BYTES, Bucket, buckets, kept
 from winnow.stored import Kept, fetch
 from winnow.trainer.build_learner import make_learner
 from winnow.trainer.holders import OnRanks
@@ -102,7 +103,7 @@ class LearnerRank:
         # Of its own, so that saving and the next step do not take each other's messages.
         self._saving = dist.new_group(backend="gloo")
         self._learning = make_learner(config, OnRanks(config, path, start, mesh, vocabulary), start)
-        self._bucket_bytes = strategy.bucket_mb << 20
+        self._bucket_bytes = min(strategy.bucket_mb << 20, BUCKET_BYTES)
         self._export: Iterator[Bucket] = iter(())
         self._copied: State = {}
         self._model: dict[str, Tensor] = {}
@@ -142,7 +143,9 @@ class LearnerRank:
         """Begin to hand out the policy's weights, all or those trained; `next_bucket` goes on."""
         policy = self._strategies()["policy"]
         weights = policy.export_weights() if whole else policy.export_trained()
-        self._export = self._buckets(version, weights)
+        # Cut alike on every rank: all gather what is in a bucket when rank 0 is asked for it.
+        update = WeightUpdate(version, weights)
+        self._export = buckets(update, self._bucket_bytes, is_here=self._is_first)
 
     def next_bucket(self) -> Kept | None:
         """Some of the weights, on rank 0; nothing elsewhere and after the last."""
@@ -205,20 +208,6 @@ class LearnerRank:
             assert isinstance(strategy, FSDP2Strategy)
             found[role] = strategy
         return found
-
-    def _buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
-        """Of about as many bytes as are gathered at once; as many of them on every rank."""
-        pieces: list[Piece] = []
-        index = held = 0
-        for name, tensor in weights:
-            held += tensor.numel() * tensor.element_size()
-            if self._is_first:
-                pieces.append(Piece.whole(name, tensor))
-            if held >= self._bucket_bytes:
-                yield Bucket(version, index, tuple(pieces))
-                pieces, index, held = [], index + 1, 0
-        if held:
-            yield Bucket(version, index, tuple(pieces))
 
     def _writer(self, tokenizer: str, config: Config) -> Save:
         policy = self._strategies()["policy"]

@@ -11,7 +11,7 @@ from winnow.cluster.protocol import WorkerGroup
 from winnow.errors import CheckpointError
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.rollout.engine import WeightUpdate
-from winnow.rollout.weights import Bucket, found
+from winnow.rollout.weights import Bucket, found, tensors
 from winnow.trainer.crew import Crew
 from winnow.trainer.learner import Learned
 from winnow.trainer.rank import RANKS, RankFacts, StepReply
@@ -69,8 +69,7 @@ class RankedLearner:
 
     def trained(self, version: int) -> WeightUpdate:
         """The tensors that are trained, by the names of parameters, for an engine over them."""
-        pieces = (piece for bucket in self._buckets(version, False) for piece in bucket.pieces)
-        return WeightUpdate(version, tensors=((piece.name, piece.tensor()) for piece in pieces))
+        return WeightUpdate(version, tensors=tensors(self._buckets(version, False)))
 
     def weights(self, version: int) -> WeightUpdate:
         """All weights, by Hugging Face names, an adapter merged, in the model's type.

@@ -200,12 +200,13 @@ def _resumed(config: Config, opened: Opened, built: Built) -> Course:
 
 def _lag_notes(config: Config, parts: Parts) -> list[str]:
     """How late scores are seen, where the recipe leaves that open and they are late."""
-    lag = parts.sampler.score_lag_ticks
+    lag, looks = parts.sampler.score_lag_ticks, parts.sampler.look_ticks
     if config.sampling.score_lag_ticks is not None or not lag:
         return []
+    when = f", when the engines are next looked at (each {looks} ticks)" if looks > 1 else ""
     return [
         f"Scorers run beside the engine: a score is seen {lag} decode ticks after its answer's "
-        "end (sampling.score_lag_ticks)"
+        f"end{when} (sampling.score_lag_ticks)"
     ]
 
 
@@ -214,8 +215,7 @@ def _train(
 ) -> Stopped | None:
     """Train, and save what was reached when it is stopped or cannot go on."""
     stopped = None
-    gc.freeze()  # modules and models stay: no collection needs to look at them for each batch
-    with stop.deferring():
+    with stop.deferring(), _frozen_heap():
         try:
             asyncio.run(train(parts, course))
         except Stopped as request:
@@ -232,10 +232,22 @@ def _train(
             parts.state.save()
             raise
         finally:
-            gc.unfreeze()
             parts.sinks.close()
         saver.wait()
     return stopped
+
+
+@contextlib.contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Modules and models stay: no garbage collection need look at them for each batch."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not is_frozen:
+            gc.unfreeze()
 
 
 def _farewell(stopped: Stopped, step: int | None, folder: RunFolder) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from tests.small_models import digits_model
+from tests.stored import Elsewhere
 
+from winnow.errors import WorkerError
 from winnow.models import use_layout_attention
 from winnow.rollout import remote_engine
 from winnow.rollout.engine import (
@@ -22,6 +25,8 @@ from winnow.rollout.engine import (
 from winnow.rollout.engine_worker import EngineWorker
 from winnow.rollout.remote_engine import RemoteEngine
 from winnow.rollout.torch_engine import TorchEngine
+from winnow.stored import Shelf, StoredArray
+from winnow.types import FloatArray, IntArray, Segment, VersionSpan
 
 
 class Wire:
@@ -118,6 +123,62 @@ def test_what_is_submitted_beside_a_call_under_way_is_written_all_the_same() -> 
         assert wire.calls.count("submit") == 1
 
     asyncio.run(run())
+
+
+def test_what_is_submitted_behind_an_inbox_that_nobody_took_is_written_too() -> None:
+    async def run() -> None:
+        remote, wire, _ = await connected()
+        release = wire.hold("events")
+        waiting = asyncio.ensure_future(remote.events_to(4, requests([3])))
+        await turns(50)
+        hearing = remote._listening
+        assert hearing is not None
+        hearing.add_done_callback(lambda _: waiting.cancel())  # in the turn in which it comes
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        told = [*await remote.events_to(9, requests([3, 5])[1:])]
+        told += await remote.events_to(9, [])
+        assert kinds(told) == [(0, "finished", 3), (1, "finished", 5)]
+
+    asyncio.run(run())
+
+
+class Lost(Elsewhere):
+    """What was kept on a node that is gone."""
+
+    def get(self) -> Any:
+        super().get()
+        raise WorkerError("what engine 0[0] wrote is lost", "engine 0", 0)
+
+
+@pytest.mark.parametrize("way", ["submit", "events_to"])
+def test_an_answer_whose_prefix_is_lost_is_begun_anew(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> list[CompletionEvent]:
+        remote, _, _ = await connected()
+        (whole,) = requests([9])
+        shelf = Shelf(Lost(None))
+        prefix = Segment(
+            cast("IntArray", StoredArray(shelf, 0, 0, 4, np.int64)),
+            cast("FloatArray", StoredArray(shelf, 1, 0, 4, np.float32)),
+            (VersionSpan(0, 4),),
+        )
+        cut = replace(whole, group_id=1, answers=(AnswerRequest(0, 0, prefix),))
+        told = []
+        for group in (whole, cut):
+            if way == "submit":
+                await remote.submit([group])
+                told += await remote.events()
+            else:
+                told += await remote.events_to(remote.status().tick + 20, [group])
+        return told
+
+    first, second = asyncio.run(run())
+    assert (len(second.segment), second.kind) == (9, "finished")
+    np.testing.assert_array_equal(first.segment.token_ids, second.segment.token_ids)
+    assert "begun anew" in caplog.text
 
 
 def test_events_that_were_answered_before_a_look_come_with_it() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import pickle
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,6 @@ from winnow.rollout.weights import (
     Arriving,
     Bucket,
     Held,
-    Piece,
     Receiver,
     array_of,
     buckets,
@@ -33,6 +33,7 @@ from winnow.rollout.weights import (
     kept,
     send,
     tensor_of,
+    tensors,
 )
 from winnow.stored import Kept
 
@@ -243,8 +244,8 @@ def test_buckets_are_refused_while_answers_run_that_cannot_go_on() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bucket_whose_arrays_stay_behind_fills_a_model_all_the_same(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
-    tensors = {"a": torch.randn(3, 4).to(dtype), "b": torch.randn(5).to(dtype)}
-    whole = Bucket(4, 0, tuple(Piece.whole(name, tensor) for name, tensor in tensors.items()))
+    source = {"a": torch.randn(3, 4).to(dtype), "b": torch.randn(5).to(dtype)}
+    (whole,) = buckets(WeightUpdate(4, source.items()))
     said = kept(whole)
     told = pickle.dumps(said.told)
     assert not any(piece.array.tobytes() in told for piece in whole.pieces)
@@ -253,18 +254,40 @@ def test_a_bucket_whose_arrays_stay_behind_fills_a_model_all_the_same(dtype: tor
         assert bucket.checksum() == whole.checksum()
         assert bucket.listing(7) == whole.listing(7)
         assert getattr(handle, "fetched", 0) == 0, "a checksum and a listing need no bytes"
-        for piece in bucket.pieces:
-            assert torch.equal(piece.tensor(), tensors[piece.name])
+        for name, tensor in tensors([bucket]):
+            assert torch.equal(tensor, source[name])
         afresh = replace(bucket, known=None)
         assert afresh.checksum() == whole.checksum()
 
 
 def test_bytes_that_changed_where_they_lie_are_noticed() -> None:
     source = Holder([(3, 4), (5,)], 3)
-    pieces = tuple(Piece.whole(name, tensor) for name, tensor in source.tensors().items())
-    said = kept(Bucket(4, 0, pieces))
+    (bucket,) = buckets(WeightUpdate(4, source.tensors().items()))
+    said = kept(bucket)
     spoilt = [array.copy() for array in said.kept.get()]
     spoilt[1].view(np.uint8)[0] ^= 1
     update = WeightUpdate(4, buckets=[found(Kept(said.told, Elsewhere(tuple(spoilt))))])
     with pytest.raises(PublicationError, match="holds other bytes than were sent in bucket 0"):
         asyncio.run(send(update, asker(a=Model(Holder([(3, 4), (5,)], 1)))))
+
+
+@pytest.mark.parametrize("size", [3, 20, 33, 1000])
+def test_a_rank_that_hands_out_nothing_cuts_as_the_one_that_does(size: int) -> None:
+    source = Holder([(3, 4), (5,), (2, 2)], 3).tensors()
+    gathered: dict[bool, list[str]] = {True: [], False: []}
+
+    def gathering(is_here: bool) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in source.items():
+            gathered[is_here].append(name)
+            yield name, tensor
+
+    sides = [buckets(WeightUpdate(1, gathering(here)), size, is_here=here) for here in gathered]
+    whole = []
+    for one, other in itertools.zip_longest(*sides):
+        assert [(p.name, p.start) for p in one.pieces] == [(p.name, p.start) for p in other.pieces]
+        assert not any(len(piece.array) for piece in other.pieces)
+        assert gathered[True] == gathered[False]
+        whole.append(one)
+    for name, tensor in tensors(whole):
+        assert torch.equal(tensor, source[name])
+    assert gathered[True] == list(source)

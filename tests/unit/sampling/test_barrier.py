@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 
 from engines import Prompts, ScriptedEngine, uniforms
@@ -17,10 +19,12 @@ from winnow.config.sampling import SamplingConfig
 from winnow.rollout.engine import (
     AnswerRequest,
     CompletionEvent,
+    Engine,
     GroupRequest,
     SamplingParams,
     WeightUpdate,
 )
+from winnow.rollout.engine_group import EngineGroup
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Trajectory
 
@@ -47,6 +51,16 @@ def delayed(rng: random.Random, share: float) -> Scorer:
     return late
 
 
+async def answer_something_else(engine: Engine, number: int) -> None:
+    """As an evaluation does between two steps."""
+    answers = tuple(AnswerRequest(i, 77 * number + i) for i in range(3))
+    sampling = SamplingParams(12)
+    await engine.submit([GroupRequest(10**6 + number, np.array([number]), answers, sampling, 0)])
+    told = 0
+    while told < len(answers):
+        told += len(await engine.events())
+
+
 def history(
     score: Scorer,
     settings: dict[str, object],
@@ -55,12 +69,22 @@ def history(
     with_baseline: bool = False,
     restart_with: dict[str, object] | None = None,
     look_ticks: int = 1,
+    engines: int = 0,
+    evaluate_after: Collection[int] = (),
 ) -> str:
-    """Everything that some steps trained, counted and left behind."""
+    """Everything that some steps trained, counted and left behind.
+
+    Args:
+        engines: as many in a group that is looked at each `look_ticks`; 0: one, alone.
+        evaluate_after: steps after which the engine answers something else.
+    """
     prompts = Prompts()
 
-    def start(more: dict[str, object] | None = None) -> tuple[ScriptedEngine, Sampler]:
-        engine = ScriptedEngine(ragged, slots=12)
+    def start(more: dict[str, object] | None = None) -> tuple[Engine, Sampler]:
+        engine: Engine = ScriptedEngine(ragged, slots=12)
+        if engines:
+            members = [ScriptedEngine(ragged, slots=12 // engines) for _ in range(engines)]
+            engine = EngineGroup(members, True, look_ticks)
         sampler = Sampler(
             SamplingConfig.model_validate({"groups_per_step": 4, **settings, **(more or {})}),
             engine=engine,
@@ -83,6 +107,8 @@ def history(
                 state = sampler.state_dict()
                 engine, sampler = start(restart_with)
                 sampler.load_state_dict(state)
+            elif version - 1 in evaluate_after:
+                await answer_something_else(engine, version)
             await engine.load_weights(WeightUpdate(version))
             step = await sampler.step(version)
             settled = [each.plain() for each in (*step.trained, *step.discarded)]
@@ -192,6 +218,21 @@ def test_late_scores_change_nothing_where_looks_are_seldom() -> None:
     assert history(delayed(random.Random(2), 0.5), settings, look_ticks=5) == wanted
     assert wanted != history(at_once, settings)
     assert history(at_once, settings, look_ticks=5, restart_at=3) == wanted
+
+
+@pytest.mark.parametrize("look_ticks", [3, 8])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"score_lag_ticks": 3, "lookahead": 1.0}, {"max_staleness": 0, "score_lag_ticks": 3}],
+    ids=str,
+)
+def test_a_run_on_several_engines_goes_on_exactly(
+    settings: dict[str, object], look_ticks: int
+) -> None:
+    group: dict[str, Any] = {"engines": 2, "look_ticks": look_ticks, "evaluate_after": (0, 2)}
+    wanted = history(at_once, settings, **group)
+    for step in range(1, 5):
+        assert history(at_once, settings, restart_at=step, **group) == wanted
 
 
 @pytest.mark.parametrize("lag", [0, 2, 5])

@@ -1,0 +1,51 @@
+"""What a worker kept is lost with its node: whoever reads it says so, in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import numpy as np
+import pytest
+from tests.ray_nodes import parent_of, ray_nodes
+
+from winnow.cluster.pools import Layout, Pool
+from winnow.cluster.ray_group import start_ray
+from winnow.cluster.ray_session import ray_session, reserve
+from winnow.errors import WorkerError
+from winnow.stored import Kept, Shelf, StoredArray
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+PATH = "tests.workers:Probe"
+COUNT = 200_000
+
+
+async def lose_a_node() -> None:
+    layout = Layout((Pool("a", 1, 1, False), Pool("b", 1, 1, False)), {"a": "a", "b": "b"})
+    reserved = await reserve(layout)
+    writer = await start_ray("writer", PATH, {}, reserved.placement("a"))
+    reader = await start_ray("reader", PATH, {}, reserved.placement("b"))
+    try:
+        kept: Kept = await writer.call_rank(0, "keep", COUNT, 4)
+        stored = StoredArray(Shelf(kept.kept), 0, 0, 3, np.int64)
+        expected = np.random.default_rng([4, 0]).integers(9, size=COUNT)[:3]
+        other: Kept = await writer.call_rank(0, "keep", COUNT, 5)
+        late = StoredArray(Shelf(other.kept), 0, 0, 3, np.int64)
+        ((found,),) = await reader.call("read", stored)
+        np.testing.assert_array_equal(found, expected)
+        os.kill(parent_of(writer.processes()[0]), signal.SIGKILL)
+        lost = r"what writer\[0\] wrote is lost, as its node is gone"
+        with pytest.raises(WorkerError, match=lost):
+            await reader.call("read", late)
+        with pytest.raises(WorkerError, match=lost):
+            np.asarray(late)
+    finally:
+        await writer.close()
+        await reader.close()
+        reserved.release()
+
+
+def test_what_was_kept_on_a_node_that_is_gone_is_told_as_lost() -> None:
+    with ray_nodes({"num_cpus": 1}, {"num_cpus": 1}) as address, ray_session(address):
+        asyncio.run(asyncio.wait_for(lose_a_node(), 200))
