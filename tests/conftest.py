@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Ray settles for a process's life whether its clusters ask for a token, by these and by whether its
+# user has one: without them that depends on which test is first.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 NO_GPU = "needs a GPU"
 NO_SHARED_DATA = "shared data absent"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 _STORE = {"object_store_memory": 100 << 20}
-_QUICK = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500}
+_QUICK = {"health_check_period_ms": 1000}
 """A node that is gone is told after seconds, not half a minute; one that is slow has as long."""
 
 
