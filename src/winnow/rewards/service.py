@@ -86,16 +86,11 @@ class Rewards:
                 )
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """See before training that answers to a prompt can be put before the models.
-
-        Raises:
-            ModelError: not before the reward model.
-            RewardError: not before the judge.
-        """
+        """See `AnyPanel.check_prompt`."""
         self._panel.check_prompt(prompt)
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
-        """Whether scores of these sources come later, from scorers beside the engine."""
+        """See `AnyPanel.takes_time`."""
         return self._panel.takes_time(data_sources)
 
     def figures(self) -> dict[str, int]:

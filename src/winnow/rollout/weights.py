@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 64 << 20
 """Large enough that a call's own time (milliseconds) does not count, small beside any model."""
-NOTHING: Any = np.zeros(0, np.uint8)
+_NOTHING: Any = np.zeros(0, np.uint8)
+"""In the place of elements that another rank hands out."""
 _UNDER_WAY = 2
 """Buckets: one is being copied there while the next is packed here."""
 Array = NDArray[Any]
@@ -184,7 +185,7 @@ def buckets(
                     index += 1
                 pieces, room = [], max(bucket_bytes, size)
                 continue
-            part = elements[start : start + count] if is_here else NOTHING
+            part = elements[start : start + count] if is_here else _NOTHING
             pieces.append(Piece(name, dtype, tuple(tensor.shape), start, part))
             start += count
             room -= count * size
