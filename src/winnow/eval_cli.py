@@ -44,14 +44,16 @@ def eval_command(
     """Ask a model held-out prompts: avg@N, pass@k, maj@k by source, all answers in a file."""
     from winnow.trainer.evaluation_command import run_evaluation
     from winnow.trainer.evaluation_subject import EvalRequest
+    from winnow.trainer.stopping import EXIT_INTERRUPTED, Stopped
 
     request = EvalRequest(model, tuple(overrides or ()), tuple(data or ()), recipe, out, step)
     try:
         run_evaluation(request, _console())
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped) as stopped:
         # Answers that end first are the short ones: figures of a part would flatter.
         typer.echo("winnow: interrupted; nothing of this evaluation is kept", err=True)
-        raise typer.Exit(130) from None
+        code = stopped.exit_code if isinstance(stopped, Stopped) else EXIT_INTERRUPTED
+        raise typer.Exit(code) from None
 
 
 def compare_command(

@@ -408,7 +408,8 @@ def test_recipes_of_both_kinds_are_listed_apart(place: Path) -> None:
     assert evaluation == "For winnow eval MODEL --recipe: aime2024, default\n"
 
 
-def test_ctrl_c_ends_an_evaluation_and_leaves_nothing(place: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_stop_ends_an_evaluation_and_leaves_nothing(place: Path, number: int, code: int) -> None:
     long = ["evaluation.n=64", "evaluation.max_response_tokens=240", "rollout.engine.slots=8"]
     command = [WINNOW, "eval", "model", "--data", "easy.jsonl", "--out", "broken", *ASKED, *long]
     with subprocess.Popen(
@@ -421,9 +422,9 @@ def test_ctrl_c_ends_an_evaluation_and_leaves_nothing(place: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert "8 held-out prompts" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, err = process.communicate(timeout=200)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert err == "winnow: interrupted; nothing of this evaluation is kept\n"
     assert not (place / "broken").exists()
 

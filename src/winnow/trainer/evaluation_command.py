@@ -1,12 +1,11 @@
 """`winnow eval` from its words to the table: load, ask, score, write, show.
 
-Ctrl-C ends it with nothing written: answers that are finished first are the short ones, so
-figures of a part would flatter.
+Ctrl-C or SIGTERM ends it with nothing written: answers that are finished first are the short
+ones, so figures of a part would flatter.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
@@ -37,6 +36,7 @@ from winnow.trainer.evaluation_tables import print_report
 from winnow.trainer.loading import load_policy
 from winnow.trainer.placing import make_engine
 from winnow.trainer.rewarding import make_rewards
+from winnow.trainer.stopping import Stop, Stopped
 
 
 def run_evaluation(request: EvalRequest, console: Console) -> Report:
@@ -44,11 +44,18 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
 
     Raises:
         WinnowError: no such run, checkpoint or model, or nothing to evaluate on.
+        Stopped: a signal ended it; nothing of it is left.
     """
+    stop = Stop(notice="")
+    with stop.listening():
+        return _evaluation(request, console, stop)
+
+
+def _evaluation(request: EvalRequest, console: Console, stop: Stop) -> Report:
     subject = subject_of(request)
     began = time.monotonic()
     with _nothing_left_of(subject):
-        found, evaluator = _ask(subject, console)
+        found, evaluator = _ask(subject, console, stop)
         seconds = time.monotonic() - began
         report = Report.of(found)
         about = _about(subject, evaluator, seconds)
@@ -66,11 +73,11 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
 
 @contextlib.contextmanager
 def _nothing_left_of(subject: Subject) -> Iterator[None]:
-    """Ctrl-C takes the answers away, too; where scoring fails too often, it is said of them."""
+    """A stop takes the answers away, too; where scoring fails too often, it is said of them."""
     had_folder = subject.answers.parent.exists()
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped):
         for file in (subject.answers, subject.report):
             file.unlink(missing_ok=True)
         if not had_folder and subject.answers.parent.exists():
@@ -82,7 +89,7 @@ def _nothing_left_of(subject: Subject) -> Iterator[None]:
         raise RewardError(f"{error}; the answers are kept in {subject.answers}") from error
 
 
-def _ask(subject: Subject, console: Console) -> tuple[Evaluated, Evaluator]:
+def _ask(subject: Subject, console: Console, stop: Stop) -> tuple[Evaluated, Evaluator]:
     config = subject.config
     device = use_machine(config)
     with _limits_named_as_given(config.evaluation):
@@ -104,7 +111,7 @@ def _ask(subject: Subject, console: Console) -> tuple[Evaluated, Evaluator]:
         check_not_asked_twice(config.data, [(p.uid, p.text) for p in evaluator.prompts])
         console.print(Text(_title(subject, evaluator), style="bold"), soft_wrap=True)
         with line.shown():
-            return asyncio.run(ask(evaluator)), evaluator
+            return stop.run(lambda: ask(evaluator)), evaluator
 
 
 def _with_all_texts(config: Config) -> Config:

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -39,9 +39,16 @@ class Stopped(BaseException):
 
 
 class Stop:
-    """Takes the signals of a process and passes a request on where it does no harm."""
+    """Takes the signals of a process and passes a request on where it does no harm.
 
-    def __init__(self) -> None:
+    Args:
+        notice: what the terminal is told at a Ctrl-C that is only noted; "" for nothing.
+    """
+
+    def __init__(
+        self, notice: str = "\nwinnow: stopping; saving first (Ctrl-C again ends at once)\n"
+    ) -> None:
+        self._notice = notice
         self._signal: int | None = None
         self._is_deferring = False
         self._task: asyncio.Task[Any] | None = None
@@ -98,6 +105,22 @@ class Stop:
         finally:
             self._task = None
 
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """`asyncio.run` of what `work` gives, broken off cleanly whenever a request comes, also
+        before the loop is there (where `asyncio.run` alone leaves a torn one).
+
+        Raises:
+            Stopped: it was broken off.
+        """
+
+        async def interruptibly() -> T:
+            return await self.interruptible(work())
+
+        with self.deferring():
+            result = asyncio.run(interruptibly())
+        self.check()
+        return result
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:
             if number == signal.SIGINT:
@@ -108,7 +131,7 @@ class Stop:
             raise Stopped(number)
         if number == signal.SIGINT:
             # Not through the console: a handler may interrupt it halfway through a line.
-            _tell("\nwinnow: stopping; saving first (Ctrl-C again ends at once)\n")
+            _tell(self._notice)
         if self._task is not None:
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 

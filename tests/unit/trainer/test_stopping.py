@@ -149,3 +149,38 @@ def test_ignored_signals_stay_ignored_and_handlers_come_back() -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+async def _never() -> None:
+    raise AssertionError("a stop that came before must keep it from beginning")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_stop_while_the_loop_is_made_leaves_no_torn_one(
+    stop: Stop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = asyncio.SelectorEventLoop
+
+    class Interrupted(make):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            send(signal.SIGTERM)  # before the loop has what its `close` needs
+            super().__init__()
+
+    monkeypatch.setattr(asyncio.DefaultEventLoopPolicy, "_loop_factory", Interrupted)
+    with pytest.raises(Stopped) as caught:
+        stop.run(_never)
+    assert caught.value.reason == "SIGTERM"
+
+
+def test_what_ran_to_its_end_before_a_stop_was_seen_is_not_returned(stop: Stop) -> None:
+    async def ends_as_asked() -> int:
+        send(signal.SIGINT)
+        return 1
+
+    with pytest.raises(Stopped) as caught:
+        stop.run(ends_as_asked)
+    assert caught.value.reason == "Ctrl-C"
+
+
+def test_work_runs_to_its_value(stop: Stop) -> None:
+    assert stop.run(lambda: asyncio.sleep(0, 7)) == 7
