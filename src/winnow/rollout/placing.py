@@ -88,9 +88,10 @@ class WaitingLine:
     def __init__(self) -> None:
         self._heap: list[tuple[bool, int, int, int, list[Ask]]] = []
         self._entered = 0
+        self._waiting = 0
 
     def __len__(self) -> int:
-        return sum(len(entry[-1]) for entry in self._heap)
+        return self._waiting
 
     def add(self, asks: Iterable[Ask]) -> None:
         """Let answers wait."""
@@ -99,6 +100,7 @@ class WaitingLine:
             bundles.setdefault(id(ask.group if ask.is_fresh else ask), []).append(ask)
         for bundle in bundles.values():
             self._entered += 1
+            self._waiting += len(bundle)
             first = bundle[0]
             order = first.is_fresh, first.group.priority, first.request.index
             heappush(self._heap, (*order, self._entered, bundle))
@@ -113,6 +115,7 @@ class WaitingLine:
                 kept.append(entry)
         heapify(kept)
         self._heap = kept
+        self._waiting -= len(taken)
         return taken
 
     def place(self, slots: Sequence[int], loads: Sequence[int]) -> list[list[Ask]]:
@@ -143,6 +146,7 @@ class WaitingLine:
                 count = len(bundle)
             placed[best] += bundle[:count]
             free[best] -= count
+            self._waiting -= count
             del bundle[:count]
             if not bundle:
                 heappop(self._heap)
