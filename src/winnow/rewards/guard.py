@@ -1,4 +1,5 @@
 """Who may ask a service of ours: whoever has its token; without one, this machine and no web page.
+And how one that may not is let go.
 
 A page in a browser of the same machine can ask an address of it, too: in its own name, or after its
 own host name was pointed here (DNS rebinding). Hence no other body than JSON, and no other `Host`.
@@ -6,10 +7,18 @@ own host name was pointed here (DNS rebinding). Hence no other body than JSON, a
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from contextlib import suppress
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+_DRAIN_S = 5.0
+_DRAIN_BYTES = 64 << 20
 
 
 def is_loopback(host: str) -> bool:
@@ -36,3 +45,22 @@ def bears(authorization: str, token: str) -> bool:
 def is_json(content_type: str) -> bool:
     """Whether a `Content-Type` header promises JSON, which no page may send elsewhere unasked."""
     return content_type.partition(";")[0].strip().lower() == "application/json"
+
+
+async def drain(request: Request, longest: int) -> None:
+    """Let a refused client end what it is sending, unread, for a while and within bounds.
+
+    One that is cut off while it sends may not see why.
+
+    Args:
+        longest: bytes of the longest body that would have been taken.
+    """
+    from starlette.requests import ClientDisconnect
+
+    left = max(_DRAIN_BYTES, 2 * longest)
+    with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # the last: all is read
+        async with asyncio.timeout(_DRAIN_S):
+            async for part in request.stream():
+                left -= len(part)
+                if left < 0:
+                    return

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from winnow.errors import RewardError
-from winnow.rewards.guard import bears, is_asked_here, is_json, is_loopback
+from winnow.rewards.guard import bears, drain, is_asked_here, is_json, is_loopback
 from winnow.rewards.managers.protocol import Manager
 from winnow.rewards.managers.remote import plain
 from winnow.rewards.task import Failure
@@ -104,6 +104,7 @@ def make_app(manager: Manager, token: str | None = None, limits: Limits = Limits
         except RewardError as error:  # of the manager: nothing can be scored any more
             return reply({"error": str(error)}, 500)
         except _Refusal as refusal:
+            await drain(request, limits.max_body_bytes)
             headers = {"Retry-After": "1"} if refusal.status == 503 else {}
             return reply({"error": str(refusal)}, refusal.status, headers)
 

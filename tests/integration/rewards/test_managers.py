@@ -463,6 +463,7 @@ def test_a_variable_without_token_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         (b'{"data_source": "a"}', 400, "solution_str must be a text"),
         (b'{"data_source": "a", "solution_str": "", "extra_info": [1]}', 400, "extra_info must be"),
         (b" " * 2000, 413, "the body is longer than 1,000 bytes"),
+        (b" " * 30_000_000, 413, "the body is longer than 1,000 bytes"),
     ],
 )
 def test_the_service_refuses_what_is_no_question(

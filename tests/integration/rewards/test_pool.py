@@ -66,18 +66,16 @@ ASYNC += "    await asyncio.sleep(0.01)\n    if solution_str == 'late': await as
 ASYNC += "    return act(solution_str)\n"
 LATE = "no score within reward.timeout_s=1"
 FATES = [
-    ("hang", LATE),
-    ("hang in C", LATE),
     ("exit", "the scorer's process ended with exit code 3"),
     ("sys.exit", "SystemExit: 4 at "),
     ("interrupt", "KeyboardInterrupt at "),
     ("kill", "the scorer's process was killed by SIGKILL"),
     ("abort", "the scorer's process was killed by SIGABRT"),
-    ("flood", LATE),
     ("cut", "the scorer's process cut its connection"),
     ("forked", "the scorer's process ended with exit code 5"),
     ("bytes", ""),
 ]
+LATE_FATES = [("hang", LATE), ("hang in C", LATE), ("flood", LATE)]
 
 
 def ask_all(service: RewardService, texts: list[str]) -> list[Score]:
@@ -88,13 +86,20 @@ def ask_all(service: RewardService, texts: list[str]) -> list[Score]:
     return asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("fates", "timeout_s"), [(FATES, 60), (LATE_FATES, 1)], ids=["ends", "late"]
+)
 @pytest.mark.parametrize("file", [SYNC, ASYNC], ids=["sync", "async"])
 def test_what_a_scorer_does_costs_its_own_sample_alone(
-    file: str, user_service: UserService, capfd: pytest.CaptureFixture[str]
+    file: str,
+    fates: list[tuple[str, str]],
+    timeout_s: float,
+    user_service: UserService,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     before = children()
-    service = user_service(file, workers=2, timeout_s=1, memory_mb=400)
-    for what, error in FATES:
+    service = user_service(file, workers=2, timeout_s=timeout_s, memory_mb=400)
+    for what, error in fates:
         costs_itself_alone(service, what, error)
     service.close()
     assert children() == before

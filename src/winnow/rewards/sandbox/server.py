@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from winnow.rewards.guard import bears, is_asked_here, is_json
+from winnow.rewards.guard import bears, drain, is_asked_here, is_json
 from winnow.rewards.sandbox.local import LocalSandbox
 from winnow.rewards.sandbox.program import Limits, SandboxError
 from winnow.rewards.sandbox.request import RequestError, job_of, response_of, sandbox_failed
@@ -32,10 +31,6 @@ _BODY_S = 30.0
 _RETRY_AFTER = {"Retry-After": "2"}
 _CLOSE = {"Connection": "close"}
 _NOT_HERE = "without a token the server is asked as localhost alone; give it one by --token-env"
-_DRAIN_S = 5.0
-_DRAIN_TIMES = 8
-"""How long, and how many times the longest body, a refused client is let go on sending: one that
-is cut off while it sends would not see why."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,7 @@ class SandboxServer:
                 self._taken -= 1
         except Refusal as refusal:
             if "Connection" in refusal.response.headers:
-                await self._drain(request)
+                await drain(request, self._limits.max_body_bytes)
             return refusal.response
         except ClientDisconnect:
             return JSONResponse({"detail": "the client has gone"}, 400)
@@ -188,13 +183,3 @@ class SandboxServer:
         except TimeoutError:
             raise Refusal(408, f"the body did not come within {_BODY_S:g} s", _CLOSE) from None
         return bytes(body)
-
-    async def _drain(self, request: Request) -> None:
-        """Let a client end what it is sending, within bounds."""
-        left = self._limits.max_body_bytes * _DRAIN_TIMES
-        with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # the last: all is read
-            async with asyncio.timeout(_DRAIN_S):
-                async for part in request.stream():
-                    left -= len(part)
-                    if left < 0:
-                        return
