@@ -432,6 +432,15 @@ def spoken(case: Case, place: Path) -> Outcome:
     return said
 
 
+def open_files(folder: Path) -> list[Path]:
+    """What this process has open there."""
+    files = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            files.append(link.readlink())
+    return [file for file in files if file.is_relative_to(folder)]
+
+
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=case.name) for case in CASES],
@@ -442,6 +451,7 @@ def test_wrong_input_is_answered_in_one_line_and_nothing_is_lost(case: Case, pla
     assert said.err == f"winnow: {said.err[8:-1]}\n"
     assert first.stable(said, place) == first.DOCUMENTED.get(case.name), "see this file's head"
     assert "Traceback" not in said.out + said.err
+    assert open_files(place / "runs" / case.name) == []
     if case in RUNS:
         wanted, left = (contents(place / "runs" / name / STEP) for name in (BASE, case.name))
         assert wanted == left, "the checkpoint is touched"

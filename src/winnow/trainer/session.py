@@ -84,15 +84,15 @@ def run_training(
         path, start = _start_model(config, opened, fresh, sink, heartbeat)
         first = _first_model(config, opened, path, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config))
-        metrics = MetricsLog(folder.metrics)
-        sinks = Sinks([sink, FirstRecord(metrics, start), heartbeat])
         with (
+            contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             other_processes(config) as others,
             contextlib.closing(placed_rewards(config, policy, others)) as rewards,
             make_saver(config, folder) as saver,  # ends before the ranks that write for it
         ):
             placed = placed_models(config, policy, first, others)
             _warn_of_another_machine(opened, placed.machine, sink)
+            sinks = Sinks([sink, FirstRecord(metrics, start), heartbeat])
             built = build(
                 config,
                 policy,
