@@ -98,6 +98,10 @@ class Lab:
     def undisturbed(self, name: str = "undisturbed") -> Lab:
         """Run once with a fresh cache, once for the time; returns the lab that knows it."""
         assert self.start("warm-up", "trainer.steps=1", "critic.warmup_steps=0").wait() == 0
+        return self.timed(name)
+
+    def timed(self, name: str = "undisturbed") -> Lab:
+        """Run once; returns the lab that knows how long that takes."""
         process = self.start(name, "trainer.save_every=1")
         wait_for(process, lambda: self.run(name).is_dir())
         began = time.monotonic()

@@ -11,6 +11,7 @@ one thread, so that a fork copies no lock that somebody holds.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -23,8 +24,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.spares import Spares
+
 ROOT = Path(__file__).parents[1]
-PRELOADED = "winnow.cli", "winnow.trainer.session"
+PRELOADED = (
+    *("winnow.cli", "winnow.config.compose", "winnow.config.overrides", "winnow.trainer.session"),
+    *("winnow.cluster.worker_main", "winnow.trainer.rank", "winnow.rollout.engine_worker"),
+    *("winnow.trainer.reward_worker", "transformers.models.auto.tokenization_auto"),
+    *("pyarrow.compute", "matplotlib.figure", "matplotlib.backends.backend_agg"),
+)
+"""What runs and their workers import, at their start or when it is needed."""
 
 
 class Forked:
@@ -95,6 +104,7 @@ class Server:
         environment: Mapping[str, str] | None = None,
         out: Path | None = None,
         err: Path | None = None,
+        spares: int = 0,
     ) -> Forked:
         """Call `main` of a module with these words of a command line.
 
@@ -102,6 +112,7 @@ class Server:
             folder: to be in; the repository's root if None.
             environment: besides that of the server.
             out, err: files for standard output and error; None shows both on the server's error.
+            spares: idle processes for what it starts, and likewise for each of these (`Spares`).
         """
         pid = self.ask(
             module=module,
@@ -110,6 +121,7 @@ class Server:
             environment=dict(environment or {}),
             out=str(out or ""),
             err=str(err or ""),
+            spares=spares,
         )
         return Forked(self, pid)
 
@@ -132,6 +144,10 @@ def main() -> None:
     """Serve until the input ends; in a forked child, be the process that was asked for."""
     for name in PRELOADED:
         importlib.import_module(name)
+    # A child that looked at each object to collect or to free it would copy the memory they lie in:
+    # a second of CPU at its end.
+    gc.collect()
+    gc.freeze()
     # A child's own output goes elsewhere.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -168,8 +184,15 @@ def _become(request: dict[str, Any]) -> None:
             os.close(file)
     os.chdir(request["folder"])
     os.environ.update(request["environment"])
-    sys.argv = [request["module"], *request["arguments"]]
-    importlib.import_module(request["module"]).main()
+    _call(request["module"], request["arguments"], request["spares"])
+
+
+def _call(module: str, words: Sequence[str], spares: int) -> None:
+    """Be a process of a module."""
+    if spares and module == "winnow.cli":
+        Spares(spares, lambda module, words: _call(module, words, spares)).install()
+    sys.argv = [module, *words]
+    importlib.import_module(module).main()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,42 @@ def children() -> set[int]:
     return found
 
 
+def descendants(pid: int) -> dict[int, str]:
+    """Processes that a process has started, and those that they have: names and command lines."""
+    found: dict[int, str] = {}
+    parents = [pid]
+    while parents:
+        parent = parents.pop()
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                children = [int(word) for word in task.read_text().split()]
+                lines = {
+                    child: Path(f"/proc/{child}/comm").read_text()
+                    + Path(f"/proc/{child}/cmdline").read_text()
+                    for child in children
+                }
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            found |= lines
+            parents += children
+    return found
+
+
+def workers_of(pid: int) -> list[int]:
+    """Process ids of a run's engine and ranks, in the order of their start."""
+    signs = "worker_main", "ray::RayWorker"
+    found = descendants(pid).items()
+    return sorted(child for child, line in found if any(sign in line for sign in signs))
+
+
+def driver_of(pid: int) -> int:
+    """The process id of a supervised run, of its supervisor's."""
+    found = descendants(pid).items()
+    # A spare that became it (`tests.spares`) is called like the module.
+    (driver,) = (child for child, line in found if "--heartbeat" in line or line[:4] == "cli\n")
+    return driver
+
+
 def is_alive(process: int) -> bool:
     """Whether it is there and no zombie."""
     try:

@@ -8,20 +8,15 @@ go on from there to the end, and compare with the undisturbed run.
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
 from benchmarks.kill import STEPS, differences, leftovers
 from tests.fault import small_disk
-from tests.fault.small_disk import DISK, Job, page_count
+from tests.fault.small_disk import DISK, Job, page_count, why_not
 from tests.forked import Server
 from tests.small_models import digits_folder
 from tests.winnow_command import Outcome, in_own_process
@@ -44,24 +39,6 @@ FULL = (
 READ_ONLY = "Read-only file system; choose a folder that you may write to with run.dir=FOLDER"
 
 
-def namespace() -> list[str]:
-    """The words before a command that may mount what nobody else sees."""
-    own = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    return ["unshare", *own, "--mount"]
-
-
-@functools.cache
-def why_not() -> str | None:
-    """What keeps this system from making a small disk, found out by making one."""
-    if sys.platform != "linux" or shutil.which("unshare") is None:
-        return "needs unshare (util-linux)"
-    script = "mount -t tmpfs -o size=1m tmpfs /mnt && mount --bind /mnt /mnt"
-    done = subprocess.run(
-        [*namespace(), "sh", "-c", script], capture_output=True, text=True, check=False
-    )
-    return None if done.returncode == 0 else f"no mount namespace here: {done.stderr.strip()}"
-
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
@@ -74,14 +51,6 @@ def command(folder: str, name: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """Starts processes that see mounts of their own."""
-    server = Server(*namespace(), environment={"HF_HUB_OFFLINE": "1"})
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Model, data and an undisturbed run, `runs/calm`."""
     place = tmp_path_factory.mktemp("place")
@@ -89,7 +58,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "mine.yaml").write_text("rollout: {engine: {slots: 16}}\n")
     row = {"data_source": "digits", "prompt": "12:", "reward_model": {"ground_truth": "12"}}
     (place / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
-    in_own_process(*command("runs", "calm"), folder=place).check()
+    online = {"HF_HUB_OFFLINE": "0"}  # as in the server: a tokenizer's folder tells which
+    in_own_process(*command("runs", "calm"), folder=place, environment=online).check()
     return place
 
 
@@ -105,30 +75,30 @@ class Ended:
     """And after the second."""
 
 
-def carry_out(place: Path, job: Job, server: Server) -> Ended:
+def carry_out(place: Path, job: Job, mounting: Server) -> Ended:
     """The job, in a namespace of its own; `place` is as before afterwards."""
     for name in ("failed", "resumed", DISK.name):
         shutil.rmtree(place / name, ignore_errors=True)
     (place / DISK).mkdir()
-    stage("begin", job, place, server)
-    refused = said(place, server)
-    stage("mend", job, place, server)
-    continued = said(place, server) if job.goes_on else None
-    stage("end", job, place, server)
+    stage("begin", job, place, mounting)
+    refused = said(place, mounting)
+    stage("mend", job, place, mounting)
+    continued = said(place, mounting) if job.goes_on else None
+    stage("end", job, place, mounting)
     assert list((place / DISK).iterdir()) == []
     return Ended(refused, place / "failed" / "full", continued, place / "resumed" / "full")
 
 
-def stage(name: str, job: Job, place: Path, server: Server) -> None:
+def stage(name: str, job: Job, place: Path, mounting: Server) -> None:
     words = [name, json.dumps(asdict(job))]
-    assert server.start(small_disk.__name__, words, folder=place).wait() == 0
+    assert mounting.start(small_disk.__name__, words, folder=place).wait() == 0
 
 
-def said(place: Path, server: Server) -> Outcome:
+def said(place: Path, mounting: Server) -> Outcome:
     """What the command says on the small disk."""
     out, err = place / "out", place / "err"
     words = command(DISK.name, "full")
-    run = server.start(
+    run = mounting.start(
         "winnow.cli",
         words,
         folder=place,
@@ -234,8 +204,8 @@ def full_disk(case: Full, place: Path) -> Job:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_full_disk_is_named_and_spoils_nothing(case: Full, place: Path, server: Server) -> None:
-    ended = carry_out(place, full_disk(case, place), server)
+def test_a_full_disk_is_named_and_spoils_nothing(case: Full, place: Path, mounting: Server) -> None:
+    ended = carry_out(place, full_disk(case, place), mounting)
     check(ended, place, f"cannot write disk/full/{case.refused}: {FULL}", case.saved)
 
 
@@ -265,27 +235,29 @@ CHECKPOINTS = {
 
 @pytest.mark.parametrize("case", CHECKPOINTS.values(), ids=CHECKPOINTS)
 def test_a_checkpoint_that_does_not_fit_spoils_nothing(
-    case: Full, place: Path, server: Server
+    case: Full, place: Path, mounting: Server
 ) -> None:
-    ended = carry_out(place, full_disk(case, place), server)
+    ended = carry_out(place, full_disk(case, place), mounting)
     line = f"cannot save the checkpoint disk/full/{STEP_2.refused}: {FULL}"
     check(ended, place, line, STEP_2.saved)
 
 
-def test_the_last_checkpoint_that_does_not_fit_spoils_nothing(place: Path, server: Server) -> None:
+def test_the_last_checkpoint_that_does_not_fit_spoils_nothing(
+    place: Path, mounting: Server
+) -> None:
     last = f"rollouts/step-{STEPS}.parquet"
     takes = (last, f"eval/step-{STEPS}.parquet", f"checkpoints/step-{STEPS}/model")
     case = Full("", f"rollouts/step-{STEPS - 1}.parquet", takes, more=LINE + 1)
-    ended = carry_out(place, full_disk(case, place), server)
+    ended = carry_out(place, full_disk(case, place), mounting)
     line = f"cannot save the checkpoint disk/full/checkpoints/step-{STEPS}: {FULL}"
     check(ended, place, line, STEPS - 1)
 
 
 def test_of_two_files_that_are_refused_the_one_that_ends_the_run_is_named(
-    place: Path, server: Server
+    place: Path, mounting: Server
 ) -> None:
     case = Full("rollouts/step-3.parquet", STEP_2.after, STEP_2.takes, LINE, 1)
-    ended = carry_out(place, full_disk(case, place), server)
+    ended = carry_out(place, full_disk(case, place), mounting)
     check(ended, place, f"cannot write disk/full/{case.refused}: {FULL}", case.saved)
 
 
@@ -314,17 +286,17 @@ def cut_off(place: Path, step: int) -> str:
     ],
 )
 def test_a_folder_that_cannot_be_written_to_is_not_called_full(
-    folder: str, said: str, place: Path, server: Server
+    folder: str, said: str, place: Path, mounting: Server
 ) -> None:
     job = Job(
         start_from=cut_off(place, 2),
         read_only=folder,
         goes_on=folder == "full/checkpoints",
     )
-    ended = carry_out(place, job, server)
+    ended = carry_out(place, job, mounting)
     check(ended, place, f"cannot {said}: {READ_ONLY}", STEPS - 1 if "eval" in said else 2)
 
 
-def test_runs_that_cannot_be_written_to_are_not_called_full(place: Path, server: Server) -> None:
-    ended = carry_out(place, Job(read_only="."), server)
+def test_runs_that_cannot_be_written_to_are_not_called_full(place: Path, mounting: Server) -> None:
+    ended = carry_out(place, Job(read_only="."), mounting)
     check(ended, place, f"cannot write disk/full: {READ_ONLY}", 0)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from benchmarks.kill import (
-    SETTINGS,
     STEPS,
     Lab,
     code_of,
@@ -22,8 +20,12 @@ from benchmarks.kill import (
     leftovers,
     wait_for,
 )
-from tests.fault.test_full_disk import FULL, namespace, why_not
-from tests.processes import gone
+from tests.fault import small_disk
+from tests.fault.quick_lab import SPARES, QuickLab
+from tests.fault.small_disk import why_not
+from tests.fault.test_full_disk import FULL
+from tests.forked import Forked, Server
+from tests.processes import driver_of, gone, workers_of
 from tests.ray_nodes import parent_of, ray_nodes
 
 from winnow.checkpoint import checkpoints_in, verify
@@ -31,30 +33,8 @@ from winnow.checkpoint import checkpoints_in, verify
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ON_RANKS = "trainer/strategy=fsdp2", "rollout.engine.processes=1", "trainer.save_every=1"
-
-
-def descendants(pid: int) -> dict[int, str]:
-    """Processes that a process has started, and those that they have: their command lines."""
-    found: dict[int, str] = {}
-    parents = [pid]
-    while parents:
-        parent = parents.pop()
-        for task in Path(f"/proc/{parent}/task").glob("*/children"):
-            try:
-                children = [int(word) for word in task.read_text().split()]
-                lines = {c: Path(f"/proc/{c}/cmdline").read_text() for c in children}
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            found |= lines
-            parents += children
-    return found
-
-
-def workers_of(pid: int) -> list[int]:
-    """Process ids of a run's engine and ranks, in the order of their start."""
-    signs = "worker_main", "ray::RayWorker"
-    found = descendants(pid).items()
-    return sorted(child for child, line in found if any(sign in line for sign in signs))
+SPACE_KB = 5 << 10
+"""A checkpoint takes 1.8 MB: the first one fits, of a later one some files."""
 
 
 def logged(run: Path) -> int:
@@ -64,9 +44,9 @@ def logged(run: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def calm(lab: Lab) -> Path:
-    """An undisturbed run on two ranks."""
-    assert lab.start("calm-ranks", *ON_RANKS).wait(240) == 0
+def calm(lab: QuickLab) -> Path:
+    """An undisturbed run on two ranks; they and the engine are started afresh."""
+    assert lab.start("calm-ranks", *ON_RANKS, afresh=True).wait(240) == 0
     return lab.run("calm-ranks")
 
 
@@ -82,30 +62,22 @@ def test_two_ranks_learn_what_one_process_learns(calm: Path, lab: Lab) -> None:
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=limit), name
 
 
-@pytest.mark.parametrize(
-    ("cluster", "victims"),
-    [
-        (("cluster=local",), ("engine", "rank", "driver")),
-        (("cluster=ray", "cluster.cpus=0.5"), ("rank", "driver")),
-    ],
-    ids=["local", "ray"],
-)
-def test_whoever_is_killed_costs_nothing_but_time(
-    cluster: tuple[str, ...], victims: tuple[str, ...], calm: Path, lab: Lab
-) -> None:
-    run = lab.run(f"killed-{len(cluster)}")
-    process = lab.start(run.name, *ON_RANKS, *cluster, "trainer.max_restarts=4")
-    for victim in victims:
-        before = logged(run)
-        assert wait_for(process, lambda least=before + 1: logged(run) >= least)  # type: ignore[misc]
-        found = descendants(process.pid)
-        engine, *ranks = workers_of(process.pid)
-        assert len(ranks) == 2
-        (driver,) = (child for child, line in found.items() if "--heartbeat" in line)
-        killed = {"engine": engine, "rank": ranks[1], "driver": driver}
-        os.kill(killed[victim], signal.SIGKILL)
-        assert gone({driver, engine, *ranks}), victim
-    assert code_of(process, 300) == 0
+def after_a_step(process: Forked, run: Path, home: int) -> tuple[int, list[int]]:
+    """Wait until a supervised run has got on by a step; its driver, and its engine and ranks.
+
+    Args:
+        home: the process that started its workers, or whose children did.
+    """
+    least = logged(run) + 1
+    assert wait_for(process, lambda: logged(run) >= least)
+    assert logged(run) < STEPS, "it is too late to disturb it"
+    workers = workers_of(home)
+    assert len(workers) == 3
+    return driver_of(process.pid), workers
+
+
+def check_same(calm: Path, run: Path) -> None:
+    """The bits of an undisturbed run, those of the ranks' shards included."""
     assert differences(calm, run) == []
     ours, theirs = (checkpoints_in(each / "checkpoints")[-1].path for each in (run, calm))
     shards = [
@@ -114,8 +86,21 @@ def test_whoever_is_killed_costs_nothing_but_time(
     ]
     assert len(shards[0]) == 2
     assert shards[0] == shards[1]
+
+
+def test_whoever_is_killed_costs_nothing_but_time(calm: Path, lab: Lab) -> None:
+    run = lab.run("killed")
+    process = lab.start(run.name, *ON_RANKS, "trainer.max_restarts=4")
+    for victim in ("engine", "rank", "driver"):
+        driver, workers = after_a_step(process, run, process.pid)
+        killed = {"engine": workers[0], "rank": workers[2], "driver": driver}
+        os.kill(killed[victim], signal.SIGKILL)
+        assert gone({driver, *workers}), victim
+    assert code_of(process, 300) == 0
+    check_same(calm, run)
     told = (run / "log.txt").read_text()
-    assert re.search(r"learner\[\d\] (was killed by SIGKILL|died)", told)
+    assert re.search(r"engine 0\[0\] was killed by SIGKILL", told)
+    assert re.search(r"learner\[\d\] was killed by SIGKILL", told)
 
 
 def test_another_number_of_ranks_takes_a_run_over_and_says_so(calm: Path, lab: Lab) -> None:
@@ -147,24 +132,19 @@ def test_a_rank_that_hangs_is_named_after_the_limit(lab: Lab) -> None:
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_a_disk_that_is_full_for_the_ranks_costs_no_older_checkpoint(
-    lab: Lab, tmp_path: Path
+    lab: QuickLab, mounting: Server, tmp_path: Path
 ) -> None:
     disk, left = tmp_path / "disk", tmp_path / "left"
     disk.mkdir()
-    run = ["-m", "winnow.cli", "train", "quickstart", *SETTINGS, *ON_RANKS, f"run.dir={disk}"]
-    run += ["run.name=full", "trainer.keep_last=null"]
-    # A checkpoint takes 1.8 MB: the first one fits, of a later one some files.
-    script = f'mount -t tmpfs -o size=5m tmpfs {disk} && "$@"; code=$?; cp -a {disk} {left}; exit '
-    done = subprocess.run(
-        [*namespace(), "sh", "-c", f"{script}$code", "sh", sys.executable, *run],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "WINNOW_CACHE": str(lab.folder / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
+    words = lab.words("full", *ON_RANKS, "trainer.keep_last=null", runs=disk)
+    here = {"folder": tmp_path, "environment": {"WINNOW_CACHE": str(lab.folder / "cache")}}
+    stage = partial(mounting.start, small_disk.__name__, **here)
+    assert stage(["mount", str(disk), str(SPACE_KB)]).wait(60) == 0
+    said = tmp_path / "said"
+    code = mounting.start("winnow.cli", words, **here, err=said, spares=SPARES).wait(300)
+    assert stage(["unmount", str(disk), str(left)]).wait(60) == 0
+    assert code == 2, said.read_text()
+    (line,) = said.read_text().splitlines()
     assert line.startswith(f"winnow: cannot save the checkpoint {disk}/full/checkpoints/step-")
     assert line.endswith("No space left on device; " + FULL.partition("; ")[2])
     assert list(leftovers(left / "full")) == []
@@ -181,16 +161,24 @@ def two_nodes() -> Iterator[str]:
         yield address
 
 
-def test_a_node_that_is_gone_costs_nothing_but_time(calm: Path, lab: Lab, two_nodes: str) -> None:
-    run = lab.run("lost-node")
-    there = "cluster=ray", f"cluster.address={two_nodes}", "trainer.max_restarts=3"
+def test_on_ray_whoever_is_killed_costs_nothing_but_time(
+    calm: Path, lab: Lab, two_nodes: str
+) -> None:
+    """So does a node: one of the two that there are."""
+    run = lab.run("killed-on-ray")
+    there = "cluster=ray", f"cluster.address={two_nodes}", "trainer.max_restarts=4"
     process = lab.start(run.name, *ON_RANKS, *there)
-    assert wait_for(process, lambda: logged(run) >= 2)
-    (raylet,) = {parent_of(worker) for worker in workers_of(os.getpid())}
-    os.kill(raylet, signal.SIGKILL)
+    for victim in ("rank", "driver", "node"):
+        driver, workers = after_a_step(process, run, os.getpid())
+        (raylet,) = {parent_of(worker) for worker in workers}
+        killed = {"rank": workers[2], "driver": driver, "node": raylet}
+        os.kill(killed[victim], signal.SIGKILL)
+        assert gone({driver, *workers}), victim
     assert code_of(process, 300) == 0
-    assert differences(calm, run) == []
-    assert re.search(r"(learner|engine 0)\[\d\] died", (run / "log.txt").read_text())
+    check_same(calm, run)
+    told = (run / "log.txt").read_text()
+    found = re.findall(r"ERROR winnow\.cluster\.group: (?:learner|engine 0)\[\d\] died", told)
+    assert len(found) >= 2
 
 
 def test_in_free_mode_an_engine_that_dies_is_done_without(lab: Lab) -> None:

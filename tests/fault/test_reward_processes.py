@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from benchmarks.kill import LATE_SCORER, Lab, code_of, differences, wait_for
-from tests.fault.test_ranks import descendants, logged, workers_of
-from tests.processes import gone
+from tests.fault.quick_lab import QuickLab
+from tests.fault.test_ranks import logged
+from tests.processes import descendants, gone, workers_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 APART = "reward.processes=2"
@@ -35,10 +36,10 @@ def calm(lab: Lab, settings: tuple[str, ...]) -> Path:
 
 
 def test_where_answers_are_scored_changes_no_bit(
-    calm: Path, lab: Lab, settings: tuple[str, ...]
+    calm: Path, lab: QuickLab, settings: tuple[str, ...]
 ) -> None:
     run = lab.run("rewards-apart")
-    assert lab.start(run.name, *settings, APART).wait(240) == 0
+    assert lab.start(run.name, *settings, APART, afresh=True).wait(240) == 0
     assert differences(calm, run) == []
 
 

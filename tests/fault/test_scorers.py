@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.kill import LATE_SCORER, SETTINGS, Lab, code_of, differences, size, wait_for
+from tests.processes import is_alive
 from tests.winnow_command import Outcome, in_this_process
 
 from winnow.checkpoint import checkpoints_in
@@ -167,10 +168,3 @@ def test_no_worker_outlives_its_run(
         time.sleep(0.02)
     assert [worker for worker in workers if is_alive(worker)] == []
     assert size(lab.run(name) / "log.txt") > 0
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
