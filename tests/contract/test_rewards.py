@@ -91,7 +91,7 @@ def function(folder: Path, *more: str) -> list[str]:
 def placed(config: Config, policy: Policies) -> Iterator[tuple[Rewards, Others | None]]:
     with (
         other_processes(config) as others,
-        contextlib.closing(placed_rewards(config, policy, others)) as rewards,
+        contextlib.closing(placed_rewards(config, policy, None, others)) as rewards,
     ):
         yield rewards, others
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import logging
 import os
 import pickle
+import platform
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ from typing import Any
 
 from winnow.cluster.protocol import RankInfo
 from winnow.errors import ConfigError, WinnowError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,8 @@ class Host:
         try:
             if isinstance(asked, Job):
                 self._worker = worker_class(asked.path)(rank=asked.info, **asked.kwargs)
+                # For whoever wants to look at it, or to end it.
+                log.info("ready: process %d on %s", os.getpid(), platform.node())
                 return None
             function = getattr(self._worker, asked.method, None)
             if function is None and asked == CLOSE:

@@ -8,7 +8,7 @@ process, it holds no weights. What scores is in the run's process, or whole in e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from winnow.checkpoint import this_machine
+from winnow.cluster.protocol import WorkerGroup
 from winnow.config.checks_cluster import workers_of
 from winnow.config.cluster import LocalCluster
 from winnow.config.reward_model import SequenceClassifier
@@ -64,11 +65,50 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Others:
-    """The processes of a run beside its own."""
+class Groups:
+    """The processes of a run beside its own; what is in its own is missing."""
 
-    crew: Crew
-    starter: Starter
+    rewards: WorkerGroup | None
+    engines: Sequence[WorkerGroup]
+    """Each a group: one may die and leave the others."""
+    ranks: WorkerGroup | None
+
+
+class Others:
+    """What starts the processes of a run beside its own: all side by side, when one is wanted."""
+
+    def __init__(self, crew: Crew, starter: Starter) -> None:
+        self.crew = crew
+        self._starter = starter
+        self._groups: Groups | None = None
+
+    def groups(self, config: Config, policy: Policies, start: str | None) -> Groups:
+        """Those of a recipe, with its models loaded.
+
+        Raises:
+            WinnowError: one cannot be started.
+        """
+        if self._groups is None:
+            scoring = config.reward.processes > 0
+            engines = range(config.rollout.engine.processes)
+            starting = []
+            if scoring:
+                made = {"config": config, "tokenizer": policy.tokenizer_folder}
+                starting.append(self._starter.rewards(made))
+            if engines:
+                made = _engine_arguments(config, policy, start)
+                starting += [self._starter.engine(number, made) for number in engines]
+            if ranks_of(config):
+                made = {"config": config, "path": policy.path, "start": start}
+                made |= {"vocabulary": policy.vocabulary, "tokenizer": policy.tokenizer_folder}
+                starting.append(self._starter.ranks(made))
+            found = self.crew.start(*starting)
+            self._groups = Groups(
+                found[0] if scoring else None,
+                found[scoring : scoring + len(engines)],
+                found[-1] if ranks_of(config) else None,
+            )
+        return self._groups
 
 
 @contextlib.contextmanager
@@ -101,11 +141,16 @@ def placed_models(
     """
     if others is None or not (ranks_of(config) or config.rollout.engine.processes):
         return _learning_here(config, policy, start, make_engine(config, policy))
-    return _apart(config, policy, start, others.crew, others.starter)
+    return _apart(config, policy, start, others)
 
 
-def placed_rewards(config: Config, policy: Policies, others: Others | None) -> Rewards:
+def placed_rewards(
+    config: Config, policy: Policies, start: str | None, others: Others | None
+) -> Rewards:
     """What scores, in processes of its own where it has any; close it.
+
+    Args:
+        start: as for `placed_models`.
 
     Raises:
         RewardError, ModelError: as for `make_rewards`.
@@ -113,20 +158,19 @@ def placed_rewards(config: Config, policy: Policies, others: Others | None) -> R
     """
     if others is None or not config.reward.processes:
         return make_rewards(config, policy.device, policy.decode)
-    made = {"config": config, "tokenizer": policy.tokenizer_folder}
-    (group,) = others.crew.start(others.starter.rewards(made))
+    group = others.groups(config, policy, start).rewards
+    assert group is not None
     panel = RemotePanel(others.crew.reached(group))
     return Rewards(config.reward, panel, asked_models(config.reward))
 
 
-def _apart(
-    config: Config, policy: Policies, start: str | None, crew: Crew, starter: Starter
-) -> Placed:
+def _apart(config: Config, policy: Policies, start: str | None, others: Others) -> Placed:
     """With a learner, or engines, or both in other processes."""
-    remote = config.rollout.engine.processes > 0
+    groups = others.groups(config, policy, start)
+    remote = bool(groups.engines)
     engine: Engine
     if remote:
-        engine = _engines(config, policy, start, crew, starter)
+        engine = _engines(config, others.crew, groups.engines)
     else:
         engine = make_engine(config, policy)
     canary = Canary.drawn(
@@ -135,12 +179,9 @@ def _apart(
         policy.model.dtype,
         config.rollout.temperature,
     )
-    if not ranks_of(config):
+    if groups.ranks is None:
         return _learning_here(config, policy, start, engine, canary)
-    made = {"config": config, "path": policy.path, "start": start}
-    made |= {"vocabulary": policy.vocabulary, "tokenizer": policy.tokenizer_folder}
-    (group,) = crew.start(starter.ranks(made))
-    ranked = RankedLearner(crew, group)
+    ranked = RankedLearner(others.crew, groups.ranks)
     return Placed(
         engine=engine,
         learner=ranked,
@@ -210,24 +251,23 @@ def _engine_options(config: Config, policy: Policies) -> dict[str, Any]:
     }
 
 
-def _engines(
-    config: Config, policy: Policies, start: str | None, crew: Crew, starter: Starter
-) -> Engine:
-    """Engines in processes of their own, each a group: one may die and leave the others."""
-    count = config.rollout.engine.processes
+def _engine_arguments(config: Config, policy: Policies, start: str | None) -> dict[str, Any]:
+    """Of an engine in a process of its own."""
     base = adapter_base(Path(policy.path), start or config.model.path)
-    made = {
+    return {
         "model": base or policy.path,
         "dtype": config.model.dtype,
         "tokenizer": policy.tokenizer_folder if config.rollout.stop else None,
         "trust_remote_code": config.model.trust_remote_code,
         **_engine_options(config, policy),
     }
-    groups = crew.start(*(starter.engine(number, made) for number in range(count)))
+
+
+def _engines(config: Config, crew: Crew, groups: Sequence[WorkerGroup]) -> Engine:
     engines = [
         RemoteEngine(crew.reached(group), 0, crew.call(group, "ask", "").status) for group in groups
     ]
-    if count == 1:
+    if len(engines) == 1:
         return engines[0]
     quantum = quantum_for(config.rollout.max_response_tokens)
     return EngineGroup(engines, config.run.deterministic, quantum)

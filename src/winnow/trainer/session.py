@@ -87,7 +87,7 @@ def run_training(
         with (
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             other_processes(config) as others,
-            contextlib.closing(placed_rewards(config, policy, others)) as rewards,
+            contextlib.closing(placed_rewards(config, policy, first, others)) as rewards,
             make_saver(config, folder) as saver,  # ends before the ranks that write for it
         ):
             placed = placed_models(config, policy, first, others)
