@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
+
+_READY = re.compile(r"INFO winnow\.cluster\.hosting: (.+\[\d+\]): ready: process (\d+) on ")
 
 
 def children() -> set[int]:
@@ -38,11 +41,10 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
-def workers_of(pid: int) -> list[int]:
-    """Process ids of a run's engine and ranks, in the order of their start."""
-    signs = "worker_main", "ray::RayWorker"
-    found = descendants(pid).items()
-    return sorted(child for child, line in found if any(sign in line for sign in signs))
+def workers_of(run: Path) -> dict[str, int]:
+    """The processes of a run beside its own, as its log has them: the newest of each name."""
+    told = (run / "log.txt").read_text()
+    return {name: int(pid) for name, pid in _READY.findall(told)}
 
 
 def driver_of(pid: int) -> int:

@@ -25,7 +25,7 @@ from tests.fault.quick_lab import SPARES, QuickLab
 from tests.fault.small_disk import why_not
 from tests.fault.test_full_disk import FULL
 from tests.forked import Forked, Server
-from tests.processes import driver_of, gone, workers_of
+from tests.processes import driver_of, gone, is_alive, workers_of
 from tests.ray_nodes import parent_of, ray_nodes
 
 from winnow.checkpoint import checkpoints_in, verify
@@ -62,17 +62,14 @@ def test_two_ranks_learn_what_one_process_learns(calm: Path, lab: Lab) -> None:
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=limit), name
 
 
-def after_a_step(process: Forked, run: Path, home: int) -> tuple[int, list[int]]:
-    """Wait until a supervised run has got on by a step; its driver, and its engine and ranks.
-
-    Args:
-        home: the process that started its workers, or whose children did.
-    """
+def after_a_step(process: Forked, run: Path) -> tuple[int, dict[str, int]]:
+    """Wait until a supervised run has got on by a step; its driver, and its engine and ranks."""
     least = logged(run) + 1
     assert wait_for(process, lambda: logged(run) >= least)
     assert logged(run) < STEPS, "it is too late to disturb it"
-    workers = workers_of(home)
-    assert len(workers) == 3
+    workers = workers_of(run)
+    assert workers.keys() == {"engine 0[0]", "learner[0]", "learner[1]"}
+    assert all(map(is_alive, workers.values()))
     return driver_of(process.pid), workers
 
 
@@ -91,16 +88,15 @@ def check_same(calm: Path, run: Path) -> None:
 def test_whoever_is_killed_costs_nothing_but_time(calm: Path, lab: Lab) -> None:
     run = lab.run("killed")
     process = lab.start(run.name, *ON_RANKS, "trainer.max_restarts=4")
-    for victim in ("engine", "rank", "driver"):
-        driver, workers = after_a_step(process, run, process.pid)
-        killed = {"engine": workers[0], "rank": workers[2], "driver": driver}
-        os.kill(killed[victim], signal.SIGKILL)
-        assert gone({driver, *workers}), victim
+    for victim in ("engine 0[0]", "learner[1]", "driver"):
+        driver, workers = after_a_step(process, run)
+        os.kill({**workers, "driver": driver}[victim], signal.SIGKILL)
+        assert gone({driver, *workers.values()}), victim
     assert code_of(process, 300) == 0
     check_same(calm, run)
     told = (run / "log.txt").read_text()
     assert re.search(r"engine 0\[0\] was killed by SIGKILL", told)
-    assert re.search(r"learner\[\d\] was killed by SIGKILL", told)
+    assert re.search(r"learner\[1\] was killed by SIGKILL", told)
 
 
 def test_another_number_of_ranks_takes_a_run_over_and_says_so(calm: Path, lab: Lab) -> None:
@@ -123,10 +119,11 @@ def test_a_rank_that_hangs_is_named_after_the_limit(lab: Lab) -> None:
     run = lab.run("hung-rank")
     process = lab.start(run.name, *ON_RANKS, "trainer.stall_timeout_s=8")
     assert wait_for(process, lambda: logged(run) >= 1)
-    workers = workers_of(process.pid)
-    os.kill(workers[2], signal.SIGSTOP)
+    workers = workers_of(run)
+    assert len(workers) == 3
+    os.kill(workers["learner[1]"], signal.SIGSTOP)
     assert code_of(process, 60) == 1
-    assert gone({*workers})
+    assert gone({*workers.values()})
     assert "learner[" in (run / "log.txt").read_text().splitlines()[-1]
 
 
@@ -168,12 +165,11 @@ def test_on_ray_whoever_is_killed_costs_nothing_but_time(
     run = lab.run("killed-on-ray")
     there = "cluster=ray", f"cluster.address={two_nodes}", "trainer.max_restarts=4"
     process = lab.start(run.name, *ON_RANKS, *there)
-    for victim in ("rank", "driver", "node"):
-        driver, workers = after_a_step(process, run, os.getpid())
-        (raylet,) = {parent_of(worker) for worker in workers}
-        killed = {"rank": workers[2], "driver": driver, "node": raylet}
-        os.kill(killed[victim], signal.SIGKILL)
-        assert gone({driver, *workers}), victim
+    for victim in ("learner[1]", "driver", "node"):
+        driver, workers = after_a_step(process, run)
+        (raylet,) = {parent_of(worker) for worker in workers.values()}
+        os.kill({**workers, "driver": driver, "node": raylet}[victim], signal.SIGKILL)
+        assert gone({driver, *workers.values()}), victim
     assert code_of(process, 300) == 0
     check_same(calm, run)
     told = (run / "log.txt").read_text()
@@ -186,11 +182,11 @@ def test_in_free_mode_an_engine_that_dies_is_done_without(lab: Lab) -> None:
     two = "run.deterministic=false", "rollout.engine.processes=2"
     process = lab.start(run.name, *two)
     assert wait_for(process, lambda: logged(run) >= 1)
-    engines = workers_of(process.pid)
-    assert len(engines) == 2
-    os.kill(engines[0], signal.SIGKILL)
+    engines = workers_of(run)
+    assert engines.keys() == {"engine 0[0]", "engine 1[0]"}
+    os.kill(engines["engine 0[0]"], signal.SIGKILL)
     assert code_of(process, 240) == 0
-    assert gone({*engines})
+    assert gone({*engines.values()})
     assert "engine 0 died, 1 of 2 are left" in (run / "log.txt").read_text()
     assert [line["step"] for line in figures(run)] == list(range(STEPS + 1))
 

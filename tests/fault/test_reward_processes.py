@@ -49,8 +49,9 @@ def test_a_scoring_process_that_is_killed_costs_nothing_but_time(
     run = lab.run("reward-killed")
     process = lab.start(run.name, *settings, APART, "trainer.max_restarts=2")
     assert wait_for(process, lambda: logged(run) >= 2)
-    found = workers_of(process.pid)
-    assert len(found) == 2
+    workers = workers_of(run)
+    assert sorted(workers) == ["reward[0]", "reward[1]"]
+    found = list(workers.values())
     theirs = {child for victim in found for child in descendants(victim)}
     assert len(theirs) == 2  # the function's own processes
     os.kill(found[1], signal.SIGKILL)
