@@ -64,8 +64,8 @@ def is_alive(process: int) -> bool:
 
 
 def gone(processes: set[int]) -> bool:
-    """Whether all of them end within ten seconds."""
-    for _ in range(500):
+    """Whether all of them end within half a minute."""
+    for _ in range(1500):
         if not any(map(is_alive, processes)):
             return True
         time.sleep(0.02)

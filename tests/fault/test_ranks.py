@@ -104,7 +104,7 @@ def test_another_number_of_ranks_takes_a_run_over_and_says_so(calm: Path, lab: L
     process = lab.start(run.name, *ON_RANKS)
     assert wait_for(process, lambda: logged(run) >= 2)
     process.send_signal(signal.SIGTERM)
-    assert code_of(process, 60) == 75
+    assert code_of(process, 120) == 75
     at = checkpoints_in(run / "checkpoints")[-1].step
     assert at < STEPS
     assert lab.start(run.name, *ON_RANKS, "trainer.strategy.ranks=1").wait(240) == 0
@@ -122,7 +122,7 @@ def test_a_rank_that_hangs_is_named_after_the_limit(lab: Lab) -> None:
     workers = workers_of(run)
     assert len(workers) == 3
     os.kill(workers["learner[1]"], signal.SIGSTOP)
-    assert code_of(process, 60) == 1
+    assert code_of(process, 120) == 1
     assert gone({*workers.values()})
     assert "learner[" in (run / "log.txt").read_text().splitlines()[-1]
 
