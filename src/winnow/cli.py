@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperOption
 
+from winnow import heap
 from winnow.data_cli import app as data_app
 from winnow.errors import WinnowError
 from winnow.eval_cli import compare_command, eval_command
@@ -94,7 +95,8 @@ def resume(
 def sft(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
     """Make a recipe's warm start alone: supervised fine-tuning on demonstrations."""
     config = _load(recipe, overrides)
-    from winnow.trainer.session import run_sft
+    with heap.growing():
+        from winnow.trainer.session import run_sft
 
     typer.echo(f"Warm start: {run_sft(config, fresh, _console())}")
 
@@ -115,7 +117,8 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's model as a Hugging Face folder that AutoModelForCausalLM loads."""
-    from winnow.trainer.export import run_export
+    with heap.growing():
+        from winnow.trainer.export import run_export
 
     typer.echo(f"Exported to {run_export(run, target, step, adapter)}")
 
@@ -167,7 +170,8 @@ def _train(config: Config, recipe: str, fresh: bool, heartbeat: int | None) -> N
     stop = Stop()
     try:
         with stop.listening():
-            from winnow.trainer.session import run_training
+            with heap.growing():
+                from winnow.trainer.session import run_training
 
             code = run_training(config, recipe, fresh, _console(), stop, Heartbeat(heartbeat))
     except Stopped as stopped:
@@ -209,6 +213,7 @@ _CALM_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
 def main() -> None:
     """Entry point: errors for the user become one line and exit code 2."""
     os.environ.setdefault(*_CALM_THREADS)
+    heap.leave_at_exit()
     try:
         sys.exit(app(prog_name="winnow", standalone_mode=False) or 0)
     except WinnowError as error:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from winnow import heap
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -42,9 +44,10 @@ def eval_command(
     ] = None,
 ) -> None:  # fmt: skip
     """Ask a model held-out prompts: avg@N, pass@k, maj@k by source, all answers in a file."""
-    from winnow.trainer.evaluation_command import run_evaluation
-    from winnow.trainer.evaluation_subject import EvalRequest
-    from winnow.trainer.stopping import EXIT_INTERRUPTED, Stopped
+    with heap.growing():
+        from winnow.trainer.evaluation_command import run_evaluation
+        from winnow.trainer.evaluation_subject import EvalRequest
+        from winnow.trainer.stopping import EXIT_INTERRUPTED, Stopped
 
     request = EvalRequest(model, tuple(overrides or ()), tuple(data or ()), recipe, out, step)
     try:

@@ -28,6 +28,7 @@ LAYERS = {
     "types": 0,
     "errors": 0,
     "stored": 0,
+    "heap": 0,
     "config": 0,
     "observe": 0,
     "models": 1,

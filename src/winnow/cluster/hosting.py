@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from winnow import heap
 from winnow.cluster.protocol import RankInfo
 from winnow.errors import ConfigError, WinnowError
 
@@ -136,7 +137,9 @@ def worker_class(path: str) -> Any:
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ConfigError(f"a worker's path must be module:Class, got {path!r}")
-    found = getattr(importlib.import_module(module_name), name, None)
+    with heap.growing():
+        module = importlib.import_module(module_name)
+    found = getattr(module, name, None)
     if not callable(found):
         raise ConfigError(f"{module_name} has no class {name!r}, which the worker {path!r} names")
     return found

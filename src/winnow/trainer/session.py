@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from winnow import heap
 from winnow.checkpoint import checkpoints_in, load_state
 from winnow.config.root import Config
 from winnow.config.sampling import VarianceFilter
@@ -215,7 +215,7 @@ def _train(
 ) -> Stopped | None:
     """Train, and save what was reached when it is stopped or cannot go on."""
     stopped = None
-    with stop.deferring(), _frozen_heap():
+    with stop.deferring(), heap.frozen():
         try:
             asyncio.run(train(parts, course))
         except Stopped as request:
@@ -235,19 +235,6 @@ def _train(
             parts.sinks.close()
         saver.wait()
     return stopped
-
-
-@contextlib.contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """Modules and models stay: no garbage collection need look at them for each batch."""
-    is_frozen = gc.get_freeze_count() > 0
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        if not is_frozen:
-            gc.unfreeze()
 
 
 def _farewell(stopped: Stopped, step: int | None, folder: RunFolder) -> str:
