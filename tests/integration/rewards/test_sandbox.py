@@ -219,6 +219,20 @@ def test_the_filter_only_jumps_within_itself_and_always_returns(machine: str) ->
     assert len(seccomp.filter_bytes(machine) or b"") == 8 * len(program)
 
 
+@pytest.mark.skipif(not ROOT, reason="an ordinary user has one user for all programs")
+def test_a_user_whose_processes_are_still_there_is_not_taken() -> None:
+    config = SandboxConfig(backend="landlock", max_concurrent=1)
+    with closing(LocalSandbox(config)) as box:
+        (before,) = {slot.uid for slot in box.slots}
+    assert before is not None
+    with subprocess.Popen(["/bin/sleep", "600"], user=before) as left:
+        try:
+            with closing(LocalSandbox(config)) as box:
+                assert before not in {slot.uid for slot in box.slots}
+        finally:
+            left.kill()
+
+
 def test_the_trial_names_all_that_a_program_without_a_sandbox_can_do() -> None:
     limits = replace(Limits.of(SandboxConfig()), processes=4)
     uid = ORDINARY_UID if ROOT else os.geteuid()

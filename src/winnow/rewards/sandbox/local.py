@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from winnow.config.sandbox import SandboxConfig
@@ -178,6 +179,9 @@ class LocalSandbox:
             except OSError:
                 claim.close()
                 continue
+            if _has_processes(uid):  # still, of one that let it go or was killed: they count
+                claim.close()
+                continue
             self._claims.append(claim)
             return uid
         raise SandboxError(f"all users from {_FIRST_UID} to {_LAST_UID} are taken")
@@ -215,6 +219,16 @@ class LocalSandbox:
             ) from None
         if escapes:
             raise SandboxError(f"it does not hold: {', '.join(escapes)}")
+
+
+def _has_processes(uid: int) -> bool:
+    """Whether a user has any, dying ones included."""
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):  # it has just ended
+            _, _, rest = status.read_text(encoding="utf-8", errors="replace").partition("\nUid:")
+            if rest.split(maxsplit=1)[:1] == [str(uid)]:
+                return True
+    return False
 
 
 def _who(slot: Slot) -> str:
