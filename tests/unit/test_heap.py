@@ -11,7 +11,7 @@ import pytest
 from winnow import heap
 
 LEAVES = """
-import gc, weakref
+import gc
 from winnow import heap
 class Cycle:
     def __del__(self): print("looked at")

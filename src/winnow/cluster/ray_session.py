@@ -90,7 +90,7 @@ def ray_session(
                 "include_dashboard": False,
                 "object_store_memory": store_bytes,
                 "_temp_dir": folder,
-                # What nobody can look at without a dashboard costs a fifth of each call.
+                # Without a dashboard nobody can look at them, and they cost part of each call.
                 "_system_config": {"task_events_report_interval_ms": 0},
             }
         after.enter_context(_own_handlers())

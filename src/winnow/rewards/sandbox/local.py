@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -91,7 +91,9 @@ class LocalSandbox:
         self.slots = [Slot(number, None) for number in range(count)]
         try:
             if os.geteuid() == 0:
-                self.slots = [Slot(number, self._claim_uid()) for number in range(count)]
+                # Of one that let its user go, or was killed, some may live on: they count.
+                busy = _users_with_processes()
+                self.slots = [Slot(number, self._claim_uid(busy)) for number in range(count)]
             interpreter = find_interpreter(config.python)
             self._python = interpreter.path
             self._kind = self._chosen(interpreter)
@@ -163,13 +165,16 @@ class LocalSandbox:
             code = self._compiled[program.code] = compiled(self._python, program.code)
         return replace(program, code=_RUN_COMPILED, files={**program.files, _COMPILED: code})
 
-    def _claim_uid(self) -> int:
+    def _claim_uid(self, busy: Set[int]) -> int:
         """An unprivileged user that nobody has, held while this process lives.
+
+        Args:
+            busy: users that are passed over.
 
         Raises:
             SandboxError: none is left.
         """
-        for uid in range(_FIRST_UID, _LAST_UID + 1):
+        for uid in (uid for uid in range(_FIRST_UID, _LAST_UID + 1) if uid not in busy):
             with suppress(KeyError):
                 pwd.getpwuid(uid)
                 continue
@@ -177,9 +182,6 @@ class LocalSandbox:
             try:
                 claim.bind(f"\0winnow-sandbox-{uid}")  # gone with the process, whatever ends it
             except OSError:
-                claim.close()
-                continue
-            if _has_processes(uid):  # still, of one that let it go or was killed: they count
                 claim.close()
                 continue
             self._claims.append(claim)
@@ -221,14 +223,14 @@ class LocalSandbox:
             raise SandboxError(f"it does not hold: {', '.join(escapes)}")
 
 
-def _has_processes(uid: int) -> bool:
-    """Whether a user has any, dying ones included."""
+def _users_with_processes() -> set[int]:
+    """Whose there are, dying ones included."""
+    users = set[int]()
     for status in Path("/proc").glob("[0-9]*/status"):
         with suppress(OSError):  # it has just ended
             _, _, rest = status.read_text(encoding="utf-8", errors="replace").partition("\nUid:")
-            if rest.split(maxsplit=1)[:1] == [str(uid)]:
-                return True
-    return False
+            users.update(map(int, rest.split(maxsplit=1)[:1]))
+    return users
 
 
 def _who(slot: Slot) -> str:
