@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from winnow.checkpoint import Content, Retention, this_machine
 from winnow.config.warm_start import SftWarmStart
-from winnow.data.sort_digits import build_tokenizer
-from winnow.models import model_writer, use_layout_attention
-from winnow.trainer.saver import Saver
-from winnow.trainer.state import RunState
-from winnow.trainer.tensors import LocalTensors
-from winnow.trainer.warm_start import tiny_model
-from winnow.workers.single import SingleStrategy
+from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.learning.single import SingleStrategy
+from winnow.models.causal_lm import model_writer, use_layout_attention
+from winnow.runs.checkpoint import Content, Retention, this_machine
+from winnow.runs.saver import Saver
+from winnow.runs.snapshot import LocalTensors
+from winnow.runs.state import RunState
+from winnow.runs.warm_start import tiny_model
 
 
 def quickstart() -> PreTrainedModel:

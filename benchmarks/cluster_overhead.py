@@ -47,7 +47,7 @@ class Times:
 
 def run(home: Path, name: str, settings: tuple[str, ...], steps: int, times: Times) -> None:
     """Train once, and note what it took."""
-    command = [sys.executable, "-m", "winnow.cli", "train", "quickstart", f"run.name={name}"]
+    command = [sys.executable, "-m", "winnow.cli.main", "train", "quickstart", f"run.name={name}"]
     command += [f"trainer.steps={steps}", "evaluation.every=null", "evaluation.before=false"]
     command += [
         "optim.warmup_steps=1",

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from winnow.models import use_layout_attention
+from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.rollout.torch_engine import TorchEngine
 

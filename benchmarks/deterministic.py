@@ -35,13 +35,13 @@ from winnow.config.warm_start import SftWarmStart
 from winnow.data.build import training_prompts
 from winnow.data.loader import PromptLoader
 from winnow.rollout.engine import WeightUpdate
+from winnow.runs.build import rollout_sampling
+from winnow.runs.loading import load_policy
+from winnow.runs.rewarding import make_rewards
+from winnow.runs.scoring import TrainingScores
+from winnow.runs.topology import make_engine
+from winnow.runs.warm_start import make_warm_start
 from winnow.sampling.stream import Sampler
-from winnow.trainer.build import rollout_sampling
-from winnow.trainer.loading import load_policy
-from winnow.trainer.placing import make_engine
-from winnow.trainer.rewarding import make_rewards
-from winnow.trainer.scoring import TrainingScores
-from winnow.trainer.warm_start import make_warm_start
 from winnow.types import Prompt, Score, Trajectory
 
 Row = tuple[float, float, int, int]

@@ -35,39 +35,39 @@ import torch
 from benchmarks.loop_scale import SavedPrompts
 from tests.engines import ScriptedEngine, uniform
 
-from winnow.checkpoint import Content, Retention
-from winnow.cluster.local import start_local
-from winnow.cluster.pools import Layout, Pool
-from winnow.cluster.protocol import RankInfo
-from winnow.cluster.ray_group import start_ray
-from winnow.cluster.ray_session import ray_session, reserve
 from winnow.config.sampling import SamplingConfig
+from winnow.evaluation.evaluator import Evaluator
+from winnow.learning.learner import Learned
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metrics import Metrics
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
-from winnow.rewards.panel import Judged
-from winnow.rewards.panel_worker import PanelWorker
-from winnow.rewards.remote_panel import RemotePanel
+from winnow.rewards.panel import ScoredAnswer
+from winnow.rewards.panel_worker import PipelineWorker
+from winnow.rewards.remote_panel import RemotePipeline
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
-from winnow.rollout.engine_worker import EngineWorker
-from winnow.rollout.placing import quantum_for
 from winnow.rollout.remote_engine import RemoteEngine
+from winnow.rollout.router import quantum_for
+from winnow.rollout.worker import EngineWorker
+from winnow.runs.checkpoint import Content, Retention
+from winnow.runs.learner_worker import RankFacts, StepReply
+from winnow.runs.loop import Course, Parts, Schedule, train
+from winnow.runs.publishing import Sharing
+from winnow.runs.remote_learner import RemoteLearner, RemoteSnapshots
+from winnow.runs.saver import Saver
+from winnow.runs.shutdown import ShutdownSignal
+from winnow.runs.state import RunState
+from winnow.runs.throughput import Passes, Throughput
+from winnow.runs.worker_groups import WorkerGroups
 from winnow.sampling.stream import Sampler
-from winnow.stored import Here, Shelf, fetch
-from winnow.trainer.crew import Crew
-from winnow.trainer.evaluate import Evaluator
-from winnow.trainer.learner import Learned
-from winnow.trainer.loop import Course, Parts, Schedule, train
-from winnow.trainer.publishing import Sharing
-from winnow.trainer.rank import RankFacts, StepReply
-from winnow.trainer.ranked import RankedLearner, RankedTensors
-from winnow.trainer.saver import Saver
-from winnow.trainer.state import RunState
-from winnow.trainer.stopping import Stop
-from winnow.trainer.throughput import Passes, Throughput
 from winnow.types import Group, IntArray, Prompt, Score, Trajectory
+from winnow.workers.array_refs import ArrayBlock, LocalRef, fetch
+from winnow.workers.local import start_local
+from winnow.workers.pools import Layout, Pool
+from winnow.workers.protocol import RankInfo
+from winnow.workers.ray.group import start_ray
+from winnow.workers.ray.session import ray_session, reserve
 
 ANSWERS = 16
 """A group."""
@@ -120,10 +120,10 @@ class FirstToken:
 
     async def score(
         self, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool
-    ) -> Judged:
+    ) -> ScoredAnswer:
         right = float(trajectory.token_ids[0] < 32)
         self.scored += 1
-        return Judged(Score(2 * right - 1, right, {"task": 2 * right - 1}, {"pred": right}))
+        return ScoredAnswer(Score(2 * right - 1, right, {"task": 2 * right - 1}, {"pred": right}))
 
     def figures(self) -> dict[str, int]:
         return {}
@@ -135,7 +135,7 @@ class FirstToken:
         pass
 
 
-class Scorer(PanelWorker):
+class Scorer(PipelineWorker):
     """Scores by the first token."""
 
     def __init__(self, rank: RankInfo) -> None:
@@ -195,7 +195,7 @@ def words(token_ids: IntArray) -> str:
 
 
 @contextlib.contextmanager
-def workers(cluster: str, limit: int) -> Iterator[tuple[Crew, list[Any]]]:
+def workers(cluster: str, limit: int) -> Iterator[tuple[WorkerGroups, list[Any]]]:
     """Engines, scorers and ranks, each a group, the ranks last."""
     here = "benchmarks.driver_scale"
     roles = [f"engine {i}" for i in range(ENGINES)]
@@ -207,7 +207,7 @@ def workers(cluster: str, limit: int) -> Iterator[tuple[Crew, list[Any]]]:
             pools = [Pool(role, 1, count, False, cores) for role, (_, _, count) in kinds.items()]
             total = int(sum(pool.slots for pool in pools) * cores + 1)
             stack.enter_context(ray_session(None, cpus=total, devices=0, store_bytes=8 << 30))
-            crew = stack.enter_context(contextlib.closing(Crew()))
+            crew = stack.enter_context(contextlib.closing(WorkerGroups()))
             layout = Layout(tuple(pools), {pool.name: pool.name for pool in pools})
             reserved = crew.wait(reserve(layout))
             stack.callback(reserved.release)
@@ -217,7 +217,7 @@ def workers(cluster: str, limit: int) -> Iterator[tuple[Crew, list[Any]]]:
                 for role, (path, made, _) in kinds.items()
             ]
         else:
-            crew = stack.enter_context(contextlib.closing(Crew()))
+            crew = stack.enter_context(contextlib.closing(WorkerGroups()))
             starts = [
                 start_local(role, path, made, count) for role, (path, made, count) in kinds.items()
             ]
@@ -233,7 +233,7 @@ class Run:
         self.tokens: list[int] = []
         self.fetched = 0
 
-    def train(self, crew: Crew, groups: Sequence[Any], steps: int) -> Cost:
+    def train(self, crew: WorkerGroups, groups: Sequence[Any], steps: int) -> Cost:
         """Run it."""
         log = MetricsLog(self.folder / "metrics.jsonl")
         with Saver(self.folder / "checkpoints", Retention(1)) as saver:
@@ -247,15 +247,17 @@ class Run:
         cost = (cpu_1 - cpu_0) / n, (wall_1 - wall_0) / n, (read_1 - read_0) // n
         return Cost(self.samples, self.limit, self.tokens[-1], *cost)
 
-    def _parts(self, crew: Crew, groups: Sequence[Any], log: MetricsLog, saver: Saver) -> Parts:
+    def _parts(
+        self, crew: WorkerGroups, groups: Sequence[Any], log: MetricsLog, saver: Saver
+    ) -> Parts:
         *writing, scoring, learning = groups
         engines = [
             RemoteEngine(crew.reached(each), 0, crew.call(each, "ask", "").status)
             for each in writing
         ]
         engine = EngineGroup(engines, True, quantum_for(self.limit))
-        panel = RemotePanel(crew.reached(scoring))
-        learner = RankedLearner(crew, learning)
+        panel = RemotePipeline(crew.reached(scoring))
+        learner = RemoteLearner(crew, learning)
         prompts = SavedPrompts()
 
         async def score(prompt: Prompt, trajectory: Trajectory) -> Score:
@@ -283,8 +285,8 @@ class Run:
             evaluator=cast(Evaluator, SimpleNamespace()),
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
-            state=RunState(RankedTensors(learner), states, log.offset, saver.save, frame),
-            stop=Stop(),
+            state=RunState(RemoteSnapshots(learner), states, log.offset, saver.save, frame),
+            stop=ShutdownSignal(),
             keep_rollouts=self._keep_rollouts,
             check_scoring=lambda: None,
             scoring_figures=dict,
@@ -305,17 +307,17 @@ class Run:
 @contextlib.contextmanager
 def counting(run: Run) -> Iterator[None]:
     """See each shelf of arrays that this process reads."""
-    original = Shelf.array
+    original = ArrayBlock.array
 
-    def array(shelf: Shelf, index: int) -> Any:
-        run.fetched += not shelf.is_fetched and not isinstance(shelf.handle, Here)
+    def array(shelf: ArrayBlock, index: int) -> Any:
+        run.fetched += not shelf.is_fetched and not isinstance(shelf.handle, LocalRef)
         return original(shelf, index)
 
-    Shelf.array = array  # type: ignore[method-assign]
+    ArrayBlock.array = array  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Shelf.array = original  # type: ignore[method-assign]
+        ArrayBlock.array = original  # type: ignore[method-assign]
 
 
 def measure(cluster: str, samples: int, limit: int, steps: int) -> Cost:

@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from winnow.checkpoint import Checkpoint, checkpoints_in, load_state
 from winnow.errors import WinnowError
+from winnow.runs.checkpoint import Checkpoint, checkpoints_in, load_state
 
 STEPS = 6
 SETTINGS = (
@@ -90,7 +90,7 @@ class Lab:
 
     def start(self, name: str, *settings: str) -> subprocess.Popen[bytes]:
         """The command, in a process of its own."""
-        command = [sys.executable, "-m", "winnow.cli", "train", "quickstart", *SETTINGS]
+        command = [sys.executable, "-m", "winnow.cli.main", "train", "quickstart", *SETTINGS]
         command += [f"run.dir={self.folder / 'runs'}", f"run.name={name}"]
         more = {"OMP_NUM_THREADS": "1", "WINNOW_CACHE": str(self.folder / "cache")}
         return subprocess.Popen([*command, *self.settings, *settings], env=os.environ | more)

@@ -28,11 +28,11 @@ from winnow.rewards.service import RewardService
 from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.generate import generate
 from winnow.rollout.single_turn import group_request
+from winnow.runs.build import rollout_sampling, use_machine
+from winnow.runs.loading import Policies, load_policy
+from winnow.runs.topology import make_engine
+from winnow.runs.warm_start import make_warm_start
 from winnow.sampling.stream import Sampler
-from winnow.trainer.build import rollout_sampling, use_machine
-from winnow.trainer.loading import Policies, load_policy
-from winnow.trainer.placing import make_engine
-from winnow.trainer.warm_start import make_warm_start
 from winnow.types import Prompt, Score, Trajectory
 
 RULES = {

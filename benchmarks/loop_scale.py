@@ -33,28 +33,28 @@ import torch
 from tests.engines import Prompts, ScriptedEngine, uniform
 from torch import Tensor
 
-from winnow.batching import MicroBatch
-from winnow.checkpoint import Content, Retention
 from winnow.config.sampling import SamplingConfig
+from winnow.evaluation.evaluator import Evaluator
+from winnow.learning.advantage import AdvantageStage
+from winnow.learning.batch import MicroBatch
+from winnow.learning.learner import Learner, LearnerSettings, Rates, Roles
+from winnow.learning.objective import PolicyObjective
+from winnow.learning.policy import Policy
+from winnow.learning.strategy import LossFn, Output, Stats
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
+from winnow.runs.checkpoint import Content, Retention
+from winnow.runs.loop import Course, Parts, Schedule, train
+from winnow.runs.publishing import Sharing
+from winnow.runs.saver import Saver
+from winnow.runs.shutdown import ShutdownSignal
+from winnow.runs.snapshot import LocalTensors
+from winnow.runs.state import RunState
+from winnow.runs.throughput import Passes, Throughput
 from winnow.sampling.stream import Sampler
-from winnow.trainer.advantage import AdvantageStage
-from winnow.trainer.evaluate import Evaluator
-from winnow.trainer.learner import Learner, LearnerSettings, Rates, Roles
-from winnow.trainer.loop import Course, Parts, Schedule, train
-from winnow.trainer.publishing import Sharing
-from winnow.trainer.saver import Saver
-from winnow.trainer.state import RunState
-from winnow.trainer.stopping import Stop
-from winnow.trainer.tensors import LocalTensors
-from winnow.trainer.throughput import Passes, Throughput
 from winnow.types import IntArray, Prompt, Score, Trajectory
-from winnow.workers.objective import PolicyObjective
-from winnow.workers.policy import Policy
-from winnow.workers.strategy import LossFn, Output, Stats
 
 ANSWERS = 16
 """A group."""
@@ -225,7 +225,7 @@ class Run:
             state=RunState(
                 LocalTensors(strategy, {}, _save_model), states, log.offset, saver.save, frame
             ),
-            stop=Stop(),
+            stop=ShutdownSignal(),
             keep_rollouts=self._keep_rollouts,
             check_scoring=lambda: None,
             scoring_figures=dict,

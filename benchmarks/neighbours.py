@@ -21,11 +21,11 @@ import torch
 from decode import GROUP, VOCABULARY, tiny_model
 from transformers import PreTrainedModel
 
-from winnow.models import use_layout_attention
+from winnow.models.causal_lm import use_layout_attention
+from winnow.models.fused_layers import fuse
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.types import Segment
-from winnow.workers.fusing import fuse
 
 TOKENS = 48
 ROWS = (1, 8, 32, 64, 128, 224, 256, 384, 512)

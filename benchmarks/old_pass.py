@@ -30,18 +30,18 @@ from torch import Tensor
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.config.warm_start import SftWarmStart
+from winnow.learning.advantage import AdvantageStage
+from winnow.learning.learner import Learner, LearnerSettings, Rates, Roles
+from winnow.learning.objective import OldSource
+from winnow.learning.policy import Policy
 from winnow.observe.console import make_console
 from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.trainer.advantage import AdvantageStage
-from winnow.trainer.build import use_machine
-from winnow.trainer.build_learner import make_learner, make_objective
-from winnow.trainer.holders import InProcess
-from winnow.trainer.learner import Learner, LearnerSettings, Rates, Roles
-from winnow.trainer.loading import load_policy
-from winnow.trainer.session import run_warm_start
+from winnow.runs.build import use_machine
+from winnow.runs.build_learner import make_learner, make_objective
+from winnow.runs.loading import load_policy
+from winnow.runs.model_factory import LocalModels
+from winnow.runs.session import run_warm_start
 from winnow.types import Group
-from winnow.workers.objective import OldSource
-from winnow.workers.policy import Policy
 
 SOURCES: tuple[OldSource, ...] = ("current", "pass")
 
@@ -49,7 +49,9 @@ SOURCES: tuple[OldSource, ...] = ("current", "pass")
 def learner_of(config: Config, path: str, old: OldSource) -> tuple[Learner, dict[str, Tensor]]:
     """A learner of the recipe from a start, with `old` from there; and its weights."""
     policy = load_policy(config, path, torch.device("cpu"))
-    strategy = make_learner(config, InProcess(config, policy.model, policy.vocabulary), None).policy
+    strategy = make_learner(
+        config, LocalModels(config, policy.model, policy.vocabulary), None
+    ).policy
     objective = make_objective(config)
     assert objective.old == "current", "a step of one update needs no pass"
     settings = LearnerSettings(

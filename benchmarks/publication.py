@@ -26,17 +26,17 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from winnow.cluster.local import start_local
-from winnow.models import use_layout_attention
+from winnow.learning.canary import Canary
+from winnow.learning.single import SingleStrategy
+from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import RemoteEngine
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.rollout.weights import array_of
-from winnow.workers.single import SingleStrategy
-from winnow.workers.weights import Canary
+from winnow.workers.local import start_local
 
-WORKER = "winnow.rollout.engine_worker:TorchEngineWorker"
+WORKER = "winnow.rollout.worker:TorchEngineWorker"
 POSITIONS = 2048
 SETTINGS: dict[str, Any] = {"slots": 4, "prefill_tokens": 2048}
 HEAD = "| what | s | GB/s | times a copy (least, most) |\n|---|---|---|---|"

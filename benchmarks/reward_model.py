@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from winnow.models import quiet_transformers
+from winnow.learning.reference import RewardModel
+from winnow.learning.single import SingleStrategy
+from winnow.models.causal_lm import quiet_transformers
+from winnow.models.value import load_reward_model
 from winnow.types import IntArray
-from winnow.value_models import load_reward_model
-from winnow.workers.frozen import RewardModel
-from winnow.workers.single import SingleStrategy
 
 PACKED_TOKENS = 8192
 SHAPES = {"1 x 16": (1, 16), "2 x 64": (2, 64), "4 x 256": (4, 256)}

@@ -28,13 +28,13 @@ import torch
 
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
-from winnow.data.sort_digits import build_tokenizer
+from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.data.text import decoder
-from winnow.rewards.panel import Judged
+from winnow.rewards.panel import ScoredAnswer
 from winnow.rewards.service import Rewards
-from winnow.trainer.loading import Policies
-from winnow.trainer.placing import other_processes, placed_rewards
-from winnow.trainer.scoring import TrainingScores
+from winnow.runs.loading import Policies
+from winnow.runs.scoring import TrainingScores
+from winnow.runs.topology import other_processes, placed_rewards
 from winnow.types import Prompt, Score, Segment, Trajectory, VersionSpan
 
 GROUP = 16
@@ -65,9 +65,9 @@ class AtOnce:
     """A panel that has looked at everything before."""
 
     def __init__(self) -> None:
-        self._judged = Judged(Score(1.0, 1.0, {"task": 1.0}))
+        self._judged = ScoredAnswer(Score(1.0, 1.0, {"task": 1.0}))
 
-    async def score(self, *_: Any) -> Judged:
+    async def score(self, *_: Any) -> ScoredAnswer:
         return self._judged
 
 

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from winnow.config.sandbox import SandboxConfig
-from winnow.rewards.sandbox import current
-from winnow.rewards.sandbox.process import ENVIRONMENT
-from winnow.rewards.sandbox.program import Program
 from winnow.rewards.scorers import code
+from winnow.sandbox import current
+from winnow.sandbox.process import ENVIRONMENT
+from winnow.sandbox.program import Program
 
 _SET_CHILD_SUBREAPER = 36
 PYTHON = "/usr/bin/python3"

@@ -30,15 +30,15 @@ from winnow.data.build import training_prompts
 from winnow.data.loader import PromptLoader
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.rollout.engine import WeightUpdate
+from winnow.runs.build import rollout_sampling
+from winnow.runs.build_learner import make_learner
+from winnow.runs.loading import load_policy
+from winnow.runs.model_factory import LocalModels
+from winnow.runs.rewarding import make_rewards
+from winnow.runs.scoring import TrainingScores
+from winnow.runs.topology import make_engine
+from winnow.runs.warm_start import make_warm_start
 from winnow.sampling.stream import Sampler
-from winnow.trainer.build import rollout_sampling
-from winnow.trainer.build_learner import make_learner
-from winnow.trainer.holders import InProcess
-from winnow.trainer.loading import load_policy
-from winnow.trainer.placing import make_engine
-from winnow.trainer.rewarding import make_rewards
-from winnow.trainer.scoring import TrainingScores
-from winnow.trainer.warm_start import make_warm_start
 
 PHASES = ("rollout", "batch", "old_logprobs", "update", "publish", "step")
 OWN = Path(__file__).parents[1] / "src"
@@ -68,7 +68,7 @@ class Quickstart:
             run_seed=config.run.seed,
         )
         self._learner = make_learner(
-            config, InProcess(config, policy.model, policy.vocabulary), None
+            config, LocalModels(config, policy.model, policy.vocabulary), None
         ).learner
 
     async def step(self, step: int, watch: Stopwatch) -> int:

@@ -16,11 +16,11 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from winnow.cluster.local import start_local
-from winnow.cluster.pools import Layout, Pool
-from winnow.cluster.protocol import RankInfo, WorkerGroup
-from winnow.cluster.ray_group import start_ray
-from winnow.cluster.ray_session import ray_session, reserve
+from winnow.workers.local import start_local
+from winnow.workers.pools import Layout, Pool
+from winnow.workers.protocol import RankInfo, WorkerGroup
+from winnow.workers.ray.group import start_ray
+from winnow.workers.ray.session import ray_session, reserve
 
 PATH = "worker_groups:Adder"
 CALLS = 200

@@ -28,9 +28,9 @@ from tests.spares import Spares
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = (
-    *("winnow.cli", "winnow.config.compose", "winnow.config.overrides", "winnow.trainer.session"),
-    *("winnow.cluster.worker_main", "winnow.trainer.rank", "winnow.rollout.engine_worker"),
-    *("winnow.trainer.reward_worker", "transformers.models.auto.tokenization_auto"),
+    *("winnow.cli.main", "winnow.config.compose", "winnow.config.overrides", "winnow.runs.session"),
+    *("winnow.workers.child", "winnow.runs.learner_worker", "winnow.rollout.worker"),
+    *("winnow.runs.reward_worker", "transformers.models.auto.tokenization_auto"),
     *("pyarrow.compute", "matplotlib.figure", "matplotlib.backends.backend_agg"),
 )
 """What runs and their workers import, at their start or when it is needed."""
@@ -189,7 +189,7 @@ def _become(request: dict[str, Any]) -> None:
 
 def _call(module: str, words: Sequence[str], spares: int) -> None:
     """Be a process of a module."""
-    if spares and module == "winnow.cli":
+    if spares and module == "winnow.cli.main":
         Spares(spares, lambda module, words: _call(module, words, spares)).install()
     sys.argv = [module, *words]
     importlib.import_module(module).main()

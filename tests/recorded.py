@@ -15,7 +15,7 @@ from tests.small_models import digits_model
 from transformers import PreTrainedModel
 
 from winnow.config.warm_start import SftWarmStart
-from winnow.models import use_layout_attention
+from winnow.models.causal_lm import use_layout_attention
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
 FILE = Path(__file__).parent / "fixtures" / "rollouts.npz"

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from winnow.config.sandbox import SandboxConfig
-from winnow.rewards.sandbox.bubblewrap import Bubblewrap
-from winnow.rewards.sandbox.interpreter import find_interpreter
-from winnow.rewards.sandbox.local import LocalSandbox
-from winnow.rewards.sandbox.program import Limits, Program, Result, SandboxError
-from winnow.rewards.sandbox.server import ServerLimits
-from winnow.rewards.sandbox.serving import running
+from winnow.sandbox.bubblewrap import Bubblewrap
+from winnow.sandbox.interpreter import find_interpreter
+from winnow.sandbox.local import LocalSandbox
+from winnow.sandbox.program import Limits, Program, Result, SandboxError
+from winnow.sandbox.server import ServerLimits
+from winnow.sandbox.serving import running
 
 ORDINARY_UID = 61500
 """Of no account, as good as any; systemd gives out the range above 61184 for a moment only."""

@@ -17,8 +17,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from winnow.data.sort_digits import build_tokenizer
-from winnow.models import quiet_transformers
+from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.models.causal_lm import quiet_transformers
 
 QWEN_VOCABULARY = 151_936
 """Rows of Qwen's embedding: more than its tokenizer, or any tokenizer of a test, has ids."""

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-MODULES = "winnow.cli", "winnow.cluster.worker_main"
+MODULES = "winnow.cli.main", "winnow.workers.child"
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _LONGEST_NAME = 15
 _prctl = ctypes.CDLL(None).prctl

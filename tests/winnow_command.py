@@ -58,7 +58,7 @@ def in_this_process(
     *arguments: str, folder: Path, environment: Mapping[str, str] | None = None
 ) -> Outcome:
     """The command's entry point, called in `folder`: saves the seconds that imports take."""
-    from winnow.cli import main
+    from winnow.cli.main import main
 
     out, err = io.StringIO(), io.StringIO()
     code = 0

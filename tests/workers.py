@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from winnow.cluster.protocol import RankInfo
 from winnow.errors import ConfigError, RewardError
-from winnow.stored import Here, Kept, StoredArray
+from winnow.workers.array_refs import ArrayRef, LocalRef, SplitResult
+from winnow.workers.protocol import RankInfo
 
 log = logging.getLogger("winnow.tests")
 
@@ -65,12 +65,14 @@ class Probe:
         """Random numbers."""
         return np.random.default_rng([seed, self.info.rank]).random(count)
 
-    def keep(self, count: int, seed: int) -> Kept:
+    def keep(self, count: int, seed: int) -> SplitResult:
         """Tells how many numbers it drew, and keeps them; each rank has others."""
         rng = np.random.default_rng([seed, self.info.rank])
-        return Kept({"count": count}, Here((rng.integers(9, size=count), rng.random(count))))
+        return SplitResult(
+            {"count": count}, LocalRef((rng.integers(9, size=count), rng.random(count)))
+        )
 
-    def read(self, *stored: StoredArray) -> list[np.ndarray]:
+    def read(self, *stored: ArrayRef) -> list[np.ndarray]:
         """What is stored."""
         return [np.asarray(each) for each in stored]
 

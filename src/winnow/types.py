@@ -63,7 +63,7 @@ class VersionSpan:
 class Segment:
     """A run of tokens with one author.
 
-    Its arrays may be `stored.StoredArray`s, which lie elsewhere until numpy asks for them.
+    Its arrays may be `stored.ArrayRef`s, which lie elsewhere until numpy asks for them.
     """
 
     token_ids: IntArray

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from winnow.models import use_layout_attention
+from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import (
     AnswerRequest,
     CompletionEvent,
@@ -25,9 +25,9 @@ from winnow.rollout.engine import (
     WeightUpdate,
 )
 from winnow.rollout.engine_group import EngineGroup
-from winnow.rollout.engine_worker import EngineWorker
 from winnow.rollout.remote_engine import RemoteEngine
 from winnow.rollout.torch_engine import TorchEngine
+from winnow.rollout.worker import EngineWorker
 from winnow.types import Segment
 
 VOCAB = 40

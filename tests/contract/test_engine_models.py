@@ -11,15 +11,15 @@ import pytest
 import torch
 from tests.small_models import digits_folder
 
-from winnow.batching import Batch, all_micro_batches, gather_tokens, pack
 from winnow.config.model import LoraAdapter
-from winnow.models import load_causal_lm
+from winnow.learning.batch import Batch, all_micro_batches, gather_tokens, pack
+from winnow.learning.single import SingleStrategy
+from winnow.learning.strategy import LossResult, Outputs
+from winnow.models.causal_lm import load_causal_lm
+from winnow.models.lora import add_lora
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.types import Answer, Group, Prompt, Score, Trajectory
-from winnow.workers.lora import add_lora
-from winnow.workers.single import SingleStrategy
-from winnow.workers.strategy import LossResult, Outputs
 
 VOCABULARY = 29
 TEMPERATURE = 0.7

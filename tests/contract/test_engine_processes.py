@@ -17,10 +17,10 @@ import pytest
 import torch
 from tests.small_models import digits_folder, digits_model
 
-from winnow.cluster.local import start_local
-from winnow.cluster.protocol import WorkerGroup
 from winnow.errors import PublicationError, WorkerError
-from winnow.models import load_causal_lm
+from winnow.learning.canary import Canary
+from winnow.learning.single import SingleStrategy
+from winnow.models.causal_lm import load_causal_lm
 from winnow.rollout.engine import (
     AnswerRequest,
     CompletionEvent,
@@ -32,10 +32,10 @@ from winnow.rollout.engine import (
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import RemoteEngine
 from winnow.rollout.torch_engine import TorchEngine
-from winnow.workers.single import SingleStrategy
-from winnow.workers.weights import Canary
+from winnow.workers.local import start_local
+from winnow.workers.protocol import WorkerGroup
 
-PATH = "winnow.rollout.engine_worker:TorchEngineWorker"
+PATH = "winnow.rollout.worker:TorchEngineWorker"
 SLOTS, ENGINES = 4, 2
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -148,7 +148,7 @@ def test_new_weights_arrive_in_both_and_the_canary_hears_them(
 
 
 def load_model(learned: bool) -> Any:
-    from winnow.models import use_layout_attention
+    from winnow.models.causal_lm import use_layout_attention
 
     model = digits_model(initializer_range=0.3)
     if learned:

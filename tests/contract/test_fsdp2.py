@@ -28,8 +28,9 @@ from tests.small_models import digits_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from winnow.balancing import share
-from winnow.batching import (
+from winnow.config.model import LoraAdapter
+from winnow.learning.balance import share
+from winnow.learning.batch import (
     Batch,
     MicroBatch,
     gather_tokens,
@@ -39,15 +40,14 @@ from winnow.batching import (
     spread,
     update_of,
 )
-from winnow.config.model import LoraAdapter
-from winnow.models import freeze, use_layout_attention
-from winnow.workers.fsdp2 import FSDP2Strategy
-from winnow.workers.lora import add_lora
-from winnow.workers.objective import PolicyObjective
-from winnow.workers.shards import gathered
-from winnow.workers.single import SingleStrategy
-from winnow.workers.strategy import LossResult, Output, Outputs
-from winnow.workers.units import Sharding
+from winnow.learning.fsdp2 import FSDP2Strategy
+from winnow.learning.objective import PolicyObjective
+from winnow.learning.shards import gathered
+from winnow.learning.single import SingleStrategy
+from winnow.learning.strategy import LossResult, Output, Outputs
+from winnow.learning.units import Sharding
+from winnow.models.causal_lm import freeze, use_layout_attention
+from winnow.models.lora import add_lora
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 BUDGET = 150

@@ -39,18 +39,18 @@ from tests.recorded import VOCABULARY
 from tests.small_models import digits_model
 from torch import Tensor, nn
 
-from winnow.batching import MicroBatch, gather_tokens, micro_batches
 from winnow.config.model import LoraAdapter
 from winnow.errors import ModelError
-from winnow.models import freeze, load_causal_lm
-from winnow.value_models import load_reward_model, load_value_model
-from winnow.workers.fsdp2 import FSDP2Strategy
-from winnow.workers.hollow import hollow_causal_lm, hollow_reward_model, hollow_value_model
-from winnow.workers.lora import add_lora
-from winnow.workers.shards import local
-from winnow.workers.single import SingleStrategy
-from winnow.workers.strategy import LossResult
-from winnow.workers.units import Sharding
+from winnow.learning.batch import MicroBatch, gather_tokens, micro_batches
+from winnow.learning.fsdp2 import FSDP2Strategy
+from winnow.learning.shards import local
+from winnow.learning.single import SingleStrategy
+from winnow.learning.strategy import LossResult
+from winnow.learning.units import Sharding
+from winnow.models.causal_lm import freeze, load_causal_lm
+from winnow.models.lora import add_lora
+from winnow.models.sharded_loading import hollow_causal_lm, hollow_reward_model, hollow_value_model
+from winnow.models.value import load_reward_model, load_value_model
 
 EXACT = torch.float64
 

@@ -30,22 +30,22 @@ from tests.recorded import VOCABULARY, quickstart_model, recorded_groups
 from torch import Tensor, nn
 
 from winnow.algorithms.aggregation import AGGREGATIONS
-from winnow.algorithms.policy_loss import POLICY_LOSSES
-from winnow.batching import MicroBatch, pack
+from winnow.algorithms.losses.registry import POLICY_LOSSES
 from winnow.config.load import load_recipe
+from winnow.learning.advantage import AdvantageStage
+from winnow.learning.batch import MicroBatch, pack
+from winnow.learning.critic import Critic, ValueObjective
+from winnow.learning.importance_correction import CorrectionStage
+from winnow.learning.learner import Learner, LearnerSettings, Rates, Roles
+from winnow.learning.objective import KlTerm, PolicyObjective
+from winnow.learning.policy import Policy
+from winnow.learning.reference import Reference
+from winnow.learning.single import SingleStrategy
+from winnow.learning.strategy import LossFn, Output, Stats
+from winnow.models.value import load_value_model
 from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.trainer.advantage import AdvantageStage
-from winnow.trainer.build_learner import make_objective
-from winnow.trainer.learner import Learner, LearnerSettings, Rates, Roles
+from winnow.runs.build_learner import make_objective
 from winnow.types import Answer, Group
-from winnow.value_models import load_value_model
-from winnow.workers.correcting import CorrectionStage
-from winnow.workers.critic import Critic, ValueObjective
-from winnow.workers.frozen import Reference
-from winnow.workers.objective import KlTerm, PolicyObjective
-from winnow.workers.policy import Policy
-from winnow.workers.single import SingleStrategy
-from winnow.workers.strategy import LossFn, Output, Stats
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 Gradient = dict[str, Tensor]

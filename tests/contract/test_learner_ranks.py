@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.trainer.build_learner import Learning, make_learner
-from winnow.trainer.holders import InProcess, OnRanks
-from winnow.trainer.loading import load_policy_model
+from winnow.runs.build_learner import Learning, make_learner
+from winnow.runs.loading import load_policy_model
+from winnow.runs.model_factory import LocalModels, ShardedModels
 from winnow.types import Group
 
 SMALL = (
@@ -85,11 +85,11 @@ def in_one_process(config: Config, folder: str, steps: int) -> Found:
     import torch
 
     model = load_policy_model(config.model, folder, torch.device("cpu"), config.run.seed)
-    return learnt(make_learner(config, InProcess(config, model, VOCABULARY), folder), steps)
+    return learnt(make_learner(config, LocalModels(config, model, VOCABULARY), folder), steps)
 
 
 def on_rank(config: Config, folder: str, layout: tuple[int, int], steps: int) -> Found:
-    holder = OnRanks(config, folder, None, mesh_of(layout), VOCABULARY)
+    holder = ShardedModels(config, folder, None, mesh_of(layout), VOCABULARY)
     return learnt(make_learner(config, holder, folder), steps)
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tests.ray_nodes import parent_of, ray_nodes
 
-from winnow.cluster.pools import Layout, Pool
-from winnow.cluster.ray_group import start_ray
-from winnow.cluster.ray_session import ray_session, reserve
 from winnow.errors import WorkerError
-from winnow.stored import Kept, Shelf, StoredArray
+from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
+from winnow.workers.pools import Layout, Pool
+from winnow.workers.ray.group import start_ray
+from winnow.workers.ray.session import ray_session, reserve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PATH = "tests.workers:Probe"
@@ -27,11 +27,11 @@ async def lose_a_node() -> None:
     writer = await start_ray("writer", PATH, {}, reserved.placement("a"))
     reader = await start_ray("reader", PATH, {}, reserved.placement("b"))
     try:
-        kept: Kept = await writer.call_rank(0, "keep", COUNT, 4)
-        stored = StoredArray(Shelf(kept.kept), 0, 0, 3, np.int64)
+        kept: SplitResult = await writer.call_rank(0, "keep", COUNT, 4)
+        stored = ArrayRef(ArrayBlock(kept.kept), 0, 0, 3, np.int64)
         expected = np.random.default_rng([4, 0]).integers(9, size=COUNT)[:3]
-        other: Kept = await writer.call_rank(0, "keep", COUNT, 5)
-        late = StoredArray(Shelf(other.kept), 0, 0, 3, np.int64)
+        other: SplitResult = await writer.call_rank(0, "keep", COUNT, 5)
+        late = ArrayRef(ArrayBlock(other.kept), 0, 0, 3, np.int64)
         ((found,),) = await reader.call("read", stored)
         np.testing.assert_array_equal(found, expected)
         os.kill(parent_of(writer.processes()[0]), signal.SIGKILL)

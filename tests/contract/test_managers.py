@@ -31,7 +31,7 @@ from winnow.config.reward_manager import (
 )
 from winnow.rewards.managers import MANAGERS, make_manager
 from winnow.rewards.managers.protocol import Manager
-from winnow.rewards.serving import listen, make_app
+from winnow.rewards.serve import listen, make_app
 from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score
 

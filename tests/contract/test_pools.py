@@ -10,12 +10,12 @@ import pytest
 from tests.ray_nodes import parent_of, ray_nodes
 from tests.recipes import recipe
 
-from winnow.cluster.ray_session import ray_session, reserve
 from winnow.config.root import Config
 from winnow.errors import ConfigError
-from winnow.trainer import starting
-from winnow.trainer.crew import Crew
-from winnow.trainer.starting import layout_of, starter_of
+from winnow.runs import launch as starting
+from winnow.runs.launch import layout_of, starter_of
+from winnow.runs.worker_groups import WorkerGroups
+from winnow.workers.ray.session import ray_session, reserve
 
 PROBE = "tests.workers:Probe"
 TOGETHER = "cluster.roles={policy:all,rollout:all}"
@@ -44,7 +44,7 @@ def places(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Place]
     """Where a recipe's ranks and engines come to lie; others answer in their place."""
     for worker in ("_RANK", "_ENGINE"):
         monkeypatch.setattr(starting, worker, PROBE)
-    with closing(Crew()) as crew, starter_of(config, crew) as starter:
+    with closing(WorkerGroups()) as crew, starter_of(config, crew) as starter:
         engines = range(config.rollout.engine.processes)
         groups = crew.start(starter.ranks({}), *(starter.engine(i, {}) for i in engines))
         ranks, *alone = [

@@ -25,8 +25,8 @@ from winnow.data.text import decoder
 from winnow.errors import RewardError, WorkerError
 from winnow.rewards import remote_panel
 from winnow.rewards.service import Rewards
-from winnow.trainer.loading import Policies
-from winnow.trainer.placing import Others, other_processes, placed_rewards
+from winnow.runs.loading import Policies
+from winnow.runs.topology import WorkerProcesses, other_processes, placed_rewards
 from winnow.types import Prompt, Score, Segment, Trajectory, VersionSpan
 
 pytestmark = pytest.mark.timeout(300)
@@ -88,7 +88,7 @@ def function(folder: Path, *more: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def placed(config: Config, policy: Policies) -> Iterator[tuple[Rewards, Others | None]]:
+def placed(config: Config, policy: Policies) -> Iterator[tuple[Rewards, WorkerProcesses | None]]:
     with (
         other_processes(config) as others,
         contextlib.closing(placed_rewards(config, policy, None, others)) as rewards,

@@ -11,9 +11,9 @@ import pytest
 from tests.sandboxes import need_bubblewrap, served
 
 from winnow.config.sandbox import FusionConfig, SandboxConfig
-from winnow.rewards.sandbox import current
-from winnow.rewards.sandbox.program import Program, SandboxError
 from winnow.rewards.scorers import code
+from winnow.sandbox import current
+from winnow.sandbox.program import Program, SandboxError
 from winnow.types import Score
 
 LOCAL = SandboxConfig(max_concurrent=2, time_s=20)

@@ -21,16 +21,16 @@ from tests.examples import examples
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from winnow.batching import Batch, all_micro_batches, gather_tokens, micro_batches, pack
 from winnow.errors import CheckpointError, ModelError
-from winnow.models import load_causal_lm
+from winnow.learning.batch import Batch, all_micro_batches, gather_tokens, micro_batches, pack
+from winnow.learning.fsdp2 import FSDP2Strategy
+from winnow.learning.policy import PolicyObjective
+from winnow.learning.shards import whole
+from winnow.learning.single import SingleStrategy
+from winnow.learning.strategy import LossResult, Strategy
+from winnow.learning.units import Sharding
+from winnow.models.causal_lm import load_causal_lm
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
-from winnow.workers.fsdp2 import FSDP2Strategy
-from winnow.workers.policy import PolicyObjective
-from winnow.workers.shards import whole
-from winnow.workers.single import SingleStrategy
-from winnow.workers.strategy import LossResult, Strategy
-from winnow.workers.units import Sharding
 
 VOCABULARY, TOKENIZER = 40, 37
 TEMPERATURE = 0.8

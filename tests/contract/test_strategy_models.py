@@ -26,16 +26,16 @@ from transformers import (
     Qwen3Config,
 )
 
-from winnow.batching import Batch, MicroBatch, gather_tokens, micro_batches, pack
 from winnow.config.model import LoraAdapter
-from winnow.data.sort_digits import build_tokenizer
+from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.errors import ModelError
-from winnow.models import freeze, load_causal_lm, quiet_transformers
+from winnow.learning.batch import Batch, MicroBatch, gather_tokens, micro_batches, pack
+from winnow.learning.single import SingleStrategy
+from winnow.learning.strategy import LossResult, Output, Outputs
+from winnow.models.causal_lm import freeze, load_causal_lm, quiet_transformers
+from winnow.models.lora import adapter_weights, adapter_writer, add_lora, load_lora
+from winnow.models.value import load_reward_model, load_value_model
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
-from winnow.value_models import load_reward_model, load_value_model
-from winnow.workers.lora import adapter_weights, adapter_writer, add_lora, load_lora
-from winnow.workers.single import SingleStrategy
-from winnow.workers.strategy import LossResult, Output, Outputs
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from winnow.cluster.local import start_in_process, start_local
-from winnow.cluster.pools import Layout, Pool
-from winnow.cluster.protocol import WorkerGroup, WorkerLine
-from winnow.cluster.ray_group import start_ray
-from winnow.cluster.ray_session import Placement, offers, ray_session, reserve
 from winnow.errors import ConfigError, RewardError, WinnowError, WorkerError
-from winnow.stored import Here, Kept, Shelf, StoredArray
+from winnow.workers.array_refs import ArrayBlock, ArrayRef, LocalRef, SplitResult
+from winnow.workers.local import start_in_process, start_local
+from winnow.workers.pools import Layout, Pool
+from winnow.workers.protocol import WorkerGroup, WorkerLine
+from winnow.workers.ray.group import start_ray
+from winnow.workers.ray.session import Placement, offers, ray_session, reserve
 
 PATH = "tests.workers:Probe"
 ENVIRONMENT = {"WINNOW_TEST_WORD": "chaff"}
@@ -238,16 +238,16 @@ def test_arrays_of_any_form_come_and_go(group: WorkerGroup, run: Any, array: np.
 
 @pytest.mark.parametrize("count", [3, 200_000], ids=["small", "large"])
 def test_what_is_kept_goes_to_whoever_reads_it(group: WorkerGroup, run: Any, count: int) -> None:
-    kept: list[Kept] = run(group.call("keep", count, 4))
+    kept: list[SplitResult] = run(group.call("keep", count, 4))
     assert [each.told for each in kept] == [{"count": count}] * group.size
-    on_a_cluster = group.processes() and not isinstance(kept[0].kept, Here)
+    on_a_cluster = group.processes() and not isinstance(kept[0].kept, LocalRef)
     for rank, each in enumerate(kept):
         rng = np.random.default_rng([4, rank])
         ids, numbers = rng.integers(9, size=count), rng.random(count)
-        shelf = Shelf(each.kept)
+        shelf = ArrayBlock(each.kept)
         stored = [
-            StoredArray(shelf, 0, 1, count, np.int32),
-            StoredArray(shelf, 1, 0, 2, np.float64),
+            ArrayRef(shelf, 0, 1, count, np.int32),
+            ArrayRef(shelf, 1, 0, 2, np.float64),
         ]
         for found in run(group.call("read", *stored)):
             assert found[0].dtype == np.int32
@@ -260,10 +260,10 @@ def test_what_is_kept_goes_to_whoever_reads_it(group: WorkerGroup, run: Any, cou
 
 @pytest.mark.parametrize("count", [3, 200_000], ids=["small", "large"])
 def test_what_is_kept_outlives_its_worker(start_apart: Start, run: Any, count: int) -> None:
-    async def work() -> Kept:
+    async def work() -> SplitResult:
         group = await start_apart({})
         try:
-            kept: Kept = await group.call_rank(1, "keep", count, 4)
+            kept: SplitResult = await group.call_rank(1, "keep", count, 4)
             os.kill(group.processes()[1], signal.SIGKILL)
             with pytest.raises(WorkerError, match=r"policy\[1\]"):
                 await group.call("wait", "for ever")
@@ -271,9 +271,9 @@ def test_what_is_kept_outlives_its_worker(start_apart: Start, run: Any, count: i
             await group.close()
         return kept
 
-    shelf = Shelf(run(work()).kept)
+    shelf = ArrayBlock(run(work()).kept)
     expected = np.random.default_rng([4, 1]).integers(9, size=count)
-    np.testing.assert_array_equal(StoredArray(shelf, 0, 0, count, np.int64), expected)
+    np.testing.assert_array_equal(ArrayRef(shelf, 0, 0, count, np.int64), expected)
 
 
 def test_variables_of_the_environment_arrive(group: WorkerGroup, run: Any) -> None:

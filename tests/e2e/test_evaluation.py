@@ -22,7 +22,7 @@ from tests.winnow_command import WINNOW, Outcome, in_this_process
 from winnow.config.files import evaluation_recipe, evaluation_recipes
 from winnow.config.load import resolve_recipe
 from winnow.observe.rollouts import read_rollouts
-from winnow.trainer import evaluation_command
+from winnow.runs import evaluate as evaluation_command
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -17,7 +17,6 @@ import pytest
 from benchmarks.kill import STEPS, Lab, leftovers, wait_for
 from tests.winnow_command import in_own_process
 
-from winnow.checkpoint import Checkpoint, checkpoints_in, load_state
 from winnow.config.load import load_recipe
 from winnow.data.build import training_prompts
 from winnow.data.loader import PromptLoader
@@ -25,6 +24,7 @@ from winnow.data.tokenizer import load_tokenizer
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.names import OUTCOMES
 from winnow.observe.rollouts import read_rollouts
+from winnow.runs.checkpoint import Checkpoint, checkpoints_in, load_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SETTINGS = (

@@ -10,8 +10,8 @@ import pytest
 from tests.small_models import digits_folder
 from tests.winnow_command import in_this_process
 
-from winnow.cluster.ray_handle import RayHandle
 from winnow.observe.jsonl import read_metrics
+from winnow.workers.ray.handle import RayHandle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SETTINGS = (

@@ -12,9 +12,9 @@ from tests.faulty_http import Served, Step, reply, serving, together
 from tests.judges import coin, completion, judging
 from tests.winnow_command import Outcome, in_this_process
 
-from winnow.checkpoint import checkpoints_in
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts
+from winnow.runs.checkpoint import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 KEY = "sk-very-secret-1"

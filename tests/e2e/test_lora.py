@@ -13,8 +13,8 @@ from peft import PeftModel
 from tests.winnow_command import Outcome, in_this_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from winnow.checkpoint import checkpoints_in
 from winnow.observe.jsonl import read_metrics
+from winnow.runs.checkpoint import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 6

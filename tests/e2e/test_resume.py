@@ -17,9 +17,9 @@ import torch
 from benchmarks.kill import SETTINGS, STEPS, contents, differences, figures
 from tests.winnow_command import Outcome, in_this_process
 
-from winnow.checkpoint import Checkpoint, checkpoints_in, load_state
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts
+from winnow.runs.checkpoint import Checkpoint, checkpoints_in, load_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LATE_SCORER = """

@@ -55,7 +55,7 @@ def typed(command: str, place: Path, **more: str) -> tuple[int, str]:
     assert command.startswith("winnow ")
     words = [str(WINNOW), *shlex.split(command)[1:]]
     if not WINNOW.exists():
-        words[:1] = [sys.executable, "-m", "winnow.cli"]
+        words[:1] = [sys.executable, "-m", "winnow.cli.main"]
     said = subprocess.run(words, cwd=place, capture_output=True, text=True, check=False, **more)
     assert "" in (said.stdout, said.stderr) or said.returncode == 2
     return said.returncode, said.stdout + said.stderr

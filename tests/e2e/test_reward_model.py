@@ -12,9 +12,9 @@ from tests.reward_models import classifier_folder
 from tests.winnow_command import Outcome, in_this_process
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from winnow.checkpoint import checkpoints_in
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts
+from winnow.runs.checkpoint import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 JUDGED = (

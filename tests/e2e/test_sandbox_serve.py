@@ -152,7 +152,7 @@ def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_a_package_that_is_missing_is_named_with_its_extra(package: str, tmp_path: Path) -> None:
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
-        "sys.argv = ['winnow', 'sandbox', 'serve']\nfrom winnow.cli import main; main()"
+        "sys.argv = ['winnow', 'sandbox', 'serve']\nfrom winnow.cli.main import main; main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False

@@ -11,8 +11,8 @@ import torch
 from benchmarks.kill import SETTINGS, differences
 from tests.winnow_command import Outcome, in_this_process
 
-from winnow.checkpoint import checkpoints_in, load_state
-from winnow.trainer.build import LAG_OF_SCORERS_APART
+from winnow.runs.build import LAG_OF_SCORERS_APART
+from winnow.runs.checkpoint import checkpoints_in, load_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 6

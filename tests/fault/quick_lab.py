@@ -34,7 +34,7 @@ class QuickLab(Lab):
         assert self.server is not None
         starts_more = any(setting.startswith(STARTERS) for setting in settings) and not afresh
         return self.server.start(
-            "winnow.cli",
+            "winnow.cli.main",
             self.words(name, *settings),
             environment={"WINNOW_CACHE": str(self.folder / "cache")},
             spares=SPARES if starts_more else 0,

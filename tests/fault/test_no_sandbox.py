@@ -16,7 +16,7 @@ from tests.small_models import digits_folder
 def refused(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """A command of Winnow's where neither namespaces nor Landlock can be had."""
     return subprocess.run(
-        [sys.executable, "-m", "winnow.cli", *words],
+        [sys.executable, "-m", "winnow.cli.main", *words],
         cwd=folder,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,

@@ -28,7 +28,7 @@ from tests.forked import Forked, Server
 from tests.processes import driver_of, gone, is_alive, workers_of
 from tests.ray_nodes import parent_of, ray_nodes
 
-from winnow.checkpoint import checkpoints_in, verify
+from winnow.runs.checkpoint import checkpoints_in, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -138,7 +138,7 @@ def test_a_disk_that_is_full_for_the_ranks_costs_no_older_checkpoint(
     stage = partial(mounting.start, small_disk.__name__, **here)
     assert stage(["mount", str(disk), str(SPACE_KB)]).wait(60) == 0
     said = tmp_path / "said"
-    code = mounting.start("winnow.cli", words, **here, err=said, spares=SPARES).wait(300)
+    code = mounting.start("winnow.cli.main", words, **here, err=said, spares=SPARES).wait(300)
     assert stage(["unmount", str(disk), str(left)]).wait(60) == 0
     assert code == 2, said.read_text()
     (line,) = said.read_text().splitlines()

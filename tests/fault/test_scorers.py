@@ -12,7 +12,7 @@ from benchmarks.kill import LATE_SCORER, SETTINGS, Lab, code_of, differences, si
 from tests.processes import is_alive
 from tests.winnow_command import Outcome, in_this_process
 
-from winnow.checkpoint import checkpoints_in
+from winnow.runs.checkpoint import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

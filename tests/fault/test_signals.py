@@ -21,7 +21,7 @@ from benchmarks.kill import (
 from tests.forked import Forked
 from tests.processes import driver_of, is_alive
 
-from winnow.checkpoint import checkpoints_in, verify
+from winnow.runs.checkpoint import checkpoints_in, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -20,44 +20,34 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_MODULE_LINES = 400
+MAX_MODULE_LINES = 600
 MAX_FUNCTION_LINES = 70
 
 # A module may import its own layer and those with a smaller number.
 LAYERS = {
     "types": 0,
     "errors": 0,
-    "stored": 0,
-    "heap": 0,
-    "config": 0,
-    "observe": 0,
-    "models": 1,
-    "value_models": 1,
-    "algorithms": 1,
-    "data": 1,
-    "rewards": 1,
-    "rollout": 1,
-    "sampling": 2,
-    "batching": 2,
-    "balancing": 2,
-    "workers": 2,
-    "cluster": 3,
-    "checkpoint": 3,
-    "trainer": 4,
-    "cli": 5,
-    "data_cli": 5,
-    "eval_cli": 5,
-    "reward_cli": 5,
-    "sandbox_cli": 5,
-    "supervisor": 5,
-    "dashboard": 5,
-    "plan": 5,
-    "doctor": 5,
+    "gc_tuning": 0,
+    "config": 1,
+    "observe": 2,
+    "http": 2,
+    "models": 3,
+    "workers": 3,
+    "sandbox": 4,
+    "algorithms": 5,
+    "data": 5,
+    "rewards": 5,
+    "rollout": 5,
+    "sampling": 6,
+    "learning": 6,
+    "evaluation": 7,
+    "runs": 8,
+    "cli": 9,
 }
-CONFINED = {"ray": "winnow.cluster", "vllm": "winnow.rollout.vllm_engine"}
+CONFINED = {"ray": "winnow.workers.ray", "vllm": "winnow.rollout.vllm_engine"}
 HEAVY = {"torch", "transformers"}
-NEVER_HEAVY = ("winnow.types", "winnow.errors", "winnow.stored", "winnow.config")
-LIGHT_TO_IMPORT = ("winnow", "winnow.cli", "winnow.observe")
+NEVER_HEAVY = ("winnow.types", "winnow.errors", "winnow.config")
+LIGHT_TO_IMPORT = ("winnow", "winnow.cli", "winnow.observe", "winnow.http")
 ALGORITHMS_MAY_IMPORT = {"torch", *sys.stdlib_module_names}
 
 
@@ -267,22 +257,27 @@ DOC = '"""What it is for."""\n'
 LONG_BODY = "    x = 1\n" * MAX_FUNCTION_LINES
 # Rule, file, a text that breaks the rule, a text beside it that does not.
 CASES: list[tuple[Rule, str, str, str]] = [
-    (long_modules, "types.py", "x = 1\n" * 401, "x = 1\n" * 400),
+    (long_modules, "types.py", "x = 1\n" * 601, "x = 1\n" * 600),
     (long_functions, "types.py", f"def f():\n{LONG_BODY}", f"def f():\n{LONG_BODY[10:]}"),
     (long_functions, "types.py", f"class A:\n  async def f(self):\n{LONG_BODY}", "class A: ..."),
-    (upward_imports, "errors.py", "import winnow.models", "import winnow.types"),
-    (upward_imports, "config/load.py", "from winnow import trainer", "from winnow import errors"),
+    (upward_imports, "errors.py", "import winnow.models.causal_lm", "import winnow.types"),
+    (upward_imports, "config/load.py", "from winnow import runs", "from winnow import errors"),
     (upward_imports, "config/load.py", "from ..cli import main", "from ..types import Prompt"),
-    (upward_imports, "data/__init__.py", "from ..workers import x", "from .sources import x"),
-    (upward_imports, "rewards/a.py", "def f():\n  import winnow.trainer.loop", "import trainer"),
-    (upward_imports, "__init__.py", "from winnow.cli import main", "__version__ = '1'"),
-    (escaped_imports, "trainer/loop.py", "import ray", "import winnow.cluster.ray_group"),
-    (escaped_imports, "cluster.py", "def f():\n  from vllm import LLM", "from ray.util import x"),
+    (upward_imports, "data/__init__.py", "from ..learning import x", "from .sources import x"),
+    (upward_imports, "rewards/a.py", "def f():\n  import winnow.runs.loop", "import runs"),
+    (upward_imports, "__init__.py", "from winnow.cli.main import main", "__version__ = '1'"),
+    (escaped_imports, "runs/loop.py", "import ray", "import winnow.workers.ray.group"),
+    (escaped_imports, "workers/a.py", "def f():\n  from vllm import LLM", "import ray2"),
     (escaped_imports, "rollout/engine.py", "import vllm.envs", "import vllm_other"),
     (heavy_imports, "config/load.py", "def f():\n  import torch", "import torchlight"),
     (heavy_imports, "types.py", "from torch import Tensor", "import numpy"),
-    (heavy_imports, "cli.py", "try:\n  import transformers\nfinally: ...", "def f(): import torch"),
-    (heavy_imports, "cli.py", "if a:\n  import torch", "if TYPE_CHECKING:\n  import torch"),
+    (
+        heavy_imports,
+        "cli/a.py",
+        "try:\n  import transformers\nfinally: ...",
+        "def f(): import torch",
+    ),
+    (heavy_imports, "cli/a.py", "if a:\n  import torch", "if TYPE_CHECKING:\n  import torch"),
     (heavy_imports, "observe/sinks.py", "import torch.utils", "class A:\n  def f(s): import torch"),
     (impure_algorithms, "algorithms/kl.py", "import numpy", "import math, torch"),
     (impure_algorithms, "algorithms/kl.py", "import winnow.config", "import winnow.errors"),
@@ -343,6 +338,6 @@ def test_import_linter_knows_the_same_layers_in_the_same_order() -> None:
 
 
 def test_the_command_line_starts_without_torch() -> None:
-    code = "import sys, winnow.cli; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, winnow.cli.main; assert not {'torch', 'transformers'} & set(sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

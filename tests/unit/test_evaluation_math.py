@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from winnow.trainer.evaluation_math import (
+from winnow.evaluation.statistics import (
     EXACT_ANSWERS,
     Estimate,
     PromptAnswers,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from winnow.trainer.evaluation_student import two_sided_bound, two_sided_p
+from winnow.evaluation.student import two_sided_bound, two_sided_p
 
 TABLE = {1: 12.706, 2: 4.303, 5: 2.571, 10: 2.228, 29: 2.045, 100: 1.984, 1_000_000: 1.960}
 """Degrees of freedom, and the bound of a 95 % interval."""

@@ -10,7 +10,7 @@ import torch
 from tests.small_models import digits_folder
 
 from winnow.errors import ModelError
-from winnow.models import freeze, load_causal_lm
+from winnow.models.causal_lm import freeze, load_causal_lm
 
 
 def model_of(folder: Path, **changes: Any) -> Any:

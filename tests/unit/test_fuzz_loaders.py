@@ -29,8 +29,8 @@ from winnow.config.schema import all_keys
 from winnow.data.check import check
 from winnow.data.prepare import Request, prepare
 from winnow.data.prompts import PromptRenderer
-from winnow.data.sort_digits import build_tokenizer
 from winnow.data.sources import read_rows
+from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.errors import WinnowError
 
 T = TypeVar("T")

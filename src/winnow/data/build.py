@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from winnow.config.data import DataConfig, ReasoningGymTask, SortDigitsTask
 from winnow.data.loader import PromptSource
-from winnow.data.procedural import ProceduralStream, held_out_rows
 from winnow.data.prompts import LengthReport, PromptRenderer, PromptSet
-from winnow.data.sort_digits import SortDigitsStream, held_out_problems, row
 from winnow.data.sources import Row, read_rows
+from winnow.data.tasks.procedural import ProceduralStream, held_out_rows
+from winnow.data.tasks.sort_digits import SortDigitsStream, held_out_problems, row
 from winnow.errors import DataError
 from winnow.types import Prompt
 

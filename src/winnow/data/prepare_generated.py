@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from winnow.config.data import ReasoningGymTask, SortDigitsTask
-from winnow.data import countdown, procedural, sort_digits
 from winnow.data.prepare_rows import Item
 from winnow.data.sources import Row
+from winnow.data.tasks import countdown, procedural, sort_digits
 
 TRAIN_PROBLEMS, TEST_PROBLEMS = 10_000, 400
 # A task may take a second for a problem.

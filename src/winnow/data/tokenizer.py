@@ -38,7 +38,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    from winnow.models import quiet_transformers
+    from winnow.models.causal_lm import quiet_transformers
 
     folder = Path(path).expanduser()
     is_folder = folder.is_dir()

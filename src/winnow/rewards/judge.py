@@ -20,7 +20,7 @@ from typing import Any
 
 from winnow.config.judge import BUILT_IN, OpenAiJudge
 from winnow.errors import RewardError
-from winnow.rewards.http import HttpJson, RemoteError
+from winnow.http.client import HttpJson, RemoteError
 from winnow.rewards.judge_cache import Reply, ReplyCache, cache_path
 from winnow.rewards.judge_prompt import JudgePrompt
 from winnow.rewards.rate_limit import RateLimit

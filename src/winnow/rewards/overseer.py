@@ -43,7 +43,7 @@ _TICK_S = 0.05
 _CLOSING_S = 1.0
 
 
-class Office(Protocol):
+class PoolClient(Protocol):
     """Where items come from and outcomes go to; every method may be called from a thread."""
 
     @property
@@ -72,10 +72,10 @@ class Office(Protocol):
         ...
 
 
-class Overseer:
+class PoolMonitor:
     """Runs the workers for an office until `is_closing`."""
 
-    def __init__(self, job: Job, workers: int, office: Office) -> None:
+    def __init__(self, job: Job, workers: int, office: PoolClient) -> None:
         self.is_closing = False
         self._job, self._workers, self._office = job, workers, office
         self._children: list[Child] = []

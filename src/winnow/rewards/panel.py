@@ -21,7 +21,7 @@ from winnow.rewards.judge import Judge
 from winnow.rewards.managers import make_manager, rules_place
 from winnow.rewards.managers.protocol import Manager
 from winnow.rewards.managers.rules import Rules
-from winnow.rewards.model_scorer import ModelScorer
+from winnow.rewards.model import ModelScorer
 from winnow.rewards.parts import ScoredParts
 from winnow.rewards.score_names import ScoreNames
 from winnow.rewards.shaping import OVERLONG, OVERLONG_REWARD, length_parts
@@ -32,14 +32,14 @@ Decode = Callable[[IntArray], str]
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
+class ScoredAnswer:
     """A score, and why it is that of a failed scoring if it is."""
 
     score: Score
     failure: Failure | None = None
 
 
-class AnyPanel(Protocol):
+class AnyPipeline(Protocol):
     """Contract tests in `tests/contract/test_rewards.py`."""
 
     def prepare(self, data_sources: Iterable[str]) -> None:
@@ -65,7 +65,7 @@ class AnyPanel(Protocol):
 
     async def score(
         self, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool
-    ) -> Judged:
+    ) -> ScoredAnswer:
         """What an answer is worth.
 
         Args:
@@ -89,7 +89,7 @@ class AnyPanel(Protocol):
         ...
 
 
-class Panel:
+class RewardPipeline:
     """Everybody in this process.
 
     Args:
@@ -128,17 +128,17 @@ class Panel:
         self._names = ScoreNames(config, [each.config for each in self._models])
 
     def prepare(self, data_sources: Iterable[str]) -> None:
-        """See `AnyPanel.prepare`."""
+        """See `AnyPipeline.prepare`."""
         self._manager.prepare(data_sources)
         self._parts.prepare()
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """See `AnyPanel.check_prompt`."""
+        """See `AnyPipeline.check_prompt`."""
         for model in self._models:
             model.check(prompt)
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
-        """See `AnyPanel.takes_time`."""
+        """See `AnyPipeline.takes_time`."""
         return (
             self._judge is not None
             or self._manager.takes_time(data_sources)
@@ -146,16 +146,16 @@ class Panel:
         )
 
     def figures(self) -> dict[str, int]:
-        """See `AnyPanel.figures`."""
+        """See `AnyPipeline.figures`."""
         return {} if self._judge is None else self._judge.figures()
 
     def scored_apart(self) -> int:
-        """See `AnyPanel.scored_apart`."""
+        """See `AnyPipeline.scored_apart`."""
         own: set[Manager | ModelScorer | Judge] = {self._manager, self._rules, *self._models}
         return sum(each.scored for each in own)
 
     def close(self) -> None:
-        """See `AnyPanel.close`."""
+        """See `AnyPipeline.close`."""
         with ExitStack() as stack:  # one that fails to close leaves the others to be closed
             if self._judge is not None:
                 stack.callback(self._judge.close)
@@ -164,8 +164,8 @@ class Panel:
 
     async def score(
         self, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool
-    ) -> Judged:
-        """See `AnyPanel.score`; length is shaped in training only.
+    ) -> ScoredAnswer:
+        """See `AnyPipeline.score`; length is shaped in training only.
 
         The models are asked before anything is waited for, so that answers whose scoring
         begins together are run together.
@@ -196,7 +196,7 @@ class Panel:
         score = self._decided(score, parts, training)
         if training:
             score = self._shaped(score, trajectory, parts)
-        return Judged(blended(score, parts, self._weights), failure)
+        return ScoredAnswer(blended(score, parts, self._weights), failure)
 
     def _wrong(self, prompt: Prompt, failure: Failure) -> Score:
         wrong = self._names.wrong_reward(prompt.data_source)

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from winnow.errors import WinnowError
-from winnow.rewards.panel import Judged, Panel
+from winnow.rewards.panel import RewardPipeline, ScoredAnswer
 from winnow.rewards.wire import portable
-from winnow.stored import begin_fetching
 from winnow.types import Prompt, Trajectory
+from winnow.workers.array_refs import begin_fetching
 
 Asked = tuple[int, Prompt, Trajectory, str | None, bool]
-"""A number that the driver knows it by, and the arguments of `AnyPanel.score`."""
+"""A number that the driver knows it by, and the arguments of `AnyPipeline.score`."""
 LINGER_S = 0.002
 """For more to be done beside the first, where more is under way."""
 
@@ -29,19 +29,19 @@ LINGER_S = 0.002
 class Reply:
     """What was done since the last reply."""
 
-    done: Sequence[tuple[int, Judged | WinnowError]]
+    done: Sequence[tuple[int, ScoredAnswer | WinnowError]]
     """In the order in which it was; an error is that of its answer."""
     figures: dict[str, int]
     """Those of the panel, since the last reply."""
 
 
-class PanelWorker:
-    """Answers a `RemotePanel`; close it."""
+class PipelineWorker:
+    """Answers a `RemotePipeline`; close it."""
 
-    def __init__(self, panel: Panel) -> None:
+    def __init__(self, panel: RewardPipeline) -> None:
         self._panel = panel
         self._tasks: set[asyncio.Task[None]] = set()
-        self._done: list[tuple[int, Judged | WinnowError]] = []
+        self._done: list[tuple[int, ScoredAnswer | WinnowError]] = []
         self._broken: Exception | None = None
         self._count = 0
         self._newest = 0
@@ -53,15 +53,15 @@ class PanelWorker:
         return self._count + self._panel.scored_apart()
 
     def prepare(self, data_sources: Sequence[str]) -> None:
-        """See `AnyPanel.prepare`."""
+        """See `AnyPipeline.prepare`."""
         self._panel.prepare(data_sources)
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """See `AnyPanel.check_prompt`."""
+        """See `AnyPipeline.check_prompt`."""
         self._panel.check_prompt(prompt)
 
     def figures(self) -> dict[str, int]:
-        """See `AnyPanel.figures`."""
+        """See `AnyPipeline.figures`."""
         return self._panel.figures()
 
     async def exchange(self, asked: Sequence[Asked], patience_s: float) -> Reply:
@@ -102,7 +102,7 @@ class PanelWorker:
     async def _score(
         self, number: int, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool
     ) -> None:
-        said: Judged | WinnowError
+        said: ScoredAnswer | WinnowError
         try:
             found = await self._panel.score(prompt, trajectory, text, training)
             # Whatever classes the scorer's process knows, the driver does not.

@@ -22,7 +22,7 @@ from contextlib import suppress
 from itertools import count
 
 from winnow.config.reward import RewardConfig, UserFunction
-from winnow.rewards.overseer import Overseer
+from winnow.rewards.overseer import PoolMonitor
 from winnow.rewards.task import Arguments, Failure, Outcome
 from winnow.rewards.wire import BatchItem, Item, Job, pack
 from winnow.types import Score
@@ -64,7 +64,7 @@ class ScorerPool:
         self.finished = 0
         memory_bytes = config.memory_mb << 20
         job = Job(function, config.timeout_s, memory_bytes, tuple(sys.path), batched)
-        self._overseer = Overseer(job, workers, self)
+        self._overseer = PoolMonitor(job, workers, self)
         self._thread = threading.Thread(target=self._overseer.run, name="scorers", daemon=True)
 
     def start(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
-from winnow.rewards.panel import Judged
+from winnow.rewards.panel import ScoredAnswer
 from winnow.rewards.panel_worker import Asked, Reply
 from winnow.types import Prompt, Trajectory
 
@@ -25,7 +25,7 @@ MOST_CALLS = 2
 PATIENCE_S = 1.0
 """A call returns after so long without news: what hangs is then never the call."""
 
-_Future = asyncio.Future[Judged]
+_Future = asyncio.Future[ScoredAnswer]
 
 
 class Workers(Protocol):
@@ -72,8 +72,8 @@ class _Desk:
     is_planned: bool = False
 
 
-class RemotePanel:
-    """An `AnyPanel` over workers that are `PanelWorker`s. They fail as a group.
+class RemotePipeline:
+    """An `AnyPipeline` over workers that are `PipelineWorker`s. They fail as a group.
 
     All methods raise WorkerError when a worker fails.
     """
@@ -87,11 +87,11 @@ class RemotePanel:
             self._book(figures)
 
     def prepare(self, data_sources: Iterable[str]) -> None:
-        """See `AnyPanel.prepare`."""
+        """See `AnyPipeline.prepare`."""
         self._workers.ask("prepare", sorted(data_sources))
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """See `AnyPanel.check_prompt`."""
+        """See `AnyPipeline.check_prompt`."""
         self._workers.ask("check_prompt", prompt)
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
@@ -99,12 +99,12 @@ class RemotePanel:
         return True
 
     def figures(self) -> dict[str, int]:
-        """See `AnyPanel.figures`; what came with scores is counted."""
+        """See `AnyPipeline.figures`; what came with scores is counted."""
         told, self._figures = self._figures, dict.fromkeys(self._figures, 0)
         return told
 
     def scored_apart(self) -> int:
-        """See `AnyPanel.scored_apart`."""
+        """See `AnyPipeline.scored_apart`."""
         return sum(each or 0 for each in self._workers.progress)
 
     def close(self) -> None:
@@ -113,8 +113,8 @@ class RemotePanel:
 
     async def score(
         self, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool
-    ) -> Judged:
-        """See `AnyPanel.score`."""
+    ) -> ScoredAnswer:
+        """See `AnyPipeline.score`."""
         desk = self._desk
         if desk is None or desk.loop is not asyncio.get_running_loop():
             desk = self._desk = _Desk(

@@ -17,8 +17,8 @@ from typing import Self, SupportsFloat
 from winnow.config.reward import RewardConfig
 from winnow.errors import RewardError
 from winnow.rewards.judge import Judge
-from winnow.rewards.model_scorer import ModelScorer
-from winnow.rewards.panel import AnyPanel, Decode, Panel
+from winnow.rewards.model import ModelScorer
+from winnow.rewards.panel import AnyPipeline, Decode, RewardPipeline
 from winnow.rewards.score_names import ScoreNames, Section
 from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score, Trajectory
@@ -43,7 +43,7 @@ class Rewards:
         models: the sections of those models that it asks.
     """
 
-    def __init__(self, config: RewardConfig, panel: AnyPanel, models: Sequence[Section]) -> None:
+    def __init__(self, config: RewardConfig, panel: AnyPipeline, models: Sequence[Section]) -> None:
         self._config, self._panel = config, panel
         self._names = ScoreNames(config, models)
         self._required: str | None = None
@@ -86,11 +86,11 @@ class Rewards:
                 )
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """See `AnyPanel.check_prompt`."""
+        """See `AnyPipeline.check_prompt`."""
         self._panel.check_prompt(prompt)
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
-        """See `AnyPanel.takes_time`."""
+        """See `AnyPipeline.takes_time`."""
         return self._panel.takes_time(data_sources)
 
     def figures(self) -> dict[str, int]:
@@ -200,6 +200,6 @@ class RewardService(Rewards):
         judge: Judge | None = None,
         decode: Decode | None = None,
     ) -> None:
-        """Load what scores; arguments and errors are those of `Panel`."""
-        panel = Panel(config, max_response_tokens, model, judge, decode)
+        """Load what scores; arguments and errors are those of `RewardPipeline`."""
+        panel = RewardPipeline(config, max_response_tokens, model, judge, decode)
         super().__init__(config, panel, [each.config for each in (model, judge) if each])

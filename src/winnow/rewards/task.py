@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from winnow.rewards.sandbox.program import SandboxError
 from winnow.rewards.scorers import SCORERS
 from winnow.rewards.user_function import UserScorer, read_result
+from winnow.sandbox.program import SandboxError
 from winnow.types import Score
 
 Arguments = tuple[str, str, Any, Mapping[str, Any]]

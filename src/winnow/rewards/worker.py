@@ -72,7 +72,7 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Bench:
+class ScorerRuntime:
     """What scores here, and how much memory it may grow to before the worker is replaced."""
 
     user: UserScorer | None
@@ -138,7 +138,7 @@ def main() -> None:
         channel.send("refused", -1, str(error))
         return
     loaded = resident_bytes()
-    bench = Bench(user, loaded + (job.memory_bytes - loaded) / 2)
+    bench = ScorerRuntime(user, loaded + (job.memory_bytes - loaded) / 2)
     is_async = user is not None and user.is_async
     channel.send("ready", -1, is_async)
     if is_async:
@@ -149,7 +149,7 @@ def main() -> None:
         _serve_one_by_one(messages, channel, bench)
 
 
-def _serve_one_by_one(messages: Iterator[Any], channel: Channel, bench: Bench) -> None:
+def _serve_one_by_one(messages: Iterator[Any], channel: Channel, bench: ScorerRuntime) -> None:
     for item in messages:
         result = bench.score_without_loop(item)
         channel.send("done", item.id, result)

@@ -14,7 +14,7 @@ from winnow.rewards.task import Failure
 from winnow.rewards.wire import BatchItem, Item
 
 if TYPE_CHECKING:
-    from winnow.rewards.worker import Bench, Channel
+    from winnow.rewards.worker import Channel, ScorerRuntime
 
 _TICK_S = 0.05
 _BLOCKED_SHARE = 0.1
@@ -36,7 +36,7 @@ class _Blockage:
             self.seconds += max(0.0, loop.time() - due - _TICK_S)
 
 
-async def serve(channel: Channel, bench: Bench, timeout_s: float) -> None:
+async def serve(channel: Channel, bench: ScorerRuntime, timeout_s: float) -> None:
     """Score what comes until the pool is gone, or memory is."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()

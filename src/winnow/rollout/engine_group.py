@@ -25,8 +25,8 @@ from winnow.rollout.engine import (
     GroupRequest,
     WeightUpdate,
 )
-from winnow.rollout.members import Member, came_back
-from winnow.rollout.placing import QUANTUM_TICKS, Ask, WaitingLine
+from winnow.rollout.engine_client import EngineClient, came_back
+from winnow.rollout.router import QUANTUM_TICKS, PendingRequest, RequestQueue
 from winnow.rollout.weights import Receiver, send
 
 log = logging.getLogger(__name__)
@@ -55,10 +55,10 @@ class EngineGroup:
     ) -> None:
         if not engines:
             raise ValueError("a group of engines needs at least one")
-        self._members = [Member(engine, f"engine {i}") for i, engine in enumerate(engines)]
+        self._members = [EngineClient(engine, f"engine {i}") for i, engine in enumerate(engines)]
         self._deterministic = deterministic
         self.quantum_ticks = quantum_ticks
-        self._line = WaitingLine()
+        self._line = RequestQueue()
         self._inbox: list[CompletionEvent] = []  # what no engine reported
         self._tick = 0
         self._quantum: asyncio.Task[None] | None = None  # outlives a wait that is cancelled
@@ -80,7 +80,9 @@ class EngineGroup:
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         """See `Engine.submit`. What an engine refuses is raised by `events`."""
-        self._line.add(Ask(group, request) for group in groups for request in group.answers)
+        self._line.add(
+            PendingRequest(group, request) for group in groups for request in group.answers
+        )
         if not self._deterministic:
             self._deal()
             self._wake()
@@ -108,7 +110,7 @@ class EngineGroup:
         told, running = self._take_inboxes(), list[CompletionEvent]()
         counts = {member.name: member.status.generated_tokens for member in self._members}
 
-        async def look(member: Member) -> None:
+        async def look(member: EngineClient) -> None:
             running.extend(member.hear(await member.engine.progress()))
             # Here, not later: an answer may end while another engine is asked.
             told.extend(member.take_inbox())
@@ -132,7 +134,7 @@ class EngineGroup:
             for ask in member.held(ids):
                 ask.aborting = True
 
-        async def take_back(member: Member) -> None:
+        async def take_back(member: EngineClient) -> None:
             await member.sent()
             await member.engine.abort(sorted({ask.key[0] for ask in member.held(ids)}))
             if self._deterministic and self._quantum is None:
@@ -267,7 +269,7 @@ class EngineGroup:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    async def _talk(self, member: Member) -> None:
+    async def _talk(self, member: EngineClient) -> None:
         """All there is to hear from one engine while it has something to write."""
         while member.asks:
             await member.sent()
@@ -280,7 +282,9 @@ class EngineGroup:
             self._deal()
             self._wake()
 
-    async def _guarded(self, member: Member, work: Callable[[Member], Awaitable[None]]) -> None:
+    async def _guarded(
+        self, member: EngineClient, work: Callable[[EngineClient], Awaitable[None]]
+    ) -> None:
         """A task's work; what goes wrong is heard by whoever waits for events."""
         try:
             await work(member)
@@ -300,7 +304,7 @@ class EngineGroup:
 
     # -- both ---------------------------------------------------------------------------------
 
-    def _alive(self) -> list[Member]:
+    def _alive(self) -> list[EngineClient]:
         alive = [member for member in self._members if not member.is_dead]
         if not alive:
             assert self._last_death is not None
@@ -320,13 +324,13 @@ class EngineGroup:
             waits = self._deterministic and member.takes_along
             is_free = member.sending is None or member.sending.done()
             if member.outbox and is_free and not waits:
-                member.sending = asyncio.create_task(self._guarded(member, Member.send))
+                member.sending = asyncio.create_task(self._guarded(member, EngineClient.send))
             talks = member.talking is not None and not member.talking.done()
             if not self._deterministic and member.asks and not talks:
                 member.talking = asyncio.create_task(self._guarded(member, self._talk))
 
     async def _each(
-        self, members: Sequence[Member], do: Callable[[Member], Awaitable[None]]
+        self, members: Sequence[EngineClient], do: Callable[[EngineClient], Awaitable[None]]
     ) -> None:
         """Do the same with all at once; whoever dies of it is buried."""
         found = await asyncio.gather(*map(do, members), return_exceptions=True)
@@ -337,17 +341,17 @@ class EngineGroup:
                 raise error
 
     async def _ask(self, do: Callable[[Receiver], Awaitable[T]]) -> Mapping[str, T]:
-        """`weights.Ask` of all that live."""
+        """`weights.PendingRequest` of all that live."""
         answers: dict[str, T] = {}
 
-        async def one(member: Member) -> None:
+        async def one(member: EngineClient) -> None:
             assert isinstance(member.engine, Receiver), f"{member.name} takes no buckets"
             answers[member.name] = await do(member.engine)
 
         await self._each(self._alive(), one)
         return answers
 
-    def _bury(self, member: Member, error: WorkerError) -> None:
+    def _bury(self, member: EngineClient, error: WorkerError) -> None:
         """An engine died: what it had goes to the others, what was asked back comes back."""
         if self._deterministic:
             raise error
@@ -369,7 +373,7 @@ class EngineGroup:
         self._deal()
         self._wake()
 
-    def _come_back(self, asks: Sequence[Ask]) -> None:
+    def _come_back(self, asks: Sequence[PendingRequest]) -> None:
         tick = self._tick
         self._inbox += [came_back(ask, "aborted", tick) for ask in asks]
 

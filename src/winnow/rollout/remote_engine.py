@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from winnow.rollout.detached_events import attach_arrays
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest, WeightUpdate
-from winnow.rollout.engine_worker import Reply
-from winnow.rollout.shelving import unshelved
-from winnow.rollout.weights import Bucket, Held, Receiver, send
-from winnow.stored import Kept
+from winnow.rollout.weights import Bucket, Receiver, WeightReceipt, send
+from winnow.rollout.worker import Reply
 from winnow.types import FloatArray, IntArray
+from winnow.workers.array_refs import SplitResult
 
 PATIENCE_S = 1.0
 """A call for events returns after so long without any: the status that the driver knows is then
@@ -136,9 +136,9 @@ class RemoteEngine:
         """See `weights.Receiver`."""
         return int((await self._ask("take_bucket", bucket)).value)
 
-    async def finish_update(self) -> Held:
+    async def finish_update(self) -> WeightReceipt:
         """See `weights.Receiver`."""
-        held: Held = (await self._ask("finish_update")).value
+        held: WeightReceipt = (await self._ask("finish_update")).value
         return held
 
     async def logprobs_of(
@@ -203,12 +203,12 @@ class RemoteEngine:
         return [event for _, events in taken for event in events]
 
 
-def _whole(said: Reply | Kept) -> Reply:
+def _whole(said: Reply | SplitResult) -> Reply:
     """A reply with its events' arrays, or with what stands for them."""
     if isinstance(said, Reply):
         return said
     reply: Reply = said.told
-    return replace(reply, value=unshelved(reply.value, said.kept))
+    return replace(reply, value=attach_arrays(reply.value, said.kept))
 
 
 def _seen(task: asyncio.Task[None]) -> None:

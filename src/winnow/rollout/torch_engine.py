@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from winnow.models import head_logits, hidden_states, output_head
+from winnow.models.causal_lm import head_logits, hidden_states, output_head
 from winnow.rollout.draw import draw, logprobs_along, uniform
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest, WeightUpdate
 from winnow.rollout.kv_cache import DecodeLayout, PrefillLayout, PromptBlock, SlotCache
 from winnow.rollout.slots import PendingAnswer, Slots
-from winnow.rollout.weights import Arriving, Bucket, Held
+from winnow.rollout.weights import Bucket, WeightReceipt, WeightReceiver
 from winnow.types import FinishReason, FloatArray, IntArray, Segment
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class TorchEngine:
         self._queue: list[_QueueEntry] = []
         self._events: list[CompletionEvent] = []  # that nobody has taken yet
         self._live_updates = live_updates
-        self._arriving: Arriving | None = None
+        self._arriving: WeightReceiver | None = None
         self._is_stop = torch.zeros(self._vocab, dtype=torch.bool, device=self._device)
         self._stop_ids: tuple[int, ...] = ()
         self._version = self._tick = self._generated = self._submitted = 0
@@ -186,7 +186,7 @@ class TorchEngine:
             ValueError: there are some, in an engine without live updates.
         """
         self._check_may_change()
-        before, self._arriving = self._arriving, Arriving(self._model, version)
+        before, self._arriving = self._arriving, WeightReceiver(self._model, version)
         if before is not None:  # it never came to an end
             before.settled.set_result(None)
 
@@ -199,7 +199,7 @@ class TorchEngine:
         assert self._arriving is not None, "begin_update comes first"
         return self._arriving.take(bucket)
 
-    async def finish_update(self) -> Held:
+    async def finish_update(self) -> WeightReceipt:
         """See `weights.Receiver`.
 
         Raises:

@@ -6,8 +6,8 @@
 The checksum (CRC-32, of a bucket's names, shapes and bytes) is of what an engine holds after
 copying, so that transport and copy are covered by one reading. A bucket's arrays are views of the
 trainer's tensors where those lie on the host; two buckets are alive at a time. Ranks pack buckets
-of their own and keep the arrays (`winnow.stored`), so that only names and checksums pass through
-the driver.
+of their own and keep the arrays (`winnow.workers.array_refs`), so that only names and checksums
+pass through the driver.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from winnow.errors import PublicationError
 from winnow.rollout.engine import WeightUpdate
-from winnow.stored import Gap, Here, Kept, Shelf
+from winnow.workers.array_refs import ArrayBlock, LocalRef, Placeholder, SplitResult
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Held:
+class WeightReceipt:
     """What an engine says it decodes with, at the end of an update."""
 
     version: int
@@ -106,17 +106,19 @@ class Held:
     """`Bucket.listing` over all buckets, from the version on."""
 
 
-def kept(bucket: Bucket) -> Kept:
+def kept(bucket: Bucket) -> SplitResult:
     """A bucket of which the arrays stay behind; `found` puts it together again."""
     arrays = tuple(piece.array for piece in bucket.pieces)
-    bare = [replace(p, array=Gap.of(p.array, p.array.dtype)) for p in bucket.pieces]
-    return Kept(replace(bucket, pieces=tuple(bare), known=bucket.checksum()), Here(arrays))
+    bare = [replace(p, array=Placeholder.of(p.array, p.array.dtype)) for p in bucket.pieces]
+    return SplitResult(
+        replace(bucket, pieces=tuple(bare), known=bucket.checksum()), LocalRef(arrays)
+    )
 
 
-def found(said: Kept) -> Bucket:
+def found(said: SplitResult) -> Bucket:
     """A bucket, its arrays here or stored."""
     bare: Bucket = said.told
-    shelf = Shelf(said.kept)
+    shelf = ArrayBlock(said.kept)
     gaps: list[Any] = [piece.array for piece in bare.pieces]
     arrays = [gap.filled(shelf, index) for index, gap in enumerate(gaps)]
     pieces = [replace(p, array=a) for p, a in zip(bare.pieces, arrays, strict=True)]
@@ -135,7 +137,7 @@ class Receiver(Protocol):
         """Copy it into the model; returns the checksum of what the model then holds."""
         ...
 
-    async def finish_update(self) -> Held:
+    async def finish_update(self) -> WeightReceipt:
         """All buckets came: decode with them."""
         ...
 
@@ -233,7 +235,7 @@ async def send(update: WeightUpdate, ask: Ask[Any], bucket_bytes: int = BUCKET_B
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
     for name, whole in (await ask(lambda receiver: receiver.finish_update())).items():
-        if whole != Held(version, listing):
+        if whole != WeightReceipt(version, listing):
             raise PublicationError(
                 f"weights of version {version}: {name} says that it holds version "
                 f"{whole.version} with the listing {whole.listing:#010x}, but {listing:#010x} was "
@@ -259,7 +261,7 @@ def _take(bucket: Bucket, receiver: Receiver) -> Awaitable[int]:
     return receiver.take_bucket(bucket)
 
 
-class Arriving:
+class WeightReceiver:
     """An update on its way into a model, on the receiver's side."""
 
     def __init__(self, model: nn.Module, version: int) -> None:
@@ -313,7 +315,7 @@ class Arriving:
         self._filled[piece.name] += len(piece.array)
         return Piece(piece.name, piece.dtype, piece.shape, piece.start, array_of(here))
 
-    def finish(self) -> Held:
+    def finish(self) -> WeightReceipt:
         """Everything came.
 
         Raises:
@@ -325,4 +327,4 @@ class Arriving:
                 f"weights of version {self.version}: {len(missing)} of the model's tensors did not "
                 f"come, such as {missing[0]}; export all of them"
             )
-        return Held(self.version, self._listing)
+        return WeightReceipt(self.version, self._listing)

@@ -17,13 +17,13 @@ from typing import Any
 
 from winnow.config.sampling import NoFilter, SamplingConfig
 from winnow.sampling.account import Fate, TokenAccount
+from winnow.sampling.accounting import StepAccounting
 from winnow.sampling.admission import AdmissionRule, QualifyRate
-from winnow.sampling.books import Books
 from winnow.sampling.filters import Verdict, judge
-from winnow.sampling.lives import AnswerLife, GroupLife
-from winnow.sampling.population import Dispatch, Population
+from winnow.sampling.live_groups import Dispatch, LiveGroups
 from winnow.sampling.prefix import ClosedPrefix, Outcome
 from winnow.sampling.report import StepGroups, Tally
+from winnow.sampling.states import AnswerState, GroupState
 from winnow.types import Prompt, Score, Segment, Trajectory
 
 
@@ -57,8 +57,8 @@ class Ledger:
         self.looked_at = 0
         """For this step so far."""
         self.short_steps = 0
-        self.lives = Population()
-        self.books = Books()
+        self.lives = LiveGroups()
+        self.books = StepAccounting()
         self._n, self._with_baseline = n, with_baseline
         self._rule = AdmissionRule.of(config)
         self._in_order = config.commit == "admission_order"
@@ -99,7 +99,7 @@ class Ledger:
         """Open a group for a prompt; its id is the admission index."""
         group_id = self._next_id
         history = self.rate.history(prompt.uid)
-        life = GroupLife.opened(
+        life = GroupState.opened(
             group_id, prompt, self.version, history, self._n, with_baseline=self._with_baseline
         )
         self.lives.enter(life)
@@ -265,7 +265,7 @@ class Ledger:
 
     # Inside
 
-    def _write(self, answer: AnswerLife, length: int) -> bool:
+    def _write(self, answer: AnswerState, length: int) -> bool:
         """Book what is new of an answer; whether anything is."""
         new = length - answer.tokens
         if new <= 0:
@@ -290,18 +290,18 @@ class Ledger:
             self.tally.retried_answers += attempt
             self.lives.waiting.add(life.id)
 
-    def _doom(self, life: GroupLife, error: str) -> None:
+    def _doom(self, life: GroupState, error: str) -> None:
         self.tally.failed += 1
         self.tally.last_error = error
         self._leave(life, "failed")
         self.lives.doomed[life.id] = life
         self._bury(life)
 
-    def _bury(self, life: GroupLife) -> None:
+    def _bury(self, life: GroupState) -> None:
         if life.id in self.lives.doomed and not life.running:
             self.books.settle(self.lives.doomed.pop(life.id), "failed", self.version)
 
-    def _close(self, life: GroupLife, verdict: Verdict) -> None:
+    def _close(self, life: GroupState, verdict: Verdict) -> None:
         self.books.judged(life, verdict)
         if verdict == "qualified":
             self.lives.qualified[life.id] = life
@@ -312,13 +312,13 @@ class Ledger:
             self._leave(life, "not")
             self.books.settle(life, verdict, self.version)
 
-    def _leave(self, life: GroupLife, outcome: Outcome) -> None:
+    def _leave(self, life: GroupState, outcome: Outcome) -> None:
         self.lives.leave(life)
         passed = self._prefix.close(life.id, life.prompt.uid, outcome)
         if self._in_order:
             self._queue.extend(passed)
 
-    def _drop(self, life: GroupLife, fate: Fate) -> None:
+    def _drop(self, life: GroupState, fate: Fate) -> None:
         if life.id in self.lives.open:
             self._leave(life, "dropped")
         else:

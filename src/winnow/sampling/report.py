@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from winnow.config.sampling import SamplingConfig
 from winnow.sampling.account import Fate, TokenCounts
-from winnow.sampling.lives import Settled
+from winnow.sampling.states import Settled
 from winnow.types import Group, Prompt
 
 

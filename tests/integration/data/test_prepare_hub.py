@@ -26,8 +26,8 @@ from winnow.errors import DataError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MAIN = """
-from winnow import cli
-from winnow.data_cli import app
+from winnow.cli import main as cli
+from winnow.cli.data import app
 cli.app.add_typer(app, name="data")
 cli.main()
 """

@@ -19,12 +19,12 @@ from winnow.config.reward import OverlongConfig, PartWeights, RewardConfig, User
 from winnow.config.reward_model import SequenceClassifier
 from winnow.config.sampling import VarianceFilter
 from winnow.errors import ModelError, RewardError
-from winnow.models import quiet_transformers
-from winnow.rewards.model_scorer import Forward
+from winnow.models.causal_lm import quiet_transformers
+from winnow.rewards.model import Forward
 from winnow.rewards.service import RewardService
+from winnow.runs.reward_model import make_model_scorer
 from winnow.sampling.filters import judge
-from winnow.sampling.plain import plain_prompt, prompt_from
-from winnow.trainer.reward_model import make_model_scorer
+from winnow.sampling.serialization import plain_prompt, prompt_from
 from winnow.types import Prompt, Score
 
 MESSAGES = ({"role": "system", "content": "sort"}, {"role": "user", "content": "5391:"})

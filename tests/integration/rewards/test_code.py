@@ -12,9 +12,9 @@ import pytest
 from tests.sandboxes import need_bubblewrap
 
 from winnow.config.sandbox import SandboxConfig
-from winnow.rewards.sandbox import current
 from winnow.rewards.scorers import SCORERS, code
 from winnow.rewards.scorers.code_tests import FunctionTests, ProgramTests, code_of, read_tests
+from winnow.sandbox import current
 from winnow.types import Score
 
 DOUBLE = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10"]}

@@ -16,8 +16,8 @@ import pytest
 from tests.sandboxes import need_bubblewrap, served
 
 from winnow.config.sandbox import FusionConfig, SandboxConfig
-from winnow.rewards.sandbox import current
 from winnow.rewards.scorers import code
+from winnow.sandbox import current
 
 pytestmark = [
     pytest.mark.slow,

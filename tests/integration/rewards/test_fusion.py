@@ -33,11 +33,11 @@ from winnow.config.reward import RewardConfig
 from winnow.config.sandbox import FusionConfig, SandboxConfig
 from winnow.errors import ConfigError, RewardError
 from winnow.rewards.managers.rules import Rules
-from winnow.rewards.sandbox import current
-from winnow.rewards.sandbox.fusion import FusionSandbox, result_of
-from winnow.rewards.sandbox.program import Program, SandboxError
 from winnow.rewards.scorers import code as scorer
 from winnow.rewards.task import Failure
+from winnow.sandbox import current
+from winnow.sandbox.fusion import FusionSandbox, result_of
+from winnow.sandbox.program import Program, SandboxError
 from winnow.types import Prompt
 
 TOKEN = "s3cret-token"
@@ -223,7 +223,7 @@ def test_a_slow_service_is_given_up_after_compile_run_and_ten_seconds(
         seen.append((path, body["run_timeout"], timeout_s))
         return answer(tried())
 
-    monkeypatch.setattr("winnow.rewards.http.HttpJson.post_blocking", post)
+    monkeypatch.setattr("winnow.http.client.HttpJson.post_blocking", post)
     with closing(FusionSandbox(FusionConfig(url="http://a", compile_s=3, sample_s=7))) as sandbox:
         sandbox.run_for(Program(""), 2.5)
     assert seen == [("run_code", 7, 20), ("run_code", 2.5, 15.5)]
@@ -232,7 +232,7 @@ def test_a_slow_service_is_given_up_after_compile_run_and_ten_seconds(
 def test_an_answer_that_drips_on_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving([TRIED, dripping(0.02)]) as service:
         config = FusionConfig(url=service.url, compile_s=0.1, sample_s=20)
-        monkeypatch.setattr("winnow.rewards.sandbox.fusion._SLACK_S", 0.0)
+        monkeypatch.setattr("winnow.sandbox.fusion._SLACK_S", 0.0)
         late = pytest.raises(SandboxError, match=r"did not answer within 0\.3 s, 3 times")
         with closing(FusionSandbox(config)) as sandbox, late:
             sandbox.run_for(Program(""), 0.2)

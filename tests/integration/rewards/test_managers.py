@@ -27,10 +27,10 @@ from winnow.config.reward_manager import BatchManager, CustomManager, RemoteMana
 from winnow.errors import ConfigError, RewardError
 from winnow.rewards.managers import make_manager
 from winnow.rewards.managers.protocol import Manager
-from winnow.rewards.sandbox import current
+from winnow.rewards.serve import Limits, listen
 from winnow.rewards.service import RewardService
-from winnow.rewards.serving import Limits, listen
 from winnow.rewards.task import Failure
+from winnow.sandbox import current
 from winnow.types import Prompt, Score
 
 JSON = {"Content-Type": "application/json"}

@@ -22,8 +22,8 @@ from winnow.errors import RewardError
 from winnow.observe.metrics import Metrics
 from winnow.rewards.scorers import SCORERS
 from winnow.rewards.service import RewardService
+from winnow.runs.record import _record_parts
 from winnow.sampling.filters import judge
-from winnow.trainer.record import _record_parts
 from winnow.types import Prompt, Score
 
 TAGGED = "<think>so</think><answer>#1359</answer>"

@@ -18,9 +18,9 @@ import pytest
 from tests.sandboxes import need_bubblewrap, served
 
 from winnow.config.sandbox import SandboxConfig
-from winnow.rewards.guard import is_asked_here, is_loopback
-from winnow.rewards.sandbox.program import Limits, Result
-from winnow.rewards.sandbox.request import RequestError, job_of, response_of
+from winnow.http.service import is_asked_here, is_loopback
+from winnow.sandbox.program import Limits, Result
+from winnow.sandbox.request import RequestError, job_of, response_of
 
 CONFIG = SandboxConfig(max_concurrent=2, time_s=20, output_kb=64)
 MOST = Limits.of(CONFIG)

@@ -10,8 +10,8 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from winnow.config.data import ReasoningGymTask
-from winnow.data.procedural import training_rows
 from winnow.data.sources import Row
+from winnow.data.tasks.procedural import training_rows
 from winnow.rewards.scorers import SCORERS, procedural_screen
 from winnow.rewards.scorers.procedural_screen import EXPRESSIONS, LISTS, may_pass
 from winnow.types import Score

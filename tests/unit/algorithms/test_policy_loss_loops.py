@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from winnow.algorithms.policy_loss import POLICY_LOSSES, LossTokens
+from winnow.algorithms.losses.registry import POLICY_LOSSES, LossTokens
 
 
 @dataclass(frozen=True)

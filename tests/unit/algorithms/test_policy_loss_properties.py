@@ -15,7 +15,7 @@ from tests.examples import examples
 from torch import Tensor
 
 from winnow.algorithms.aggregation import AGGREGATIONS, aggregate
-from winnow.algorithms.policy_loss import POLICY_LOSSES, LossTokens, keyed_draws
+from winnow.algorithms.losses.registry import POLICY_LOSSES, LossTokens, keyed_draws
 
 OPTIONS: dict[str, dict[str, Any]] = {
     # So that every few tokens are selected, and bounds are met at the scales below.

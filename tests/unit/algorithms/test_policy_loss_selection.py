@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from winnow.algorithms.covariance_loss import covariance
-from winnow.algorithms.policy_loss import POLICY_LOSSES, LossTokens, keyed_draws
+from winnow.algorithms.losses.covariance import covariance
+from winnow.algorithms.losses.registry import POLICY_LOSSES, LossTokens, keyed_draws
 from winnow.rollout.draw import uniform
 
 clip_cov_select = POLICY_LOSSES["clip_cov"].select

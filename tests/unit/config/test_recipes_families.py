@@ -14,7 +14,7 @@ from tests.recipes import recipe
 from winnow.config.files import RECIPES
 from winnow.config.load import available_recipes
 from winnow.config.warm_start import SftWarmStart
-from winnow.trainer.warm_start import cache_folder
+from winnow.runs.warm_start import cache_folder
 
 UNFILTERED = {
     "algorithm.aggregation": "seq-mean-token-mean",

@@ -12,10 +12,10 @@ from tests.small_tokenizers import CHAT_TEMPLATE, train_bpe
 from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
+from winnow.cli.data import app
 from winnow.data.check import DataReport, check
 from winnow.data.check_text import alike, same
 from winnow.data.prepare_instruction import with_dapo_instruction
-from winnow.data_cli import app
 from winnow.errors import DataError, ModelError
 
 WriteJsonl = Callable[..., str]

@@ -15,7 +15,7 @@ from winnow.config.data import DataConfig, SortDigitsTask
 from winnow.data.build import GeneratedPrompts, evaluation_prompts, training_prompts
 from winnow.data.loader import PromptLoader, PromptSource
 from winnow.data.prompts import LengthReport, PromptSet
-from winnow.data.sort_digits import build_tokenizer, is_held_out
+from winnow.data.tasks.sort_digits import build_tokenizer, is_held_out
 from winnow.errors import CheckpointError, DataError
 from winnow.types import Prompt
 

@@ -15,8 +15,8 @@ from winnow.errors import WorkerError
 from winnow.rollout import remote_engine
 from winnow.rollout.engine import CompletionEvent
 from winnow.rollout.engine_group import EngineGroup
-from winnow.rollout.engine_worker import EngineWorker
 from winnow.rollout.remote_engine import RemoteEngine
+from winnow.rollout.worker import EngineWorker
 
 SEEDS = 120
 CALLS = ["submit", "submit", "resume", "events", "cancel", "progress", "progress", "abort"]

@@ -13,7 +13,7 @@ from tests.small_models import digits_model
 from tests.stored import Elsewhere
 
 from winnow.errors import WorkerError
-from winnow.models import use_layout_attention
+from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout import remote_engine
 from winnow.rollout.engine import (
     AnswerRequest,
@@ -22,11 +22,11 @@ from winnow.rollout.engine import (
     SamplingParams,
     WeightUpdate,
 )
-from winnow.rollout.engine_worker import EngineWorker
 from winnow.rollout.remote_engine import RemoteEngine
 from winnow.rollout.torch_engine import TorchEngine
-from winnow.stored import Shelf, StoredArray
+from winnow.rollout.worker import EngineWorker
 from winnow.types import FloatArray, IntArray, Segment, VersionSpan
+from winnow.workers.array_refs import ArrayBlock, ArrayRef
 
 
 class Wire:
@@ -159,10 +159,10 @@ def test_an_answer_whose_prefix_is_lost_is_begun_anew(
     async def run() -> list[CompletionEvent]:
         remote, _, _ = await connected()
         (whole,) = requests([9])
-        shelf = Shelf(Lost(None))
+        shelf = ArrayBlock(Lost(None))
         prefix = Segment(
-            cast("IntArray", StoredArray(shelf, 0, 0, 4, np.int64)),
-            cast("FloatArray", StoredArray(shelf, 1, 0, 4, np.float32)),
+            cast("IntArray", ArrayRef(shelf, 0, 0, 4, np.int64)),
+            cast("FloatArray", ArrayRef(shelf, 1, 0, 4, np.float32)),
             (VersionSpan(0, 4),),
         )
         cut = replace(whole, group_id=1, answers=(AnswerRequest(0, 0, prefix),))

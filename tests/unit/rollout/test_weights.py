@@ -19,14 +19,14 @@ from tests.stored import Elsewhere
 from torch import Tensor, nn
 
 from winnow.errors import PublicationError
-from winnow.models import use_layout_attention
+from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.rollout.weights import (
-    Arriving,
     Bucket,
-    Held,
     Receiver,
+    WeightReceipt,
+    WeightReceiver,
     array_of,
     buckets,
     found,
@@ -35,7 +35,7 @@ from winnow.rollout.weights import (
     tensor_of,
     tensors,
 )
-from winnow.stored import Kept
+from winnow.workers.array_refs import SplitResult
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 
@@ -63,12 +63,12 @@ class Model:
         self.model = model
 
     async def begin_update(self, version: int) -> None:
-        self.arriving = Arriving(self.model, version)
+        self.arriving = WeightReceiver(self.model, version)
 
     async def take_bucket(self, bucket: Bucket) -> int:
         return self.arriving.take(bucket)
 
-    async def finish_update(self) -> Held:
+    async def finish_update(self) -> WeightReceipt:
         return self.arriving.finish()
 
 
@@ -158,7 +158,7 @@ def test_buckets_come_in_order_and_each_once(order: tuple[int, int]) -> None:
     made = list(buckets(WeightUpdate(1, source.tensors().items()), 40))
 
     async def run() -> None:
-        arriving = Arriving(Holder([(4, 4), (5, 5), (6,)], 1), 1)
+        arriving = WeightReceiver(Holder([(4, 4), (5, 5), (6,)], 1), 1)
         for place in order:
             arriving.take(made[place])
 
@@ -168,7 +168,7 @@ def test_buckets_come_in_order_and_each_once(order: tuple[int, int]) -> None:
 
 def test_a_receiver_of_another_model_is_found_by_the_list_of_names() -> None:
     class Liar(Model):
-        async def finish_update(self) -> Held:
+        async def finish_update(self) -> WeightReceipt:
             return replace(await super().finish_update(), listing=1)
 
     source = Holder([(3,)], 0)
@@ -250,7 +250,7 @@ def test_a_bucket_whose_arrays_stay_behind_fills_a_model_all_the_same(dtype: tor
     told = pickle.dumps(said.told)
     assert not any(piece.array.tobytes() in told for piece in whole.pieces)
     for handle in (said.kept, Elsewhere(said.kept.get())):
-        bucket = found(Kept(pickle.loads(told), handle))
+        bucket = found(SplitResult(pickle.loads(told), handle))
         assert bucket.checksum() == whole.checksum()
         assert bucket.listing(7) == whole.listing(7)
         assert getattr(handle, "fetched", 0) == 0, "a checksum and a listing need no bytes"
@@ -266,7 +266,7 @@ def test_bytes_that_changed_where_they_lie_are_noticed() -> None:
     said = kept(bucket)
     spoilt = [array.copy() for array in said.kept.get()]
     spoilt[1].view(np.uint8)[0] ^= 1
-    update = WeightUpdate(4, buckets=[found(Kept(said.told, Elsewhere(tuple(spoilt))))])
+    update = WeightUpdate(4, buckets=[found(SplitResult(said.told, Elsewhere(tuple(spoilt))))])
     with pytest.raises(PublicationError, match="holds other bytes than were sent in bucket 0"):
         asyncio.run(send(update, asker(a=Model(Holder([(3, 4), (5,)], 1)))))
 

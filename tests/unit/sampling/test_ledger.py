@@ -18,8 +18,8 @@ from engines import prompt, written
 from winnow.config.sampling import NoFilter, SamplingConfig, VarianceFilter
 from winnow.rollout.single_turn import answer_seed
 from winnow.sampling.ledger import Ledger
-from winnow.sampling.lives import Settled
 from winnow.sampling.report import StepGroups
+from winnow.sampling.states import Settled
 from winnow.types import Score, Segment, Trajectory
 
 CLASSES = ("trained", "all_right", "all_wrong", "surplus", "stale", "failed")

@@ -4,7 +4,7 @@
     200       0.5   or   {"score": 0.5, "acc": 1, …}   or   {"error": "ValueError: …"}
 
 An `error` is the sample's own failure and is not asked for again; what the connection or the
-service fails in is (`winnow.rewards.http`).
+service fails in is (`winnow.http.client`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from winnow.config.reward import RewardConfig
 from winnow.config.reward_manager import RemoteManager
 from winnow.errors import RewardError
-from winnow.rewards.http import HttpJson, RemoteError, token_of
+from winnow.http.client import HttpJson, RemoteError, token_of
 from winnow.rewards.task import Failure, checked, failure_of
 from winnow.rewards.user_function import read_result
 from winnow.types import Prompt, Score

@@ -15,10 +15,10 @@ from typing import Literal
 from winnow.config.reward import RewardConfig
 from winnow.rewards.pool import ScorerPool, default_workers
 from winnow.rewards.routing import NO_SCORER, Router
-from winnow.rewards.sandbox import current
-from winnow.rewards.sandbox.program import Sandbox
 from winnow.rewards.scorers import Scorer
 from winnow.rewards.task import Arguments, Failure, outcome, outcome_without_loop
+from winnow.sandbox import current
+from winnow.sandbox.program import Sandbox
 from winnow.types import Prompt, Score
 
 Place = Literal["by_scorer", "here", "apart"]

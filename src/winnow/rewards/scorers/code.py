@@ -11,9 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from winnow.rewards.sandbox import harness
-from winnow.rewards.sandbox.current import current
-from winnow.rewards.sandbox.program import Program, Result, Sandbox
 from winnow.rewards.scorers.code_tests import (
     FunctionTests,
     ProgramTests,
@@ -21,6 +18,9 @@ from winnow.rewards.scorers.code_tests import (
     read_tests,
     same_output,
 )
+from winnow.sandbox import harness
+from winnow.sandbox.current import current
+from winnow.sandbox.program import Program, Result, Sandbox
 from winnow.types import Score
 
 WRONG_REWARD = 0.0

@@ -1,0 +1,1 @@
+"""Policy losses and the value loss."""

@@ -1,0 +1,259 @@
+"""The command line. Imports torch and its kin only inside commands that need them.
+
+Exit codes: 0 done, 1 our mistake, 2 yours (one line says which field, which value, what to do),
+75 stopped by SIGTERM (what was reached is saved; start it again), 130 interrupted by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperOption
+
+from winnow import gc_tuning as heap
+from winnow.cli.data import app as data_app
+from winnow.cli.eval import compare_command, eval_command
+from winnow.cli.reward import app as reward_app
+from winnow.cli.sandbox import app as sandbox_app
+from winnow.errors import WinnowError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from winnow.config.root import Config
+
+app = typer.Typer(
+    name="winnow",
+    help="Train language models by reinforcement learning from verifiable rewards.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(data_app, name="data")
+app.add_typer(reward_app, name="reward")
+app.add_typer(sandbox_app, name="sandbox")
+
+Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or a YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings over the recipe's, in Hydra's grammar."),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Make the warm start anew.")]
+Step = Annotated[int | None, typer.Option(help="Checkpoint to take; the last by default.")]
+HeartbeatPipe = Annotated[int | None, typer.Option("--heartbeat", hidden=True)]
+Continued = Annotated[str | None, typer.Option("--continued", hidden=True)]
+HelpConfig = Annotated[
+    bool,
+    typer.Option(
+        "--help-config",
+        help="List every setting with its default and meaning; a prefix such as optim may follow.",
+    ),
+]
+
+
+@app.command(no_args_is_help=True)
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    help_config: HelpConfig = False,
+    heartbeat: HeartbeatPipe = None,
+    continued: Continued = None,
+) -> None:
+    """Train a recipe, for instance: winnow train quickstart."""
+    if help_config:
+        _print_settings(recipe, overrides or [])
+        return
+    config = _load(recipe, overrides)
+    words = [*(["--fresh"] if fresh else []), recipe, *(overrides or [])]
+    if config.trainer.max_restarts and heartbeat is None:
+        _supervise(config, words, None)
+    if continued is not None:
+        config = _continuing(config, continued)
+    _train(config, recipe, fresh, heartbeat)
+
+
+@app.command(no_args_is_help=True)
+def resume(
+    run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME.")],
+    overrides: Overrides = None,
+) -> None:
+    """Go on with a run that was stopped or killed, from its newest checkpoint."""
+    from winnow.observe.run_folder import RunFolder
+
+    recipe = str(RunFolder.open(run).config)
+    config = _load(recipe, overrides)
+    if config.trainer.max_restarts:
+        _supervise(config, [recipe, *(overrides or [])], run)
+    _train(_continuing(config, run), recipe, fresh=False, heartbeat=None)
+
+
+@app.command(no_args_is_help=True)
+def sft(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
+    """Make a recipe's warm start alone: supervised fine-tuning on demonstrations."""
+    config = _load(recipe, overrides)
+    with heap.growing():
+        from winnow.runs.session import run_sft
+
+    typer.echo(f"Warm start: {run_sft(config, fresh, _console())}")
+
+
+app.command("eval", no_args_is_help=True)(eval_command)
+app.command("compare", no_args_is_help=True)(compare_command)
+
+
+@app.command(no_args_is_help=True)
+def export(
+    run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME.")],
+    target: Annotated[str, typer.Argument(help="Folder to make.")],
+    step: Annotated[
+        int | None, typer.Option(help="Checkpoint to take; the last by default.")
+    ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write a LoRA adapter alone, as a PEFT folder.")
+    ] = False,
+) -> None:
+    """Write a run's model as a Hugging Face folder that AutoModelForCausalLM loads."""
+    with heap.growing():
+        from winnow.runs.export import run_export
+
+    typer.echo(f"Exported to {run_export(run, target, step, adapter)}")
+
+
+@app.command()
+def doctor(
+    runs: Annotated[str, typer.Option("--runs", help="Folder that is to hold runs.")] = "runs",
+) -> None:
+    """Say what this machine has for Winnow, what is missing, and how to get it."""
+    from winnow.cli.doctor import Health
+
+    health = Health()
+    for line in health.report(runs):
+        typer.echo(line)
+    raise typer.Exit(1 if health.faults else 0)
+
+
+@app.command()
+def recipes() -> None:
+    """List the shipped recipes."""
+    from winnow.config.files import available_recipes, evaluation_recipes
+
+    for name in available_recipes():
+        typer.echo(name)
+    typer.echo(f"\nFor winnow eval MODEL --recipe: {', '.join(evaluation_recipes())}")
+
+
+def _continuing(config: Config, folder: str) -> Config:
+    run = config.run.model_copy(update={"resume": folder})
+    return config.model_copy(update={"run": run})
+
+
+def _supervise(config: Config, words: list[str], folder: str | None) -> NoReturn:
+    """Train in a child that is started again when it fails."""
+    from winnow.runs.supervisor import Supervisor, winnow_command
+
+    trainer = config.trainer
+    supervisor = Supervisor(
+        winnow_command(words), trainer.max_restarts, trainer.stall_timeout_s, folder=folder
+    )
+    raise typer.Exit(supervisor.run())
+
+
+def _train(config: Config, recipe: str, fresh: bool, heartbeat: int | None) -> None:
+    """Train in this process, and end with the exit code of what stopped it."""
+    from winnow.runs.heartbeat import Heartbeat
+    from winnow.runs.shutdown import ShutdownSignal, Stopped
+
+    stop = ShutdownSignal()
+    try:
+        with stop.listening():
+            with heap.growing():
+                from winnow.runs.session import run_training
+
+            code = run_training(config, recipe, fresh, _console(), stop, Heartbeat(heartbeat))
+    except Stopped as stopped:
+        print(f"winnow: stopped by {stopped.reason}", file=sys.stderr)
+        code = stopped.exit_code
+    raise typer.Exit(code)
+
+
+def _load(recipe: str, overrides: list[str] | None) -> Config:
+    from winnow.config.load import load_recipe
+
+    return load_recipe(recipe, overrides or [])
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _print_settings(recipe: str, words: list[str]) -> None:
+    """Settings as the recipe and overrides resolve them, under the prefixes among `words`."""
+    from winnow.config.load import describe_config, resolve_recipe
+
+    prefixes = [word for word in words if "=" not in word]
+    config = resolve_recipe(recipe, [word for word in words if "=" in word])
+    lines = [line for prefix in prefixes or [""] for line in describe_config(config, prefix)]
+    for line in lines:
+        only = f" [only with {line.variant}]" if line.variant else ""
+        typer.echo(f"{line.key}={line.default}  ({line.type}){only}\n    {line.meaning}")
+
+
+# Threads that wait for each other spinning make a run many times slower as soon as anything
+# else wants a core; asleep they cost some speed on an idle machine, where the user may say ACTIVE.
+# Read once by OpenMP, so it must be set before torch is imported.
+_CALM_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def main() -> None:
+    """Entry point: errors for the user become one line and exit code 2."""
+    os.environ.setdefault(*_CALM_THREADS)
+    heap.leave_at_exit()
+    try:
+        sys.exit(app(prog_name="winnow", standalone_mode=False) or 0)
+    except WinnowError as error:
+        for line in str(error).splitlines():
+            print(f"winnow: {line}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except _UsageError as error:
+        # Without words it is the help of a command without arguments, which is shown already.
+        if error.format_message():
+            print(f"winnow: {_usage_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("winnow: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+_UsageError: Any = typer.BadParameter.__base__
+"""What typer raises for a command line that it cannot read; it has no name of its own there."""
+
+
+def _usage_line(error: Any) -> str:
+    """What is wrong with the words typed, the value where there is one, and where to read on."""
+    said = " ".join(error.format_message().split()).rstrip(".")
+    option = getattr(error, "param", None)
+    typed = _typed_for(option.opts) if isinstance(option, TyperOption) else None
+    got = "" if typed is None else f", got {typed!r}"
+    command = "winnow" if error.ctx is None else error.ctx.command_path
+    end = "" if said.endswith("?") else ";"
+    return f"{said[:1].lower()}{said[1:]}{got}{end} see `{command} --help`"
+
+
+def _typed_for(names: list[str]) -> str | None:
+    """What was typed for an option, in either way: `--step 3`, `--step=3`."""
+    words = sys.argv[1:]
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name in names:
+            return value if equals else following
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,379 @@
+"""`winnow reward`: try a scorer on one answer, or serve a function of yours to runs elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from winnow.errors import ConfigError, DataError, RewardError
+
+if TYPE_CHECKING:
+    from winnow.config.reward import RewardConfig, UserFunction
+    from winnow.config.root import Config
+    from winnow.types import Prompt, Score, Trajectory
+
+app = typer.Typer(
+    name="reward",
+    help="Try what scores an answer.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+_SHOWN = 300
+"""Characters of a long text that are shown."""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What came of one scoring."""
+
+    scorer: str
+    sandbox: str
+    """Which is in force; empty where no program was run."""
+    score: Score
+    """As a run would count it; `error` says why it failed."""
+    traceback: str
+    seconds: float
+    """The scoring alone, without the start of workers."""
+    printed: str
+
+
+@app.callback()
+def reward() -> None:
+    """Try what scores an answer."""
+
+
+@app.command("try", no_args_is_help=True)
+def try_command(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE] [KEY=VALUE]...",
+            help="Data file whose row is answered (or give --truth), and settings of a run, "
+            "such as reward.timeout_s=2.",
+        ),
+    ] = None,
+    row: Annotated[int | None, typer.Option(help="Row of FILE, from 1; 1 by default.")] = None,
+    answer: Annotated[
+        str | None, typer.Option(help="The answer; without it standard input is read.")
+    ] = None,
+    truth: Annotated[
+        str | None, typer.Option(help="Ground truth, over that of the row; JSON for objects.")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option(help="Data source, over that of the row: it chooses the scorer.")
+    ] = None,
+    scorer: Annotated[str | None, typer.Option(help="Scorer by name, over the routing.")] = None,
+    function: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.py[:NAME]", help="Your reward function instead of a scorer."),
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Take the settings of this recipe, or a run's config.yaml.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=0, help="Tokens of the answer, where its length is scored.")
+    ] = None,
+    prompt_key: Annotated[str, typer.Option(help="Column with the prompt.")] = "prompt",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the score as JSON.")] = False,
+) -> None:
+    """Score one answer as a run would, with its limits, and show all that came of it.
+
+    For instance: winnow reward try train.parquet --row 3 --answer "#### 42"
+    """
+    file, settings = _split(words or [])
+    if scorer is not None and function is not None:
+        raise RewardError(f"--scorer is {scorer} and --function is {function}; give one of the two")
+    if row is not None and file is None:
+        raise DataError(f"--row is {row}, but there is no FILE; name the data file first")
+    config = _config(recipe, settings, scorer, function, tokens)
+    by_one = config.reward.function.path is not None
+    any_source = by_one or config.reward.manager.name in ("remote", "custom")
+    number = 1 if row is None else row
+    prompt = _prompt(file, number, truth, source or scorer, prompt_key, any_source)
+    text = _from_stdin() if answer is None else answer
+    trial = _tried(config, prompt, text, tokens or 0, quiet=as_json)
+    if as_json:
+        typer.echo(json.dumps(_as_json(trial), ensure_ascii=False, default=str))
+    else:
+        _show(trial, prompt, text)
+    if trial.score.error:
+        raise RewardError(
+            f"scoring this answer failed: {trial.score.error}; mend the scorer, or the row"
+        )
+
+
+def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The file, and the settings."""
+    settings = [word for word in words if "=" in word and not os.path.exists(word)]
+    files = [word for word in words if word not in settings]
+    if len(files) > 1:
+        raise DataError(f"there are {len(files)} files, {' and '.join(files)}; give one")
+    return (files[0] if files else None), settings
+
+
+def _from_stdin() -> str:
+    if sys.stdin.isatty():
+        typer.echo("Type the answer, then Ctrl-D on a line of its own:", err=True)
+    return sys.stdin.read()
+
+
+def _config(
+    recipe: str | None,
+    settings: Sequence[str],
+    scorer: str | None,
+    function: str | None,
+    tokens: int | None,
+) -> Config:
+    """The settings of a recipe, or the defaults, with those given here."""
+    from winnow.config.load import resolve_recipe
+    from winnow.config.root import Config
+
+    # Hydra takes its time to load, and most trials need no settings.
+    config = resolve_recipe(recipe, settings) if recipe or settings else Config()
+    changes: dict[str, Any] = {"on_failure": "wrong"}
+    manager = config.reward.manager.name
+    for option, given in (("scorer", scorer), ("function", function)):
+        if given is not None and manager in ("remote", "custom"):
+            raise RewardError(
+                f"--{option} is {given} and reward/manager={manager}: only one of them can score; "
+                f"leave --{option} out, or set reward/manager=auto"
+            )
+    if scorer is not None:
+        changes["scorers"] = {"*": scorer}
+    if function is not None:
+        changes["function"] = _user_function(function, config.reward.function)
+    reward = config.reward.model_copy(update=changes)
+    for name, shaping in (("overlong", reward.overlong), ("cosine", reward.cosine)):
+        if tokens is None and shaping.enabled:
+            raise ConfigError(
+                f"reward.{name}.enabled=true scores the length of an answer; give it in --tokens, "
+                f"or set reward.{name}.enabled=false"
+            )
+    return config.model_copy(update={"reward": reward})
+
+
+def _user_function(named: str, section: UserFunction) -> UserFunction:
+    path, colon, name = named.rpartition(":")
+    if not colon or name.endswith(".py"):
+        return section.model_copy(update={"path": named})
+    return section.model_copy(update={"path": path, "name": name})
+
+
+def _prompt(
+    file: str | None, number: int, truth: str | None, source: str | None, key: str, any_source: bool
+) -> Prompt:
+    import numpy as np
+
+    from winnow.data.check_text import prompt_text
+    from winnow.data.sources import read_rows
+    from winnow.types import Prompt
+
+    nothing = np.zeros(0, np.int64)
+    if file is None:
+        if truth is None or (source is None and not any_source):
+            raise DataError(
+                "there is nothing to compare with; give FILE and --row, or --truth with --source "
+                "or --scorer"
+            )
+        return Prompt("try", nothing, "", source or "try", _read(truth))
+    rows = read_rows([file], key)
+    if not 1 <= number <= len(rows):
+        raise DataError(f"--row is {number}, but {file} has rows 1 to {len(rows):,}; choose one")
+    chosen = rows[number - 1]
+    return Prompt(
+        chosen.uid,
+        nothing,
+        prompt_text(chosen.messages),
+        source or chosen.data_source,
+        chosen.ground_truth if truth is None else _read(truth),
+        chosen.extra,
+        tuple(chosen.messages),
+    )
+
+
+def _read(truth: str) -> Any:
+    """An object or a list where the text is one in JSON, else the text."""
+    if truth.lstrip()[:1] in ("{", "["):
+        with contextlib.suppress(ValueError):
+            return json.loads(truth)
+    return truth
+
+
+def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) -> _Trial:
+    """Score an answer as in training, in one worker where scorers run apart.
+
+    Args:
+        quiet: keep what is printed in this process from the terminal, where a debugger wants it.
+
+    Raises:
+        RewardError: nothing can score this source, or the function's file is wrong.
+    """
+    from winnow.runs.rewarding import make_rewards
+
+    section = config.reward
+    if section.workers or (section.workers is None and section.function.path is not None):
+        section = section.model_copy(update={"workers": 1})  # more would only load the file again
+        config = config.model_copy(update={"reward": section})
+    with _listening() as heard, contextlib.ExitStack() as stack:
+        here = io.StringIO()
+        if quiet:
+            stack.enter_context(contextlib.redirect_stdout(here))
+        service = make_rewards(config, "cpu")
+        stack.callback(service.close)
+        service.check_sources([prompt.data_source])
+        scorer, sandbox = _who_scores(config.reward, prompt.data_source)
+        service.check_prompt(prompt)
+        began = time.perf_counter()
+        score = asyncio.run(service.score(prompt, _trajectory(tokens), text, training=True))
+        seconds = time.perf_counter() - began
+        traceback = service.failure_report.first_traceback.rstrip()
+    # Workers have ended, so all of their output has come.
+    return _Trial(scorer, sandbox, score, traceback, seconds, here.getvalue() + "".join(heard))
+
+
+def _who_scores(config: RewardConfig, data_source: str) -> tuple[str, str]:
+    """The name of the scorer, and the sandbox where it has one."""
+    from winnow.config.reward_manager import CustomManager, RemoteManager
+    from winnow.rewards.routing import Router
+    from winnow.sandbox.current import current
+
+    if isinstance(config.manager, RemoteManager | CustomManager):
+        section = config.manager
+        return section.url if isinstance(section, RemoteManager) else section.path, ""
+    if config.function.path is not None:
+        return config.function.name, ""
+    scorer = Router(config.scorers).scorer(data_source)
+    return scorer.name, current().description if scorer.sandboxed else ""
+
+
+def _trajectory(tokens: int) -> Trajectory:
+    import numpy as np
+
+    from winnow.types import Segment, Trajectory
+
+    zeros = np.zeros(tokens, np.int64)
+    return Trajectory((Segment(zeros, zeros.astype(np.float32), ()),), "stop")
+
+
+class _Listener(logging.Handler):
+    """Takes what workers printed, which otherwise goes to a run's log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the text of a record that has one."""
+        printed = getattr(record, "printed", None)
+        if printed is not None:
+            self.heard.append(str(printed))
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[list[str]]:
+    listener = _Listener()
+    logger = logging.getLogger("winnow.rewards.child")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(listener)
+    try:
+        yield listener.heard
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(before)
+
+
+def _as_json(trial: _Trial) -> dict[str, Any]:
+    score = trial.score
+    return {
+        "scorer": trial.scorer,
+        **({"sandbox": trial.sandbox} if trial.sandbox else {}),
+        "reward": score.reward,
+        "accuracy": score.accuracy,
+        "parts": dict(score.parts),
+        "extra": dict(score.extra),
+        "seconds": round(trial.seconds, 6),
+        "printed": trial.printed,
+        **({"error": score.error, "traceback": trial.traceback} if score.error else {}),
+    }
+
+
+def _show(trial: _Trial, prompt: Prompt, text: str) -> None:
+    score = trial.score
+    lines = [
+        ("scorer", f"{trial.scorer} (data source {prompt.data_source})"),
+        *([("sandbox", trial.sandbox)] if trial.sandbox else []),
+        *([("prompt", _short(prompt.text))] if prompt.text else []),
+        ("ground truth", _short(str(prompt.ground_truth))),
+        ("answer", _short(text)),
+        ("reward", f"{score.reward:g}{_WRONG if score.error else ''}"),
+        ("accuracy", f"{score.accuracy:g}"),
+        *((f"part {part}", f"{value:g}") for part, value in score.parts.items()),
+        *((str(key), _short(str(value))) for key, value in score.extra.items() if value != ""),
+        ("time", f"{trial.seconds:.3g} s"),
+    ]
+    width = max(len(label) for label, _ in lines)
+    for label, value in lines:
+        typer.echo(f"{label:<{width}}  {value}".rstrip())
+    if trial.printed.strip():
+        typer.echo(f"\nIt printed:\n{trial.printed.rstrip()}")
+    if trial.traceback:
+        typer.echo(f"\n{trial.traceback}", err=True)
+
+
+_WRONG = " (scoring failed: a run counts the answer as wrong, see reward.on_failure)"
+
+
+def _short(text: str) -> str:
+    """A text on one line; of a long one its two ends, because answers stand at the end."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    if len(shown) <= _SHOWN:
+        return shown
+    half = _SHOWN // 2
+    return f"{shown[:half]} … {shown[-half:]}"
+
+
+@app.command("serve", no_args_is_help=True)
+def serve_command(
+    function: Annotated[str, typer.Option(metavar="FILE.py[:NAME]", help="Your reward function.")],
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8090,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that score; half of the cores by default.")
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="Seconds for one answer.")] = 10.0,
+    token_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable with the token to ask for."),
+    ] = None,
+) -> None:
+    """Serve a reward function over HTTP for runs with reward/manager=remote."""
+    from winnow.config.reward import RewardConfig, UserFunction
+    from winnow.http.client import token_of
+    from winnow.rewards.managers import make_manager
+    from winnow.rewards.serve import QUEUE_S, Limits, listen, make_app, serve
+
+    token = token_of(token_env, "--token-env")
+    with contextlib.closing(listen(host, port, token)) as listener:
+        section = _user_function(function, UserFunction())
+        manager = make_manager(RewardConfig(function=section, workers=workers, timeout_s=timeout_s))
+        with contextlib.closing(manager):
+            bound, taken = listener.getsockname()[:2]
+            shown = f"[{bound}]" if ":" in bound else bound
+            service = make_app(manager, token, Limits(max_answer_s=timeout_s + QUEUE_S))
+            typer.echo(f"{section.name} of {section.path} scores at http://{shown}:{taken}/")
+            number = serve(service, listener)
+    typer.echo(f"winnow: stopped by {signal.Signals(number).name}", err=True)
+    raise typer.Exit(130 if number == signal.SIGINT else 0)

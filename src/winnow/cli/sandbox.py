@@ -1,0 +1,95 @@
+"""`winnow sandbox`: run programs for others."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from winnow.errors import RewardError
+
+if TYPE_CHECKING:
+    from winnow.sandbox.program import Limits
+    from winnow.sandbox.server import ServerLimits
+
+app = typer.Typer(
+    name="sandbox",
+    help="Run programs that a model wrote.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def sandbox() -> None:
+    """Run programs that a model wrote."""
+
+
+@app.command("serve")
+def serve_command(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    token_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Environment variable with the token that clients must send; a must where other "
+            "machines can reach the server.",
+        ),
+    ] = None,
+    max_concurrent: Annotated[
+        int | None,
+        typer.Option(min=1, max=256, help="Programs at once; as many as cores by default."),
+    ] = None,
+    max_queued: Annotated[int, typer.Option(min=0, help="Requests that may wait.")] = 256,
+    max_body_mb: Annotated[int, typer.Option(min=1, max=1024, help="Size of a request.")] = 16,
+    max_time_s: Annotated[
+        float, typer.Option(min=1, max=3600, help="Longest run_timeout of a request.")
+    ] = 120,
+    memory_mb: Annotated[
+        int, typer.Option(min=64, help="Largest memory_limit_MB of a request, and the default.")
+    ] = 1024,
+    output_kb: Annotated[
+        int,
+        typer.Option(min=1, help="KiB that a program may write; one that writes more is ended."),
+    ] = 1024,
+    python: Annotated[str, typer.Option(help="The interpreter.")] = "/usr/bin/python3",
+    backend: Annotated[
+        Literal["auto", "bubblewrap", "landlock"], typer.Option(help="How programs are confined.")
+    ] = "auto",
+) -> None:
+    """Serve the local sandbox by SandboxFusion's HTTP API (reward/sandbox=fusion asks for it)."""
+    try:
+        from winnow.sandbox.serving import serve
+    except ModuleNotFoundError as error:
+        raise RewardError(
+            f"winnow sandbox serve needs the package {error.name}, which is not installed; "
+            "pip install 'winnow[serve]'"
+        ) from None
+    from winnow.config.sandbox import SandboxConfig
+    from winnow.http.client import token_of
+
+    config = SandboxConfig(
+        backend=backend,
+        python=python,
+        max_concurrent=max_concurrent,
+        memory_mb=memory_mb,
+        output_kb=output_kb,
+    )
+
+    def limits(programs: Limits) -> ServerLimits:
+        return _limits(programs, max_time_s, max_body_mb << 20, max_queued)
+
+    token = token_of(token_env, "--token-env")
+    number = serve(host, port, config, limits, token, typer.echo)
+    typer.echo(f"winnow: stopped by {signal.Signals(number).name}", err=True)
+    raise typer.Exit(130 if number == signal.SIGINT else 0)
+
+
+def _limits(programs: Limits, time_s: float, body_bytes: int, queued: int) -> ServerLimits:
+    from dataclasses import replace
+
+    from winnow.sandbox.server import ServerLimits
+
+    return ServerLimits(replace(programs, time_s=time_s), body_bytes, queued)

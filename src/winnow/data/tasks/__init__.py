@@ -1,0 +1,1 @@
+"""Generated tasks and demonstrations of them."""

@@ -1,0 +1,1 @@
+"""Statistics of held-out answers, and comparisons of two evaluations."""

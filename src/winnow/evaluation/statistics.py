@@ -1,0 +1,274 @@
+"""Statistics of an evaluation: numbers for each prompt first, then means over prompts.
+
+Legend: `P` prompts, `N` answers to a prompt, `D` different parsed answers of a prompt.
+An answer counts as right where its accuracy is 1; avg@N and std@N take accuracy as it is, so
+that a scorer may give part marks.
+
+| name | for one prompt, c right answers of N |
+|---|---|
+| avg@N | mean accuracy |
+| std@N | standard deviation of the accuracies (population: divided by N) |
+| pass@k | 1 - C(N-c, k) / C(N, k): the chance that k of the N, drawn at once, hold a right one |
+| maj@k | the accuracy of the most frequent parsed answer among k of the N, over all draws at once |
+
+pass@k is eq. 1 of Chen et al. 2021 (arXiv 2107.03374). maj@k averages over the same draws, those
+of k different answers, so that maj@1 is avg@N and maj@N is what the vote of all says.
+
+Standard errors are taken over the means of prompts, because answers to one prompt are not
+independent of each other: clustering by prompt, Miller 2024 (arXiv 2411.00640), section 2.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from winnow.evaluation.student import two_sided_bound
+from winnow.observe.names import EVAL
+
+Floats = NDArray[np.float64]
+LEVEL = 0.95
+"""Of the intervals."""
+EXACT_ANSWERS = 128
+"""Up to so many answers maj@k is exact; beyond, it is a mean over random draws."""
+DRAWS = 2000
+
+
+@dataclass(frozen=True, eq=False)
+class PromptAnswers:
+    """The scored answers to one prompt."""
+
+    data_source: str
+    accuracies: Sequence[float]
+    """[N] 0..1"""
+    parsed: Sequence[Hashable | None] | None = None
+    """[N] what each answer says; None where nothing could be read. Absent: no maj@k."""
+    tokens: Sequence[int] = ()
+    """[N] lengths."""
+    truncated: Sequence[bool] = ()
+    """[N] whether the limit ended it."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts and how sure it is."""
+
+    mean: float
+    standard_error: float
+    """Over prompts: answers to one prompt are not independent. NaN for a single prompt."""
+    prompts: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % for a share: Wilson's interval at the effective number of independent answers.
+
+        That number is mean·(1-mean)/standard_error², or the number of prompts where all agree,
+        so that 30 right ones of 30 do not pretend to certainty. The bound is Student's for
+        prompts - 1 degrees of freedom (Korn and Graubard 1998), because 30 prompts are few.
+        """
+        p, n = self.mean, float(self.prompts)
+        spread = p * (1 - p)
+        if self.standard_error > 0 and spread > 0:
+            n = spread / self.standard_error**2
+        t = two_sided_bound(1 - LEVEL, max(self.prompts - 1, 1))
+        centre = (p + t**2 / (2 * n)) / (1 + t**2 / n)
+        half = t / (1 + t**2 / n) * math.sqrt(max(spread, 0.0) / n + t**2 / (4 * n**2))
+        return max(centre - half, 0.0), min(centre + half, 1.0)
+
+
+def pass_at_k(n: ArrayLike, correct: ArrayLike, k: int) -> Floats:
+    """The unbiased pass@k of each prompt, as a product that neither over- nor underflows.
+
+    Example: `pass_at_k([4], [1], 2)` is `[0.5]`.
+
+    Raises:
+        ValueError: k is not in 1..N, or correct not in 0..N.
+    """
+    answers, right = np.broadcast_arrays(
+        np.asarray(n, dtype=np.int64), np.asarray(correct, dtype=np.int64)
+    )
+    if answers.size and not 1 <= k <= answers.min():
+        raise ValueError(f"pass@k: k must lie in 1..{answers.min()} (answers a prompt), got {k}")
+    if np.any((right < 0) | (right > answers)):
+        raise ValueError("pass@k: the right answers of a prompt must lie in 0..N")
+    # C(N-c, k) / C(N, k) = product over j < k of (N-c-j) / (N-j); it is 0 once N-c-j is.
+    drawn = np.arange(k)
+    wrong = np.maximum((answers - right)[..., None] - drawn, 0)
+    ratios = wrong / (answers[..., None] - drawn)
+    return np.asarray(1.0 - ratios.prod(axis=-1), dtype=np.float64)
+
+
+def maj_at_k(
+    accuracies: Sequence[float],
+    parsed: Sequence[Hashable | None],
+    ks: Sequence[int],
+    seed: int | Sequence[int] = 0,
+    exact_answers: int = EXACT_ANSWERS,
+) -> Floats:
+    """The maj@k of one prompt for each k: the expectation over all draws of k different answers.
+
+    The most frequent parsed answer wins and brings the mean accuracy of the answers that say it;
+    equally frequent ones share: each brings its part. What could not be parsed has no vote; where
+    nobody has one, the draw brings 0. `seed` decides random draws, where there are more than
+    `exact_answers` answers.
+
+    Example: `maj_at_k([1, 1, 0], ["a", "a", "b"], [1, 2, 3])` is `[2/3, 2/3, 1]`.
+
+    Raises:
+        ValueError: a k is not in 1..N, or the lengths differ.
+    """
+    n = len(parsed)
+    if len(accuracies) != n:
+        raise ValueError(f"maj@k: {len(accuracies)} accuracies but {n} parsed answers")
+    if any(not 1 <= k <= n for k in ks):
+        raise ValueError(f"maj@k: k must lie in 1..{n} (answers a prompt), got {list(ks)}")
+    classes: dict[Hashable, int] = {}
+    labels = [-1 if p is None else classes.setdefault(p, len(classes)) for p in parsed]
+    place = np.array(labels, dtype=np.int64) + 1
+    sizes = np.bincount(place, minlength=len(classes) + 1)
+    marks = np.bincount(place, weights=accuracies, minlength=len(classes) + 1)
+    worth = marks[1:] / sizes[1:]  # [D]
+    if n <= exact_answers:
+        won = _votes(sizes[1:].tolist(), worth.tolist(), int(sizes[0]))
+        return np.array([won[k - 1] for k in ks], dtype=np.float64)
+    generator = np.random.default_rng(seed)
+    return np.array([_drawn_votes(sizes, worth, k, generator) for k in ks])
+
+
+def _drawn_votes(
+    sizes: NDArray[np.int64], worth: Floats, k: int, generator: np.random.Generator
+) -> float:
+    """The mean over `DRAWS` random draws; `sizes` [1 + D] begins with the unparsed."""
+    votes = generator.multivariate_hypergeometric(sizes, k, size=DRAWS)[:, 1:]  # [R, D]
+    most = votes.max(axis=1, keepdims=True, initial=0)
+    wins = (votes == most) & (most > 0)
+    return float(np.mean((wins @ worth) / np.maximum(wins.sum(axis=1), 1)))
+
+
+def _votes(sizes: Sequence[int], worth: Sequence[float], blank: int) -> Floats:
+    """maj@1 … maj@N of classes of these sizes, by counting the draws in which m votes win.
+
+    In polynomials in x, whose power is the number of answers drawn: a class that gets fewer than m
+    votes is sum over v < m of C(size, v) x^v, and one that gets m is C(size, m) x^m, here times u
+    for a class that ties. `won` sums over the class whose worth is counted. A draw with t others
+    on m votes is worth 1 / (t + 1) of it, which is the integral of u^t from 0 to 1: Gauss-Legendre
+    nodes give it exactly. All terms are positive, so nothing cancels.
+    """
+    n = blank + sum(sizes)
+    total = np.zeros(n + 1)
+    for m in range(1, max(sizes, default=0) + 1):
+        big = [(size, value) for size, value in zip(sizes, worth, strict=True) if size >= m]
+        others = n - sum(size for size, _ in big)  # who cannot reach m votes
+        nodes, weights = np.polynomial.legendre.leggauss((len(big) + 1) // 2)
+        u = (nodes[:, None] + 1) / 2
+        lost = np.zeros((len(u), n + 1))
+        lost[:, : others + 1] = [math.comb(others, v) for v in range(others + 1)]
+        won = np.zeros_like(lost)
+        for size, value in big:
+            top = math.comb(size, m)
+            tied = _shifted(lost, m) * top
+            won = _fewer(won, size, m) + u * top * _shifted(won, m) + value * tied
+            lost = _fewer(lost, size, m) + u * tied
+        total += weights / 2 @ won
+    return np.asarray(total[1:] / [float(math.comb(n, k)) for k in range(1, n + 1)])
+
+
+def _fewer(polynomials: Floats, size: int, m: int) -> Floats:
+    """Times sum over v < m of C(size, v) x^v."""
+    product = np.zeros_like(polynomials)
+    for v in range(m):
+        product += math.comb(size, v) * _shifted(polynomials, v)
+    return product
+
+
+def _shifted(polynomials: Floats, power: int) -> Floats:
+    """Times x^power, cut off behind the last power."""
+    if power == 0:
+        return polynomials
+    moved = np.zeros_like(polynomials)
+    moved[:, power:] = polynomials[:, :-power]
+    return moved
+
+
+def estimate(per_prompt: ArrayLike) -> Estimate:
+    """The mean over prompts with its standard error.
+
+    Raises:
+        ValueError: there is no prompt.
+    """
+    values = np.asarray(per_prompt, dtype=np.float64)
+    if values.size == 0:
+        raise ValueError("an evaluation needs at least one prompt")
+    error = float(values.std(ddof=1) / math.sqrt(values.size)) if values.size > 1 else math.nan
+    return Estimate(float(values.mean()), error, values.size)
+
+
+def default_ks(n: int) -> tuple[int, ...]:
+    """1, 2, 4, … and N itself."""
+    powers = [2**i for i in range(n.bit_length()) if 2**i <= n]
+    return tuple(dict.fromkeys([*powers, n]))
+
+
+def summarise(prompts: Sequence[PromptAnswers], seed: int = 0) -> dict[str, dict[str, Estimate]]:
+    """All statistics: data source → `avg@N`, `std@N`, `pass@k`, `maj@k` → estimate.
+
+    N is the smallest number of answers to a prompt of the source; k runs through `default_ks(N)`,
+    maj@k starts at 2, and needs parsed answers throughout. Random draws of a prompt depend on
+    `seed` and its place alone.
+
+    Raises:
+        ValueError: a prompt without answers.
+    """
+    by_source: dict[str, list[tuple[int, PromptAnswers]]] = {}
+    for place, prompt in enumerate(prompts):
+        if not prompt.accuracies:
+            raise ValueError(f"prompt {place} of {prompt.data_source} has no answer to evaluate")
+        by_source.setdefault(prompt.data_source, []).append((place, prompt))
+    return {source: _of_source(members, seed) for source, members in by_source.items()}
+
+
+def as_record(
+    sampled: Mapping[str, Mapping[str, Estimate]],
+    greedy: Mapping[str, Mapping[str, Estimate]] | None = None,
+) -> dict[str, float]:
+    """The figures as a step's record has them: `eval/SOURCE/pass@1`, `…/greedy`, `…/prompts`.
+
+    `greedy` is the summary of one greedy answer a prompt. The standard errors of avg@N and of
+    the greedy answers go along under the name with `_se`.
+    """
+    record: dict[str, float] = {}
+    for source, figures in sampled.items():
+        for name, found in figures.items():
+            record[f"{EVAL}{source}/{name}"] = found.mean
+            if name.startswith("avg@"):
+                record[f"{EVAL}{source}/{name}_se"] = found.standard_error
+                record[f"{EVAL}{source}/prompts"] = found.prompts
+    for source, figures in (greedy or {}).items():
+        record[f"{EVAL}{source}/greedy"] = figures["pass@1"].mean
+        record[f"{EVAL}{source}/greedy_se"] = figures["pass@1"].standard_error
+    return record
+
+
+def _of_source(members: Sequence[tuple[int, PromptAnswers]], seed: int) -> dict[str, Estimate]:
+    accuracies = [np.asarray(prompt.accuracies, dtype=np.float64) for _, prompt in members]
+    sizes = np.array([len(values) for values in accuracies])
+    correct = np.array([int((values >= 1).sum()) for values in accuracies])
+    n = int(sizes.min())
+    ks = default_ks(n)
+    found = {
+        f"avg@{n}": estimate([values.mean() for values in accuracies]),
+        f"std@{n}": estimate([values.std() for values in accuracies]),
+    }
+    for k in ks:
+        found[f"pass@{k}"] = estimate(pass_at_k(sizes, correct, k))
+    votes = [(place, p, p.parsed) for place, p in members if p.parsed is not None]
+    if len(votes) < len(members):
+        return found
+    per_prompt = [maj_at_k(p.accuracies, said, ks[1:], [seed, place]) for place, p, said in votes]
+    for i, k in enumerate(ks[1:]):
+        found[f"maj@{k}"] = estimate([row[i] for row in per_prompt])
+    return found

@@ -1,0 +1,149 @@
+"""The canary of a publication: do engines answer as the trainer does?
+
+A checksum says that an engine's memory holds what was sent. It does not say that it was sent under
+the right names, nor that the engine decodes with that memory and not with a copy made earlier (one
+engine keeps a stale copy of a tied output layer after every update, and reports success). So both
+sides score the same fixed sequences, each by its own code, and the log-probs must agree.
+
+    expected = canary.expected(policy)                     # the trainer's, at the new weights
+    await engine.load_weights(WeightUpdate(step, policy.export_weights(dtype)))
+    await canary.check(expected, step, engine.engines)     # raises when one of them differs
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from winnow.errors import PublicationError, WorkerError
+from winnow.learning.batch import all_micro_batches, gather_tokens, pack
+from winnow.learning.strategy import Strategy
+from winnow.types import Answer, FloatArray, Group, IntArray, Prompt, Score, Segment, Trajectory
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Nats by which log-probs of the same token may differ."""
+
+    largest: float
+    mean: float
+    """Over all tokens: finer than `largest`, as rounding errors of single tokens stand out."""
+
+
+LENGTHS = (2, 16, 64, 512)
+"""Tokens of the sequences, as far as the model has positions: what attention and rotary embeddings
+do wrong far from the start does not show near it. 594 tokens in all."""
+TOLERANCE: Mapping[torch.dtype, Limits] = {
+    torch.float64: Limits(1e-5, 1e-6),  # log-probs are fp32 in any case
+    torch.float32: Limits(5e-4, 5e-5),
+    torch.bfloat16: Limits(0.5, 0.02),
+}
+"""By dtype of the weights: five to ten times the most that was seen on a CPU over Qwen3, Qwen2 and
+Llama of 4 and 8 layers with flat and peaked outputs (fp32: 4.6e-5 and 4.6e-6, bf16: 0.093 and
+0.0037; the two sides attend and multiply in other shapes). `pytest tests/unit/workers/
+test_weights.py` says what that catches."""
+_MICROBATCH_TOKENS = 2048
+
+
+class Scoring(Protocol):
+    """An engine that can be asked what it thinks of a text."""
+
+    async def logprobs_of(
+        self, sequences: Sequence[IntArray], temperature: float = 1.0
+    ) -> list[FloatArray]:
+        """See `TorchEngine.logprobs_of`."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Canary:
+    """Fixed sequences, and how well two log-probs of a token must agree."""
+
+    sequences: tuple[IntArray, ...]
+    temperature: float
+    """Of the strategy that is compared with."""
+    limits: Limits
+
+    @classmethod
+    def drawn(
+        cls,
+        vocabulary: int,
+        positions: int,
+        dtype: torch.dtype,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> Canary:
+        """Random tokens of all the vocabulary: each row of the embeddings counts alike.
+
+        Args:
+            vocabulary: ids that the tokenizer has.
+            positions: that the model has.
+            dtype: of the weights that engines hold.
+            temperature: of the policy.
+            seed: of the tokens; the same sequences serve the whole run.
+        """
+        rng = np.random.default_rng(seed)
+        lengths = sorted({min(length, positions) for length in LENGTHS})
+        sequences = tuple(rng.integers(0, vocabulary, n) for n in lengths)
+        return cls(sequences, temperature, TOLERANCE[dtype])
+
+    def expected(self, strategy: Strategy) -> list[FloatArray]:
+        """The trainer's log-probs [L - 1] of each sequence [L]; on several ranks, all call it."""
+        batch = pack([_group(place, ids) for place, ids in enumerate(self.sequences)])
+        micro = all_micro_batches(batch, _MICROBATCH_TOKENS)
+        found = strategy.forward(micro, frozenset({"logprob"}))
+        logprobs = gather_tokens(batch, micro, [each["logprob"] for each in found])
+        parts = np.split(
+            logprobs.float().cpu().numpy(), np.cumsum([len(s) for s in self.sequences])
+        )
+        return [part[1:] for part in parts[:-1]]
+
+    async def check(
+        self, expected: Sequence[FloatArray], version: int, engines: Mapping[str, Scoring]
+    ) -> float:
+        """The largest difference in nats, over all tokens and engines.
+
+        Args:
+            expected: what `expected` gave with these weights.
+            version: of the weights, for the message.
+            engines: by name.
+
+        Raises:
+            PublicationError: one differs by more than `limits`, or is not a number.
+            WorkerError: no engine answers. Of several, one that died is left out: whoever uses
+                them learns of it at its next call.
+        """
+        asked = [e.logprobs_of(self.sequences, self.temperature) for e in engines.values()]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        serious = [error for error in errors if not isinstance(error, WorkerError)]
+        if serious or len(errors) == len(answers):
+            raise [*serious, *errors][0]
+        largest = 0.0
+        for name, found in zip(engines, answers, strict=True):
+            if isinstance(found, BaseException):
+                continue
+            pairs = zip(found, expected, strict=True)
+            gaps = np.concatenate([np.abs(own - theirs) for own, theirs in pairs])
+            most, mean = float(gaps.max()), float(gaps.mean())
+            if not (most <= self.limits.largest and mean <= self.limits.mean):
+                raise PublicationError(
+                    f"weights of version {version}: {name} does not answer as the trainer does: "
+                    f"|Δlogp| of {len(gaps)} fixed tokens is {most:.3g} nats at most and "
+                    f"{mean:.3g} on average, allowed are {self.limits.largest:g} and "
+                    f"{self.limits.mean:g}; it decodes with other weights, or computes otherwise"
+                )
+            largest = max(largest, most)
+        return largest
+
+
+def _group(place: int, ids: IntArray) -> Group:
+    """A sequence as the trainer gets one: a prompt of one token, and the rest as its answer."""
+    rest = Segment(ids[1:], np.zeros(len(ids) - 1, np.float32), ())
+    prompt = Prompt(str(place), ids[:1], "", "", None)
+    return Group(place, prompt, (Answer(Trajectory((rest,), "stop"), Score(0.0, 0.0)),))

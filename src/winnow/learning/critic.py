@@ -1,0 +1,108 @@
+"""The critic's part of a step: values once, then updates towards the returns.
+
+    values ──► advantages and returns (GAE) ──► updates on the micro-batches of the policy's
+
+Shapes: `T` packed tokens, `B` samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from winnow.algorithms.aggregation import aggregate
+from winnow.algorithms.losses.value import explained_variance, value_diagnostics, value_loss
+from winnow.learning.batch import Batch, MicroBatch
+from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder
+from winnow.learning.strategy import LossResult, Output, Outputs, Strategy
+from winnow.learning.update import run_update
+from winnow.observe.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """What an update of the critic minimizes; a loss function for a strategy.
+
+    Micro-batches must bring the columns `values`, those before the step, and `returns`.
+    """
+
+    clip: float | None = 0.5
+    """How far from its old value a value may move and still lower the loss."""
+    aggregation: str = "token-mean"
+    """A key of `AGGREGATIONS`."""
+    norm_tokens: float | None = None
+    """The constant length of seq-mean-token-sum-norm."""
+
+    @property
+    def outputs(self) -> frozenset[Output]:
+        """What the strategy must compute."""
+        return frozenset({"value"})
+
+    def __call__(self, micro: MicroBatch, outputs: Outputs) -> LossResult:
+        """The micro-batch's share of the update's loss, with `clip_share`, a sum over loss_mask."""
+        terms = (outputs["value"], micro.columns["values"], micro.columns["returns"])
+        counts = micro.counts
+        loss = aggregate(
+            value_loss(*terms, clip=self.clip),
+            micro.loss_mask,
+            micro.sample_index,
+            self.aggregation,
+            group_tokens=micro.group_tokens,
+            tokens=counts.tokens,
+            samples=counts.samples,
+            groups=counts.groups,
+            norm_tokens=self.norm_tokens,
+        )
+        sums = value_diagnostics(*terms, micro.loss_mask, clip=self.clip)
+        return LossResult(loss, {"clip_share": sums["clip_share"]})
+
+
+class Critic:
+    """A value model, in the role of the critic."""
+
+    def __init__(
+        self, strategy: Strategy, objective: ValueObjective, dealer: MicroBatchSharder = NO_SHARDING
+    ) -> None:
+        self.strategy, self.objective, self._dealer = strategy, objective, dealer
+
+    def values(self, batch: Batch, microbatch_tokens: int) -> None:
+        """Fill `batch.columns["values"]` [T]: V before each written token; 0 off gen_mask."""
+        micro = self._dealer.everything(batch, microbatch_tokens)
+        found = self.strategy.forward(micro, frozenset({"value"}))
+        values = [each["value"] for each in found]
+        batch.columns["values"] = self._dealer.gather(batch, micro, values)
+
+    def update(self, microbatches: Sequence[MicroBatch], lr: float) -> Metrics:
+        """One optimizer step on one mini-batch.
+
+        Returns:
+            `critic/…`; of an update that was skipped only the counts.
+        """
+        metrics, sums = run_update(self.strategy, self.objective, microbatches, lr, "critic")
+        if sums is not None:
+            metrics.mean("critic/value_loss", sums["loss"])
+            tokens = microbatches[0].counts.tokens
+            metrics.mean_of("critic/clip_share", sums["clip_share"], tokens)
+        return metrics
+
+
+def value_figures(batch: Batch) -> Metrics:
+    """What the critic knew of the returns before it learnt from them, over loss_mask.
+
+    Values and returns are those of the whole step, as its advantages were made of them.
+
+    Returns:
+        `critic/value` and `critic/return` as spreads, `critic/explained_variance`; nothing for no
+        tokens.
+    """
+    metrics, tokens = Metrics(), int(batch.loss_mask.sum())
+    if tokens == 0:
+        return metrics
+    values, returns = batch.columns["values"], batch.columns["returns"]
+    metrics.spread("critic/value", values[batch.loss_mask].numpy())
+    metrics.spread("critic/return", returns[batch.loss_mask].numpy())
+    sums = value_diagnostics(values, values, returns, batch.loss_mask, clip=None)
+    del sums["clip_share"]
+    explained = explained_variance(tokens, **{name: float(x) for name, x in sums.items()})
+    metrics.mean("critic/explained_variance", explained, tokens)
+    return metrics

@@ -1,0 +1,244 @@
+"""What one step learns from its groups: passes, advantages, updates.
+
+    groups ─pack─► batch ─► passes: old │ ref │ values [T]
+                     ├─► correction: weights [T], loss_mask
+                     ├─► rewards less KL ─► advantages, returns [T]
+                     └─► updates: mini-batch → micro-batches → one step of critic and policy
+
+Which of these there are is settled when the learner is built: a step computes only what its
+algorithm needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from winnow.errors import TrainingError
+from winnow.learning.advantage import AdvantageStage
+from winnow.learning.batch import Batch, cut_updates, pack
+from winnow.learning.critic import Critic, value_figures
+from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder
+from winnow.learning.importance_correction import CorrectionStage
+from winnow.learning.policy import Policy
+from winnow.learning.reference import Reference
+from winnow.observe.metrics import Metrics, Stopwatch
+from winnow.types import FloatArray, Group, IntArray
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """How a step is cut, and when learning has failed."""
+
+    groups_per_update: int
+    epochs: int
+    microbatch_tokens: int
+    overlong_filtering: bool
+    max_skipped_updates: int
+    seed: int
+    critic_microbatch_tokens: int | None = None
+    """None is microbatch_tokens."""
+    critic_max_skipped_updates: int = 5
+    critic_warmup_steps: int = 0
+    """First steps, in which only the critic learns."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models that a step asks; each holds a strategy."""
+
+    policy: Policy
+    reference: Reference | None = None
+    critic: Critic | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates by step."""
+
+    policy: Callable[[int], float]
+    critic: Callable[[int], float] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """What a step's record tells of its batch; `B` samples, in the order of the groups and their
+    answers."""
+
+    advantages: FloatArray
+    """[B]"""
+    prompt_lengths: IntArray
+    """[B] tokens."""
+    packed_tokens: int
+    """Of prompts and answers."""
+
+
+class AnyLearner(Protocol):
+    """A `Learner`, or who speaks for those of several ranks."""
+
+    @property
+    def progress(self) -> int:
+        """Moves while it gets on."""
+        ...
+
+    def learn(
+        self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
+    ) -> Learned:
+        """See `Learner.learn`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Learner.state_dict`."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Learner.load_state_dict`."""
+        ...
+
+
+class Learner:
+    """Turns groups into updates of a policy, and of a critic where there is one.
+
+    Args:
+        correct: narrows and weighs a batch before anything is counted; None leaves it.
+        with_squares: the estimator asks for squared probabilities.
+        dealer: who runs which samples.
+    """
+
+    def __init__(
+        self,
+        roles: Roles,
+        rates: Rates,
+        advantage: AdvantageStage,
+        settings: LearnerSettings,
+        correct: CorrectionStage | None = None,
+        with_squares: bool = False,
+        dealer: MicroBatchSharder = NO_SHARDING,
+    ) -> None:
+        self._roles, self._rates, self._advantage = roles, rates, advantage
+        self._dealer = dealer
+        self._settings, self._correct, self._with_squares = settings, correct, with_squares
+        self._skipped_in_a_row = {"actor": 0, "critic": 0}
+        self.progress = 0
+        """Moves with each pass and update."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What outlives a step; models and optimizers are the strategies'."""
+        return {
+            "skipped_in_a_row": dict(self._skipped_in_a_row),
+            "advantage": self._advantage.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become what `state_dict` described."""
+        self._skipped_in_a_row = dict(state["skipped_in_a_row"])
+        self._advantage.load_state_dict(state["advantage"])
+
+    def learn(
+        self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
+    ) -> Learned:
+        """Train on `groups`; books figures in `metrics` and seconds in `watch`.
+
+        Raises:
+            TrainingError: too many updates in a row had a non-finite gradient, or a number that
+                rewards are made of is not finite.
+        """
+        with watch.phase("batch"):
+            batch = pack(groups, self._settings.overlong_filtering)
+        self._passes(batch, step, metrics, watch)
+        with watch.phase("batch"):
+            if self._correct is not None:
+                batch = self._correct(batch, metrics)
+            advantages = self._advantage(groups, batch, metrics)
+            if self._roles.critic is not None:
+                metrics.merge(value_figures(batch))
+        with watch.phase("update"):
+            self._updates(groups, batch, step, metrics)
+        metrics.merge(self._dealer.figures())
+        samples_B = advantages.samples.numpy()
+        metrics.spread("score/advantage", samples_B)
+        return Learned(
+            samples_B.astype(np.float32), batch.prompt_lengths.numpy(), len(batch.token_ids)
+        )
+
+    def _passes(self, batch: Batch, step: int, metrics: Metrics, watch: Stopwatch) -> None:
+        """The columns that models fill: `old`, `ref`, `values`."""
+        roles, settings = self._roles, self._settings
+        tokens = settings.microbatch_tokens
+        with watch.phase("old_logprobs" if roles.policy.has_pass else "batch"):
+            metrics.merge(roles.policy.old_logprobs(batch, tokens, self._with_squares))
+        self.progress += 1
+        if roles.reference is not None:
+            with watch.phase("reference"):
+                roles.reference.logprobs(batch, tokens)
+            self.progress += 1
+        if roles.critic is not None:
+            with watch.phase("values"):
+                roles.critic.values(batch, settings.critic_microbatch_tokens or tokens)
+            self.progress += 1
+            if not bool(batch.columns["values"].isfinite().all()):
+                raise TrainingError(
+                    f"step {step}: the critic's values are not finite; lower critic.optim.lr, or "
+                    "look for NaN weights in critic.path"
+                )
+
+    def _updates(self, groups: Sequence[Group], batch: Batch, step: int, metrics: Metrics) -> None:
+        settings, roles = self._settings, self._roles
+        tokens = settings.microbatch_tokens
+        keys = _sample_keys(groups)
+        has_moved = False
+        for epoch in range(settings.epochs):
+            seed = (settings.seed, step, epoch)
+            updates = cut_updates(len(groups), settings.groups_per_update, seed)
+            for place, update in enumerate(updates):
+                roles.policy.choose(batch, update, keys, _draw_seed(*seed, place))
+                micro = self._dealer.update(batch, update, tokens)
+                if roles.critic is not None:
+                    assert self._rates.critic is not None
+                    own = settings.critic_microbatch_tokens
+                    parts = micro if own is None else self._dealer.update(batch, update, own)
+                    stats = roles.critic.update(parts, self._rates.critic(step))
+                    metrics.merge(stats)
+                    self._count_skips("critic", stats, step)
+                    self.progress += 1
+                if step > settings.critic_warmup_steps:
+                    stats = roles.policy.update(micro, self._rates.policy(step), has_moved)
+                    metrics.merge(stats)
+                    has_moved |= self._count_skips("actor", stats, step)
+                self.progress += 1
+
+    def _count_skips(self, role: str, stats: Metrics, step: int) -> bool:
+        """Whether the update changed the weights; one without a counted token was none."""
+        figures = stats.record()
+        if not figures.get(f"{role}/updates"):
+            return False
+        skipped = bool(figures[f"{role}/skipped_updates"])
+        in_a_row = self._skipped_in_a_row[role] + 1 if skipped else 0
+        self._skipped_in_a_row[role] = in_a_row
+        settings = self._settings
+        limits = {"actor": settings.max_skipped_updates}
+        limits["critic"] = settings.critic_max_skipped_updates
+        if in_a_row >= limits[role]:
+            where = "" if role == "actor" else "critic."
+            raise TrainingError(
+                f"step {step}: {in_a_row} updates in a row had a gradient that is not finite "
+                f"({where}optim.max_skipped_updates); lower {where}optim.lr, or look for NaN "
+                f"weights in {where or 'model.'}path"
+            )
+        return not skipped
+
+
+def _sample_keys(groups: Sequence[Group]) -> Tensor:
+    """[B] int64: a number for each sample that does not depend on its place in the batch."""
+    keys = [group.id << 16 | index for group in groups for index in range(len(group.answers))]
+    return torch.tensor(keys, dtype=torch.int64)
+
+
+def _draw_seed(*parts: int) -> int:
+    """One 64-bit seed from several numbers."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])

@@ -1,0 +1,164 @@
+"""The policy's part of a step: old log-probs if they are needed, then updates on mini-batches.
+
+The role holds a strategy and knows names of columns and figures; the strategy knows the model.
+Figures go by the names of `winnow.observe.names`.
+
+Shapes: `T` packed tokens, `B` samples. Log-probs are in nats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from winnow.algorithms.losses.tokens import keyed_draws
+from winnow.algorithms.mismatch import max_delta, mismatch_figures, mismatch_sums
+from winnow.learning.batch import Batch, MicroBatch
+from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder
+from winnow.learning.importance_correction import book_correction
+from winnow.learning.objective import MISMATCH, PolicyObjective
+from winnow.learning.strategy import Output, Stats, Strategy
+from winnow.learning.update import run_update
+from winnow.observe.metrics import Metrics
+
+_CORRECTION = "correction/"
+
+
+class Policy:
+    """The model being trained, in the role of the policy."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        objective: PolicyObjective,
+        dealer: MicroBatchSharder = NO_SHARDING,
+    ) -> None:
+        self.strategy, self.objective, self._dealer = strategy, objective, dealer
+
+    @property
+    def has_pass(self) -> bool:
+        """Whether a step begins with a pass of its own for the old log-probs."""
+        return self.objective.old == "pass"
+
+    def old_logprobs(
+        self, batch: Batch, microbatch_tokens: int, with_squares: bool = False
+    ) -> Metrics:
+        """Fill the column `old` [T] as the objective wants it, and say if that took a pass.
+
+        After a pass it is known how far the sampler was from it; else the first update tells.
+
+        Args:
+            with_squares: fill `prob_square_sum` [T] too, which needs a pass.
+
+        Returns:
+            `actor/old_pass` (1 or 0), and after a pass `mismatch/…`.
+        """
+        metrics = Metrics()
+        metrics.last("actor/old_pass", int(self.has_pass))
+        if self.objective.old == "behav":
+            batch.columns["old"] = batch.behav
+        if not self.has_pass:
+            return metrics
+        outputs: frozenset[Output] = frozenset({"logprob"})
+        if with_squares:
+            outputs |= {"prob_square_sum"}
+        micro = self._dealer.everything(batch, microbatch_tokens)
+        found = self.strategy.forward(micro, outputs)
+        old = self._dealer.gather(batch, micro, [values["logprob"] for values in found])
+        batch.columns["old"] = old
+        if with_squares:
+            squares = [values["prob_square_sum"] for values in found]
+            batch.columns["prob_square_sum"] = self._dealer.gather(batch, micro, squares)
+        pair = (old, batch.behav, batch.gen_mask)
+        sums = {name: float(total) for name, total in mismatch_sums(*pair).items()}
+        _book_mismatch(metrics, sums, float(max_delta(*pair)))
+        return metrics
+
+    def choose(self, batch: Batch, groups: Sequence[int], sample_keys: Tensor, seed: int) -> None:
+        """Fill what a loss that selects tokens asks for, for the tokens of one update.
+
+        Args:
+            groups: ordinals of the update's groups.
+            sample_keys: [B] int64, what names a sample whatever its place in the batch.
+            seed: of the draws; another one for each update.
+        """
+        objective = self.objective
+        if not objective.draws:
+            return
+        lengths = batch.offsets.diff()
+        wanted_B = torch.isin(batch.groups, torch.tensor(groups))
+        mask_T = batch.loss_mask & wanted_B.repeat_interleave(lengths)
+        draws_T = keyed_draws(seed, sample_keys.repeat_interleave(lengths), batch.positions)
+        if not objective.selects:
+            batch.columns["draws"] = draws_T
+            return
+        select = objective.loss.select
+        assert select is not None
+        columns = batch.columns
+        columns["selected"] = select(
+            columns["old"], columns["advantages"], mask_T, draws_T, **objective.options
+        )
+
+    def update(
+        self, microbatches: Sequence[MicroBatch], lr: float, has_moved: bool = False
+    ) -> Metrics:
+        """One optimizer step on one mini-batch.
+
+        Args:
+            has_moved: an update of this step has changed the weights, so that they no longer
+                tell how far the sampler was.
+
+        Returns:
+            `actor/…`, and `mismatch/…` if no pass has told it. Of an update that was skipped only
+            the counts, so that a NaN among its figures does not hide those of the others.
+        """
+        objective = replace(self.objective, tells_mismatch=not has_moved)
+        metrics, sums = run_update(self.strategy, objective, microbatches, lr, "actor")
+        if sums is not None:
+            counts = microbatches[0].counts
+            _book(metrics, sums, counts.tokens, counts.samples)
+        return metrics
+
+
+def _book(metrics: Metrics, sums: Stats, tokens: int, samples: int) -> None:
+    """The figures of an update from its sums."""
+    sums = dict(sums)
+    apart = _taken(sums, MISMATCH)
+    if apart:
+        _book_mismatch(metrics, apart, apart.pop("max_delta"))
+    correction = _taken(sums, _CORRECTION)
+    if correction:
+        book_correction(metrics, correction, tokens=tokens, samples=samples)
+    metrics.mean("actor/loss", sums.pop("loss"))
+    for name in ("policy_loss", "kl_loss"):
+        if name in sums:
+            metrics.mean(f"actor/{name}", sums.pop(name))
+    if "clip_share" in sums:
+        clipped = sums.pop("clip_share")
+        if "clip_high_share" in sums:
+            high = sums.pop("clip_high_share")
+            metrics.mean_of("actor/clip_high", high, tokens)
+            metrics.mean_of("actor/clip_low", clipped - high, tokens)
+        else:
+            metrics.mean_of("actor/clip", clipped, tokens)
+    if "dual_clip_share" in sums:
+        metrics.mean_of("actor/dual_clip", sums.pop("dual_clip_share"), tokens)
+    for name, total in sums.items():
+        metrics.mean_of(f"actor/{name}", total, tokens)
+
+
+def _taken(sums: dict[str, float], prefix: str) -> dict[str, float]:
+    """Take the sums out whose names begin so; without the prefix."""
+    names = [name for name in sums if name.startswith(prefix)]
+    return {name.removeprefix(prefix): sums.pop(name) for name in names}
+
+
+def _book_mismatch(metrics: Metrics, sums: Mapping[str, float], largest: float) -> None:
+    figures = mismatch_figures(sums)
+    for name, value in figures.items():
+        metrics.mean(f"{MISMATCH}{name}", value, sums["tokens"])
+    if figures:
+        metrics.max(f"{MISMATCH}max_delta", largest)

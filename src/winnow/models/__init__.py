@@ -1,0 +1,1 @@
+"""Hugging Face models: loading, value heads, adapters, packed attention."""

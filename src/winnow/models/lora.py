@@ -1,0 +1,270 @@
+"""Low-rank adapters through peft: trained beside frozen weights, saved as PEFT folders.
+
+peft's layers take the place of linear ones inside the model itself, so the trainer, the embedded
+engine and the reference policy run one module; with the adapter switched off it is the model that
+training began with. The adapter of a half-precision model has fp32.
+
+A PEFT folder holds the adapter alone and names its base; `PeftModel.from_pretrained` loads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from winnow.config.model import LoraAdapter
+from winnow.errors import ModelError
+from winnow.models.causal_lm import tokenizer_files, write_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_NAME = "default"
+_PEFT_PREFIX = "base_model.model."
+
+
+def add_lora(model: PreTrainedModel, adapter: LoraAdapter, seed: int) -> None:
+    """Put a new adapter into the model, in place; nothing else of it stays trainable.
+
+    The update starts at zero, so the model answers as before; A is drawn from `seed`.
+
+    Raises:
+        ModelError: peft is not installed, or a target is no linear layer, or is the head.
+    """
+    targets = adapter.target_modules
+    if not isinstance(targets, str):
+        _check_targets(model, targets)
+    config = _peft().LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        use_rslora=adapter.rslora,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=_base_name(model),
+    )
+    _inject(model, config, seed)
+
+
+def load_lora(model: PreTrainedModel, folder: Path) -> None:
+    """Put the adapter of a PEFT folder into the model, in place.
+
+    Raises:
+        ModelError: peft is not installed, or the folder is damaged or of another model.
+    """
+    if not has_adapter(model):
+        config = _peft().LoraConfig.from_pretrained(str(folder))
+        config.inference_mode = False
+        _inject(model, config, seed=0)
+    try:
+        given = load_file(folder / ADAPTER_WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{folder}: cannot load its adapter: {error}; use another one") from error
+    own = dict(adapter_weights(model))
+    shapes = {name: tensor.shape for name, tensor in own.items()}
+    if {name: tensor.shape for name, tensor in given.items()} != shapes:
+        different = {n for n in own.keys() | given.keys() if n not in own or n not in given}
+        names = sorted(different) or [n for n in own if given[n].shape != own[n].shape]
+        raise ModelError(
+            f"{folder}: its adapter is not this model's ({len(names)} weights differ, such as "
+            f"{names[0]}); give the base model and the adapter that belong together"
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(given[name])
+
+
+def adapter_base(folder: Path, instead: str | None = None) -> str | None:
+    """The model that the adapter of a PEFT folder belongs to; None where there is no adapter.
+
+    Args:
+        instead: another place of the same model, for when it is no longer where it was.
+
+    Raises:
+        ModelError: the folder does not say, or its base is gone.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        return None
+    try:
+        base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is damaged: {error}; use another checkpoint") from error
+    if not base:
+        raise ModelError(f"{path} names no base_model_name_or_path; write the base model's there")
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        if instead is None:
+            raise ModelError(f"{folder} is an adapter of {base}, which is gone; put it back there")
+        return instead
+    return cast(str, base)
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether one was put in."""
+    return bool(getattr(model, "peft_config", None))
+
+
+@contextlib.contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """The model answers without its adapter within the block.
+
+    Raises:
+        ModelError: it has none.
+    """
+    if not has_adapter(model):
+        raise ModelError("the adapter is to be switched off, but the model has none")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    layers = [module for module, _ in _layers(model)]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        # peft makes all of an adapter trainable again, frozen parts of it too.
+        model.requires_grad_(False)
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def is_adapters(name: str) -> bool:
+    """Whether a parameter of this name is the adapter's."""
+    return ".lora_" in name
+
+
+def plain_name(name: str) -> str:
+    """What a parameter of an adapted model is called without the adapter."""
+    return name.replace(".base_layer.", ".")
+
+
+def adapter_dropouts(model: nn.Module) -> list[nn.Module]:
+    """Dropout layers of the adapter, which act when `training` is set on them."""
+    if not has_adapter(model):
+        return []
+    found = (layer.lora_dropout[_NAME] for layer, _ in _layers(model))
+    return [dropout for dropout in found if isinstance(dropout, nn.Dropout)]
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The adapter's tensors by PEFT's names; they are live."""
+    for name, parameter in model.named_parameters():
+        if is_adapters(name):
+            yield _PEFT_PREFIX + name.replace(f".{_NAME}", ""), parameter.detach()
+
+
+def merged_weights(tensors: dict[str, Tensor], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an adapted model under the names it had without; the update is added.
+
+    The sum is taken in fp32 (or fp64) and rounded to the weight's dtype; all others are live.
+    """
+    updated = {f"{name}.base_layer.weight": layer for layer, name in _layers(model)}
+    for name, tensor in tensors.items():
+        if is_adapters(name):
+            continue
+        plain = plain_name(name)
+        layer = updated.get(name)
+        yield plain, tensor.detach() if layer is None else _merged(layer, tensor.detach())
+
+
+def merge(model: PreTrainedModel) -> None:
+    """Add the update to the weights and take the adapter out, in place."""
+    for layer, name in list(_layers(model)):
+        base = layer.base_layer
+        base.weight.data = _merged(layer, base.weight.detach())
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, base)
+    del model.peft_config
+
+
+def adapter_writer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[dict[str, Tensor], Path], None]:
+    """Writes a PEFT folder with tokenizer, given the tensors of `adapter_weights`.
+
+    Like `models.model_writer`, for a thread beside training.
+    """
+    files = tokenizer_files(tokenizer)
+    config = cast(Any, model).peft_config[_NAME]
+
+    def write(weights: dict[str, Tensor], folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(str(folder))
+        _sort_targets(folder / ADAPTER_CONFIG)
+        plain = {name: tensor.contiguous() for name, tensor in weights.items()}
+        save_file(plain, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        write_files(files, folder)
+
+    return write
+
+
+def _sort_targets(path: Path) -> None:
+    """peft writes a set, whose order is another one in each process."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(content["target_modules"], list):
+        content["target_modules"].sort()
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ModelError(
+            "model/adapter=lora needs peft, which is not installed; pip install 'winnow[peft]'"
+        ) from error
+    return peft
+
+
+def _inject(model: PreTrainedModel, config: Any, seed: int) -> None:
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
+    for name, parameter in model.named_parameters():
+        if is_adapters(name):
+            # As PeftModel does, so that what is saved here answers alike there.
+            parameter.data = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).data
+    model.to(device).eval()
+
+
+def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+    head = model.get_output_embeddings()
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    last = sorted({name.rpartition(".")[2] for name, m in linear.items() if m is not head})
+    for target in targets:
+        chosen = [m for n, m in linear.items() if n == target or n.endswith(f".{target}")]
+        if not chosen or any(module is head for module in chosen):
+            fault = "is the head, which gets none" if chosen else "is no linear layer of the model"
+            raise ModelError(
+                f"model.adapter.target_modules: {target} {fault}; choose from {', '.join(last)}"
+            )
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """The layers that have the adapter, with their names."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+            yield module, name
+
+
+def _merged(layer: Any, weight: Tensor) -> Tensor:
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    a, b = (part[_NAME].weight.detach().to(exact) for part in (layer.lora_A, layer.lora_B))
+    update: Tensor = layer.scaling[_NAME] * (b @ a)
+    return (weight.to(exact) + update).to(weight.dtype)
+
+
+def _base_name(model: PreTrainedModel) -> str:
+    name = cast(str, model.name_or_path)
+    return str(Path(name).resolve()) if Path(name).is_dir() else name

@@ -1,0 +1,272 @@
+"""From a recipe to the objects of a run: the one place where concrete classes are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from winnow.config.load import dump_config
+from winnow.config.root import Config
+from winnow.config.sampling import BandFilter, VarianceFilter
+from winnow.data.build import evaluation_prompts, training_prompts
+from winnow.data.loader import PromptLoader
+from winnow.errors import ConfigError
+from winnow.evaluation.evaluator import EvaluationSettings, Evaluator
+from winnow.observe.jsonl import MetricsLog
+from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
+from winnow.observe.run_folder import RunFolder
+from winnow.observe.sinks import Sinks
+from winnow.rewards.service import Rewards
+from winnow.rollout.engine import Engine, SamplingParams
+from winnow.rollout.engine_group import EngineGroup
+from winnow.runs.build_learner import needs_of
+from winnow.runs.checkpoint import Content, Retention, sync
+from winnow.runs.checkpoint_upload import CheckpointUpload
+from winnow.runs.loading import Policies, check_positions, longest_prompt
+from winnow.runs.loop import Course, Parts, Schedule
+from winnow.runs.saver import Saver
+from winnow.runs.scoring import TrainingScores
+from winnow.runs.shutdown import ShutdownSignal
+from winnow.runs.state import RunState, Stateful
+from winnow.runs.throughput import Throughput
+from winnow.runs.topology import Topology
+from winnow.sampling.report import Progress
+from winnow.sampling.stream import Sampler
+
+LAG_OF_SCORERS_APART = 16
+"""Decode ticks; measured by benchmarks/deterministic.py."""
+
+
+def use_machine(config: Config, holds_model: bool = True) -> torch.device:
+    """Set the number of threads, and choose the device of this process.
+
+    Args:
+        holds_model: else it is the CPU, and no GPU is asked for anything: they are for others.
+
+    Raises:
+        ConfigError: run.device is cuda and there is none.
+    """
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    if config.run.device == "cpu" or not holds_model:
+        return torch.device("cpu")
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def rollout_sampling(config: Config, policy: Policies) -> SamplingParams:
+    """How training answers are drawn."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop_token_ids=policy.stop_ids,
+        stop=rollout.stop,
+    )
+
+
+def score_lag_ticks(config: Config, rewards: Rewards, data_sources: Iterable[str]) -> int:
+    """`sampling.score_lag_ticks`, chosen where the recipe leaves it open."""
+    given = config.sampling.score_lag_ticks
+    if given is not None:
+        return given
+    is_late = config.run.deterministic and rewards.takes_time(data_sources)
+    return LAG_OF_SCORERS_APART if is_late else 0
+
+
+def make_evaluator(
+    config: Config,
+    policy: Policies,
+    engine: Engine,
+    file_of: Callable[[int], Path],
+    rewards: Rewards,
+) -> Evaluator:
+    """Held-out prompts, checked against the scorers.
+
+    Raises:
+        DataError: the evaluation data is not usable.
+        RewardError: a source has no scorer.
+    """
+    held_out = evaluation_prompts(config.data, policy.tokenizer)
+    check_positions(config, policy.path, policy.model, longest_prompt(config, held_out))
+    rewards.check_sources(held_out.data_sources, held_out=True)
+    sampling = rollout_sampling(config, policy)
+    return Evaluator(
+        engine,
+        held_out.prompts[: config.evaluation.max_prompts],
+        rewards,
+        EvaluationSettings.of(config.evaluation, sampling, config.run.seed),
+        policy.decode,
+        file_of,
+        config.observe.rollout_text_groups,
+        held_out.report.filtered,
+    )
+
+
+@dataclass(frozen=True)
+class Built:
+    """A run that is ready to start."""
+
+    parts: Parts
+    course: Course
+    evaluator: Evaluator
+    notes: tuple[str, ...]
+    """What the user should know about the data before it starts."""
+
+
+def make_saver(config: Config, folder: RunFolder) -> Saver:
+    """What writes checkpoints into a run's folder."""
+    trainer = config.trainer
+
+    def sync_folders() -> None:
+        for path in (folder.path, folder.rollouts, folder.evaluations):
+            if path.is_dir():
+                sync(path)
+
+    retention = Retention(trainer.keep_last, trainer.keep_every, trainer.keep_best)
+    if trainer.checkpoint_url is None:
+        return Saver(folder.checkpoints, retention, before=sync_folders)
+    mirror = CheckpointUpload(trainer.checkpoint_url, folder.path)
+    return Saver(folder.checkpoints, retention, before=sync_folders, after=mirror.push)
+
+
+def make_state(
+    config: Config,
+    placed: Topology,
+    parts: Mapping[str, Stateful],
+    metrics: MetricsLog,
+    saver: Saver,
+) -> RunState:
+    """What a checkpoint holds."""
+    return RunState(
+        placed.tensors,
+        parts,
+        metrics.offset,
+        saver.save,
+        partial(Content, config=dump_config(config), machine=placed.machine),
+        config.trainer.keep_best,
+    )
+
+
+def build(
+    config: Config,
+    policy: Policies,
+    folder: RunFolder,
+    sinks: Sinks,
+    metrics: MetricsLog,
+    saver: Saver,
+    stop: ShutdownSignal,
+    rewards: Rewards,
+    placed: Topology,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Built:
+    """Everything that `loop.train` sequences.
+
+    Raises:
+        WinnowError: data, scorers and model do not fit what the recipe asks.
+    """
+    source = training_prompts(config.data, policy.tokenizer, config.run.seed)
+    check_positions(config, policy.path, policy.model, longest_prompt(config, source))
+    rewards.check_sources(source.data_sources)
+    rewards.check_prompt(source.prompt(0))
+    if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
+        rewards.require_metric(config.sampling.filter.metric, source.data_sources)
+    loader = PromptLoader(source, config.run.seed, config.data.shuffle)
+    engine = placed.engine
+    evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin())
+    with_baseline = "greedy" in needs_of(config)
+    step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
+    scores = TrainingScores(rewards, patience=step_answers)
+    lag = score_lag_ticks(config, rewards, source.data_sources)
+    sampler = Sampler(
+        config.sampling.model_copy(update={"score_lag_ticks": lag}),
+        engine=engine,
+        next_prompt=loader.next,
+        give_back=loader.give_back,
+        score=scores,
+        n=config.rollout.n,
+        sampling=rollout_sampling(config, policy),
+        run_seed=config.run.seed,
+        with_baseline=with_baseline,
+        drop_failed_scores=config.reward.on_failure == "drop_group",
+        deterministic=config.run.deterministic,
+        look_ticks=engine.quantum_ticks if isinstance(engine, EngineGroup) else 1,
+        on_progress=on_progress,
+    )
+    states: dict[str, Stateful] = {
+        "sampler": sampler,
+        "loader": loader,
+        "learner": placed.learner,
+    }
+    parts = Parts(
+        sampler=sampler,
+        learner=placed.learner,
+        engine=engine,
+        evaluator=evaluator,
+        sinks=sinks,
+        publish=placed.publish,
+        throughput=Throughput(
+            placed.passes, placed.device, config.observe.peak_tflops, placed.ranks
+        ),
+        state=make_state(config, placed, states, metrics, saver),
+        stop=stop,
+        keep_rollouts=_rollout_writer(config, folder, policy.decode),
+        check_scoring=scores.end_step,
+        scoring_figures=rewards.figures,
+    )
+    course = _course(config, bool(evaluator.prompts))
+    return Built(parts, course, evaluator, (*_notes(source), *placed.notes))
+
+
+def _course(config: Config, has_evaluation: bool) -> Course:
+    steps = config.trainer.steps
+    return Course(
+        first_step=1,
+        steps=steps,
+        evaluate_before=config.evaluation.before and has_evaluation,
+        evaluations=Schedule(config.evaluation.every, steps),
+        checkpoints=Schedule(config.trainer.save_every, steps),
+    )
+
+
+def _rollout_writer(
+    config: Config, folder: RunFolder, decode: Decode
+) -> Callable[[int, Sequence[RolloutGroup]], None]:
+    def write(step: int, groups: Sequence[RolloutGroup]) -> None:
+        chosen = choose_text_groups(
+            [entry.group.id for entry in groups],
+            config.observe.rollout_text_groups,
+            config.run.seed,
+            step,
+        )
+        write_rollouts(
+            folder.rollout(step),
+            step,
+            groups,
+            version=step - 1,
+            text_groups=chosen,
+            decode=decode,
+        )
+
+    return write
+
+
+def _notes(source: Any) -> list[str]:
+    report = getattr(source, "report", None)
+    if report is None:
+        return []
+    notes = [f"{report.rows:,} rows of training data"]
+    if report.filtered:
+        notes.append(f"{report.filtered:,} left out: longer than data.max_prompt_tokens")
+    if report.cut:
+        notes.append(f"{report.cut:,} cut to data.max_prompt_tokens")
+    return ["; ".join(notes)]

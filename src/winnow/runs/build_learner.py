@@ -1,0 +1,231 @@
+"""The learning side of a run, built from its recipe: roles, their models, what a step computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from winnow.algorithms.estimators import ESTIMATORS, Need
+from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms.schedule import lr_at
+from winnow.config.correction import CorrectionConfig, NoRejection, NoWeight
+from winnow.config.kl import AdaptiveRewardKl, LossKl, NoKl
+from winnow.config.model import NoAdapter
+from winnow.config.optim import OptimConfig
+from winnow.config.root import Config
+from winnow.learning.advantage import AdvantageStage
+from winnow.learning.critic import Critic, ValueObjective
+from winnow.learning.importance_correction import CorrectionStage
+from winnow.learning.kl_penalty import Adaptation, KlPenalty
+from winnow.learning.learner import Learner, LearnerSettings, Rates, Roles
+from winnow.learning.objective import KlTerm, OldSource, PolicyObjective
+from winnow.learning.policy import Policy
+from winnow.learning.reference import Reference
+from winnow.learning.strategy import Strategy
+from winnow.runs.model_factory import ModelFactory
+from winnow.runs.throughput import Passes
+
+
+@dataclass(frozen=True)
+class Learning:
+    """A learner with the strategies it steps."""
+
+    learner: Learner
+    policy: Strategy
+    passes: Passes
+    """What a step computes."""
+    others: dict[str, Strategy] = field(default_factory=dict)
+    """By role: what learns beside the policy, and is saved with it."""
+    notes: tuple[str, ...] = ()
+    """What the user should know before it starts."""
+
+
+def needs_of(config: Config) -> frozenset[Need]:
+    """What the recipe's estimator asks for beyond rewards."""
+    return ESTIMATORS[config.algorithm.advantage.name].needs
+
+
+def needs_start(config: Config) -> bool:
+    """Whether something of a resumed run is made of the model that the run began from."""
+    return (
+        not isinstance(config.model.adapter, NoAdapter)
+        or (_needs_reference(config) and config.reference.path is None)
+        or ("values" in needs_of(config) and config.critic.path is None)
+    )
+
+
+def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Learning:
+    """Everything that learns, and the reference.
+
+    Args:
+        holder: of the models.
+        start: folder of the model that the run began with; None where `needs_start` is not.
+
+    Raises:
+        ModelError: a model of the recipe cannot be loaded.
+    """
+    policy = holder.policy()
+    dealer = holder.dealer
+    rates = Rates(_rate(config, config.optim))
+    critic, others = None, {}
+    if "values" in needs_of(config):
+        path = config.critic.path or start
+        assert path is not None, "the caller was to give the start"
+        others["critic"] = holder.critic(path)
+        loss = config.critic.value_loss
+        limit = config.rollout.max_response_tokens
+        objective = ValueObjective(loss.clip, loss.aggregation, limit)
+        critic = Critic(others["critic"], objective, dealer)
+        rates = Rates(rates.policy, _rate(config, config.critic.optim))
+    reference = _reference(config, start, policy, holder) if _needs_reference(config) else None
+    trainer, algorithm = config.trainer, config.algorithm
+    settings = LearnerSettings(
+        groups_per_update=trainer.mini_batch_groups or config.sampling.groups_per_step,
+        epochs=trainer.epochs,
+        microbatch_tokens=trainer.microbatch_tokens,
+        overlong_filtering=algorithm.overlong_filtering,
+        max_skipped_updates=config.optim.max_skipped_updates,
+        seed=config.run.seed,
+        critic_microbatch_tokens=config.critic.microbatch_tokens,
+        critic_max_skipped_updates=config.critic.optim.max_skipped_updates,
+        critic_warmup_steps=config.critic.warmup_steps if critic else 0,
+    )
+    advantage = algorithm.advantage
+    learner = Learner(
+        Roles(Policy(policy, make_objective(config), dealer), reference, critic),
+        rates,
+        AdvantageStage(advantage.name, advantage.model_dump(exclude={"name"}), _kl_penalty(config)),
+        settings,
+        _correction_stage(algorithm.correction),
+        with_squares="probs" in needs_of(config),
+        dealer=dealer,
+    )
+    passes = Passes(
+        policy.parameters,
+        trainer.epochs,
+        forwards=(old_source(config) == "pass") + (reference is not None),
+        critic_parameters=sum(strategy.parameters for strategy in others.values()),
+    )
+    return Learning(learner, policy, passes, others, tuple(_kl_notes(config)))
+
+
+def make_objective(config: Config) -> PolicyObjective:
+    """What an update of the policy minimizes."""
+    algorithm = config.algorithm
+    kl = algorithm.kl.loss
+    correction = algorithm.correction
+    in_loss = correction.mode != "recompute" and _corrects(correction)
+    return PolicyObjective(
+        policy_loss=algorithm.policy_loss.name,
+        options=algorithm.policy_loss.model_dump(exclude={"name"}),
+        aggregation=algorithm.aggregation,
+        norm_tokens=algorithm.aggregation_norm_tokens or config.rollout.max_response_tokens,
+        entropy_coef=algorithm.entropy_coef,
+        kl=KlTerm(kl.coef, kl.estimator, kl.importance_weight) if isinstance(kl, LossKl) else None,
+        old=old_source(config),
+        correction=_correction_options(correction) if in_loss else None,
+    )
+
+
+def old_source(config: Config) -> OldSource:
+    """Where `old` comes from; a pass of its own only where something needs one.
+
+    With one update a step the weights of the update's own forward pass are those before the
+    step, so that pass gives `old` exactly, whatever sampled the tokens.
+    """
+    algorithm, trainer = config.algorithm, config.trainer
+    if algorithm.correction.mode == "bypass":
+        return "behav"
+    if algorithm.correction.mode == "fused":
+        return "current"
+    loss, kl = POLICY_LOSSES[algorithm.policy_loss.name], algorithm.kl
+    groups = config.sampling.groups_per_step
+    one_update = trainer.epochs == 1 and (trainer.mini_batch_groups or groups) == groups
+    weighs_kl = isinstance(kl.loss, LossKl) and kl.loss.importance_weight
+    in_updates = not one_update and (loss.uses_old or weighs_kl)
+    before_updates = (
+        _corrects(algorithm.correction)
+        or not isinstance(kl.reward, NoKl)
+        or "probs" in needs_of(config)
+        or loss.select is not None
+    )
+    return "pass" if in_updates or before_updates else "current"
+
+
+def _rate(config: Config, optim: OptimConfig) -> Any:
+    return partial(
+        lr_at,
+        total_steps=config.trainer.steps,
+        lr=optim.lr,
+        warmup_steps=optim.warmup_steps,
+        schedule=optim.schedule,
+        final_lr_ratio=optim.final_lr_ratio,
+    )
+
+
+def _needs_reference(config: Config) -> bool:
+    kl = config.algorithm.kl
+    return not (isinstance(kl.reward, NoKl) and isinstance(kl.loss, NoKl))
+
+
+def _reference(
+    config: Config, start: str | None, policy: Strategy, holder: ModelFactory
+) -> Reference:
+    """A frozen copy; with an adapter, unless another folder is named, the model without it."""
+    own = config.reference
+    if own.path is None and not isinstance(config.model.adapter, NoAdapter):
+        return Reference(policy, policy.adapter_off, holder.dealer)
+    path = own.path or start
+    assert path is not None, "the caller was to give the start"
+    return Reference(holder.reference(path), dealer=holder.dealer)
+
+
+def _kl_penalty(config: Config) -> KlPenalty | None:
+    kl = config.algorithm.kl.reward
+    if isinstance(kl, NoKl):
+        return None
+    aim = Adaptation(kl.target, kl.horizon_samples) if isinstance(kl, AdaptiveRewardKl) else None
+    return KlPenalty(kl.coef, kl.estimator, aim)
+
+
+def _corrects(correction: CorrectionConfig) -> bool:
+    return not (
+        isinstance(correction.weight, NoWeight) and isinstance(correction.rejection, NoRejection)
+    )
+
+
+def _correction_stage(correction: CorrectionConfig) -> CorrectionStage | None:
+    if correction.mode != "recompute" or not _corrects(correction):
+        return None
+    normalize = getattr(correction.weight, "normalize", False)
+    return CorrectionStage(_correction_options(correction), normalize)
+
+
+def _correction_options(correction: CorrectionConfig) -> dict[str, Any]:
+    """Arguments of `algorithms.correction.correct`."""
+    options: dict[str, Any] = {}
+    if not isinstance(correction.weight, NoWeight):
+        options["weight"] = correction.weight.name
+        options["weight_options"] = correction.weight.model_dump(exclude={"name", "normalize"})
+    if not isinstance(correction.rejection, NoRejection):
+        options["rejection"] = correction.rejection.name
+        options["rejection_options"] = correction.rejection.model_dump(exclude={"name"})
+    return options
+
+
+_GRADIENT_FAULTS = {
+    "k1": "has no gradient in expectation",
+    "abs": "has a biased gradient",
+    "k3": "has a biased gradient",
+}
+
+
+def _kl_notes(config: Config) -> list[str]:
+    kl = config.algorithm.kl.loss
+    if not isinstance(kl, LossKl) or kl.importance_weight or kl.estimator not in _GRADIENT_FAULTS:
+        return []
+    return [
+        f"Warning: algorithm.kl.loss.estimator={kl.estimator} in the loss "
+        f"{_GRADIENT_FAULTS[kl.estimator]}; k2 or k3+ have the KL's own"
+    ]

@@ -1,0 +1,58 @@
+"""A run's model as a folder of its own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from winnow.config.load import load_recipe
+from winnow.config.model import ModelConfig
+from winnow.data.tokenizer import load_tokenizer
+from winnow.errors import ConfigError, WinnowError
+from winnow.models.causal_lm import save_model
+from winnow.models.lora import adapter_base, merge
+from winnow.observe.run_folder import RunFolder
+from winnow.runs.checkpoint import CONFIG
+from winnow.runs.commands import find_checkpoint
+from winnow.runs.loading import load_policy_model
+
+
+def run_export(run: str, target: str, step: int | None, adapter: bool = False) -> Path:
+    """Write a checkpoint's model to `target` as a Hugging Face folder; an adapter is merged.
+
+    Args:
+        adapter: write the adapter alone, as a PEFT folder.
+
+    Raises:
+        WinnowError: no such run or checkpoint, no adapter where one is asked for, or the target
+            is not a new folder.
+    """
+    checkpoint = find_checkpoint(RunFolder.open(run), step)
+    path = Path(target)
+    if path.exists():
+        raise ConfigError(f"{target} exists already; name a folder that does not")
+    base = adapter_base(checkpoint.model)
+    if adapter and base is None:
+        raise ConfigError(f"{run} was trained without an adapter; leave --adapter out")
+    draft = path.with_name(f".{path.name}.partial")
+    try:
+        if base is None or adapter:
+            shutil.copytree(checkpoint.model, draft)
+        else:
+            config = load_recipe(str(checkpoint.path / CONFIG))
+            _write_merged(config.model, checkpoint.model, draft)
+        draft.rename(path)
+    except OSError as error:
+        raise WinnowError(f"cannot write {target}: {error}; choose another folder") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return path
+
+
+def _write_merged(config: ModelConfig, folder: Path, target: Path) -> None:
+    """The base model with the adapter of `folder` in its weights."""
+    model = load_policy_model(config, str(folder), torch.device("cpu"), seed=0)
+    merge(model)
+    save_model(model, load_tokenizer(str(folder), config.trust_remote_code), target)

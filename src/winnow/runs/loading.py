@@ -1,0 +1,153 @@
+"""The policy's model and tokenizer as a recipe asks for them: base, adapter, frozen weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from winnow.config.model import LoraAdapter, ModelConfig
+from winnow.config.root import Config
+from winnow.data.prompts import PromptSet
+from winnow.data.text import decoder
+from winnow.data.tokenizer import load_tokenizer, stop_token_ids
+from winnow.errors import ModelError
+from winnow.models.causal_lm import freeze, load_causal_lm, torch_dtype
+from winnow.models.lora import adapter_base, add_lora, load_lora
+from winnow.models.sharded_loading import hollow_causal_lm
+from winnow.observe.rollouts import Decode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_policy_model(
+    config: ModelConfig,
+    path: str,
+    device: torch.device,
+    seed: int,
+    start: str | None = None,
+    read: Callable[[str, torch.dtype, torch.device, bool], PreTrainedModel] = load_causal_lm,
+) -> PreTrainedModel:
+    """The model to train, from a model's folder or from a checkpoint's with an adapter.
+
+    Args:
+        path: not `config.path` where a warm start or a checkpoint gives the model.
+        seed: of a new adapter.
+        start: where the model lies now that an adapter belongs to, if that has moved.
+        read: a model's folder, given dtype, device, and whether code in it may run.
+
+    Raises:
+        ModelError: model, adapter or frozen weights are not what the recipe says.
+    """
+    base = adapter_base(Path(path), start or config.path)
+    # Else what it started from would not be the model with the adapter switched off.
+    if base is not None and (path == config.path or not isinstance(config.adapter, LoraAdapter)):
+        raise ModelError(
+            f"model.path {path} is an adapter; merge it into its model first, as winnow export "
+            "does for a run, and give that"
+        )
+    dtype = torch_dtype(config.dtype)
+    model = read(base or path, dtype, device, config.trust_remote_code)
+    if base is not None:
+        load_lora(model, Path(path))
+    elif isinstance(config.adapter, LoraAdapter):
+        add_lora(model, config.adapter, seed)
+    if config.freeze:
+        freeze(model, config.freeze)
+    return model
+
+
+@dataclass(frozen=True)
+class Policies:
+    """A model in memory with all that reads and writes its tokens."""
+
+    path: str
+    device: torch.device
+    model: PreTrainedModel
+    """Hollow where others hold the weights."""
+    tokenizer: PreTrainedTokenizerBase
+    decode: Decode
+    vocabulary: int
+    """Ids below it are the tokenizer's; the embedding may be padded beyond."""
+    stop_ids: tuple[int, ...]
+    tokenizer_folder: str
+
+
+def load_policy(
+    config: Config,
+    path: str,
+    device: torch.device,
+    start: str | None = None,
+    hollow: bool = False,
+) -> Policies:
+    """The model and tokenizer of a folder.
+
+    Args:
+        hollow: without the model's weights.
+        start: where the model lies now that an adapter in `path` belongs to, if that has moved.
+
+    Raises:
+        ModelError: one of them is missing, broken, or they do not fit each other.
+    """
+    given = config.model.tokenizer
+    field = "model.tokenizer" if given else "model.path"
+    tokenizer = load_tokenizer(given or path, config.model.trust_remote_code, field)
+    read = _hollow if hollow else load_causal_lm
+    model = load_policy_model(config.model, path, device, config.run.seed, start, read)
+    vocabulary = max(tokenizer.get_vocab().values()) + 1
+    embedded = cast(int, model.config.vocab_size)
+    if vocabulary > embedded:
+        raise ModelError(
+            f"model.path {path}: the tokenizer has {vocabulary} tokens, the model only {embedded}; "
+            "give the tokenizer that belongs to the model in model.tokenizer"
+        )
+    check_finite(path, model.named_parameters())
+    check_positions(config, path, model)
+    generation = getattr(model, "generation_config", None)
+    stop_ids = stop_token_ids(tokenizer, path, getattr(generation, "eos_token_id", None))
+    decode = decoder(tokenizer)
+    return Policies(path, device, model, tokenizer, decode, vocabulary, stop_ids, given or path)
+
+
+def check_finite(path: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse weights of which nothing can be learnt."""
+    for name, parameter in parameters:
+        if not bool(torch.isfinite(parameter).all()):
+            raise ModelError(f"model.path {path}: {name} holds NaN or infinity; use another model")
+
+
+def _hollow(
+    path: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> PreTrainedModel:
+    return hollow_causal_lm(path, dtype, trust_remote_code)[0]
+
+
+def check_positions(
+    config: Config, path: str, model: PreTrainedModel, longest_prompt: int = 0
+) -> None:
+    """Refuse what cannot fit: an answer alone, or, with learned positions, after a prompt."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        return
+    answer = config.rollout.max_response_tokens
+    is_rotary = getattr(model.config, "rope_parameters", None) is not None
+    prompt = 0 if is_rotary else longest_prompt
+    if answer + prompt >= positions:
+        after = f" after the longest prompt's {prompt} tokens" if prompt else ""
+        remedy = "it, or data.max_prompt_tokens," if prompt else "it,"
+        raise ModelError(
+            f"rollout.max_response_tokens {answer}{after} does not fit the model's {positions} "
+            f"positions ({path}); lower {remedy} or use a model with a longer context"
+        )
+
+
+def longest_prompt(config: Config, prompts: object) -> int:
+    """In tokens: of those that are left; of generated ones, which never end, the limit."""
+    if not isinstance(prompts, PromptSet):
+        return config.data.max_prompt_tokens
+    return max((len(prompt.token_ids) for prompt in prompts.prompts), default=0)

@@ -1,0 +1,58 @@
+"""What an engine is told after a step: new weights, and whether it answers as the trainer does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+from winnow.learning.canary import Canary, Scoring
+from winnow.observe.names import Number
+from winnow.rollout.engine import Engine, WeightUpdate
+from winnow.rollout.engine_group import EngineGroup
+from winnow.types import FloatArray
+
+Weights = Callable[[int], WeightUpdate]
+
+
+class Sharing:
+    """Engine and trainer have one model: a new version is only told."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def __call__(self, version: int) -> Mapping[str, Number]:
+        """Publish; no figures."""
+        await self._engine.load_weights(WeightUpdate(version))
+        return {}
+
+
+class Sending:
+    """Weights go to the engine, and a canary sees whether it uses them.
+
+    Args:
+        weights: of the policy, for an engine of this kind, as a version.
+        expected: the trainer's log-probs of the canary's sequences.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        weights: Weights,
+        canary: Canary,
+        expected: Callable[[Canary], Sequence[FloatArray]],
+    ) -> None:
+        self._engine, self._weights = engine, weights
+        self._canary, self._expected = canary, expected
+
+    async def __call__(self, version: int) -> Mapping[str, Number]:
+        """Publish; `publish/max_delta` in nats.
+
+        Raises:
+            PublicationError: an engine holds other weights, or does not answer with them.
+        """
+        expected = self._expected(self._canary)
+        await self._engine.load_weights(self._weights(version))
+        engine = self._engine
+        members = engine.engines if isinstance(engine, EngineGroup) else {"the engine": engine}
+        asked = cast("Mapping[str, Scoring]", members)
+        return {"publish/max_delta": await self._canary.check(expected, version, asked)}

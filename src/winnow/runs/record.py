@@ -1,0 +1,90 @@
+"""The figures of a step that come from its groups (names: `winnow.observe.names`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import chain
+
+import numpy as np
+
+from winnow.learning.learner import Learned
+from winnow.observe.metrics import Metrics
+from winnow.observe.rollouts import RolloutGroup
+from winnow.rewards.blending import TASK
+from winnow.rewards.shaping import OVERLONG, OVERLONG_REWARD
+from winnow.sampling.report import StepGroups
+from winnow.types import Score
+
+_ELSEWHERE = ("truncated_answers", "in_progress", "baseline_tokens")
+
+
+def record_step(
+    metrics: Metrics, sampled: StepGroups, learned: Learned, tokens_in_progress: int
+) -> None:
+    """Scores, lengths and the sampler's counts; the policy's own figures are there already.
+
+    Args:
+        tokens_in_progress: of groups that wait after this step's cut.
+    """
+    answers = [answer for group in sampled.groups for answer in group.answers]
+    metrics.spread("score/reward", [a.score.reward for a in answers])
+    metrics.spread("score/accuracy", [a.score.accuracy for a in answers])
+    _record_parts(metrics, [answer.score for answer in answers])
+    metrics.spread("length/response", [a.trajectory.generated_tokens for a in answers])
+    metrics.spread("length/prompt", learned.prompt_lengths)
+    metrics.mean_of("length/truncated", sum(a.trajectory.truncated for a in answers), len(answers))
+    _record_sampling(metrics, sampled)
+    metrics.last("sampling/tokens/in_progress", tokens_in_progress)
+
+
+def _record_parts(metrics: Metrics, scores: Sequence[Score]) -> None:
+    """Each part over the answers that have it: not every source has every part."""
+    for name in dict.fromkeys(chain.from_iterable(score.parts for score in scores)):
+        values = [score.parts[name] for score in scores if name in score.parts]
+        metrics.spread(f"score/parts/{name}", values)
+        if name == TASK:
+            metrics.spread("score/task_reward", values)
+    keys = (OVERLONG, OVERLONG_REWARD)
+    noted = [[score.extra.get(key) for key in keys] for score in scores]
+    if noted and all(isinstance(value, float) for pair in noted for value in pair):  # by dapo
+        flags, penalties = zip(*noted, strict=True)
+        metrics.mean_of("score/overlong", sum(flags), len(flags))
+        metrics.spread("score/overlong_reward", penalties)
+
+
+def _record_sampling(metrics: Metrics, sampled: StepGroups) -> None:
+    counts = sampled.counts
+    metrics.last("sampling/accuracy", counts.mean_accuracy)
+    metrics.last("sampling/keep_rate", counts.keep_rate)
+    metrics.last("sampling/qualify_rate", counts.qualify_rate)
+    metrics.last("sampling/groups/admitted", counts.admitted)
+    metrics.last("sampling/groups/looked_at", counts.looked_at)
+    for fate, number in counts.fates.items():
+        metrics.last(f"sampling/groups/{fate}", number)
+    metrics.last("sampling/groups/carried_qualified", counts.carried_qualified)
+    metrics.last("sampling/groups/carried_open", counts.carried_open)
+    for name, number in asdict(counts.tokens).items():
+        if name not in _ELSEWHERE:
+            metrics.last(f"sampling/tokens/{name.removesuffix('_tokens')}", number)
+    if counts.tokens.baseline_tokens:
+        metrics.last("sampling/tokens/baseline", counts.tokens.baseline_tokens)
+    metrics.last("sampling/answers/truncated", counts.tokens.truncated_answers)
+    metrics.last("sampling/answers/resumed", counts.resumed_answers)
+    metrics.last("sampling/answers/aborted", counts.aborted_answers)
+    metrics.last("sampling/answers/retried", counts.retried_answers)
+    metrics.last("sampling/empty_bounds", counts.empty_bounds)
+    metrics.last("sampling/staleness/mean", counts.staleness_mean)
+    metrics.last("sampling/staleness/max", counts.staleness_max)
+
+
+def rollout_groups(sampled: StepGroups, learned: Learned) -> list[RolloutGroup]:
+    """Every group whose life ended in this step, the trained ones with their advantages."""
+    sizes = [len(group.answers) for group in sampled.groups]
+    parts = np.split(learned.advantages, np.cumsum(sizes)[:-1])
+    trained = (
+        RolloutGroup(settled.group, "trained", advantages)
+        for settled, advantages in zip(sampled.trained, parts, strict=True)
+    )
+    rest = (RolloutGroup(settled.group, settled.fate) for settled in sampled.discarded)
+    return list(chain(trained, rest))

@@ -1,0 +1,283 @@
+"""Which folder a run gets, and what it continues.
+
+| run.resume | the folder | |
+|---|---|---|
+| auto | run.name is new, or not given | a new run |
+| auto | run.name is an unfinished run of the same recipe | continued |
+| never | run.name must be new | a new run |
+| a run's folder | that one | continued after its newest usable checkpoint |
+| a checkpoint's folder | the run it lies in | continued after that checkpoint |
+
+What is later than the checkpoint is dropped: lines of metrics, rollouts, evaluations. It comes
+again, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from winnow.config.load import differing_keys, dump_config, load_recipe
+from winnow.config.messages import show
+from winnow.config.root import Config
+from winnow.errors import CheckpointError, ConfigError
+from winnow.observe.files import PARTIAL, refusals_told
+from winnow.observe.jsonl import METRICS_FILE, MetricsLog
+from winnow.observe.rollouts import drop_rollouts_after
+from winnow.observe.run_folder import RunFolder
+from winnow.runs.checkpoint import (
+    CONFIG,
+    Checkpoint,
+    Manifest,
+    checkpoints_in,
+    clean,
+    newest_usable,
+    remove,
+    verify,
+)
+from winnow.runs.checkpoint_upload import CheckpointUpload
+from winnow.runs.lock import LOCK_FILE, locked
+
+HARMLESS = frozenset(
+    {
+        "run.name",
+        "run.description",
+        "run.dir",
+        "run.resume",
+        "run.threads",  # a difference warns: see `Opened.differences`
+        "run.device",
+        "warm_start.cache_dir",
+        "reward.workers",
+        "reward.processes",
+        *(
+            f"reward.judge.{key}"  # who asks, how fast, and where replies are kept
+            for key in ("api_key_env", "cache", "max_concurrent", "retries", "timeout_s")
+        ),
+        "reward.judge.requests_per_minute",
+        "reward.judge.tokens_per_minute",
+        "sampling.stall_timeout_s",
+        "trainer.save_every",
+        "trainer.keep_last",
+        "trainer.keep_every",
+        "trainer.keep_best",
+        "trainer.checkpoint_url",
+        "trainer.max_restarts",
+        "trainer.stall_timeout_s",
+        *(
+            f"trainer.strategy.{key}"  # the number of ranks as that of threads
+            for key in ("ranks", "replicas", "reshard_after_forward", "offload", "bucket_mb")
+        ),
+        "observe.console",
+        "observe.peak_tflops",
+    }
+)
+"""Keys that no figure but times depends on."""
+HARMLESS_SECTION = "cluster"
+"""Nor on any key of it: where processes are."""
+REMEDIES = frozenset(
+    {
+        "reward.judge.base_url",
+        "reward.memory_mb",
+        "reward.timeout_s",
+        "sampling.max_groups_per_step",
+        "sampling.on_bound",
+    }
+)
+"""Keys that may change because a run that stopped at its bound, at failing scorers, or at a judge
+that has moved, asks for it."""
+_SHOWN = 4
+_BEFORE_THE_START = {LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE}
+"""What a run makes before there is anything to lose."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run's folder, locked, and what is in it."""
+
+    folder: RunFolder
+    config: Config
+    """What the folder keeps as its recipe."""
+    checkpoint: Checkpoint | None
+    """What to go on from; None starts at the beginning."""
+    manifest: Manifest | None
+    notes: tuple[str, ...]
+    """What the user should know."""
+
+    def is_finished(self, steps: int) -> bool:
+        """Whether nothing is left to do."""
+        manifest = self.manifest
+        return manifest is not None and manifest.step >= steps and manifest.evaluated
+
+    def differences(self, machine: Mapping[str, str | int]) -> list[str]:
+        """What is not as it was when the checkpoint was made, each in a few words."""
+        was = {} if self.manifest is None else self.manifest.machine
+        return [
+            f"{name} was {was[name]} and is {now}"
+            for name, now in machine.items()
+            if name in was and was[name] != now
+        ]
+
+    def rewind(self, metrics: MetricsLog) -> None:
+        """Drop all that is later than the checkpoint.
+
+        In this order: a crash within leaves what the same call can finish.
+
+        Raises:
+            WinnowError: the folder cannot be changed, or metrics.jsonl was.
+        """
+        step = -1 if self.checkpoint is None else self.checkpoint.step
+        manifest, folder = self.manifest, self.folder
+        remove(c for c in reversed(checkpoints_in(folder.checkpoints)) if c.step > step)
+        drop_rollouts_after(folder.rollouts, step)
+        done = manifest is not None and manifest.evaluated
+        drop_rollouts_after(folder.evaluations, step if done else step - 1)
+        metrics.truncate(0 if manifest is None else manifest.metrics_bytes)
+        folder.save_config(dump_config(self.config))
+
+
+@contextlib.contextmanager
+def opened_run(config: Config, recipe: str) -> Iterator[Opened]:
+    """Hold the folder that `run.resume` and `run.name` ask for while the block runs.
+
+    Raises:
+        ConfigError: it is in use, was made by another recipe, or is none.
+        CheckpointError: the checkpoint asked for is damaged.
+        WinnowError: the folder may not be read or written to.
+    """
+    with contextlib.ExitStack() as held:
+        with refusals_told(Path(config.run.dir)):
+            opened = _opened(config, recipe, held)
+        yield opened
+
+
+def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
+    resume = config.run.resume
+    named = _named(config)
+    url = config.trainer.checkpoint_url
+    if resume == "auto" and url is not None and named is not None and not named.exists():
+        CheckpointUpload(url, named).fetch()
+    if resume not in ("auto", "never"):
+        path, wanted = _asked_for(resume)
+        held.enter_context(locked(path))
+        return _continued(config, RunFolder.open(path), wanted)
+    if resume == "auto" and named is not None and _has_begun(named):
+        held.enter_context(locked(named))
+        return _continued(config, RunFolder(named), None)
+    folder = _created(config, recipe, named)
+    held.enter_context(locked(folder.path))
+    kept = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+    folder.save_config(dump_config(kept))
+    return Opened(folder, kept, None, None, notes=())
+
+
+def _named(config: Config) -> Path | None:
+    return None if config.run.name is None else Path(config.run.dir) / config.run.name
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether a run has anything to lose; one that failed before may come with another recipe."""
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        return False
+    has_figures = folder.metrics.is_file() and folder.metrics.stat().st_size > 0
+    return has_figures or not {each.name for each in path.iterdir()} <= _BEFORE_THE_START
+
+
+def _created(config: Config, recipe: str, named: Path | None) -> RunFolder:
+    if named is not None and named.is_dir():
+        # A run that ended before its first figures holds nothing.
+        left = {path.name for path in named.iterdir()}
+        if left <= _BEFORE_THE_START and not _has_begun(named):
+            with locked(named):
+                for name in left - {LOCK_FILE}:
+                    (named / name).unlink(missing_ok=True)
+                return RunFolder(named)
+    return RunFolder.create(config.run.dir, config.run.name, recipe)
+
+
+def _asked_for(resume: str) -> tuple[Path, Checkpoint | None]:
+    """The run's folder in `run.resume`, and the checkpoint if it is one's folder."""
+    given = Path(resume).expanduser()
+    path = given if len(given.parts) > 2 else given.absolute()
+    own = [c for c in checkpoints_in(path.parent) if c.path == path]
+    run = path.parent.parent
+    if own and (run / CONFIG).is_file():
+        return run, own[0]
+    if (path / CONFIG).is_file():
+        return given if given.name else path, None
+    raise ConfigError(
+        f"run.resume={resume} is neither a run's folder nor a checkpoint in one; "
+        "give runs/NAME or runs/NAME/checkpoints/step-N, or auto or never"
+    )
+
+
+def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> Opened:
+    saved = _saved_recipe(folder)
+    _check_recipe(config, saved, folder.path)
+    kept = config.model_copy(update={"run": saved.run})
+    clean(folder.checkpoints)
+    for partial in folder.path.glob(f"*{PARTIAL}"):
+        partial.unlink(missing_ok=True)
+    notes = []
+    if wanted is None:
+        checkpoint, faults = newest_usable(folder.checkpoints)
+        if checkpoint is None and faults:
+            more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+            raise CheckpointError(
+                f"{folder.path} has no checkpoint that is whole: {faults[0]}{more}; put that back, "
+                "or choose another run.name for a new run"
+            )
+        if checkpoint is not None:
+            after = f"step {checkpoint.step}"
+            notes += [f"Warning: {fault}; going on from {after}" for fault in faults]
+    else:
+        checkpoint = wanted
+    if checkpoint is None:
+        notes.append(f"{folder.path} has no checkpoint yet: starting at the beginning")
+        return Opened(folder, kept, None, None, tuple(notes))
+    manifest = verify(checkpoint)
+    made_with = checkpoint.path / CONFIG
+    if made_with.read_bytes() != folder.config.read_bytes():
+        _check_checkpoint(config, load_recipe(str(made_with)), checkpoint)
+    notes.append(f"Continuing {folder.path} after step {checkpoint.step} of {config.trainer.steps}")
+    return Opened(folder, kept, checkpoint, manifest, tuple(notes))
+
+
+def _saved_recipe(folder: RunFolder) -> Config:
+    """The recipe that a run was begun with."""
+    try:
+        return load_recipe(str(folder.config))
+    except ConfigError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{folder.config} is damaged ({reason}); put back the config.yaml of one of the run's "
+            "checkpoints"
+        ) from error
+
+
+def _check_recipe(config: Config, saved: Config, folder: Path) -> None:
+    if faults := _changed(saved, config):
+        raise ConfigError(
+            f"{folder} was trained with another recipe: {faults}; set that back, or choose "
+            "another run.name for a new run"
+        )
+
+
+def _check_checkpoint(config: Config, saved: Config, checkpoint: Checkpoint) -> None:
+    if faults := _changed(saved, config):
+        raise CheckpointError(
+            f"{checkpoint.path} was made with another recipe: {faults}; delete it, or put back "
+            "the one that belongs to this run"
+        )
+
+
+def _changed(saved: Config, config: Config) -> str:
+    changed = [
+        f"{key} was {show(was)} and is {show(now)}"
+        for key, was, now in differing_keys(saved, config)
+        if key.replace("/", ".") not in HARMLESS | REMEDIES and not key.startswith(HARMLESS_SECTION)
+    ]
+    more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    return ", ".join(changed[:_SHOWN]) + more

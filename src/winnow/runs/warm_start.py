@@ -1,0 +1,256 @@
+"""A start made on the spot: a tiny model that imitates demonstrations of a generated task.
+
+Finished starts are cached under a hash of everything that decides their bits: configuration,
+seed, threads, versions, and the source code that makes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import platform
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+
+import winnow
+from winnow.algorithms.schedule import lr_at
+from winnow.config.data import SortDigitsTask
+from winnow.config.root import Config
+from winnow.config.warm_start import SftWarmStart
+from winnow.data.tasks.demonstrations import Demonstration, demonstrations
+from winnow.data.tasks.sort_digits import EOS_ID, PAD_ID, build_tokenizer
+from winnow.errors import WinnowError
+from winnow.learning.batch import MicroBatch, micro_batches, pack
+from winnow.learning.single import SingleStrategy
+from winnow.learning.strategy import LossResult, Outputs
+from winnow.models.causal_lm import save_model, use_layout_attention
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
+
+_CODE = ("algorithms", "data", "learning", "models", "runs/warm_start.py")
+_SEED_STREAM = 0x5F7
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Where a start lies, and whether it was there already."""
+
+    folder: Path
+    cached: bool
+
+
+def cache_folder(config: Config, warm: SftWarmStart) -> Path:
+    """Where the start of this configuration is kept."""
+    root = warm.cache_dir or os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow"
+    decides = {
+        "warm_start": warm.model_dump(exclude={"cache_dir", "seed"}),
+        "task": config.data.task.model_dump(exclude={"eval_problems"}),
+        "limit": config.rollout.max_response_tokens,
+        "seed": _seed(config, warm),
+        "threads": torch.get_num_threads(),
+        "microbatch_tokens": config.trainer.microbatch_tokens,  # how gradients are summed
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": np.__version__,
+        "code": _code_hash(),
+    }
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(root) / "warm-starts" / digest
+
+
+def make_warm_start(
+    config: Config,
+    warm: SftWarmStart,
+    fresh: bool,
+    log: Callable[[int, dict[str, float]], None],
+) -> WarmStart:
+    """The folder of a warm start: cached, or trained now.
+
+    Args:
+        fresh: train even if the cache has it.
+        log: called after each step with its number and loss.
+
+    Raises:
+        WinnowError: the cache cannot be written to.
+    """
+    target = cache_folder(config, warm)
+    if _is_whole(target) and not fresh:
+        return WarmStart(target, cached=True)
+    draft = _scratch(target)
+    _clean(target)
+    try:
+        # A disk that cannot be written to is met before the minute of training, not after it.
+        with _writing_to(target.parent):
+            draft.mkdir(parents=True, exist_ok=True)
+        model, tokenizer = _train(config, warm, log)
+        with _writing_to(target.parent):
+            save_model(model, tokenizer, draft)
+            _put_in_place(draft, target, replace=fresh or not _is_whole(target))
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return WarmStart(target, cached=False)
+
+
+def _put_in_place(draft: Path, target: Path, replace: bool) -> None:
+    """Rename; when another run has made the same start meanwhile, its bits are these."""
+    old = _scratch(target)
+    if replace:
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(old)
+    try:
+        draft.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_whole(target: Path) -> bool:
+    return (target / "config.json").is_file()
+
+
+def _scratch(target: Path) -> Path:
+    """A name beside the target that no other process, on this machine or another, has."""
+    token = secrets.token_hex(4)
+    return target.with_name(f".{target.name}.{token}.{_host()}.{os.getpid()}.partial")
+
+
+def _host() -> str:
+    return platform.node().replace(".", "-")
+
+
+def _clean(target: Path) -> None:
+    """Delete what processes of this machine that are gone left half made of this start."""
+    for path in target.parent.glob(f".{target.name}.*.{_host()}.*.partial"):
+        owner = path.name.split(".")[-2]
+        if owner.isdecimal() and not _is_alive(int(owner)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def _writing_to(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WinnowError(
+            f"cannot keep the warm start in {cache}: {error.strerror or error}; "
+            "choose another folder in warm_start.cache_dir or WINNOW_CACHE"
+        ) from error
+
+
+def tiny_model(warm: SftWarmStart, vocabulary: int, positions: int, seed: int) -> PreTrainedModel:
+    """A Qwen3-architecture model with random weights of a seed."""
+    shape = warm.model
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.mlp_size,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+    )
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config)
+    torch.random.set_rng_state(state)
+    use_layout_attention(model)
+    return model.eval()
+
+
+def _train(
+    config: Config, warm: SftWarmStart, log: Callable[[int, dict[str, float]], None]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    assert isinstance(config.data.task, SortDigitsTask)
+    limit = config.rollout.max_response_tokens
+    seed = _seed(config, warm)
+    tokenizer = build_tokenizer()
+    positions = 1 << (limit + config.data.task.max_digits + 1).bit_length()
+    model = tiny_model(warm, len(tokenizer), positions, seed)
+    strategy = SingleStrategy(
+        model, betas=warm.betas, weight_decay=0.0, grad_clip=warm.grad_clip, temperature=1.0
+    )
+    rng = np.random.default_rng([seed, _SEED_STREAM])
+    shown = demonstrations(
+        warm.steps * warm.batch_size, warm.demonstrations, config.data.task, limit, rng
+    )
+    for step in range(1, warm.steps + 1):
+        part = shown[(step - 1) * warm.batch_size : step * warm.batch_size]
+        micro = _as_micro_batches(part, config.trainer.microbatch_tokens)
+        stats = strategy.forward_backward(micro, frozenset({"logprob"}), imitation_loss)
+        lr = lr_at(
+            step,
+            total_steps=warm.steps,
+            lr=warm.lr,
+            warmup_steps=warm.warmup_steps,
+            schedule="cosine",
+        )
+        strategy.optimizer_step(lr)
+        log(step, {"sft/loss": stats["loss"]})
+    return model, tokenizer
+
+
+def imitation_loss(micro: MicroBatch, outputs: Outputs) -> LossResult:
+    """Mean negative log-likelihood of the demonstrated tokens of the update, in nats."""
+    loss = -(outputs["logprob"] * micro.loss_mask).sum() / micro.counts.tokens
+    return LossResult(loss, {})
+
+
+def _as_micro_batches(part: Sequence[Demonstration], max_tokens: int) -> list[MicroBatch]:
+    """Demonstrations are answers that nobody scored."""
+    groups = [
+        Group(
+            i,
+            Prompt(str(i), demo.prompt_ids, "", "", None),
+            (Answer(_demonstrated(demo), Score(0.0, 0.0)),),
+        )
+        for i, demo in enumerate(part)
+    ]
+    batch = pack(groups)
+    return micro_batches(batch, range(batch.n_groups), max_tokens)
+
+
+def _demonstrated(demo: Demonstration) -> Trajectory:
+    logprobs = np.zeros(len(demo.response_ids), np.float32)
+    return Trajectory((Segment(demo.response_ids, logprobs, ()),), "stop")
+
+
+def _seed(config: Config, warm: SftWarmStart) -> int:
+    return config.run.seed if warm.seed is None else warm.seed
+
+
+def _code_hash() -> str:
+    root = Path(winnow.__file__).parent
+    digest = hashlib.sha256()
+    for name in _CODE:
+        path = root / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(str(file.relative_to(root)).encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

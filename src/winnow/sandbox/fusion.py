@@ -1,0 +1,175 @@
+"""Programs run by a service that speaks SandboxFusion's HTTP API.
+
+    POST URL/run_code: code, language, stdin, limits, files  ─►  run_result: status, output, code
+
+The tests of an answer go there as they go into the local sandbox: one Python file, and on its
+standard input whatever it is to be tested with. A verdict comes back as standard output.
+
+What a service may do wrong is never the program's fault: no connection, a refusal, an answer that
+is late, cut off, or not of this API all raise `SandboxError`, and that scoring fails.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from winnow.config.sandbox import FusionConfig
+from winnow.errors import RewardError
+from winnow.http.client import HttpJson, RemoteError, token_of
+from winnow.sandbox.program import OUTPUT_LIMIT, Ending, Program, Result, SandboxError
+
+_SLACK_S = 10.0
+"""What a request may take beyond the times of its program: waiting, the way there and back."""
+_TRIAL = """import sys
+print(sys.version_info >= (3, 8), sys.stdin.read())
+print("x" * {fill})
+"""
+_TRIAL_SPARED = 512
+"""Bytes below `output_kb` that the trial writes: what it says, and line ends of two."""
+_SHOWN = 200
+
+
+class FusionSandbox:
+    """Has programs run by a service; safe to use from any thread.
+
+    Raises:
+        RewardError: the service does not run a program as it should.
+    """
+
+    def __init__(self, config: FusionConfig) -> None:
+        self.config = config
+        self.slots: Sequence[object] = range(config.max_concurrent)
+        try:
+            self._http = HttpJson(
+                config.url,
+                token=token_of(config.token_env, "reward.sandbox.token_env"),
+                max_concurrent=config.max_concurrent,
+                # Six characters of JSON for a byte, at worst.
+                max_bytes=(config.output_kb << 10) * 8 + (1 << 20),
+            )
+        except ValueError as error:
+            raise RewardError(f"reward.sandbox: {error}") from None
+        try:
+            self._try_out()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        return f"SandboxFusion at {self.config.url}, {self.config.max_concurrent} requests at once"
+
+    def run_for(self, program: Program, time_s: float) -> Result:
+        """Run a program; waits while `max_concurrent` others are under way.
+
+        Args:
+            time_s: its time limit.
+
+        Raises:
+            SandboxError: the service failed.
+        """
+        config = self.config
+        body = {
+            "code": program.code,
+            "language": "python",
+            "stdin": program.stdin.decode("utf-8", "surrogatepass"),
+            "compile_timeout": config.compile_s,
+            "run_timeout": time_s,
+            "memory_limit_MB": config.memory_mb,
+            "files": {n: base64.b64encode(data).decode() for n, data in program.files.items()},
+            "fetch_files": [],
+        }
+        patience_s = config.compile_s + time_s + _SLACK_S
+        try:
+            answer = self._http.post_blocking("run_code", body, patience_s)
+        except RemoteError as error:
+            raise SandboxError(error.line) from error
+        return self._limited(result_of(answer))
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._http.close()
+
+    def _limited(self, result: Result) -> Result:
+        """The result of a program that the service lets write more than we would."""
+        if len(result.stdout) + len(result.stderr) <= self.config.output_kb << 10:
+            return result
+        return Result(**{**vars(result), "ending": "output_limit"})
+
+    def _try_out(self) -> None:
+        """See before training that programs are run, with the most that will be asked for."""
+        where = f"reward.sandbox.url is {self.config.url}"
+        fill = (self.config.output_kb << 10) - _TRIAL_SPARED
+        trial = Program(_TRIAL.format(fill=fill), b"42")
+        try:
+            result = self.run_for(trial, max(self.config.time_s, self.config.sample_s))
+        except SandboxError as error:
+            raise RewardError(
+                f"{where}, and it runs no program: {error}; start `winnow sandbox serve` there, "
+                "or mend reward.sandbox"
+            ) from error
+        begun = result.stdout[:_TRIAL_SPARED].split()[:2] == [b"True", b"42"]
+        is_cut = begun and result.is_clean and result.stdout.count(b"x") < fill
+        if result.ending == "output_limit" or is_cut:
+            raise RewardError(
+                f"{where}, but a program there may write less than reward.sandbox.output_kb="
+                f"{self.config.output_kb}; start it with a larger --output-kb, or lower ours"
+            )
+        if not result.is_clean or not begun:
+            told = result.stderr or result.stdout.partition(b"\nx")[0]
+            said = " ".join(told.decode(errors="replace").split())
+            raise RewardError(
+                f"{where}, but a trial program ended there with exit code {result.exit_code} "
+                f"({result.ending}): {said[-_SHOWN:]!r}; it must run Python 3.8 or newer"
+            )
+
+
+def result_of(answer: Any) -> Result:
+    """What an answer of the service says of the program.
+
+    Raises:
+        SandboxError: the sandbox failed, or the answer is none of this API.
+    """
+    answer = _mapping(answer, "the answer")
+    status, message = answer.get("status"), answer.get("message") or ""
+    if status == "SandboxError":
+        raise SandboxError(f"the service says: {str(message)[:_SHOWN] or 'SandboxError'}")
+    if status not in ("Success", "Failed"):
+        raise SandboxError(f"the service answered with the status {str(status)[:_SHOWN]!r}")
+    if answer.get("compile_result") is not None:
+        compiled = _result(_mapping(answer["compile_result"], "compile_result"), message)
+        if not compiled.is_clean:
+            return Result(**{**vars(compiled), "ending": "compile_error"})
+    return _result(_mapping(answer.get("run_result"), "run_result"), message)
+
+
+def _result(given: Mapping[str, Any], message: Any) -> Result:
+    status, code, seconds = (given.get(k) for k in ("status", "return_code", "execution_time"))
+    if status == "Error":
+        said = " ".join(str(message or given.get("stderr") or "no reason given").split())
+        raise SandboxError(f"the service could not run the program: {said[:_SHOWN]}")
+    outputs = [given.get(name) or "" for name in ("stdout", "stderr")]
+    if not all(isinstance(each, str) for each in outputs):
+        raise SandboxError("the service answered with an output that is no text")
+    out, err = (each.encode("utf-8", "surrogatepass") for each in outputs)
+    if not isinstance(seconds, int | float) or not seconds >= 0:
+        seconds = 0.0
+    ending: Ending = "finished"
+    if status == "TimeLimitExceeded":
+        ending = "time_limit"
+    elif status != "Finished":
+        raise SandboxError(f"the service answered with the run status {str(status)[:_SHOWN]!r}")
+    elif isinstance(code, bool) or not isinstance(code, int):
+        raise SandboxError(f"the service answered with the return code {str(code)[:_SHOWN]!r}")
+    elif message == OUTPUT_LIMIT:
+        ending = "output_limit"
+    return Result(ending, code if isinstance(code, int) else -9, out, err, float(min(seconds, 1e6)))
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise SandboxError(f"{what} of the service is {type(value).__name__}, not an object")
+    return value

@@ -1,0 +1,345 @@
+"""A group of workers in other processes: calls, what becomes of them, and the watch over it.
+
+Whatever kind of process it is: `WorkerConnection` is the driver's end of one worker, and `local`
+and `ray.group` make them. Everything here runs in the driver's asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from winnow.errors import WinnowError, WorkerError
+from winnow.workers.host import CLOSE, Call, Failure, Job, Outcome
+from winnow.workers.log_receiver import LogReceiver
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 600.0
+"""For a worker to be made: imports, and a model to be loaded."""
+CLOSE_TIMEOUT_S = 30.0
+"""For a worker's `close()`; less where a worker may hang for less."""
+GONE_TIMEOUT_S = 30.0
+"""For a killed process to leave, which gives its memory back first."""
+_LAST_WORDS_S = 1.0
+"""For what a dead process wrote to be read."""
+_GRACE_S = 1.0
+"""After an exception, for a death to be seen that it may come from."""
+_TICK_S = 0.1
+
+
+class Payload(Protocol):
+    """Something serialised once, for several workers."""
+
+    def release(self) -> None:
+        """It has been sent to all."""
+        ...
+
+
+class WorkerConnection(Protocol):
+    """The driver's end of one worker's process."""
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        ...
+
+    def send(self, number: int, payload: Any, tell: Callable[[Outcome], None]) -> None:
+        """Have a call run; calls begin in the order of their numbers, from 0.
+
+        Args:
+            tell: to be given the outcome; never, if the process dies.
+        """
+        ...
+
+    def ending(self) -> str | None:
+        """In words how the process ended, such as `was killed by SIGKILL`; None while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """End the process at once."""
+        ...
+
+    async def gone(self, timeout_s: float) -> bool:
+        """Wait until nothing of the process is left; False if it did not go in time."""
+        ...
+
+    async def release(self) -> None:
+        """Give back what the driver holds for it."""
+        ...
+
+
+@dataclass(eq=False)
+class _Rank:
+    link: WorkerConnection
+    listener: LogReceiver
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
+    under_way: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)
+    """Calls without an outcome: name and what waits for it."""
+    still_s: float = 0.0
+    """For how long it has not got on."""
+    progress: int | None = None
+
+
+class WorkerGroupCore:
+    """Workers in processes of their own (`protocol.WorkerGroup`).
+
+    Args:
+        links: with what listens to each, by rank.
+        pack: serialises once what is sent to several.
+        finish: gives back what the group as a whole holds.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        links: Sequence[tuple[WorkerConnection, LogReceiver]],
+        pack: Callable[[Job | Call], Payload],
+        stall_timeout_s: float,
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.role = role
+        self.size = len(links)
+        self._ranks = [_Rank(link, listener) for link, listener in links]
+        self._pack, self._finish = pack, finish
+        self._stall_timeout_s = stall_timeout_s
+        self._limit_s = START_TIMEOUT_S
+        self._failure: WinnowError | None = None
+        self._is_closing = False
+        self._closed: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spawn(self._watch())
+
+    async def start(self, jobs: Sequence[Job]) -> None:
+        """Have the workers made, one job a rank; on an error all processes are ended."""
+        try:
+            await self._answers("__init__", list(enumerate(jobs)))
+        except BaseException:
+            await self.close()
+            raise
+        self._limit_s = self._stall_timeout_s
+
+    @property
+    def progress(self) -> tuple[int | None, ...]:
+        """The workers' own, by rank, as last heard."""
+        return tuple(rank.listener.progress for rank in self._ranks)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method on all ranks at once; results by rank."""
+        same = Call(method, args, kwargs)
+        return await self._answers(method, [(rank, same) for rank in range(self.size)])
+
+    async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method on all ranks at once, each with its own positional arguments."""
+        if len(arguments) != self.size:
+            raise ValueError(
+                f"{self.role} has {self.size} workers, got arguments for {len(arguments)}"
+            )
+        each = [(rank, Call(method, tuple(args))) for rank, args in enumerate(arguments)]
+        return await self._answers(method, each)
+
+    async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method on one rank."""
+        return (await self._answers(method, [(rank, Call(method, args, kwargs))]))[0]
+
+    def processes(self) -> list[int]:
+        """Process ids by rank."""
+        return [rank.link.pid for rank in self._ranks]
+
+    async def close(self) -> None:
+        """End the workers; none of their processes is left when it returns."""
+        if self._closed is None:
+            self._closed = asyncio.get_running_loop().create_task(self._close())
+        # A driver that is cancelled while it closes leaves no process behind either.
+        await asyncio.shield(self._closed)
+
+    async def _answers(self, method: str, asked: Sequence[tuple[int, Job | Call]]) -> list[Any]:
+        if self._failure is not None:
+            raise self._failure
+        if self._is_closing:
+            raise self._closed_error()
+        waiting = []
+        packed: dict[int, Payload] = {}
+        try:
+            for _, what in asked:
+                if id(what) not in packed:
+                    packed[id(what)] = self._pack(what)
+            for rank, what in asked:
+                waiting.append(self._send(rank, method, packed[id(what)]))
+        finally:
+            for payload in packed.values():
+                payload.release()
+        return await asyncio.gather(*waiting)
+
+    def _send(self, number: int, method: str, payload: Payload) -> asyncio.Future[Any]:
+        rank = self._ranks[number]
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if not rank.under_way:
+            rank.still_s = 0.0
+        call = next(rank.numbers)
+        rank.under_way[call] = method, future
+        rank.link.send(call, payload, lambda outcome: self._take(number, call, outcome))
+        return future
+
+    def _take(self, number: int, call: int, outcome: Outcome) -> None:
+        rank = self._ranks[number]
+        if call not in rank.under_way:  # abandoned
+            return
+        method, future = rank.under_way[call]
+        rank.still_s = 0.0
+        if isinstance(outcome, Failure) and not self._is_closing:
+            # What waits for it is told once the cause is known.
+            self._spawn(self._raised(number, method, outcome))
+            return
+        del rank.under_way[call]
+        if future.done():
+            return
+        if isinstance(outcome, Failure):
+            log.error("%s[%d]: %s failed: %s", self.role, number, method, outcome.traceback)
+            _refuse(future, self._closed_error())
+        else:
+            future.set_result(outcome.value)
+
+    async def _raised(self, number: int, method: str, failure: Failure) -> None:
+        """A method raised something, on its own account or because another rank died."""
+        others = [rank for rank in range(self.size) if rank != number]
+        give_up = time.monotonic() + (_GRACE_S if others else 0.0)
+        while time.monotonic() < give_up and self._failure is None:
+            if any(self._is_dead(rank) for rank in others):
+                give_up += _LAST_WORDS_S  # the watch is about to say so
+            await asyncio.sleep(0.01)
+        if self._failure is not None:
+            return
+        line = f"{self.role}[{number}] failed in {method}: {failure.line}"
+        error = failure.winnow_error()
+        if error is None:
+            log.error("%s[%d] failed in %s: %s", self.role, number, method, failure.traceback)
+            error = WorkerError(f"{line}; the log has its traceback", self.role, number)
+        else:
+            log.error("%s", line)
+        self._fail(error)
+
+    def _is_dead(self, number: int) -> bool:
+        rank = self._ranks[number]
+        return rank.listener.has_ended.is_set() or rank.link.ending() is not None
+
+    async def _watch(self) -> None:
+        """See deaths and hangs, until the group has failed or is closed.
+
+        Time is counted in ticks: a driver that was itself held up blames no worker.
+        """
+        last = time.monotonic()
+        while self._failure is None and not self._is_closing:
+            await asyncio.sleep(_TICK_S)
+            now = time.monotonic()
+            passed, last = min(now - last, 2 * _TICK_S), now
+            for number, rank in enumerate(self._ranks):
+                if self._is_dead(number):
+                    await self._died(number)
+                    return
+                if not rank.under_way or rank.listener.progress != rank.progress:
+                    rank.progress, rank.still_s = rank.listener.progress, 0.0
+                else:
+                    rank.still_s += passed
+            longest = max(self._ranks, key=lambda rank: rank.still_s)
+            if longest.still_s > self._limit_s and self._failure is None:
+                self._hung(self._ranks.index(longest))
+
+    async def _died(self, number: int) -> None:
+        rank = self._ranks[number]
+        await _within(rank.listener.has_ended.wait(), _LAST_WORDS_S)
+        await rank.link.gone(_LAST_WORDS_S)
+        if self._failure is None and not self._is_closing:
+            how = rank.link.ending() or "cut its connection"
+            line = f"{self.role}[{number}] {how}{self._doing(number)}"
+            log.error("%s", line)
+            self._fail(WorkerError(f"{line}; the log has its last lines", self.role, number))
+
+    def _hung(self, number: int) -> None:
+        line = (
+            f"{self.role}[{number}] hung{self._doing(number)}: no progress for {self._limit_s:g} s"
+        )
+        others = [
+            f"{self.role}[{other}]"
+            for other, rank in enumerate(self._ranks)
+            if other != number and rank.under_way and rank.still_s > 0.9 * self._limit_s
+        ]
+        waiting = f" ({', '.join(others)} had none either)" if others else ""
+        log.error("%s%s; the log has its stack", line, waiting)
+        remedy = "raise trainer.stall_timeout_s if it is only slow"
+        self._fail(WorkerError(f"{line}{waiting}; {remedy}", self.role, number))
+
+    def _doing(self, number: int) -> str:
+        methods = dict.fromkeys(method for method, _ in self._ranks[number].under_way.values())
+        return f" in {', '.join(methods)}" if methods else ""
+
+    def _fail(self, error: WinnowError) -> None:
+        """The group is over: every call under way raises, and every later one."""
+        assert self._failure is None
+        self._failure = error
+        for rank in self._ranks:
+            for _, future in rank.under_way.values():
+                _refuse(future, error)
+            rank.under_way.clear()
+
+    async def _close(self) -> None:
+        links = [rank.link for rank in self._ranks]
+        try:
+            if self._failure is None:
+                await self._close_workers()
+        finally:
+            self._is_closing = True
+            for link in links:
+                link.kill()
+            gone = await asyncio.gather(*(link.gone(GONE_TIMEOUT_S) for link in links))
+            for link, is_gone in zip(links, gone, strict=True):
+                if not is_gone:
+                    log.error("%s: process %d does not end", self.role, link.pid)
+            if self._failure is None:
+                self._fail(self._closed_error())
+            for rank in self._ranks:
+                await _within(rank.listener.has_ended.wait(), _LAST_WORDS_S)
+                await rank.link.release()
+            self._finish()
+            for task in self._tasks - {asyncio.current_task()}:
+                task.cancel()
+
+    async def _close_workers(self) -> None:
+        """Have each worker's `close()` run; what it raises is logged."""
+        self._is_closing = True
+        payload = self._pack(CLOSE)
+        try:
+            waiting = [self._send(n, "close", payload) for n in range(self.size)]
+        finally:
+            payload.release()
+        left = {future for future in waiting if not future.done()}
+        give_up = time.monotonic() + min(CLOSE_TIMEOUT_S, self._stall_timeout_s)
+        while left and time.monotonic() < give_up:
+            _, left = await asyncio.wait(left, timeout=_TICK_S)
+            left = {f for f in left if not self._is_dead(waiting.index(f))}
+
+    def _closed_error(self) -> WorkerError:
+        return WorkerError(f"the workers {self.role} were ended by this run", self.role, -1)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _refuse(future: asyncio.Future[Any], error: WinnowError) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # where nobody waits any more, nobody is to be told
+
+
+async def _within(work: Coroutine[Any, Any, Any], timeout_s: float) -> None:
+    """Wait for something, up to a limit."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(work, timeout_s)

@@ -1,0 +1,75 @@
+"""Ends what a private Ray left behind: `python -m winnow.workers.ray.guardian FOLDER`.
+
+Of a driver that is killed, Linux ends the processes of Ray that it started itself, and those end
+the workers; some of Ray's helpers notice it only after a minute. This process waits for its
+standard input to close, which the driver does at the end of its session, or the system when the
+driver dies. It then kills every process that belongs to FOLDER, and removes that.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+MARK = "WINNOW_RAY_FOLDER"
+"""The variable by which the processes of a private Ray are known."""
+SHUT_DOWN = b"shut down"
+"""What the driver says when it has ended Ray itself."""
+_ATTEMPTS_S = 10.0
+
+
+def main() -> None:
+    """Wait, then clean up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    folder = sys.argv[1]
+    has_shut_down = sys.stdin.buffer.read() == SHUT_DOWN
+    give_up = time.monotonic() + _ATTEMPTS_S
+    # A driver that lives on still has Ray's log of itself open.
+    find = marked if has_shut_down else belonging_to
+    while (left := find(folder)) and time.monotonic() < give_up:
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def marked(folder: str) -> list[int]:
+    """Processes that were started with the folder's mark."""
+    entry = f"{MARK}={folder}".encode()
+    return _processes(lambda p: entry in (p / "environ").read_bytes().split(b"\0"))
+
+
+def belonging_to(folder: str) -> list[int]:
+    """Those, and processes that have files open in the folder.
+
+    Ray's helpers write their titles over their variables, but have their logs there.
+    """
+    inside = _processes(lambda p: any(path.startswith(f"{folder}/") for path in _open(p)))
+    return [*marked(folder), *inside]
+
+
+def _processes(belongs: Callable[[Path], bool]) -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # ended meanwhile, or another user's
+            if belongs(process):
+                found.append(int(process.name))
+    return found
+
+
+def _open(process: Path) -> Iterator[str]:
+    for link in (process / "fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            yield os.readlink(link)
+
+
+if __name__ == "__main__":
+    main()

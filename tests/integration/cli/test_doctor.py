@@ -1,0 +1,161 @@
+"""`winnow doctor`: what it says is what is there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from tests.sandboxes import block_all, block_namespaces, need_bubblewrap
+from tests.unprivileged import permissions_apply
+from typer.testing import CliRunner
+
+from winnow.cli import doctor
+from winnow.cli.doctor import Finding
+from winnow.cli.main import app
+
+
+def ask(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["doctor", *words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_a_machine_that_can_train_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_bubblewrap()
+    cache = tmp_path / "cache"
+    (cache / "a").mkdir(parents=True)
+    (cache / "a" / "b").write_bytes(bytes(3 << 20))
+    monkeypatch.setenv("WINNOW_CACHE", str(cache))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+    code, said = ask("--runs", str(tmp_path / "new" / "runs"))
+    assert code == 0
+    lines = {line[7:26].strip(): line[28:] for line in said.splitlines() if line[:2] == "ok"}
+    assert lines["python"].startswith(f"{platform.python_version()} at {sys.executable}, on Linux")
+    assert lines["torch"].startswith(f"{torch.__version__}, built for ")
+    assert lines["sandbox bubblewrap"].startswith("in force: ")
+    assert re.search(r"^[\d,.]+ GiB in all, [\d,.]+ GiB free", lines["memory"])
+    assert lines["runs"].startswith(f"{tmp_path}/new/runs (not made yet), ")
+    assert lines["cache"] == f"{cache}, 3 MiB; may be deleted, and is made again"
+    assert lines["model cache"] == f"{tmp_path}/none, empty"
+    assert said.splitlines()[-1].startswith("Nothing stands in the way of training")
+    assert list(tmp_path.iterdir()) == [cache]  # nothing is left behind
+
+
+def test_each_extra_is_there_or_told_how_to_get() -> None:
+    found = {finding.name: finding for finding in doctor._extras()}
+    told = metadata.metadata("winnow").get_all("Provides-Extra") or []
+    assert set(found) == {f"extra {name}" for name in told} - {
+        "extra all", "extra dev", "extra browser",
+    }  # fmt: skip
+    for name, package in (("peft", "peft"), ("ray", "ray"), ("megatron", "megatron-core")):
+        finding = found[f"extra {name}"]
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            assert finding.state == "note"
+            assert finding.text.startswith(f"{package} is missing")
+            assert finding.remedy == f"pip install 'winnow[{name}]'"
+        else:
+            assert finding.state == "ok"
+            assert f"{package} {version}" in finding.text
+
+
+def sandboxes_where(block: Callable[[], None]) -> list[Finding]:
+    """What is found in a process that has blocked something for good."""
+    ours, theirs = Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            block()
+            theirs.send(list(doctor._sandboxes()))
+        finally:
+            os._exit(0)
+    theirs.close()
+    try:
+        return list(ours.recv())
+    finally:
+        os.waitpid(pid, 0)
+
+
+def test_which_sandbox_holds_is_tried_and_the_reason_told() -> None:
+    need_bubblewrap()
+    both = sandboxes_where(lambda: None)
+    assert [finding.state for finding in both] == ["ok", "ok"]
+    assert both[1].text.startswith("holds, and is not used while bubblewrap does")
+    one = sandboxes_where(block_namespaces)
+    assert [finding.state for finding in one] == ["note", "ok"]
+    assert one[0].text.startswith("bwrap could not set the sandbox up")
+    assert "sysctl user.max_user_namespaces" in one[0].remedy
+    assert one[1].text.startswith("in force: ")
+    none = sandboxes_where(block_all)
+    assert [finding.name for finding in none] == [
+        "sandbox bubblewrap", "sandbox landlock", "sandbox",
+    ]  # fmt: skip
+    assert none[1].text == "Landlock is off; version 3 (Linux 6.2) is needed"
+    assert none[2].text == "none: recipes whose rewards run code are refused"
+    assert {finding.state for finding in none} == {"note"}
+
+
+@pytest.mark.parametrize(
+    ("requirement", "said"),
+    [
+        ("numpy>=2", ""),
+        ("numpy<1", f"numpy is {metadata.version('numpy')}, needed is <1"),
+        ("no-such-package>=1", "no-such-package is missing"),
+    ],
+)
+def test_a_requirement_is_held_against_what_is_installed(requirement: str, said: str) -> None:
+    assert doctor._unmet(Requirement(requirement)) == said
+
+
+def test_where_no_run_could_be_written_it_is_a_fault(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    with permissions_apply():
+        finding = doctor._runs_folder(closed / "runs")
+    assert finding == Finding(
+        "runs", "fault", f"{closed} cannot be written: Permission denied",
+        "set run.dir to a folder of yours",
+    )  # fmt: skip
+    (tmp_path / "file").touch()
+    code, said = ask("--runs", str(tmp_path / "file" / "runs"))
+    assert code == 1
+    assert f"FAULT  runs                 {tmp_path}/file is a file, not a folder\n" in said
+    assert said.splitlines()[-1] == "Mend what is marked FAULT (1), then ask again."
+
+
+def test_a_torch_that_does_not_load_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so:\\ncannot open')")
+    command = [sys.executable, "-m", "winnow.cli.main", "doctor", "--runs", str(tmp_path)]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stderr) == (1, "")
+    assert "FAULT  torch                does not work: libtorch.so: cannot open\n" in run.stdout
+    assert "-> install it anew: pip install --force-reinstall" in run.stdout
+    assert "sandbox" in run.stdout  # all else is looked at nevertheless
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("max 100000\n", None), ("150000 100000\n", 1.5), ("", None)]
+)
+def test_a_containers_share_of_cores_is_read(
+    text: str, cores: float | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "cpu.max"
+    file.write_text(text)
+    assert doctor._cgroup_cores(str(file)) == cores
+    assert doctor._cgroup_cores(str(tmp_path / "none")) is None

@@ -1,0 +1,387 @@
+"""A step of learning on recorded answers, with real models in the shape of the quickstart's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.recorded import VOCABULARY, quickstart_model, recorded_groups
+from torch import Tensor, nn
+
+from winnow.algorithms.estimators import ESTIMATORS, AdvantageInputs
+from winnow.errors import TrainingError
+from winnow.learning.advantage import AdvantageStage, outcome_rewards
+from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, gather_tokens, pack
+from winnow.learning.critic import Critic, ValueObjective
+from winnow.learning.importance_correction import CorrectionStage
+from winnow.learning.kl_penalty import Adaptation, KlPenalty
+from winnow.learning.learner import Learned, Learner, LearnerSettings, Rates, Roles
+from winnow.learning.objective import PolicyObjective
+from winnow.learning.policy import Policy
+from winnow.learning.reference import Reference
+from winnow.learning.single import SingleStrategy
+from winnow.learning.strategy import LossFn, Output, Stats
+from winnow.models.value import load_value_model
+from winnow.observe.metrics import Metrics, Stopwatch
+from winnow.types import Group, Score
+
+SETTINGS = LearnerSettings(
+    groups_per_update=2,
+    epochs=1,
+    microbatch_tokens=1000,
+    overlong_filtering=False,
+    max_skipped_updates=3,
+    seed=1,
+)
+GAE = AdvantageStage("gae", {"gamma": 1.0, "lam": 0.95})
+
+
+class Listening(SingleStrategy):
+    """Notes which outputs its passes were asked for, and what it learnt from."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.passes: list[frozenset[Output]] = []
+        self.learnt: list[MicroBatch] = []
+
+    def forward(
+        self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output]
+    ) -> list[dict[Output, Tensor]]:
+        self.passes.append(outputs)
+        return super().forward(microbatches, outputs)
+
+    def forward_backward(
+        self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output], loss_fn: LossFn
+    ) -> Stats:
+        self.learnt += microbatches
+        return super().forward_backward(microbatches, outputs, loss_fn)
+
+
+@dataclass
+class Bench:
+    """A learner with its strategies."""
+
+    learner: Learner
+    policy: Listening
+    reference: Listening | None
+    critic: Listening | None
+
+    def step(self, groups: list[Group], number: int = 1) -> tuple[Learned, dict[str, Any]]:
+        metrics, watch = Metrics(), Stopwatch()
+        learned = self.learner.learn(groups, number, metrics, watch)
+        return learned, metrics.record() | watch.lap()
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where critics start."""
+    path = tmp_path_factory.mktemp("start")
+    quickstart_model().save_pretrained(path)
+    return path
+
+
+def bench(
+    start: Path | None = None,
+    *,
+    objective: PolicyObjective | None = None,
+    advantage: AdvantageStage | None = None,
+    settings: LearnerSettings = SETTINGS,
+    has_reference: bool = False,
+    critic_lr: float = 3e-3,
+    with_squares: bool = False,
+    correct: CorrectionStage | None = None,
+) -> Bench:
+    policy = Listening(quickstart_model(), vocab_size=VOCABULARY)
+    reference = critic = None
+    if has_reference:
+        reference = Listening(moved(quickstart_model()).requires_grad_(False))
+    if start is not None:
+        critic = Listening(load_value_model(str(start), torch.float32, torch.device("cpu")))
+    learner = Learner(
+        Roles(
+            Policy(policy, objective or PolicyObjective("ppo_clip")),
+            None if reference is None else Reference(reference),
+            None if critic is None else Critic(critic, ValueObjective()),
+        ),
+        Rates(lambda step: 1e-3, lambda step: critic_lr),
+        advantage or AdvantageStage("grpo", {}),
+        settings,
+        correct,
+        with_squares,
+    )
+    return Bench(learner, policy, reference, critic)
+
+
+def moved(model: nn.Module) -> nn.Module:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape)
+    return model
+
+
+def bits(strategy: SingleStrategy) -> bytes:
+    return b"".join(p.detach().numpy().tobytes() for p in strategy.model.parameters())
+
+
+def rewarded(groups: list[Group], reward: float) -> list[Group]:
+    """The groups with their first answers' rewards replaced."""
+
+    def first(group: Group) -> Group:
+        score = Score(reward, 0.0, {"task": reward})
+        return replace(group, answers=(replace(group.answers[0], score=score), *group.answers[1:]))
+
+    return [first(group) for group in groups]
+
+
+def test_one_update_a_step_takes_no_pass_for_the_old_policy_and_says_so() -> None:
+    one = bench(objective=PolicyObjective("ppo_clip", old="current"))
+    before = bits(one.policy)
+    _, record = one.step(recorded_groups(2))
+    assert one.policy.passes == []
+    assert record["actor/old_pass"] == 0
+    assert record["actor/updates"] == 1
+    assert record["mismatch/abs_delta"] > 0, "the update tells how far the sampler was"
+    assert not {"time/reference_s", "time/values_s", "critic/updates"} & record.keys()
+    assert bits(one.policy) != before
+
+
+def test_each_pass_is_made_once_and_timed(start: Path) -> None:
+    full = bench(
+        start,
+        has_reference=True,
+        advantage=AdvantageStage("gae", {"gamma": 1.0, "lam": 1.0}, KlPenalty(0.1, "k1")),
+        settings=replace(SETTINGS, epochs=2),
+    )
+    _, record = full.step(recorded_groups(4))
+    assert full.reference is not None
+    assert full.critic is not None
+    passes = [full.policy.passes, full.reference.passes, full.critic.passes]
+    assert passes == [[{"logprob"}], [{"logprob"}], [{"value"}]]
+    assert record["actor/old_pass"] == 1
+    assert record["actor/updates"] == record["critic/updates"] == 4
+    phases = ("batch", "old_logprobs", "reference", "values", "update")
+    assert all(record[f"time/{phase}_s"] > 0 for phase in phases)
+    assert full.learner.progress == 3 + 2 * 4, "with each pass, and each update of either model"
+
+
+def test_only_the_first_update_tells_how_far_the_sampler_was() -> None:
+    groups = recorded_groups(4)
+    found = {}
+    for size in (4, 2):
+        settings = replace(SETTINGS, groups_per_update=size, epochs=2)
+        many = bench(objective=PolicyObjective("reinforce", old="current"), settings=settings)
+        found[size] = many.step(groups)[1]
+        assert found[size]["actor/updates"] == 2 * 4 // size
+    with_pass = bench(objective=PolicyObjective("reinforce")).step(groups)[1]
+    # All groups are in the first update of the first; half of them in that of the second.
+    assert found[4]["mismatch/abs_delta"] == pytest.approx(
+        with_pass["mismatch/abs_delta"], rel=1e-5
+    )
+    assert found[2]["mismatch/abs_delta"] == pytest.approx(with_pass["mismatch/abs_delta"], rel=0.5)
+
+
+def test_rejected_samples_are_a_share_of_those_that_learn() -> None:
+    groups = recorded_groups(2)
+    learning = [not a.trajectory.truncated for g in groups for a in g.answers]
+    assert learning.count(False) > 0
+    everything = {"rejection": "k2", "rejection_options": {"level": "sample", "bound": 1e-9}}
+    learner = bench(
+        settings=replace(SETTINGS, overlong_filtering=True),
+        correct=CorrectionStage(everything, normalize=False),
+    )
+    _, record = learner.step(groups)
+    assert record["correction/rejected_samples"] == 1.0
+    assert record["correction/rejected_tokens"] == 1.0
+    assert "actor/updates" not in record
+
+
+def test_an_adaptive_weight_of_the_kl_moves_and_outlives_a_checkpoint() -> None:
+    aim = Adaptation(target=0.05, horizon_samples=64)
+
+    def adaptive() -> Bench:
+        stage = AdvantageStage("rloo", {}, KlPenalty(0.1, "k2", aim))
+        return bench(has_reference=True, advantage=stage)
+
+    first = adaptive()
+    expected = 0.1
+    for step in (1, 2):
+        record = first.step(recorded_groups(2), step)[1]
+        assert record["reward/kl_coef"] == pytest.approx(expected)
+        expected *= 1 + min(max(record["reward/kl"] / 0.05 - 1, -0.2), 0.2) * 16 / 64
+    assert expected != pytest.approx(0.1)
+    resumed = adaptive()
+    resumed.learner.load_state_dict(first.learner.state_dict())
+    resumed.policy.load_state_dict(first.policy.state_dict())
+    assert resumed.step(recorded_groups(2), 3)[1]["reward/kl_coef"] == pytest.approx(expected)
+    assert first.step(recorded_groups(2), 3)[1]["reward/kl_coef"] == pytest.approx(expected)
+    assert bits(first.policy) == bits(resumed.policy)
+
+
+def test_in_the_critics_warm_up_the_policy_keeps_its_bits(start: Path) -> None:
+    warm = bench(start, advantage=GAE, settings=replace(SETTINGS, critic_warmup_steps=2))
+    assert warm.critic is not None
+    policy, critic = bits(warm.policy), bits(warm.critic)
+    for step in (1, 2):
+        record = warm.step(recorded_groups(4), step)[1]
+        assert bits(warm.policy) == policy
+        assert bits(warm.critic) != critic
+        assert record["critic/updates"] == 2
+        assert "actor/updates" not in record
+        critic = bits(warm.critic)
+    record = warm.step(recorded_groups(4), 3)[1]
+    assert bits(warm.policy) != policy
+    assert record["actor/updates"] == record["critic/updates"] == 2
+
+
+def test_a_critic_comes_to_explain_the_returns_of_the_same_answers(start: Path) -> None:
+    critic = bench(start, advantage=GAE, settings=replace(SETTINGS, critic_warmup_steps=99))
+    found = [critic.step(recorded_groups(4), step)[1] for step in range(1, 26)]
+    explained = [record["critic/explained_variance"] for record in found]
+    assert explained[0] == pytest.approx(0.0, abs=1e-6), "a new head gives 0 everywhere"
+    assert explained[-1] > 0.4
+    assert found[0]["critic/value/mean"] == 0
+    assert found[-1]["critic/value/max"] > 0.1
+    assert found[-1]["critic/value_loss"] < 0.7 * found[0]["critic/value_loss"]
+
+
+def test_the_token_baseline_gets_probabilities_and_their_squared_sums() -> None:
+    one = bench(advantage=AdvantageStage("optimal_token_baseline", {}), with_squares=True)
+    one.step(recorded_groups(3))
+    assert one.policy.passes == [{"logprob", "prob_square_sum"}]
+    batch = pack(recorded_groups(3))
+    (fresh,) = SingleStrategy(quickstart_model(), vocab_size=VOCABULARY).forward(
+        [_whole(batch)], frozenset({"logprob", "prob_square_sum"})
+    )
+    wanted = ESTIMATORS["optimal_token_baseline"].function(
+        AdvantageInputs(
+            rewards=batch.rewards,
+            groups=batch.groups,
+            offsets=batch.offsets,
+            gen_mask=batch.gen_mask,
+            loss_mask=batch.loss_mask,
+            token_rewards=outcome_rewards(batch),
+            prob=torch.zeros(len(batch.token_ids)).index_copy(
+                0, _whole(batch).source, fresh["logprob"].exp()
+            ),
+            prob_square_sum=torch.zeros(len(batch.token_ids)).index_copy(
+                0, _whole(batch).source, fresh["prob_square_sum"]
+            ),
+        )
+    )
+    given = [micro.columns["advantages"] for micro in one.policy.learnt]
+    found = gather_tokens(batch, one.policy.learnt, given)
+    torch.testing.assert_close(found, wanted.tokens, rtol=1e-4, atol=1e-5)
+
+
+def _whole(batch: Batch) -> MicroBatch:
+    (micro,) = all_micro_batches(batch, 10**6)
+    return micro
+
+
+def test_gradients_of_the_policy_that_are_not_finite_are_skipped_and_then_stop_the_run() -> None:
+    broken = bench()
+    with torch.no_grad():
+        next(broken.policy.model.parameters())[5, 0] = math.nan
+    before = bits(broken.policy)
+    _, record = broken.step(recorded_groups(4))
+    assert (record["actor/updates"], record["actor/skipped_updates"]) == (2, 2)
+    assert bits(broken.policy) == before
+    message = (
+        "step 2: 3 updates in a row had a gradient that is not finite "
+        "(optim.max_skipped_updates); lower optim.lr, or look for NaN weights in model.path"
+    )
+    with pytest.raises(TrainingError, match=f"^{re.escape(message)}$"):
+        broken.step(recorded_groups(4), 2)
+
+
+def test_gradients_of_the_critic_are_counted_apart(start: Path) -> None:
+    settings = replace(SETTINGS, critic_max_skipped_updates=4)
+    # The squared error of such a return overflows; whitened, the advantage is an ordinary one.
+    groups = rewarded(recorded_groups(4), 1e30)
+    broken = bench(start, advantage=GAE, settings=settings)
+    assert broken.critic is not None
+    before = bits(broken.critic), bits(broken.policy)
+    _, record = broken.step(groups)
+    assert (record["critic/updates"], record["critic/skipped_updates"]) == (2, 2)
+    assert (record["actor/updates"], record["actor/skipped_updates"]) == (2, 0)
+    assert bits(broken.critic) == before[0]
+    assert bits(broken.policy) != before[1]
+    assert broken.learner.state_dict()["skipped_in_a_row"] == {"actor": 0, "critic": 2}
+    message = (
+        "step 2: 4 updates in a row had a gradient that is not finite "
+        "(critic.optim.max_skipped_updates); lower critic.optim.lr, or look for NaN weights in "
+        "critic.path"
+    )
+    with pytest.raises(TrainingError, match=f"^{re.escape(message)}$"):
+        broken.step(groups, 2)
+
+
+def test_values_that_are_not_finite_stop_the_run_with_one_line(start: Path) -> None:
+    broken = bench(start, advantage=GAE)
+    assert broken.critic is not None
+    with torch.no_grad():
+        next(broken.critic.model.parameters())[5, 0] = math.inf
+    message = (
+        "step 4: the critic's values are not finite; lower critic.optim.lr, or look for NaN "
+        "weights in critic.path"
+    )
+    with pytest.raises(TrainingError, match=f"^{re.escape(message)}$"):
+        broken.step(recorded_groups(2), 4)
+
+
+def test_a_row_of_skipped_updates_goes_on_in_a_resumed_run() -> None:
+    broken = bench()
+    broken.learner.load_state_dict({"skipped_in_a_row": {"actor": 2, "critic": 0}, "advantage": {}})
+    with torch.no_grad():
+        next(broken.policy.model.parameters())[5, 0] = math.nan
+    with pytest.raises(TrainingError, match="step 7: 3 updates in a row"):
+        broken.step(recorded_groups(4), 7)
+
+
+def test_an_update_that_counts_no_token_neither_ends_nor_lengthens_such_a_row() -> None:
+    idle = bench(settings=replace(SETTINGS, overlong_filtering=True))
+    idle.learner.load_state_dict({"skipped_in_a_row": {"actor": 2, "critic": 0}, "advantage": {}})
+    truncated = [
+        replace(
+            g,
+            answers=tuple(
+                replace(a, trajectory=replace(a.trajectory, finish_reason="length"))
+                for a in g.answers
+            ),
+        )
+        for g in recorded_groups(2)
+    ]
+    before = bits(idle.policy)
+    _, record = idle.step(truncated)
+    assert "actor/updates" not in record
+    assert bits(idle.policy) == before
+    assert idle.learner.state_dict()["skipped_in_a_row"]["actor"] == 2
+    idle.step(recorded_groups(2), 2)
+    assert idle.learner.state_dict()["skipped_in_a_row"]["actor"] == 0
+
+
+def test_the_same_step_learns_the_same_bits_and_another_step_cuts_otherwise() -> None:
+    found = {}
+    for name, step in (("one", 1), ("again", 1), ("other", 2)):
+        learner = bench()
+        learner.step(recorded_groups(6), step)
+        found[name] = bits(learner.policy)
+    assert found["one"] == found["again"] != found["other"]
+
+
+def test_the_record_has_each_answers_advantage_in_the_order_of_the_groups() -> None:
+    groups = recorded_groups(3)
+    learned, record = bench().step(groups)
+    rewards = np.array([[a.score.reward for a in g.answers] for g in groups])
+    away = rewards - rewards.mean(1, keepdims=True)
+    wanted = (away / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)).ravel()
+    np.testing.assert_allclose(learned.advantages, wanted, rtol=1e-5, atol=1e-6)
+    assert record["score/advantage/max"] == pytest.approx(wanted.max())

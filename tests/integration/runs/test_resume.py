@@ -1,0 +1,353 @@
+"""Which folder a run gets, what it continues, and what is cut back."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.unprivileged import permissions_apply
+
+from winnow.config.load import dump_config, load_recipe
+from winnow.config.root import Config
+from winnow.errors import CheckpointError, ConfigError, WinnowError
+from winnow.observe.jsonl import MetricsLog
+from winnow.runs.checkpoint import Checkpoint, Content, checkpoints_in, save_checkpoint
+from winnow.runs.resume import Opened, opened_run
+
+STEPS = 8
+
+
+def recipe(folder: Path, *overrides: str, name: str = "a") -> Config:
+    settings = [f"trainer.steps={STEPS}", f"run.dir={folder}", "optim.warmup_steps=0"]
+    return load_recipe("quickstart", [*settings, f"run.name={name}", *overrides])
+
+
+def run_to(folder: Path, step: int, *overrides: str) -> Path:
+    """A run with files of its steps and a checkpoint every two of them."""
+    config = recipe(folder, *overrides)
+    with opened_run(config, "quickstart") as opened:
+        run = opened.folder
+        log = MetricsLog(run.metrics)
+        for path in (run.rollouts, run.evaluations):
+            path.mkdir()
+        for number in range(1, step + 1):
+            run.rollout(number).touch()
+            log.log(number, {"x": number})
+            if number % 2 == 0:
+                run.evaluation(number).touch()
+                save(run.path, number, config=dump_config(opened.config), offset=log.offset())
+        log.close()
+    return run.path
+
+
+def save(run: Path, step: int, *, config: str, offset: int, evaluated: bool = True) -> Checkpoint:
+    content = Content(
+        step,
+        lambda model: model.mkdir(),
+        {},
+        config=config,
+        metrics_bytes=offset,
+        evaluated=evaluated,
+        machine={"threads": 1},
+    )
+    return save_checkpoint(run / "checkpoints", content)
+
+
+def open_again(config: Config) -> Opened:
+    with opened_run(config, "quickstart") as opened:
+        return opened
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_new_name_is_a_new_run_and_keeps_its_recipe(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    opened = open_again(config)
+    assert (opened.folder.path, opened.checkpoint) == (tmp_path / "a", None)
+    assert load_recipe(str(opened.folder.config)) == config
+
+
+def test_without_a_name_each_run_is_new(tmp_path: Path) -> None:
+    config = load_recipe("quickstart", [f"run.dir={tmp_path}"])
+    first, second = open_again(config), open_again(config)
+    assert first.folder.path != second.folder.path
+
+
+def test_an_unfinished_run_of_the_same_recipe_goes_on_and_says_from_where(tmp_path: Path) -> None:
+    run_to(tmp_path, 5)
+    opened = open_again(recipe(tmp_path))
+    assert opened.checkpoint is not None
+    assert opened.checkpoint.step == 4
+    assert not opened.is_finished(STEPS)
+    assert list(opened.notes) == [f"Continuing {tmp_path / 'a'} after step 4 of 8"]
+
+
+def test_a_finished_run_says_so(tmp_path: Path) -> None:
+    run_to(tmp_path, STEPS)
+    assert open_again(recipe(tmp_path)).is_finished(STEPS)
+
+
+def test_a_run_whose_last_evaluation_is_to_come_is_not_finished(tmp_path: Path) -> None:
+    run = run_to(tmp_path, 6)
+    save(run, STEPS, config=(run / "config.yaml").read_text(), offset=0, evaluated=False)
+    assert not open_again(recipe(tmp_path)).is_finished(STEPS)
+
+
+def test_another_recipe_is_refused_and_each_key_named(tmp_path: Path) -> None:
+    run_to(tmp_path, 5)
+    changed = recipe(tmp_path, "optim.lr=1e-3", "rollout.n=4")
+    with pytest.raises(ConfigError) as caught:
+        open_again(changed)
+    message = str(caught.value)
+    assert "rollout.n was 8 and is 4" in message
+    assert "optim.lr was 0.0004 and is 0.001" in message
+    assert "another run.name" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("observe.console=off", "run.threads=1", "trainer.save_every=3", "trainer.keep_last=7"),
+        *("trainer.max_restarts=5", "trainer.stall_timeout_s=9", "sampling.on_bound=stop"),
+        "warm_start.cache_dir=elsewhere",
+    ],
+)
+def test_keys_that_no_figure_depends_on_may_change(override: str, tmp_path: Path) -> None:
+    run_to(tmp_path, 5)
+    assert open_again(recipe(tmp_path, override)).checkpoint is not None
+
+
+def test_where_processes_are_and_how_many_train_may_change(tmp_path: Path) -> None:
+    on_ranks = "trainer/strategy=fsdp2", "rollout.engine.processes=1"
+    run_to(tmp_path, 5, *on_ranks)
+    ray = "cluster=ray", "cluster.address=auto", "cluster.environment={NCCL_DEBUG: INFO}"
+    pools = "cluster.pools={t:{per_node:4},g:{cpus:2}}", "cluster.roles={policy:t,rollout:g}"
+    more = recipe(tmp_path, *on_ranks, *ray, *pools, "trainer.strategy.ranks=4")
+    assert open_again(more).checkpoint is not None
+    with pytest.raises(ConfigError, match=r"trainer\.strategy\.name was 'fsdp2' and is 'single'"):
+        open_again(recipe(tmp_path, "rollout.engine.processes=1"))
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.processes was 1 and is 2"):
+        open_again(recipe(tmp_path, *on_ranks, "rollout.engine.processes=2"))
+
+
+def test_never_refuses_a_name_that_is_taken(tmp_path: Path) -> None:
+    run_to(tmp_path, 5)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        open_again(recipe(tmp_path, "run.resume=never"))
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        open_again(recipe(tmp_path))
+    assert names(tmp_path / "a") == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("left", [["log.txt"], [".lock", "log.txt", "config.yaml.partial"]])
+def test_a_run_that_died_before_it_had_a_recipe_is_begun_again(
+    left: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    for name in left:
+        (tmp_path / "a" / name).touch()
+    assert open_again(recipe(tmp_path)).checkpoint is None
+    assert "config.yaml.partial" not in names(tmp_path / "a")
+
+
+def test_a_run_without_a_checkpoint_begins_at_the_beginning(tmp_path: Path) -> None:
+    run = run_to(tmp_path, 1)
+    opened = open_again(recipe(tmp_path))
+    assert opened.checkpoint is None
+    assert "no checkpoint yet" in opened.notes[0]
+    log = MetricsLog(opened.folder.metrics)
+    opened.rewind(log)
+    assert names(run / "rollouts") == []
+    assert (run / "metrics.jsonl").read_bytes() == b""
+
+
+def test_a_damaged_newest_checkpoint_falls_back_and_says_so(tmp_path: Path) -> None:
+    run = run_to(tmp_path, 6)
+    (run / "checkpoints" / "step-6" / "state.pt").write_bytes(b"rubbish")
+    opened = open_again(recipe(tmp_path))
+    assert opened.checkpoint is not None
+    assert opened.checkpoint.step == 4
+    assert "step-6/state.pt is damaged" in opened.notes[0]
+    assert "going on from step 4" in opened.notes[0]
+
+
+@pytest.mark.parametrize("which", ["run", "checkpoint", "relative", "slash"])
+def test_a_path_continues_that_run(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_to(tmp_path, 6)
+    monkeypatch.chdir(run / "checkpoints")
+    path = {"run": run, "checkpoint": run / "checkpoints/step-2", "relative": "step-2"}
+    given = path.get(which, f"{run}/")
+    opened = open_again(recipe(tmp_path, f"run.resume={given}", "run.name=null"))
+    assert opened.checkpoint is not None
+    assert opened.checkpoint.step == (6 if which in ("run", "slash") else 2)
+    assert opened.folder.path.resolve() == run
+
+
+@pytest.mark.parametrize("path", ["runs/none", ".", "/", "a/rollouts", "step-1"])
+def test_a_path_to_nothing_is_refused(path: str, tmp_path: Path) -> None:
+    run_to(tmp_path, 2)
+    with pytest.raises(ConfigError, match=r"neither a run's folder nor a checkpoint"):
+        open_again(recipe(tmp_path, f"run.resume={path}"))
+
+
+def test_a_damaged_checkpoint_asked_for_by_name_is_refused(tmp_path: Path) -> None:
+    run = run_to(tmp_path, 6)
+    (run / "checkpoints/step-4/state.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"step-4/state.pt is missing"):
+        open_again(recipe(tmp_path, f"run.resume={run}/checkpoints/step-4"))
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    run = run_to(tmp_path, 2)
+    other = dump_config(recipe(tmp_path, "warm_start.model.layers=3"))
+    save(run, 6, config=other, offset=0)
+    with pytest.raises(CheckpointError, match=r"step-6 was made with another recipe: warm_start"):
+        open_again(recipe(tmp_path))
+
+
+def test_what_is_later_than_the_checkpoint_is_dropped(tmp_path: Path) -> None:
+    run = run_to(tmp_path, 7)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 8, "half')
+    (run / "rollouts" / "step-8.parquet.partial").touch()
+    (run / "checkpoints" / ".step-8.partial").mkdir()
+    shutil.rmtree(run / "checkpoints" / "step-6")
+    opened = open_again(recipe(tmp_path))
+    log = MetricsLog(opened.folder.metrics)
+    opened.rewind(log)
+    assert [c.step for c in checkpoints_in(run / "checkpoints")] == [2, 4]
+    assert names(run / "checkpoints") == ["step-2", "step-4"]
+    assert names(run / "rollouts") == [f"step-{step}.parquet" for step in (1, 2, 3, 4)]
+    assert names(run / "eval") == ["step-2.parquet", "step-4.parquet"]
+    assert (run / "metrics.jsonl").read_text().count("\n") == 4
+
+
+def test_an_evaluation_that_comes_again_is_dropped(tmp_path: Path) -> None:
+    run = run_to(tmp_path, 4)
+    save(run, 4, config=(run / "config.yaml").read_text(), offset=0, evaluated=False)
+    opened = open_again(recipe(tmp_path))
+    opened.rewind(MetricsLog(opened.folder.metrics))
+    assert names(run / "eval") == ["step-2.parquet"]
+    assert names(run / "rollouts") == [f"step-{step}.parquet" for step in (1, 2, 3, 4)]
+
+
+def test_metrics_that_were_changed_are_refused(tmp_path: Path) -> None:
+    run = run_to(tmp_path, 4)
+    (run / "metrics.jsonl").write_bytes(b"")
+    opened = open_again(recipe(tmp_path))
+    with pytest.raises(CheckpointError, match="changed since"):
+        opened.rewind(MetricsLog(opened.folder.metrics))
+
+
+def test_another_machine_is_told_apart(tmp_path: Path) -> None:
+    run_to(tmp_path, 4)
+    opened = open_again(recipe(tmp_path))
+    assert opened.differences({"threads": 1, "torch": "9"}) == []
+    assert opened.differences({"threads": 2}) == ["threads was 1 and is 2"]
+
+
+def test_two_at_a_time_are_refused(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    with opened_run(config, "quickstart"), pytest.raises(WinnowError, match="in use by process"):
+        open_again(config)
+
+
+def without(mode: int, *names: str, left: tuple[str, ...] = ()) -> Callable[[Path], None]:
+    """Make what a crash may have left in a run, then set the mode of parts of the run."""
+
+    def spoil(run: Path) -> None:
+        for name in left:
+            (run / name).mkdir() if "step" in name else (run / name).touch()
+        for name in names:
+            (run / name).chmod(mode)
+
+    return spoil
+
+
+def half_replaced(run: Path) -> None:
+    folder = run / "checkpoints"
+    (folder / "step-4").rename(folder / ".step-4.replaced")
+    folder.chmod(0o500)
+
+
+def begun(run: Path) -> None:
+    shutil.rmtree(run)
+    run.mkdir()
+    (run / "log.txt").touch()
+    (run / ".lock").touch()
+    run.chmod(0o500)
+
+
+REFUSED = {
+    "all runs": (without(0, ".."), "cannot use {run}/config.yaml"),
+    "the run": (without(0, "."), "cannot use {run}/config.yaml"),
+    "the recipe": (without(0, "config.yaml"), "{run}/config.yaml"),
+    "the checkpoints": (without(0, "checkpoints"), "cannot read {run}/checkpoints"),
+    "the checkpoints' entries": (
+        without(0o400, "checkpoints"),
+        "{run} has no checkpoint that is whole: {run}/checkpoints/step-4/manifest.json",
+    ),
+    "the checkpoint's recipe": (
+        without(0, "checkpoints/step-4/config.yaml", "checkpoints/step-2/config.yaml"),
+        "{run} has no checkpoint that is whole: {run}/checkpoints/step-4/config.yaml",
+    ),
+    "a checkpoint to be put back": (
+        half_replaced,
+        "cannot rename {run}/checkpoints/.step-4.replaced to {run}/checkpoints/step-4",
+    ),
+    "a file half written": (
+        without(0o500, ".", left=("curve.png.partial",)),
+        "cannot use {run}/curve.png.partial",
+    ),
+    "a folder that was only begun": (begun, "cannot use {run}/log.txt"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_may_not_be_read_or_changed_is_named_in_one_line(
+    spoil: Callable[[Path], None], said: str, tmp_path: Path
+) -> None:
+    run = run_to(tmp_path / "runs", 4)
+    spoil(run)
+    try:
+        with permissions_apply(), pytest.raises(WinnowError) as caught:
+            open_again(recipe(run.parent))
+    finally:
+        for path in (run.parent, run, run / "checkpoints"):
+            path.chmod(0o700) if path.is_dir() else None
+    message = str(caught.value)
+    assert message.startswith(said.format(run=run)), message
+    assert "Permission denied" in message
+    assert "; " in message
+    assert "\n" not in message
+
+
+def test_a_draft_that_cannot_be_deleted_keeps_no_run_from_being_opened(tmp_path: Path) -> None:
+    run = run_to(tmp_path, 4)
+    without(0o500, "checkpoints", left=("checkpoints/.step-8.partial",))(run)
+    try:
+        with permissions_apply():
+            opened = open_again(recipe(tmp_path))
+    finally:
+        (run / "checkpoints").chmod(0o700)
+    assert opened.checkpoint is not None
+    assert opened.checkpoint.step == 4
+
+
+def test_a_folder_that_is_given_up_is_free_for_the_next(tmp_path: Path) -> None:
+    run = run_to(tmp_path, 4)
+    with pytest.raises(ConfigError, match="another recipe"):
+        open_again(recipe(tmp_path, "rollout.n=4"))
+    assert open_again(recipe(tmp_path)).folder.path == run

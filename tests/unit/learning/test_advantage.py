@@ -1,0 +1,156 @@
+"""From scores to the columns that updates read: where rewards sit, what an estimator is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.recorded import recorded_groups
+
+from winnow.algorithms.estimators import ESTIMATORS
+from winnow.learning.advantage import AdvantageStage, outcome_rewards
+from winnow.learning.batch import Batch, pack
+from winnow.learning.kl_penalty import KlPenalty
+from winnow.observe.metrics import Metrics
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
+
+
+def written(ids: list[int]) -> Segment:
+    return Segment(np.array(ids), np.full(len(ids), -1, np.float32), (VersionSpan(0, len(ids)),))
+
+
+def environment(ids: list[int]) -> Segment:
+    return Segment(np.array(ids), np.zeros(len(ids), np.float32), (), "environment")
+
+
+def answer(reward: float, *segments: Segment, **parts: float) -> Answer:
+    return Answer(Trajectory(segments, "stop"), Score(reward, 0.0, parts))
+
+
+def group(*answers: Answer, baseline: Answer | None = None) -> Group:
+    return Group(0, Prompt("0", np.array([9, 9]), "", "", None), answers, baseline)
+
+
+TURNS = group(
+    answer(1.5, written([1, 2]), environment([3]), task=1.0, form=0.5),
+    answer(-1.0, written([4]), environment([5, 6]), written([7]), task=-1.0),
+    answer(3.0, environment([8]), task=3.0),
+)
+
+
+def test_a_reward_sits_on_the_last_token_that_the_policy_wrote() -> None:
+    found = outcome_rewards(pack([TURNS]))
+    # Prompts of 2; the third answer has no written token, so its reward has no place.
+    wanted = [0, 0, 0, 1.5, 0, 0, 0, 0, 0, 0, -1.0, 0, 0, 0]
+    assert found.tolist() == wanted
+    assert found.dtype == torch.float64
+
+
+def test_rewards_of_recorded_answers_equal_the_loop() -> None:
+    groups = recorded_groups()
+    batch = pack(groups, overlong_filtering=True)
+    wanted = []
+    for each in groups:
+        for one in each.answers:
+            body = [0.0] * (len(each.prompt.token_ids) + one.trajectory.generated_tokens)
+            wanted += [*body[:-1], one.score.reward]
+    assert outcome_rewards(batch).tolist() == wanted
+
+
+def column_batch(groups: list[Group]) -> Batch:
+    """With all that any estimator may ask for."""
+    batch = pack(groups)
+    torch.manual_seed(2)
+    n = len(batch.token_ids)
+    batch.columns["old"] = -torch.rand(n)
+    batch.columns["ref"] = -torch.rand(n)
+    batch.columns["values"] = torch.randn(n) * batch.gen_mask
+    batch.columns["prob_square_sum"] = torch.rand(n)
+    return batch
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_gets_what_it_needs_and_fills_the_batch(name: str) -> None:
+    groups = [replace(g, baseline=g.answers[0]) for g in recorded_groups()]
+    batch = column_batch(groups)
+    found = AdvantageStage(name, {})(groups, batch, Metrics())
+    advantages = batch.columns["advantages"]
+    assert advantages is found.tokens
+    assert advantages.dtype == torch.float32
+    assert bool(advantages.isfinite().all())
+    assert bool(advantages.any())
+    assert not advantages[~batch.gen_mask].any()
+    assert len(found.samples) == batch.n_samples
+    assert ("returns" in batch.columns) == (name == "gae")
+
+
+def test_kl_lowers_the_reward_of_a_sample_by_its_sum() -> None:
+    groups = recorded_groups(2)
+    batch, penalty = column_batch(groups), KlPenalty(0.2, "k1")
+    found = AdvantageStage("rloo", {}, penalty)(groups, batch, Metrics())
+    sums = []
+    for b, reward in enumerate(batch.rewards.tolist()):
+        span = slice(int(batch.offsets[b]), int(batch.offsets[b + 1]))
+        kl = (batch.columns["old"] - batch.columns["ref"])[span][batch.gen_mask[span]]
+        sums.append(reward - 0.2 * float(kl.double().sum()))
+    for b, own in enumerate(sums):
+        others = [r for i, r in enumerate(sums) if i // 8 == b // 8 and i != b]
+        assert float(found.samples[b]) == pytest.approx(own - sum(others) / len(others), abs=1e-5)
+
+
+def test_kl_comes_off_each_token_for_estimators_that_tell_tokens_apart() -> None:
+    groups = recorded_groups(1)
+    batch = column_batch([replace(g, baseline=answer(0.25, written([1]))) for g in groups])
+    stage = AdvantageStage("remax", {"gamma": 1.0}, KlPenalty(0.2, "k1"))
+    stage([replace(g, baseline=answer(0.25, written([1]))) for g in groups], batch, Metrics())
+    for b in range(batch.n_samples):
+        to_go = float(batch.rewards[b]) - 0.25
+        for t in reversed(range(int(batch.offsets[b]), int(batch.offsets[b + 1]))):
+            if batch.gen_mask[t]:
+                to_go -= 0.2 * float(batch.columns["old"][t] - batch.columns["ref"][t])
+                assert float(batch.columns["advantages"][t]) == pytest.approx(to_go, abs=1e-5)
+
+
+def test_components_are_the_parts_of_the_scores() -> None:
+    seen: dict[str, Any] = {}
+
+    def listening(inputs: Any, **options: Any) -> Any:
+        seen.update(inputs.components)
+        return ESTIMATORS["gdpo"].function(inputs, **options)
+
+    batch = column_batch([TURNS])
+    stage = AdvantageStage("gdpo", {"weights": {"task": 1.0, "form": 2.0}})
+    stage._estimator = replace(stage._estimator, function=listening)
+    found = stage([TURNS], batch, Metrics())
+    assert sorted(seen) == ["form", "task"]
+    assert seen["task"].tolist() == [1.0, -1.0, 3.0]
+    assert seen["form"].tolist() == [0.5, 0.0, 0.0], "a score that lacks a part has 0 of it"
+    assert bool(found.tokens.any())
+
+
+def test_a_component_counts_by_its_weight() -> None:
+    groups = []
+    for group in recorded_groups():
+        formed = [
+            replace(one, score=replace(one.score, parts={**one.score.parts, "form": float(i % 3)}))
+            for i, one in enumerate(group.answers)
+        ]
+        groups.append(replace(group, answers=tuple(formed)))
+    batch = column_batch(groups)
+    found = [
+        AdvantageStage("gdpo", {"weights": weights})(groups, batch, Metrics()).samples
+        for weights in ({"task": 1.0}, {"task": 1.0, "form": 1.0}, {"task": 1.0, "form": 3.0})
+    ]
+    for i, one in enumerate(found):
+        assert not any(torch.allclose(one, other, rtol=1e-2) for other in found[:i])
+
+
+def test_only_a_penalty_has_a_state() -> None:
+    assert AdvantageStage("grpo", {}).state_dict() == {}
+    stage = AdvantageStage("grpo", {}, KlPenalty(0.5, "k1"))
+    other = AdvantageStage("grpo", {}, KlPenalty(0.1, "k1"))
+    other.load_state_dict(stage.state_dict())
+    assert other.state_dict() == {"penalty": {"coef": 0.5}}

@@ -1,0 +1,312 @@
+"""Packing, cutting and counting; and that none of it changes what an update learns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.examples import examples
+from torch import Tensor
+
+from winnow.algorithms.advantages import grpo
+from winnow.algorithms.aggregation import AGGREGATIONS, aggregate
+from winnow.algorithms.kl import KL_ESTIMATORS
+from winnow.algorithms.logprobs import token_logprobs
+from winnow.algorithms.losses.registry import POLICY_LOSSES, LossTokens
+from winnow.learning.batch import (
+    Batch,
+    Counts,
+    MicroBatch,
+    all_micro_batches,
+    cut_updates,
+    gather_tokens,
+    micro_batches,
+    pack,
+    sample_tokens,
+    spread,
+)
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
+
+VOCABULARY = 6
+
+
+def segment(tokens: Sequence[int], source: str = "model", first: float = -0.5) -> Segment:
+    """Tokens with log-probs first, first/2, first/3, …"""
+    spans = (VersionSpan(0, len(tokens)),) if source == "model" else ()
+    logprobs = np.array([first / (i + 1) for i in range(len(tokens))], np.float32)
+    return Segment(np.array(tokens, np.int64), logprobs, spans, source)  # type: ignore[arg-type]
+
+
+def answer(
+    *segments: Segment, reward: float = 0.0, truncated: bool = False, number: int = 0
+) -> Answer:
+    reason = "length" if truncated else "stop"
+    extras = {"number": np.array([number])}
+    return Answer(Trajectory(segments, reason, extras), Score(reward, 0.0))  # type: ignore[arg-type]
+
+
+def group(prompt: Sequence[int], *answers: Answer) -> Group:
+    return Group(0, Prompt("p", np.array(prompt, np.int64), "", "task", None), answers)
+
+
+TWO_GROUPS = [
+    group(
+        [1, 2, 3],
+        answer(segment([4, 5]), reward=1.0, number=7),
+        answer(segment([4]), reward=-1.0, truncated=True),
+    ),
+    group([2], answer(segment([5]), segment([0, 1], "environment", 0.0), segment([3]))),
+]
+
+
+@st.composite
+def step(draw: st.DrawFn) -> list[Group]:
+    """A few groups of ragged answers, some truncated, some with an environment's turn."""
+    ids = st.integers(0, VOCABULARY - 1)
+    groups = []
+    for _ in range(draw(st.integers(1, 4))):
+        prompt = draw(st.lists(ids, min_size=1, max_size=3))
+        answers = []
+        for _ in range(draw(st.integers(1, 4))):
+            parts = [segment(draw(st.lists(ids, max_size=5)), first=draw(st.floats(-3, 0)))]
+            if draw(st.booleans()):
+                parts.append(segment(draw(st.lists(ids, max_size=2)), "environment", 0.0))
+                parts.append(segment(draw(st.lists(ids, max_size=3))))
+            reward = draw(st.integers(-2, 2)) / 2
+            answers.append(answer(*parts, reward=reward, truncated=draw(st.booleans())))
+        groups.append(group(prompt, *answers))
+    return groups
+
+
+def test_packing_worked_by_hand() -> None:
+    batch = pack(TWO_GROUPS)
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 4, 2, 5, 0, 1, 3]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3, 4]
+    assert batch.offsets.tolist() == [0, 5, 9, 14]
+    assert batch.prompt_lengths.tolist() == [3, 3, 1]
+    assert batch.groups.tolist() == [0, 0, 1]
+    assert batch.gen_mask.nonzero()[:, 0].tolist() == [3, 4, 8, 10, 13]
+    assert torch.equal(batch.loss_mask, batch.gen_mask)
+    assert batch.behav[batch.gen_mask].tolist() == [-0.5, -0.25, -0.5, -0.5, -0.5]
+    assert not batch.behav[~batch.gen_mask].any()
+    assert batch.rewards.tolist() == [1.0, -1.0, 0.0]
+    assert [extras["number"].item() for extras in batch.extras] == [7, 0, 0]
+    assert (batch.n_samples, batch.n_groups) == (3, 2)
+    assert spread(torch.tensor([1.0, 2.0, 3.0]), batch)[batch.gen_mask].tolist() == [1, 1, 2, 3, 3]
+
+
+def test_overlong_filtering_takes_truncated_answers_out_of_the_loss_only() -> None:
+    batch = pack(TWO_GROUPS, overlong_filtering=True)
+    assert batch.gen_mask.nonzero()[:, 0].tolist() == [3, 4, 8, 10, 13]
+    assert batch.loss_mask.nonzero()[:, 0].tolist() == [3, 4, 10, 13]
+    assert sample_tokens(batch, np.arange(batch.n_samples)).tolist() == [2, 0, 2]
+    counts = micro_batches(batch, [0, 1], 100)[0].counts
+    assert counts == Counts(tokens=4, samples=2, groups=2)
+
+
+@given(groups=step())
+def test_a_batch_gives_back_every_sample(groups: list[Group]) -> None:
+    batch = pack(groups)
+    b = 0
+    for g, one in enumerate(groups):
+        for each in one.answers:
+            low, high = batch.offsets[b : b + 2].tolist()
+            n = len(one.prompt.token_ids)
+            assert batch.token_ids[low : low + n].tolist() == one.prompt.token_ids.tolist()
+            assert batch.token_ids[low + n : high].tolist() == each.trajectory.token_ids.tolist()
+            assert not batch.gen_mask[low : low + n].any()
+            assert batch.gen_mask[low + n : high].tolist() == each.trajectory.gen_mask.tolist()
+            assert batch.behav[low + n : high].tolist() == each.trajectory.logprobs.tolist()
+            assert (int(batch.groups[b]), float(batch.rewards[b])) == (g, each.score.reward)
+            b += 1
+    assert b == batch.n_samples
+    assert int(batch.offsets[-1]) == len(batch.token_ids)
+
+
+def test_no_groups_make_an_empty_batch() -> None:
+    batch = pack([])
+    assert (batch.n_samples, batch.n_groups, len(batch.token_ids)) == (0, 0, 0)
+    assert all_micro_batches(batch, 8) == []
+    assert gather_tokens(batch, [], []).shape == (0,)
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="prompt p has no tokens"):
+        pack([group([], answer(segment([1])))])
+
+
+@given(n=st.integers(0, 200), size=st.integers(1, 40), seed=st.integers(0, 2**40))
+def test_updates_partition_the_groups_into_near_equal_parts(n: int, size: int, seed: int) -> None:
+    updates = cut_updates(n, size, seed)
+    assert sorted(g for update in updates for g in update) == list(range(n))
+    if n == 0:
+        assert updates == []
+        return
+    sizes = [len(update) for update in updates]
+    assert max(sizes) - min(sizes) <= 1
+    assert min(sizes) >= 1
+    assert abs(len(updates) - n / size) <= 0.5 or len(updates) == 1
+    if n % size == 0:
+        assert set(sizes) == {size}
+    assert updates == cut_updates(n, size, seed)
+
+
+def test_updates_are_shuffled_by_their_seed() -> None:
+    assert cut_updates(64, 16, (1, 2)) != cut_updates(64, 16, (1, 3))
+    assert cut_updates(64, 16, (1, 2))[0] != list(range(16))
+
+
+def test_an_update_size_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="groups_per_update must be at least 1, got 0"):
+        cut_updates(4, 0, 1)
+
+
+@given(groups=step(), budget=st.integers(1, 30), seed=st.integers(0, 9))
+def test_micro_batches_hold_each_sample_of_the_update_once(
+    groups: list[Group], budget: int, seed: int
+) -> None:
+    batch = pack(groups, overlong_filtering=bool(seed % 2))
+    batch.columns["old"] = torch.randn(len(batch.token_ids))
+    for update in cut_updates(len(groups), 2, seed):
+        micros = micro_batches(batch, update, budget)
+        held = [b for micro in micros for b in micro.samples.tolist()]
+        assert sorted(held) == [b for b in range(batch.n_samples) if int(batch.groups[b]) in update]
+        for micro in micros:
+            assert sum(micro.lengths) <= budget or len(micro.lengths) == 1
+            check_micro_batch(micro, batch, update)
+
+
+def check_micro_batch(micro: MicroBatch, batch: Batch, update: list[int]) -> None:
+    """Every field against a loop over the samples."""
+    counted = sample_tokens(batch, np.arange(batch.n_samples)).tolist()
+    of_update = [b for b in range(batch.n_samples) if int(batch.groups[b]) in update]
+    assert micro.counts == Counts(
+        tokens=sum(counted[b] for b in of_update),
+        samples=sum(counted[b] > 0 for b in of_update),
+        groups=len({int(batch.groups[b]) for b in of_update if counted[b]}),
+    )
+    for i, b in enumerate(micro.samples.tolist()):
+        ours = slice(*micro.offsets[i : i + 2].tolist())
+        theirs = slice(*batch.offsets[b : b + 2].tolist())
+        assert micro.lengths[i] == theirs.stop - theirs.start
+        assert set(micro.sample_index[ours].tolist()) == {i}
+        for name in ("token_ids", "positions", "gen_mask", "loss_mask", "behav"):
+            assert torch.equal(getattr(micro, name)[ours], getattr(batch, name)[theirs])
+        assert torch.equal(micro.columns["old"][ours], batch.columns["old"][theirs])
+        same = [c for c in range(batch.n_samples) if batch.groups[c] == batch.groups[b]]
+        assert int(micro.group_tokens[i]) == sum(counted[c] for c in same)
+    assert torch.equal(micro.scored_positions, micro.gen_mask.nonzero()[:, 0])
+    assert not micro.positions[micro.scored_positions].eq(0).any()
+
+
+@given(groups=step(), budget=st.integers(1, 30))
+def test_values_of_micro_batches_come_back_to_their_tokens(
+    groups: list[Group], budget: int
+) -> None:
+    batch = pack(groups)
+    micros = all_micro_batches(batch, budget)
+    back = gather_tokens(batch, micros, [m.token_ids.double() for m in micros])
+    assert torch.equal(back, batch.token_ids.double())
+
+
+def test_a_budget_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        micro_batches(pack(TWO_GROUPS), [0], 0)
+
+
+def test_a_micro_batch_moves_to_a_device_whole() -> None:
+    batch = pack(TWO_GROUPS)
+    batch.columns["old"] = batch.behav
+    (micro,) = all_micro_batches(batch, 100)
+    assert micro.to(torch.device("cpu")) is micro
+    moved = micro.to(torch.device("meta"))
+    assert moved.token_ids.device.type == moved.columns["old"].device.type == "meta"
+    assert (moved.lengths, moved.counts) == (micro.lengths, micro.counts)
+
+
+# What an update learns, with a policy that looks one token back.
+
+
+def gradient(
+    groups: list[Group],
+    aggregation: str,
+    budget: int,
+    filtering: bool = False,
+    disturb: Callable[[MicroBatch], MicroBatch] = lambda micro: micro,
+) -> Tensor:
+    """The summed gradient of one update over micro-batches of `budget` tokens."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(VOCABULARY, 4, generator=generator, dtype=torch.float64)
+    head = torch.randn(VOCABULARY, 4, generator=generator, dtype=torch.float64)
+    leaves = [table.requires_grad_(), head.requires_grad_()]
+    batch = pack(groups, overlong_filtering=filtering)
+    batch.columns["advantages"] = spread(grpo(batch.rewards, batch.groups), batch, torch.float64)
+    for original in micro_batches(batch, range(len(groups)), budget):
+        micro = disturb(original)
+        at = micro.scored_positions
+        logprob, entropy, _ = token_logprobs(
+            table[micro.token_ids[at - 1]], head, micro.token_ids[at], 1.3, chunk_tokens=2
+        )
+        assert entropy is not None
+        zeros = torch.zeros(len(micro.token_ids), dtype=torch.float64)
+        logp = zeros.index_put((at,), logprob)
+        tokens = LossTokens(micro.loss_mask, micro.sample_index, len(micro.samples))
+        terms = (logp, micro.behav.double(), micro.columns["advantages"], tokens)
+        loss = POLICY_LOSSES["ppo_clip"].function(*terms, clip_high=0.28)
+        loss = loss + 0.1 * KL_ESTIMATORS["k3+"](logp, micro.behav.double())
+        loss = loss - 0.01 * zeros.index_put((at,), entropy)
+        aggregate(
+            loss,
+            micro.loss_mask,
+            micro.sample_index,
+            aggregation,
+            group_tokens=micro.group_tokens,
+            tokens=micro.counts.tokens,
+            samples=micro.counts.samples,
+            groups=micro.counts.groups,
+            norm_tokens=9,
+        ).backward()
+    return torch.cat([torch.zeros(0), *(x.grad.flatten() for x in leaves if x.grad is not None)])
+
+
+def assert_same(got: Tensor, want: Tensor) -> None:
+    assert float((got - want).norm()) <= 1e-10 * max(float(want.norm()), 1e-3)
+
+
+@pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
+@examples(10)
+@given(groups=step(), budget=st.integers(1, 25), order=st.randoms(), filtering=st.booleans())
+def test_the_gradient_depends_on_neither_split_nor_order(
+    aggregation: str, groups: list[Group], budget: int, order: random.Random, filtering: bool
+) -> None:
+    whole = gradient(groups, aggregation, 10**6, filtering)
+    assert_same(gradient(groups, aggregation, budget, filtering), whole)
+    shuffled = [replace(g, answers=tuple(order.sample(g.answers, len(g.answers)))) for g in groups]
+    order.shuffle(shuffled)
+    assert_same(gradient(shuffled, aggregation, budget, filtering), whole)
+
+
+@pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
+@examples(10)
+@given(groups=step())
+def test_tokens_outside_the_masks_change_nothing(aggregation: str, groups: list[Group]) -> None:
+    def disturb(micro: MicroBatch) -> MicroBatch:
+        def noise(values: Tensor, mask: Tensor) -> Tensor:
+            return torch.where(mask, values, torch.randn(len(values), dtype=values.dtype) * 99)
+
+        advantages = noise(micro.columns["advantages"], micro.loss_mask)
+        behav = noise(micro.behav, micro.loss_mask)
+        return replace(micro, behav=behav, columns={"advantages": advantages})
+
+    want = gradient(groups, aggregation, 8, filtering=True)
+    assert_same(gradient(groups, aggregation, 8, filtering=True, disturb=disturb), want)
+
+
+def test_the_gradient_is_not_trivially_zero() -> None:
+    assert float(gradient(TWO_GROUPS, "token-mean", 100).norm()) > 0.1

@@ -1,0 +1,297 @@
+"""What goes wrong with weights on their way is found: by a checksum, a list, or the canary."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from winnow.errors import PublicationError, WorkerError
+from winnow.learning.canary import LENGTHS, TOLERANCE, Canary
+from winnow.learning.single import SingleStrategy
+from winnow.models.causal_lm import use_layout_attention
+from winnow.rollout.engine import WeightUpdate
+from winnow.rollout.engine_group import EngineGroup
+from winnow.rollout.torch_engine import TorchEngine
+from winnow.rollout.weights import Bucket, Receiver, send
+
+Tensors = list[tuple[str, Tensor]]
+VOCABULARY, POSITIONS, TEMPERATURE = 120, 300, 0.8
+KNOWN = 117
+"""Ids that the tokenizer has."""
+
+
+def model_of(dtype: torch.dtype, seed: int = 0, tied: bool = True) -> Any:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.15,
+        tie_word_embeddings=tied,
+    )
+    model = Qwen3ForCausalLM(config).to(dtype).eval()
+    use_layout_attention(model)
+    return model
+
+
+def learned(model: Any, size: float = 0.05) -> Any:
+    """The model after updates that changed each weight by about `size` of its value."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + size * torch.randn(parameter.shape)).to(parameter.dtype)
+    return other
+
+
+def engine_of(model: Any) -> TorchEngine:
+    engine = TorchEngine(copy.deepcopy(model), slots=4, prefill_tokens=512, vocab_size=KNOWN)
+    return engine
+
+
+def strategy_of(model: Any) -> SingleStrategy:
+    return SingleStrategy(model, temperature=TEMPERATURE, vocab_size=KNOWN)
+
+
+def canary_of(dtype: torch.dtype) -> Canary:
+    return Canary.drawn(KNOWN, POSITIONS, dtype, TEMPERATURE)
+
+
+class Corrupted:
+    """A receiver whose line changes one bucket."""
+
+    def __init__(self, engine: TorchEngine, change: Callable[[Bucket], Bucket]) -> None:
+        self._engine, self._change = engine, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def take_bucket(self, bucket: Bucket) -> int:
+        return await self._engine.take_bucket(self._change(bucket))
+
+
+def publish(
+    tensors: Iterable[tuple[str, Tensor]],
+    engine: TorchEngine,
+    change: Callable[[Bucket], Bucket] = lambda bucket: bucket,
+) -> None:
+    """Send, compare checksums; not yet the canary."""
+    receiver: Any = Corrupted(engine, change)
+
+    async def ask(do: Callable[[Receiver], Awaitable[Any]]) -> Mapping[str, Any]:
+        return {"engine 0": await do(receiver)}
+
+    asyncio.run(send(WeightUpdate(5, tensors), ask, 10_000))
+
+
+def listen(canary: Canary, policy: SingleStrategy, engine: TorchEngine) -> float:
+    return asyncio.run(canary.check(canary.expected(policy), 5, {"engine 0": engine}))
+
+
+# Faults. Each is given what is exported, and the engine.
+
+
+def flipped_bit(tensors: Tensors, engine: TorchEngine) -> None:
+    """The lowest bit of one number of one bucket."""
+
+    def flip(bucket: Bucket) -> Bucket:
+        if bucket.index != 1:
+            return bucket
+        first = bucket.pieces[0]
+        array = first.array.copy()
+        array.view(np.uint8)[0] ^= 1
+        return replace(bucket, pieces=(replace(first, array=array), *bucket.pieces[1:]))
+
+    publish(tensors, engine, flip)
+
+
+def renamed(tensors: Tensors, engine: TorchEngine) -> None:
+    """Two tensors of one bucket get each other's names on the way."""
+
+    def rename(bucket: Bucket) -> Bucket:
+        swap = {"q_norm": "k_norm", "k_norm": "q_norm"}
+        names = [
+            next((p.name.replace(a, b) for a, b in swap.items() if a in p.name), p.name)
+            for p in bucket.pieces
+        ]
+        pieces = [replace(p, name=n) for p, n in zip(bucket.pieces, names, strict=True)]
+        return replace(bucket, pieces=tuple(pieces))
+
+    publish(tensors, engine, rename)
+
+
+def stale_head(tensors: Tensors, engine: TorchEngine) -> None:
+    """The engine decodes with an output layer that it packed for itself before."""
+    head = nn.Linear(32, VOCABULARY, bias=False)
+    head.weight = nn.Parameter(engine._head.weight.detach().clone())
+    engine._head = head
+    publish(tensors, engine)
+
+
+def swapped_layers(tensors: Tensors, engine: TorchEngine) -> None:
+    """Two layers under each other's names."""
+
+    def other(name: str) -> str:
+        swap = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
+        return next((name.replace(a, b) for a, b in swap.items() if a in name), name)
+
+    publish([(other(name), tensor) for name, tensor in tensors], engine)
+
+
+def forgotten_tensor(tensors: Tensors, engine: TorchEngine) -> None:
+    """One is not exported."""
+    publish([t for t in tensors if "layers.1.self_attn.k_norm" not in t[0]], engine)
+
+
+def stale_tensor(tensors: Tensors, engine: TorchEngine) -> None:
+    """One is exported as it was before the update."""
+    old = dict(engine._model.named_parameters())
+    stale = "model.layers.2.mlp.down_proj.weight"
+    publish([(n, old[n].clone() if n == stale else t) for n, t in tensors], engine)
+
+
+def transposed(tensors: Tensors, engine: TorchEngine) -> None:
+    """A square matrix the wrong way round."""
+    publish(
+        [(n, t.T if n.endswith("0.self_attn.q_proj.weight") else t) for n, t in tensors], engine
+    )
+
+
+def not_a_number(tensors: Tensors, engine: TorchEngine) -> None:
+    """One weight is NaN after its copy was made for the canary."""
+    broken = [(n, t.detach().clone()) for n, t in tensors]
+    broken[3][1].view(-1)[0] = float("nan")
+    publish(broken, engine)
+
+
+CHECKSUM, LISTING, CANARY = "holds other bytes than were sent", "did not come", "does not answer as"
+FAULTS = {
+    flipped_bit: CHECKSUM,
+    renamed: CHECKSUM,
+    forgotten_tensor: LISTING,
+    stale_head: CANARY,
+    swapped_layers: CANARY,
+    stale_tensor: CANARY,
+    transposed: CANARY,
+    not_a_number: CANARY,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_each_fault_is_caught_and_by_what(
+    fault: Callable[[Tensors, TorchEngine], None], dtype: torch.dtype
+) -> None:
+    before = model_of(dtype)
+    engine, policy = engine_of(before), strategy_of(learned(before, 0.3))
+    expected = FAULTS[fault]
+    if expected == CANARY:
+        fault(list(policy.export_weights(dtype)), engine)  # the checksums have nothing to say
+        with pytest.raises(PublicationError, match=CANARY) as caught:
+            listen(canary_of(dtype), policy, engine)
+        assert "\n" not in str(caught.value)
+    else:
+        with pytest.raises(PublicationError, match=expected):
+            fault(list(policy.export_weights(dtype)), engine)
+
+
+def test_the_canary_alone_would_not_see_a_flipped_bit() -> None:
+    policy = strategy_of(model_of(torch.float32))
+    engine = engine_of(model_of(torch.float32))
+    weight = dict(engine._model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+    weight.data.view(torch.int32)[0, 0] ^= 1
+    assert listen(canary_of(torch.float32), policy, engine) < TOLERANCE[torch.float32].largest
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_arrived_whole_passes_with_a_tenth_of_what_is_allowed(
+    dtype: torch.dtype, tied: bool
+) -> None:
+    before = model_of(dtype, tied=tied)
+    engine, policy = engine_of(before), strategy_of(learned(before))
+    canary = canary_of(dtype)
+    with pytest.raises(PublicationError, match=r"version 5: engine 0 .* nats at most and"):
+        listen(canary, policy, engine)  # not published yet
+    publish(policy.export_weights(dtype), engine)
+    assert listen(canary, policy, engine) <= TOLERANCE[dtype].largest / 10
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
+def test_a_small_update_that_did_not_arrive_is_seen(dtype: torch.dtype, size: float) -> None:
+    # In bf16 no single token says so, all of them together do.
+    before = model_of(dtype)
+    with pytest.raises(PublicationError, match=CANARY):
+        listen(canary_of(dtype), strategy_of(learned(before, size)), engine_of(before))
+
+
+def test_of_several_engines_the_one_that_differs_is_named() -> None:
+    before = model_of(torch.float32)
+    policy = strategy_of(learned(before))
+    engines = [engine_of(before) for _ in range(3)]
+    head = nn.Linear(32, VOCABULARY, bias=False)
+    head.weight = nn.Parameter(engines[1]._head.weight.detach().clone())
+    engines[1]._head = head
+    group = EngineGroup(engines, True)
+    canary = canary_of(torch.float32)
+
+    async def run() -> None:
+        await group.load_weights(WeightUpdate(2, policy.export_weights(torch.float32)))
+        assert group.status().weight_version == 2
+        live: Any = group.engines
+        await canary.check(canary.expected(policy), 2, live)
+
+    with pytest.raises(PublicationError, match="version 2: engine 1 does not answer"):
+        asyncio.run(run())
+
+
+def test_an_engine_that_died_is_left_out_and_a_last_one_is_an_error() -> None:
+    policy = strategy_of(model_of(torch.float32))
+    canary = canary_of(torch.float32)
+
+    class Dead:
+        async def logprobs_of(self, *_: Any) -> list[Any]:
+            raise WorkerError("the process was killed", "engine", 0)
+
+    def check(**engines: Any) -> float:
+        return asyncio.run(canary.check(canary.expected(policy), 1, engines))
+
+    alive = engine_of(policy.model)
+    assert check(one=Dead(), two=alive) < 1e-5
+    with pytest.raises(PublicationError, match="two does not answer"):
+        check(one=Dead(), two=engine_of(learned(policy.model)))
+    with pytest.raises(WorkerError, match="was killed"):
+        check(one=Dead())
+
+
+def test_sequences_are_the_same_each_time_short_and_long_and_of_known_ids() -> None:
+    one, two = canary_of(torch.float32), canary_of(torch.float32)
+    assert [ids.tolist() for ids in one.sequences] == [ids.tolist() for ids in two.sequences]
+    assert [len(ids) for ids in one.sequences] == [2, 16, 64, 300]
+    assert {len(i) for i in Canary.drawn(9, 9999, torch.float32).sequences} == set(LENGTHS)
+    every = np.concatenate(one.sequences)
+    assert every.min() == 0
+    assert every.max() == KNOWN - 1
+    other = Canary.drawn(KNOWN, POSITIONS, torch.float32, seed=1)
+    assert other.sequences[3].tolist() != one.sequences[3].tolist()
+
+
+def test_scoring_disturbs_no_answer_and_counts_no_token() -> None:
+    engine = engine_of(model_of(torch.float32))
+    asyncio.run(engine.logprobs_of(canary_of(torch.float32).sequences, TEMPERATURE))
+    status = engine.status()
+    assert (status.tick, status.generated_tokens, status.masked_probability) == (0, 0, 0.0)

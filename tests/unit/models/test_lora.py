@@ -1,0 +1,153 @@
+"""What a user may ask of an adapter, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.small_models import digits_folder
+
+from winnow.config.model import LoraAdapter, ModelConfig
+from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.errors import ModelError
+from winnow.models.causal_lm import load_causal_lm
+from winnow.models.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_base,
+    adapter_weights,
+    adapter_writer,
+    add_lora,
+    has_adapter,
+    load_lora,
+    merge,
+)
+from winnow.runs.loading import load_policy_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return digits_folder(tmp_path / "base")
+
+
+def model_of(base: Path) -> Any:
+    return load_causal_lm(str(base), torch.float32, CPU)
+
+
+def adapter_of(base: Path, folder: Path, **options: Any) -> Path:
+    model = model_of(base)
+    add_lora(model, LoraAdapter(**{"rank": 2, **options}), seed=0)
+    weights = {name: torch.ones_like(tensor) for name, tensor in adapter_weights(model)}
+    adapter_writer(model, build_tokenizer())(weights, folder)
+    return folder
+
+
+def test_listed_layers_alone_get_an_adapter(base: Path) -> None:
+    model = model_of(base)
+    add_lora(model, LoraAdapter(rank=2, target_modules=("q_proj", "layers.0.mlp.up_proj")), 0)
+    layers = {name.rpartition(".lora_")[0] for name, _ in adapter_weights(model)}
+    prefix = "base_model.model.model.layers.0"
+    assert layers == {f"{prefix}.self_attn.q_proj", f"{prefix}.mlp.up_proj"}
+
+
+@pytest.mark.parametrize(
+    ("target", "fault"),
+    [
+        ("lm_head", "is the head"),
+        ("q_porj", "is no linear layer"),
+        ("embed_tokens", "is no linear layer"),
+        ("proj", "is no linear layer"),
+    ],
+)
+def test_targets_that_cannot_have_one_are_refused_with_those_that_can(
+    base: Path, target: str, fault: str
+) -> None:
+    adapter = LoraAdapter(target_modules=("q_proj", target))
+    known = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    with pytest.raises(ModelError, match=rf"target_modules: {target} {fault}.*{known}"):
+        add_lora(model_of(base), adapter, 0)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_the_update_is_scaled_by_alpha_and_rank(base: Path, rslora: bool) -> None:
+    model = model_of(base)
+    add_lora(model, LoraAdapter(rank=4, alpha=6.0, rslora=rslora), 0)
+    before = model_of(base).state_dict()["model.layers.0.self_attn.q_proj.weight"]
+    for _, tensor in adapter_weights(model):
+        tensor.fill_(0.5)
+    merge(model)
+    after = model.state_dict()["model.layers.0.self_attn.q_proj.weight"]
+    scale = 6.0 / 2.0 if rslora else 6.0 / 4.0
+    torch.testing.assert_close(after - before, torch.full_like(before, scale * 4 * 0.25))
+    assert not has_adapter(model)
+    assert model.state_dict().keys() == model_of(base).state_dict().keys()
+
+
+def test_an_adapter_says_which_model_it_belongs_to(base: Path, tmp_path: Path) -> None:
+    adapter = adapter_of(base, tmp_path / "adapter")
+    assert adapter_base(adapter) == str(base)
+    assert adapter_base(base) is None
+    base.rename(tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match=f"an adapter of {base}, which is gone; put it back"):
+        adapter_base(adapter)
+    assert adapter_base(adapter, "elsewhere") == "elsewhere"
+    path = adapter / ADAPTER_CONFIG
+    given = json.loads(path.read_text())
+    path.write_text(json.dumps(given | {"base_model_name_or_path": None}))
+    with pytest.raises(ModelError, match="names no base_model_name_or_path"):
+        adapter_base(adapter)
+    path.write_text("{")
+    with pytest.raises(ModelError, match="is damaged"):
+        adapter_base(adapter)
+
+
+def test_an_adapter_of_another_shape_or_a_damaged_one_is_refused(
+    base: Path, tmp_path: Path
+) -> None:
+    adapter = adapter_of(base, tmp_path / "adapter")
+    wider = model_of(base)
+    add_lora(wider, LoraAdapter(rank=5), 0)
+    with pytest.raises(ModelError, match=r"not this model's \(14 weights differ"):
+        load_lora(wider, adapter)
+    fewer = model_of(base)
+    add_lora(fewer, LoraAdapter(rank=2, target_modules=("q_proj",)), 0)
+    with pytest.raises(ModelError, match=r"not this model's \(12 weights differ"):
+        load_lora(fewer, adapter)
+    (adapter / ADAPTER_WEIGHTS).write_bytes(b"not safetensors")
+    with pytest.raises(ModelError, match="cannot load its adapter"):
+        load_lora(model_of(base), adapter)
+
+
+def test_a_policy_goes_on_from_an_adapters_folder(base: Path, tmp_path: Path) -> None:
+    adapter = adapter_of(base, tmp_path / "adapter")
+    section = ModelConfig(path=str(base), adapter=LoraAdapter(rank=2))
+    model = load_policy_model(section, str(adapter), CPU, seed=5)
+    assert all(bool((tensor == 1).all()) for _, tensor in adapter_weights(model))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if ".lora_" in name}
+    for section in (
+        ModelConfig(path=str(base)),
+        ModelConfig(path=str(adapter), adapter=LoraAdapter(rank=2)),
+    ):
+        with pytest.raises(ModelError, match=f"model.path {adapter} is an adapter; merge it"):
+            load_policy_model(section, str(adapter), CPU, seed=5)
+
+
+def test_parts_of_an_adapter_can_be_frozen(base: Path) -> None:
+    section = ModelConfig(adapter=LoraAdapter(rank=2), freeze=("*.mlp.*",))
+    model = load_policy_model(section, str(base), CPU, seed=0)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained
+    assert all(".self_attn." in name and ".lora_" in name for name in trained)
+
+
+def test_without_peft_the_remedy_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ModelError, match=r"needs peft.*pip install 'winnow\[peft\]'"):
+        add_lora(model_of(base), LoraAdapter(), 0)

@@ -1,0 +1,116 @@
+"""Attention over packed sequences against attention over each sequence alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.examples import examples
+from torch import Tensor
+
+from winnow.models import packed_attention as packed
+from winnow.models.packed_attention import PackedLayout
+
+CPU = torch.device("cpu")
+
+
+def one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float, window: int | None
+) -> Tensor:
+    """Softmax attention written out, sequence by sequence, head by head."""
+    repeats = q.shape[1] // k.shape[1]
+    outs, start = [], 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        start += length
+        heads = []
+        for head in range(q.shape[1]):
+            scores = q[rows, head] @ k[rows, head // repeats].T * scale
+            at = torch.arange(length)
+            unseen = at[None] > at[:, None]
+            if window is not None:
+                unseen |= at[None] <= at[:, None] - window
+            heads.append(
+                scores.masked_fill(unseen, -torch.inf).softmax(1) @ v[rows, head // repeats]
+            )
+        outs.append(torch.stack(heads, 1))
+    return torch.cat(outs)
+
+
+@examples(15)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    window=st.none() | st.integers(1, 45),
+    call_cost=st.sampled_from([0, 1 << 12, 1 << 30]),
+)
+def test_values_and_gradients_are_those_of_each_sequence_alone(
+    lengths: list[int], kv_heads: int, window: int | None, call_cost: int
+) -> None:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    total = sum(lengths)
+    q, k, v, grad = (
+        torch.randn(total, heads, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, kv_heads, kv_heads, 4)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "_CALL_COST", call_cost)
+        found = PackedLayout(lengths, CPU).attend(0, q, k, v, 0.3, window)
+    wanted = one_by_one(q, k, v, lengths, 0.3, window)
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+    pairs = zip(
+        torch.autograd.grad(found, (q, k, v), grad),
+        torch.autograd.grad(wanted, (q, k, v), grad),
+        strict=True,
+    )
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
+
+
+def test_what_stands_beside_a_sequence_changes_nothing_of_it() -> None:
+    q, k, v = (torch.randn(12, 2, 8) for _ in range(3))
+    alone = PackedLayout([7], CPU).attend(0, q[:7], k[:7], v[:7], 0.3, None)
+    beside = PackedLayout([7, 5], CPU).attend(0, q, k, v, 0.3, None)
+    for x in (q, k, v):
+        x[7:] = torch.nan
+    with_nan = PackedLayout([7, 5], CPU).attend(0, q, k, v, 0.3, None)
+    torch.testing.assert_close(beside[:7], alone, atol=1e-6, rtol=0)
+    assert torch.equal(with_nan[:7], beside[:7])
+
+
+def test_no_sequence_is_no_work() -> None:
+    q = torch.empty(0, 4, 8)
+    assert PackedLayout([], CPU).attend(0, q, q, q, 1.0, None).shape == (0, 4, 8)
+
+
+def test_sequences_of_like_length_share_a_call_with_little_padding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    areas = []
+    plain = F.scaled_dot_product_attention
+
+    def counted(q: Tensor, *args: object, **options: object) -> Tensor:
+        areas.append(q.shape[0] * q.shape[2] ** 2)
+        return plain(q, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    lengths = [20 + (37 * i) % 109 for i in range(128)]
+    q = torch.randn(sum(lengths), 4, 16)
+    PackedLayout(lengths, CPU).attend(0, q, q, q, 0.25, None)
+    assert len(areas) <= 16
+    assert sum(areas) < 1.25 * sum(length**2 for length in lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 16])
+def test_half_precision_on_cuda_is_near_fp32(window: int | None) -> None:
+    device = torch.device("cuda")
+    lengths = [40, 3, 129, 64]
+    q = torch.randn(sum(lengths), 4, 64, device=device)
+    k, v = (torch.randn(sum(lengths), 2, 64, device=device) for _ in range(2))
+    layout = PackedLayout(lengths, device)
+    exact = layout.attend(0, q, k, v, 0.125, window)
+    half = layout.attend(0, q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.125, window)
+    torch.testing.assert_close(half.float(), exact, atol=3e-2, rtol=0)

@@ -1,0 +1,129 @@
+"""The copy of a run's folder elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from winnow.errors import CheckpointError
+from winnow.runs.checkpoint import Checkpoint, Content, checkpoints_in, save_checkpoint, verify
+from winnow.runs.checkpoint_upload import CheckpointUpload
+
+
+def save(run: Path, step: int) -> Checkpoint:
+    run.mkdir(exist_ok=True)
+    (run / "rollouts").mkdir(exist_ok=True)
+    (run / "config.yaml").write_text("a: 1")
+    (run / "rollouts" / f"step-{step}.parquet").write_text(str(step))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f"{step}\n")
+    content = Content(step, lambda model: model.mkdir(), {"step": step})
+    return save_checkpoint(run / "checkpoints", content)
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return f"file://{tmp_path}/elsewhere"
+    fsspec.filesystem("memory").store.clear()
+    return "memory://bucket/path"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def test_a_lost_folder_comes_back_whole(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a"
+    run.parent.mkdir()
+    mirror = CheckpointUpload(url, run)
+    for step in (1, 2, 3):
+        mirror.push(save(run, step))
+    before = contents(run)
+    shutil.rmtree(run)
+    assert CheckpointUpload(url, run).fetch()
+    assert contents(run) == before
+    for checkpoint in checkpoints_in(run / "checkpoints"):
+        verify(checkpoint)
+    assert [path.name for path in run.parent.iterdir()] == ["a"]
+
+
+def test_checkpoints_that_are_kept_no_longer_go_there_too(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    mirror = CheckpointUpload(url, run)
+    mirror.push(save(run, 1))
+    second = save(run, 2)
+    shutil.rmtree(run / "checkpoints" / "step-1")
+    mirror.push(second)
+    shutil.rmtree(run)
+    CheckpointUpload(url, run).fetch()
+    assert [c.step for c in checkpoints_in(run / "checkpoints")] == [2]
+
+
+def test_drafts_and_the_lock_stay_here(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    saved = save(run, 1)
+    (run / ".lock").touch()
+    (run / "checkpoints" / ".step-2.partial").mkdir()
+    (run / "checkpoints" / ".step-2.partial" / "state.pt").touch()
+    (run / "rollouts" / "step-2.parquet.partial").touch()
+    CheckpointUpload(url, run).push(saved)
+    shutil.rmtree(run)
+    CheckpointUpload(url, run).fetch()
+    assert not [name for name in contents(run) if "partial" in name or "lock" in name]
+
+
+def test_without_a_copy_there_is_nothing_to_fetch(url: str, tmp_path: Path) -> None:
+    assert not CheckpointUpload(url, tmp_path / "a").fetch()
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    order: list[str] = []
+    put = files.put_file
+
+    def noted(here: str, there: str, **more: Any) -> None:
+        order.append(Path(there).name)
+        put(here, there, **more)
+
+    monkeypatch.setattr(type(files), "put_file", staticmethod(noted))
+    CheckpointUpload("memory://x", tmp_path / "a").push(save(tmp_path / "a", 1))
+    assert order[-1] == "manifest.json"
+
+
+def test_a_copy_that_fails_is_tried_again_and_then_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    run = tmp_path / "a"
+    mirror = CheckpointUpload("memory://x", run)
+
+    def fails(*args: Any, **more: Any) -> None:
+        raise PermissionError("no credentials")
+
+    for _ in range(2):  # a success in between starts the count anew
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+            patch.setattr(type(files), "put_file", fails)
+            mirror.push(save(run, 1))
+            mirror.push(save(run, 2))
+        assert "no credentials; the next checkpoint tries again" in caplog.text
+        mirror.push(save(run, 3))
+    monkeypatch.setattr(type(files), "put_file", fails)
+    mirror.push(save(run, 4))
+    mirror.push(save(run, 5))
+    with pytest.raises(CheckpointError, match=r"step-6 to memory://x: no credentials; mend"):
+        mirror.push(save(run, 6))
+
+
+@pytest.mark.parametrize("url", ["nonsense://x", "s3s://bucket"])
+def test_a_url_of_no_known_kind_is_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"trainer.checkpoint_url={url} cannot be used"):
+        CheckpointUpload(url, tmp_path)

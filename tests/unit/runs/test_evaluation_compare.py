@@ -1,0 +1,157 @@
+"""Two files of held-out answers: what is paired, what is refused, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from winnow.errors import WinnowError
+from winnow.evaluation.paired import paired
+from winnow.observe.rollouts import RolloutGroup, write_rollouts
+from winnow.runs.evaluation_compare import Answers, compare, notes, read_answers, verdict
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
+
+
+def group(
+    number: int, marks: Sequence[float], source: str = "sums", truth: str = "4", error: str = ""
+) -> Group:
+    ids = np.array([1, 2])
+    segment = Segment(ids, np.zeros(2, np.float32), (VersionSpan(0, 2),))
+    answers = [
+        Answer(Trajectory((segment,), "stop"), Score(mark, mark, error=error)) for mark in marks
+    ]
+    prompt = Prompt(f"file:{number}", ids, f"What is {number}?", source, truth)
+    return Group(number, prompt, tuple(answers))
+
+
+def write(file: Path, groups: Sequence[Group], *greedy: Group, **settings: Any) -> str:
+    entries = [RolloutGroup(each, "held_out") for each in groups]
+    entries += [RolloutGroup(each, "held_out_greedy") for each in greedy]
+    write_rollouts(file, 0, entries, version=0, text_groups=(), decode=str)
+    if settings:
+        report = file.with_name("report.json")
+        report.write_text(json.dumps({"settings": settings}))
+    return str(file)
+
+
+def answers(means: Mapping[str, float], **settings: Any) -> Answers:
+    return Answers(
+        Path("x.parquet"),
+        dict.fromkeys(means, "sums"),
+        {problem: [mean] for problem, mean in means.items()},
+        settings,
+    )
+
+
+def test_answers_are_read_by_problem_and_greedy_ones_left_aside(tmp_path: Path) -> None:
+    copy = group(1, [0.0])
+    file = write(tmp_path / "answers.parquet", [group(1, [1.0, 0.0]), copy], group(1, [1.0]))
+    found = read_answers(file)
+    assert [*found.accuracies.values()] == [[1.0, 0.0, 0.0]]
+    assert found.mean(next(iter(found.sources))) == pytest.approx(1 / 3)
+    assert read_answers(str(tmp_path)).accuracies == found.accuracies
+
+
+def test_problems_are_paired_whatever_their_place_and_others_are_counted(tmp_path: Path) -> None:
+    left = [group(1, [1.0, 0.0]), group(2, [0.0], "words"), group(3, [1.0])]
+    right = [group(2, [1.0], "words"), group(1, [1.0]), group(4, [0.0]), group(5, [0.0])]
+    a = read_answers(write(tmp_path / "a/answers.parquet", left, n=2, top_p=1.0, seed=0))
+    b = read_answers(write(tmp_path / "b/answers.parquet", right, n=1, top_p=1.0, seed=7))
+    found = compare(a, b)
+    assert {source: pair.difference for source, pair in found.sources.items()} == {
+        "sums": 0.5,
+        "words": 1.0,
+    }
+    assert found.shared == 2
+    assert found.deciding.difference == 0.75
+    assert notes(found) == [
+        "1 problems of A alone are left out.",
+        "2 problems of B alone are left out.",
+        "They were asked in different ways: n is 2 in A, 1 in B.",
+    ]
+
+
+def test_what_scored_them_is_compared_and_failed_scorings_are_counted(tmp_path: Path) -> None:
+    ways = {"reward: scorer of sums": "gsm8k", "reward: manager": "auto", "n": 2}
+    a = read_answers(write(tmp_path / "a/answers.parquet", [group(1, [1.0, 0.0])], **ways))
+    ways["reward: scorer of sums"] = "own.py:compute_score"
+    lost = [group(1, [0.0, 0.0], error="no judge")]
+    b = read_answers(write(tmp_path / "b/answers.parquet", lost, *lost, **ways))
+    assert (a.failed, b.failed) == (0, 2)
+    assert notes(compare(a, b)) == [
+        "Scoring failed for 2 answers of B, which count as wrong.",
+        "They were scored in different ways: scorer of sums is gsm8k in A, own.py:compute_score "
+        "in B.",
+    ]
+
+
+def test_the_same_question_with_another_truth_is_another_problem(tmp_path: Path) -> None:
+    a = read_answers(write(tmp_path / "a.parquet", [group(1, [1.0])]))
+    b = read_answers(write(tmp_path / "b.parquet", [group(1, [1.0], truth="5")]))
+    with pytest.raises(WinnowError, match=r"a\.parquet and .*b\.parquet have no problem in common"):
+        compare(a, b)
+
+
+def test_of_a_run_the_latest_evaluation_counts(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "eval").mkdir(parents=True)
+    (run / "config.yaml").touch()
+    with pytest.raises(WinnowError, match="has no evaluation yet; make one: winnow eval"):
+        read_answers(str(run))
+    for name in ("step-0", "checkpoint-8", "step-8", "checkpoint-x"):
+        write(run / "eval" / f"{name}.parquet", [group(1, [1.0])])
+    assert read_answers(str(run)).file.name == "checkpoint-8.parquet"
+    write(run / "eval/step-16.parquet", [group(1, [1.0])])
+    assert read_answers(str(run)).file.name == "step-16.parquet"
+
+
+def test_what_is_no_evaluation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WinnowError, match="holds no evaluation"):
+        read_answers(str(tmp_path))
+    write_rollouts(
+        tmp_path / "trained.parquet", 1, [RolloutGroup(group(1, [1.0]), "surplus")],
+        version=0, text_groups=(), decode=str,
+    )  # fmt: skip
+    with pytest.raises(WinnowError, match=r"trained\.parquet holds no held-out answers"):
+        read_answers(str(tmp_path / "trained.parquet"))
+    file = write(tmp_path / "answers.parquet", [group(1, [1.0])])
+    (tmp_path / "report.json").write_text("{}")
+    with pytest.raises(WinnowError, match=r"report\.json: not a report of winnow eval"):
+        read_answers(file)
+
+
+def test_the_sentence_claims_no_more_than_both_tests_show() -> None:
+    generator = np.random.default_rng(0)
+    hard = generator.uniform(0, 0.6, size=60)
+    noise = generator.normal(0, 0.05, size=60)
+    assert verdict(paired(hard, hard + 0.2 + noise)).startswith("B is better: by 2")
+    assert verdict(paired(hard + 0.2 + noise, hard)).startswith("B is worse: by 2")
+    assert verdict(paired(hard, hard + noise)).startswith("Within noise: B is ")
+    assert verdict(paired(hard, hard)).startswith("No difference")
+    assert verdict(paired([0.0] * 5, [1.0] * 5)).startswith("Nothing can be said: 5 problems")
+    # One problem decides the mean: Student's t and the signs both call that luck.
+    lucky = paired([0.0] * 7, [1.0, *[0.0] * 6])
+    assert verdict(lucky).startswith("Within noise")
+
+
+def test_a_comparison_is_clear_for_both_tests_or_not_at_all() -> None:
+    # All six point one way, but unlike in size: 2 of 64 signs, and an interval around 0.
+    skewed = paired([0.0] * 6, [0.01, 0.01, 0.01, 0.01, 0.02, 0.9])
+    assert skewed.p_flip == 2 / 64
+    assert skewed.interval[0] < 0
+    assert not skewed.is_clear
+    # All five the same: no spread for Student's t, but 2 of 32 signs are not rare enough.
+    alike = paired([0.0] * 5, [0.5] * 5)
+    assert (alike.p_t, alike.interval, alike.p_flip) == (0, (0.5, 0.5), 2 / 32)
+    assert not alike.is_clear
+
+
+def test_means_of_unlike_numbers_of_answers_are_compared() -> None:
+    a = answers({f"p{i}": i / 10 for i in range(8)})
+    b = answers({f"p{i}": i / 10 + 0.1 for i in range(8)})
+    assert compare(a, b).deciding.difference == pytest.approx(0.1)

@@ -1,0 +1,122 @@
+"""Saving in a thread: order, errors, and an end at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tests.unprivileged import permissions_apply
+
+from winnow.errors import CheckpointError
+from winnow.runs.checkpoint import Content, Retention, checkpoints_in
+from winnow.runs.saver import Saver
+
+
+def content(step: int, gate: threading.Event | None = None, error: str = "") -> Content:
+    def save_model(folder: Path) -> None:
+        folder.mkdir()
+        if gate is not None:
+            gate.wait(10)
+        if error:
+            raise OSError(28, error)
+
+    return Content(step, save_model, {"a": step})
+
+
+def steps(folder: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in checkpoints_in(folder)]
+
+
+def test_saving_returns_at_once_and_the_next_save_waits(tmp_path: Path) -> None:
+    gate = threading.Event()
+    with Saver(tmp_path, Retention(None)) as saver:
+        saver.save(content(1, gate))
+        assert steps(tmp_path) == []
+        threading.Timer(0.1, gate.set).start()
+        saver.save(content(2))
+        assert 1 in steps(tmp_path)
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_what_is_no_longer_kept_goes_after_the_new_one_is_there(tmp_path: Path) -> None:
+    with Saver(tmp_path, Retention(1)) as saver:
+        for step in (1, 2, 3):
+            saver.save(content(step))
+    assert steps(tmp_path) == [3]
+
+
+def test_what_the_checkpoint_refers_to_is_made_durable_first(tmp_path: Path) -> None:
+    calls: list[object] = []
+    with Saver(
+        tmp_path,
+        Retention(None),
+        before=lambda: calls.append(steps(tmp_path)),
+        after=lambda checkpoint: calls.append(checkpoint.step),
+    ) as saver:
+        saver.save(content(1))
+    assert calls == [[], 1]
+
+
+@pytest.mark.parametrize("end", ["next save", "wait", "exit"])
+def test_an_error_comes_up_at_the_next_occasion(end: str, tmp_path: Path) -> None:
+    def go() -> None:
+        with Saver(tmp_path, Retention(None)) as saver:
+            saver.save(content(1, error="No space left on device"))
+            if end == "next save":
+                saver.save(content(2))
+            elif end == "wait":
+                saver.wait()
+
+    with pytest.raises(CheckpointError, match="step-1: No space left on device; free some space"):
+        go()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_does_not_hide_the_one_that_ended_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def go() -> None:
+        with Saver(tmp_path, Retention(None)) as saver:
+            saver.save(content(1, error="No space left on device"))
+            raise ValueError("the run's own")
+
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="own"):
+        go()
+    assert "No space left" in caplog.text
+
+
+def test_ctrl_c_twice_gives_a_save_up_and_leaves_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("winnow.runs.saver._ABANDON_S", 0.05)
+    gate = threading.Event()
+
+    def go() -> None:
+        with Saver(tmp_path, Retention(None)) as saver:
+            saver.save(content(1, gate))
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    # A save that it waited for would never end.
+    with pytest.raises(KeyboardInterrupt):
+        go()
+    assert list(tmp_path.iterdir()) == []
+    gate.set()
+
+
+def test_ctrl_c_twice_stays_that_where_nothing_can_be_cleaned(tmp_path: Path) -> None:
+    (tmp_path / ".step-1.replaced").mkdir()
+    tmp_path.chmod(0o500)
+
+    def go() -> None:
+        with Saver(tmp_path, Retention(None)):
+            raise KeyboardInterrupt
+
+    try:
+        with permissions_apply(), pytest.raises(KeyboardInterrupt):
+            go()
+    finally:
+        tmp_path.chmod(0o700)

@@ -1,0 +1,52 @@
+"""The garbage collector is as it was found, and ends are quick."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from winnow import gc_tuning as heap
+
+LEAVES = """
+import gc
+from winnow import gc_tuning as heap
+class Cycle:
+    def __del__(self): print("looked at")
+{}
+cycle = Cycle(); cycle.own = cycle
+gc.disable()
+del cycle
+"""
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_nothing_is_collected_while_it_grows_and_then_as_before(is_enabled: bool) -> None:
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with heap.growing():
+            assert not gc.isenabled()
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
+
+
+def test_what_is_frozen_is_free_again_but_where_it_was_before() -> None:
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    with heap.frozen():
+        assert gc.get_freeze_count() > 1000
+        with heap.frozen():
+            pass
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
+    if was_frozen:
+        gc.freeze()
+
+
+@pytest.mark.parametrize(("asks", "said"), [("", "looked at\n"), ("heap.leave_at_exit()", "")])
+def test_the_end_of_a_process_looks_for_no_cycles(asks: str, said: str) -> None:
+    command = [sys.executable, "-c", LEAVES.format(asks)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == said

@@ -1,0 +1,151 @@
+"""Arrays that lie elsewhere: read as numpy reads, fetched once a shelf, whole in a checkpoint."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.stored import Elsewhere
+
+from winnow.learning.batch import pack
+from winnow.rollout.detached_events import attach_arrays, detach_arrays
+from winnow.rollout.engine import CompletionEvent
+from winnow.sampling.serialization import answer_from, plain_answer
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
+from winnow.workers.array_refs import ArrayBlock, ArrayRef, LocalRef, PickleAsArray, fetch
+
+LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=6)
+
+
+def events_of(lengths: list[int]) -> list[CompletionEvent]:
+    rng = np.random.default_rng(len(lengths))
+    return [
+        CompletionEvent(
+            group_id=i // 2,
+            answer=i % 2,
+            kind="finished",
+            segment=Segment(
+                rng.integers(0, 1 << 30, length),
+                rng.standard_normal(length).astype(np.float32),
+                (VersionSpan(i, length),) if length else (),
+            ),
+            finish_reason="stop",
+            tick=i,
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def groups_of(events: list[CompletionEvent]) -> list[Group]:
+    prompt = Prompt("0", np.array([5, 6]), "ab", "digits", "1")
+    return [
+        Group(e.group_id, prompt, (Answer(Trajectory((e.segment,), "stop"), Score(1.0, 1.0)),))
+        for e in events
+    ]
+
+
+def same(one: Segment, other: Segment) -> None:
+    for name in ("token_ids", "logprobs"):
+        a, b = np.asarray(getattr(one, name)), np.asarray(getattr(other, name))
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    assert (one.spans, one.source, len(one)) == (other.spans, other.source, len(other))
+
+
+@given(LENGTHS, st.booleans())
+def test_events_are_put_together_again(lengths: list[int], is_here: bool) -> None:
+    events = events_of(lengths)
+    bare, arrays = detach_arrays(events)
+    told = pickle.dumps(bare)
+    assert not any(e.segment.token_ids.tobytes() in told for e in events if len(e.segment) > 1)
+    far = Elsewhere(arrays.get())
+    back = attach_arrays(pickle.loads(told), arrays if is_here else far)
+    assert far.fetched == 0
+    for event, other in zip(events, back, strict=True):
+        assert isinstance(other.segment.token_ids, np.ndarray) == is_here
+        same(event.segment, other.segment)
+        assert (event.group_id, event.answer, event.kind, event.tick) == (
+            other.group_id,
+            other.answer,
+            other.kind,
+            other.tick,
+        )
+    assert far.fetched == (0 if is_here else 1), "once a shelf"
+
+
+def test_what_counts_and_sends_on_fetches_nothing() -> None:
+    bare, arrays = detach_arrays(events_of([4, 5]))
+    far = Elsewhere(arrays.get())
+    (first, second) = groups_of(attach_arrays(bare, far))
+    trajectory = first.answers[0].trajectory
+    assert (trajectory.generated_tokens, len(second.answers[0].trajectory.gen_mask)) == (4, 5)
+    assert trajectory.versions == (0,)
+    plain_answer(first.answers[0])
+    assert far.fetched == 0
+
+
+def test_a_shelf_that_travels_is_one_shelf_with_what_it_was_given() -> None:
+    _, arrays = detach_arrays(events_of([4, 5]))
+    near = ArrayRef(ArrayBlock(arrays), 0, 0, 4, np.int64)
+    np.asarray(near)
+    again: list[ArrayRef] = pickle.loads(pickle.dumps([near, near]))
+    assert again[0].shelf is again[1].shelf
+    assert not again[0].shelf.is_fetched, "what was fetched stays behind"
+    np.testing.assert_array_equal(again[0], near)
+
+
+def test_all_that_a_step_needs_is_asked_for_before_anything_is_waited_for() -> None:
+    handles = []
+    groups: list[Group] = []
+    for lengths in ([3, 4], [5], [2, 2, 1]):
+        bare, arrays = detach_arrays(events_of(lengths))
+        handles.append(Elsewhere(arrays.get()))
+        groups += groups_of(attach_arrays(bare, handles[-1]))
+    fetch([*groups, *groups_of(events_of([3]))])
+    assert [(far.begun, far.fetched) for far in handles] == [(1, 1)] * 3
+    fetch(groups)
+    packed = pack(groups)
+    assert [(far.begun, far.fetched) for far in handles] == [(1, 1)] * 3
+    whole = pack(groups_of(events_of([3, 4]) + events_of([5]) + events_of([2, 2, 1])))
+    assert torch.equal(packed.token_ids, whole.token_ids)
+    assert torch.equal(packed.behav, whole.behav)
+    assert torch.equal(packed.gen_mask, whole.gen_mask)
+
+
+def test_a_checkpoint_holds_the_arrays_themselves() -> None:
+    events = events_of([4, 5])
+    bare, arrays = detach_arrays(events)
+    groups = groups_of(attach_arrays(bare, Elsewhere(arrays.get())))
+    state = [plain_answer(group.answers[0]) for group in groups]
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    found = torch.load(file, weights_only=False)
+    for group, saved, event in zip(groups, found, events, strict=True):
+        assert type(saved["trajectory"]["segments"][0]["token_ids"]) is np.ndarray
+        for each in (saved, plain_answer(group.answers[0])):
+            answer = answer_from(each)
+            assert answer is not None
+            same(answer.trajectory.segments[0], event.segment)
+
+
+def test_numpy_reads_a_stored_array_like_any_other() -> None:
+    numbers = np.arange(10, dtype=np.int32)
+    stored = ArrayRef(ArrayBlock(LocalRef((numbers,))), 0, 2, 6, np.int64)
+    assert np.asarray(stored).dtype == np.int64
+    assert np.concatenate([cast(Any, stored), [7]]).tolist() == [2, 3, 4, 5, 7]
+    target = np.zeros(4, np.float32)
+    target[:] = stored
+    assert target.tolist() == [2, 3, 4, 5]
+    assert np.array(PickleAsArray(stored), dtype=np.int32).tolist() == [2, 3, 4, 5]
+    with pytest.raises(ValueError, match="int64 is a copy"):
+        np.array(stored, copy=False)
+    copied = np.array(stored, dtype=np.int32, copy=True)
+    copied[0] = 99
+    assert numbers[2] == 2

@@ -1,0 +1,35 @@
+"""Variables that workers get, and ports for them."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from winnow.workers.environment import DEFAULTS, free_port, merged
+
+
+def test_the_users_values_come_before_ours_and_ours_before_defaults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    assert merged({}) == DEFAULTS
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
+    assert merged({"OMP_NUM_THREADS": "2", "HF_HOME": "/x"}) == {
+        **DEFAULTS,
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "2",
+        "HF_HOME": "/x",
+    }
+
+
+def test_a_free_port_can_be_listened_at_and_is_not_one_in_use() -> None:
+    taken = set()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", free_port("127.0.0.1")))
+        server.listen()
+        taken.add(server.getsockname()[1])
+        assert not taken & {free_port("127.0.0.1") for _ in range(200)}
