@@ -36,12 +36,13 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PYTEST := OMP_NUM_THREADS=1 WINNOW_STRICT=$(if $(filter-out 0,$(STRICT)),1) $(BIN)/python -m pytest \
 	-n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-.PHONY: help quickstart test unit lint format install dev clean distclean
+.PHONY: help quickstart test unit size lint format install dev clean distclean
 
 help: ## Show this list
 	@echo 'make quickstart   train a small model on this machine, from nothing'
 	@echo 'make test         lint, types, import rules and all tests (STRICT=1: no skips)'
 	@echo 'make unit         the fast tests only'
+	@echo 'make size         lines of code a package, and the path of the quickstart'
 	@echo 'make lint         ruff, mypy and import-linter only'
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make install      .venv with what winnow needs; make dev adds the tools'
@@ -53,6 +54,9 @@ quickstart: $(BASE)
 
 test: lint
 	$(PYTEST)
+
+size: $(DEV)
+	$(BIN)/python -m benchmarks.size --imports --path quickstart
 
 unit: $(DEV)
 	$(PYTEST) tests/unit

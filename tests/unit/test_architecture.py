@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from benchmarks.size import budget, sizes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_MODULE_LINES = 600
@@ -28,6 +29,7 @@ LAYERS = {
     "types": 0,
     "errors": 0,
     "gc_tuning": 0,
+    "user_code": 0,
     "config": 1,
     "observe": 2,
     "http": 2,
@@ -341,3 +343,11 @@ def test_the_command_line_starts_without_torch() -> None:
     code = "import sys, winnow.cli.main; assert not {'torch', 'transformers'} & set(sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_every_package_keeps_its_budget() -> None:
+    allowed, found = budget(), sizes()
+    over = {name: size.code for name, size in found.items() if size.code > allowed.get(name, 0)}
+    assert not over, "make it smaller, or raise its number in tests/budget.toml"
+    assert sum(size.code for size in found.values()) <= allowed["total"]
+    assert sum(size.files for size in found.values()) <= allowed["files"]

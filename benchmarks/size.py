@@ -1,0 +1,185 @@
+"""The size of the source, a row a package, and what a command runs and imports of it.
+
+    python -m benchmarks.size                       # the table, beside the budget
+    python -m benchmarks.size --path quickstart     # and what a short run passes through
+    python -m benchmarks.size --imports             # and the CPU time of importing the trainer
+
+Code is a line that is neither blank, comment nor docstring. The path of a recipe counts the modules
+of which a function runs while two small steps are trained, and those that are only imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import tokenize
+import tomllib
+from collections import defaultdict
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "winnow"
+BUDGET = ROOT / "tests" / "budget.toml"
+
+
+@dataclass
+class Size:
+    """What a package holds."""
+
+    files: int = 0
+    lines: int = 0
+    code: int = 0
+    docstrings: int = 0
+    functions: int = 0
+
+    def add(self, other: Size) -> None:
+        """Count another's, too."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
+def size_of(path: Path) -> Size:
+    """The size of one file; `docstrings` counts their lines."""
+    text = path.read_text(encoding="utf-8")
+    docstring_lines: set[int] = set()
+    functions = 0
+    for node in ast.walk(ast.parse(text)):
+        functions += isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.iter_child_nodes(node):
+            # Docstrings of fields are strings that stand alone, too.
+            match child:
+                case ast.Expr(value=ast.Constant(value=str())):
+                    assert child.end_lineno is not None
+                    docstring_lines |= set(range(child.lineno, child.end_lineno + 1))
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped and token.type != tokenize.ENDMARKER:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return Size(
+        files=1,
+        lines=text.count("\n"),
+        code=len(code - docstring_lines),
+        docstrings=len(docstring_lines),
+        functions=functions,
+    )
+
+
+def sizes(source: Path = SOURCE) -> dict[str, Size]:
+    """Each package's size by its name; modules beside the packages are `winnow`'s own."""
+    found: dict[str, Size] = defaultdict(Size)
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).parts
+        found[parts[0] if len(parts) > 1 else "winnow"].add(size_of(path))
+    return dict(found)
+
+
+def budget() -> dict[str, int]:
+    """Lines of code that each package may have, and `files` and `total` for all of them."""
+    with BUDGET.open("rb") as file:
+        read: dict[str, int] = tomllib.load(file)
+    return read
+
+
+def print_sizes() -> None:
+    """Print a row a package, and their sum."""
+    allowed, total = budget(), Size()
+    row = "{:<12} {:>6} {:>7} {:>7} {:>7} {:>11} {:>10}"
+    print(row.format("package", "files", "lines", "code", "budget", "docstrings", "functions"))
+    for name, size in sorted(sizes().items()):
+        total.add(size)
+        shown = size.files, size.lines, size.code, allowed.get(name, "-")
+        print(row.format(name, *shown, size.docstrings, size.functions))
+    shown = total.files, total.lines, total.code, allowed["total"]
+    print(row.format("all", *shown, total.docstrings, total.functions))
+
+
+TRACER = """
+import atexit, os, sys, threading
+import_depth = threading.local()
+seen = set()
+def profile(frame, event, argument):
+    if event == "call":
+        code = frame.f_code
+        # A class body and a module have no fast locals of their own; a function has.
+        if code.co_flags & 1 and "/src/winnow/" in code.co_filename:
+            seen.add((code.co_filename, code.co_name, code.co_firstlineno))
+def write():
+    sys.setprofile(None)
+    imported = [m.__file__ for n, m in list(sys.modules.items())
+                if n.split(".")[0] == "winnow" and getattr(m, "__file__", None)]
+    with open(os.environ["WINNOW_PATH_OUT"], "w") as out:
+        for file, name, line in sorted(seen): out.write(f"ran {file} {name} {line}\\n")
+        for file in sorted(imported): out.write(f"imported {file}\\n")
+"""
+
+RUN = """
+from winnow.cli.main import main
+sys.argv = ["winnow", *sys.argv[1:]]
+atexit.register(write)
+threading.setprofile(profile)
+sys.setprofile(profile)
+main()
+"""
+
+SHORT = (
+    *("trainer.steps=2", "evaluation.n=1", "data.task.eval_problems=4", "optim.warmup_steps=1"),
+    *("observe.console=off", "run.name=path", "rollout.n=4", "sampling.groups_per_step=16"),
+)
+
+
+def print_path(recipe: str) -> None:
+    """Train two small steps of a recipe, and print the modules it runs and imports."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "path.txt"
+        subprocess.run(
+            [sys.executable, "-c", TRACER + RUN, "train", recipe, *SHORT],
+            cwd=scratch,
+            check=True,
+            env={**os.environ, "WINNOW_PATH_OUT": str(out), "OMP_NUM_THREADS": "1"},
+        )
+        rows = [line.split() for line in out.read_text().splitlines()]
+    ran = {row[1] for row in rows if row[0] == "ran"}
+    # A package's own file holds a docstring, no module that anybody reads.
+    imported = {row[1] for row in rows if row[0] == "imported"} - ran
+    idle = {file for file in imported if size_of(Path(file)).code}
+    for title, files in (("runs through", ran), ("only imports", idle)):
+        lines = sum(size_of(Path(file)).lines for file in files)
+        print(f"\n{recipe} {title} {len(files)} modules, {lines:,} lines:")
+        names = sorted(str(Path(file).relative_to(SOURCE)) for file in files)
+        print("  " + "\n  ".join(names))
+
+
+IMPORTS = """
+import resource, sys, time
+import torch, transformers, pyarrow.parquet, pydantic, rich.console, rich.table, rich.live
+import matplotlib.figure, typer
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+began = time.process_time()
+import winnow.cli.main, winnow.runs.session
+print(f"importing winnow.runs.session: {time.process_time() - began:.2f} s of CPU beyond torch, "
+      "transformers, pyarrow, pydantic, rich, typer and matplotlib")
+"""
+
+
+def main() -> None:
+    """Print what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--path", metavar="RECIPE", help="trace a short run of this recipe")
+    parser.add_argument("--imports", action="store_true", help="time the imports")
+    asked = parser.parse_args()
+    print_sizes()
+    if asked.imports:
+        subprocess.run([sys.executable, "-c", IMPORTS], check=True)
+    if asked.path:
+        print_path(asked.path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Loading of a user's own Python: a class or function that a recipe names by its place.
+
+A place is `FILE.py:NAME` or `package.module:NAME`. A file may import its neighbours, as when
+`python FILE.py` runs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from winnow.errors import WinnowError
+
+
+def load_user_object(
+    place: str, field: str, error: type[WinnowError], name: str | None = None
+) -> Callable[..., Any]:
+    """Import the function or class that a recipe names.
+
+    Args:
+        place: `FILE.py:NAME` or `package.module:NAME`; without `:NAME` where `name` is given.
+        field: key of the recipe that holds the place, for messages.
+        error: type of the error to raise.
+
+    Raises:
+        WinnowError: of type `error`, where the file is missing, its import fails, or it has no
+            such callable. The message has the field, the place and a remedy.
+    """
+    where = f"{field} {place}"
+    if name is None:
+        place, _, name = place.rpartition(":")
+        if not place:
+            raise error(f"{where} names no object; give FILE.py:NAME or package.module:NAME")
+    module = _import(place, where, error)
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        raise error(f"{where} has no callable {name}; it has {', '.join(own) or 'none'}")
+    return found  # type: ignore[no-any-return]
+
+
+def _import(place: str, where: str, error: type[WinnowError]) -> ModuleType:
+    file = Path(place).expanduser().absolute()
+    is_file = place.endswith(".py") or file.is_file()
+    if is_file and not file.is_file():
+        raise error(f"{where}: no such file; give the Python file that holds it")
+    try:
+        return _import_file(file) if is_file else importlib.import_module(place)
+    except (Exception, SystemExit) as fault:
+        reason = " ".join(str(fault).split())
+        line = f", line {_line(fault, str(file))}" if is_file else ""
+        raise error(
+            f"{where}{line}: importing it fails with {type(fault).__name__}: {reason}; correct "
+            f"{'the file' if is_file else 'the module, or give FILE.py:NAME'}"
+        ) from fault
+
+
+def _import_file(file: Path) -> ModuleType:
+    """Import a file under a name of its own, so that two files of one name do not meet."""
+    name = f"winnow_user_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file.name} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    # Behind what is installed: a neighbour called json.py must not replace the library's.
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    # Dataclasses and pickles look their module up by name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _line(error: BaseException, file: str) -> int | str:
+    """The last line of the file that the error passed through."""
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return error.lineno or "?"
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((f.lineno or "?" for f in reversed(frames) if f.filename == file), "?")
