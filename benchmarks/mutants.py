@@ -75,7 +75,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="*", metavar="ROOM", help="lists to try")
     parser.add_argument("--list", type=Path, default=ROOT / "benchmarks" / "mutants")
-    parser.add_argument("--tree", type=Path, default=ROOT, help="the source tree to break a copy of")
+    parser.add_argument(
+        "--tree", type=Path, default=ROOT, help="the source tree to break a copy of"
+    )
     asked = parser.parse_args()
     mutants = [m for m in read(asked.list) if not asked.only or m.room in asked.only]
     survivors = 0

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-_READY = re.compile(r"INFO winnow\.cluster\.hosting: (.+\[\d+\]): ready: process (\d+) on ")
+_READY = re.compile(r"INFO winnow\.workers\.host: (.+\[\d+\]): ready: process (\d+) on ")
 
 
 def children() -> set[int]:
@@ -51,7 +51,7 @@ def driver_of(pid: int) -> int:
     """The process id of a supervised run, of its supervisor's."""
     found = descendants(pid).items()
     # A spare that became it (`tests.spares`) is called like the module.
-    (driver,) = (child for child, line in found if "--heartbeat" in line or line[:4] == "cli\n")
+    (driver,) = (child for child, line in found if "--heartbeat" in line or line[:5] == "main\n")
     return driver
 
 

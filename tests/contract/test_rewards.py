@@ -355,7 +355,7 @@ def test_models_are_asked_alike_and_one_that_is_killed_ends_it(
 
 def kill_one(rewards: Rewards, answers: Answers, processes: set[int]) -> None:
     """SIGKILL for one of those that score, while it does."""
-    victims = [p for p in processes if "worker_main" in Path(f"/proc/{p}/cmdline").read_text()]
+    victims = [p for p in processes if "workers.child" in Path(f"/proc/{p}/cmdline").read_text()]
     assert len(victims) == 2
 
     async def run() -> None:

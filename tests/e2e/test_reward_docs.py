@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -56,7 +57,11 @@ def typed(command: str, place: Path, **more: str) -> tuple[int, str]:
     words = [str(WINNOW), *shlex.split(command)[1:]]
     if not WINNOW.exists():
         words[:1] = [sys.executable, "-m", "winnow.cli.main"]
-    said = subprocess.run(words, cwd=place, capture_output=True, text=True, check=False, **more)
+    # Ray, in a test before in this process, has put a debugger of its own there.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONBREAKPOINT"}
+    said = subprocess.run(
+        words, cwd=place, env=environment, capture_output=True, text=True, check=False, **more
+    )
     assert "" in (said.stdout, said.stderr) or said.returncode == 2
     return said.returncode, said.stdout + said.stderr
 

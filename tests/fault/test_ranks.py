@@ -173,7 +173,7 @@ def test_on_ray_whoever_is_killed_costs_nothing_but_time(
     assert code_of(process, 300) == 0
     check_same(calm, run)
     told = (run / "log.txt").read_text()
-    found = re.findall(r"ERROR winnow\.cluster\.group: (?:learner|engine 0)\[\d\] died", told)
+    found = re.findall(r"ERROR winnow\.workers\.group: (?:learner|engine 0)\[\d\] died", told)
     assert len(found) >= 2
 
 
