@@ -13,10 +13,9 @@ from importlib.util import find_spec
 from winnow.errors import RewardError
 from winnow.rewards.routes import ROUTES
 from winnow.rewards.scorers import SCORERS, Scorer
-from winnow.types import Score
 
 # Leaves a source to the reward model: no part of its own, and no accuracy to speak of.
-NO_SCORER = Scorer("none", lambda *_: Score(0.0, 0.0), 0.0)
+NO_SCORER = Scorer("none", "tags:score_nothing", 0.0)
 _CHOICES = {**SCORERS, NO_SCORER.name: NO_SCORER}
 
 

@@ -14,7 +14,7 @@ from tests.scoring import answer
 from winnow.config.reward import RewardConfig
 from winnow.rewards.routing import Router
 from winnow.rewards.scorers import SCORERS
-from winnow.rewards.scorers.math_text import normalize
+from winnow.rewards.scorers.maths import normalize
 from winnow.rewards.service import RewardService
 from winnow.types import Prompt, Score
 

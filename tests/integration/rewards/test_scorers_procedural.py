@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from reasoning_gym.factory import DATASETS
 from winnow.config.data import ReasoningGymTask
 from winnow.data.sources import Row
 from winnow.data.tasks.procedural import training_rows
-from winnow.rewards.scorers import SCORERS, procedural_screen
-from winnow.rewards.scorers.procedural_screen import EXPRESSIONS, LISTS, may_pass
+from winnow.rewards.scorers import SCORERS
+from winnow.rewards.scorers.procedural import EXPRESSIONS, LISTS, may_pass
 from winnow.types import Score
 
 TASKS = sorted(DATASETS.keys() - {"composite"})
@@ -41,8 +42,7 @@ def test_every_task_finds_its_own_answer_right_and_none_wrong(part: int) -> None
                 continue
             found = score(row, f"<think>hm</think><answer>{row.ground_truth}</answer>")
             assert (found.reward, found.accuracy, found.extra["unreadable"]) == (1, 1, 0), task
-            if task != "game_of_life_halting":  # takes whatever it cannot read for False
-                assert score(row, "<answer>\x00?!</answer>").accuracy == 0, task
+            assert score(row, "<answer>\x00?!</answer>").accuracy == 0, task
 
 
 def test_a_share_of_the_score_is_reward_and_no_accuracy() -> None:
@@ -96,7 +96,16 @@ def test_an_answer_is_never_run(task: str, tmp_path: Path) -> None:
         ("spiral_matrix", "[0]*9", False),
         ("countdown", "(1 + 2) * 3 / 4 - 0.5", True),
         ("simple_integration", "x**4/4 + 2*x**2 - sin(x)*exp(x) + C", True),
-        ("intermediate_integration", "-2*Integral(x*sin(2*x), x) + C", True),
+        ("intermediate_integration", "-2*Integral(x*sin(2*x), x) + C", False),
+        ("simple_integration", "x**(3/2) + 2*x^2", True),
+        ("simple_integration", "9**(999+0)", True),
+        ("simple_integration", "9**(999+1)", False),
+        ("simple_integration", "(9**99)**(99)", False),
+        ("simple_integration", "9**(10**9)", False),
+        ("n_queens", "entry['metadata']['solutions'][0]", False),
+        ("string_insertion", "oracle_answer", False),
+        ("string_insertion", "AABCD", True),
+        ("puzzle24", "sqrt(4) * 6 * 2 * 1", False),
         ("polynomial_multiplication", "36*x**6 - 2*x**3*y**2", True),
         ("simple_integration", "x.__class__", False),
         ("simple_integration", "x.real", False),
@@ -114,6 +123,46 @@ def test_what_may_pass_holds_nothing_that_runs(task: str, answer: str, passes: b
     assert may_pass(task, answer) == passes
 
 
+CONSTANTS = (
+    *("0", "1", "-1", "24", "nan", "inf", "1e999", "0/1", "True", "no", "[]", "A", "x"),
+    *("None", "possible", "entry['answer']", "oracle_answer", "6*4*1*1", "Integral(x, x)"),
+)
+SLOW = {"futoshiki", "knight_swap"}
+"""Tasks that take seconds to set a few problems."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_an_answer_that_never_changes_is_right_only_where_it_is_the_answer(part: int) -> None:
+    """Eight problems of each task: `0` may stand for `0.0`, but nothing solves without a look."""
+    for task in TASKS[part::4]:
+        problems = rows(task, 2 if task in SLOW else 8)
+        for answer in CONSTANTS:
+            undeserved = []
+            for row in problems:
+                truth = str(row.ground_truth).strip().lower()
+                found = score(row, f"<answer>{answer}</answer>")
+                if answer.lower() != truth and truth not in ("", f"{answer}.0"):
+                    assert found.accuracy == 0, (task, answer, truth)
+                    undeserved.append(found.reward)
+            assert sum(undeserved) < 0.6 * max(len(undeserved), 1), (task, answer)
+
+
+def test_an_integral_is_not_solved_by_writing_it_down_again() -> None:
+    for task in ("simple_integration", "intermediate_integration"):
+        for row in rows(task, 8):
+            entry = json.loads(row.extra["extra_info"]["entry"])
+            again = f"Integral({entry['metadata']['integrand']}, x)"
+            if again not in row.ground_truth:
+                assert score(row, f"<answer>{again}</answer>").reward == 0
+
+
+def test_puzzle_24_wants_the_numbers_that_were_given() -> None:
+    for row in rows("puzzle24", 5):
+        assert score(row, "<answer>6*4*1*1</answer>").accuracy == 0
+        assert score(row, f"<answer>{row.ground_truth}</answer>").accuracy == 1
+
+
 def test_no_other_task_evaluates_answers() -> None:
     """A new version of the package may have more that do: look at each place."""
     folder = Path(reasoning_gym.__file__).parent
@@ -128,4 +177,4 @@ def test_no_other_task_evaluates_answers() -> None:
         "basic_arithmetic", "bitwise_arithmetic", "codeio", "generators_00_49",
         "generators_50_99", "number_sorting", "propositional_logic",
     }  # fmt: skip
-    assert found - harmless == procedural_screen.LISTS | procedural_screen.EXPRESSIONS
+    assert found - harmless == LISTS | EXPRESSIONS

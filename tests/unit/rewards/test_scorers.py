@@ -98,6 +98,10 @@ GSM8K = [
     ("#### 71", False, False),
     ("#### 72\n####", False, True),
     ("#### 72.0", False, False),
+    ("#### 72 or 73", False, False),
+    ("#### 72, 73", False, False),
+    ("#### 71 or 72", False, True),
+    ("#### 72, as 8 * 9", True, False),
     ("#### -72", False, False),
     ("", False, False),
 ]
@@ -121,6 +125,13 @@ def test_gsm8k_drops_commas_and_dollars_on_both_sides(name: str) -> None:
 
 
 DAPO_RIGHT = [
+    (r"Answer: $506\text{ cm}^2$", "506"),
+    (r"Answer: $506\text{ m}$", "506"),
+    (r"Answer: $506 \text{ square cm}$", "506"),
+    (r"Answer: $506\,\mathrm{cm}^{2}$", "506"),
+    (r"Answer: $\text{3\sqrt{13}}$", r"3\sqrt{13}"),
+    (r"Answer: $\text{{east}}$", r"\text{east}"),
+    (r"Answer: $\textbf{\frac{1}{2}}$", r"\frac{1}{2}"),
     ("answer : $42$", "42"),
     ("Answer: 1,000", "1000"),
     ("Answer: 1000", "1,000"),
@@ -152,6 +163,10 @@ DAPO_RIGHT = [
     ("Answer: a + b", "a+b"),
 ]
 DAPO_WRONG = [
+    (r"Answer: $506\text{ cm}^4$", "506"),
+    (r"Answer: $506\text{ em}$", "506"),
+    (r"Answer: $x^2$", "x"),
+    (r"Answer: $\text{3\sqrt{13}$", r"3\sqrt{13}"),
     ("Answer: 42.", "42"),
     ("**Answer:** 42", "42"),
     ("Answer: 0.50", "0.5"),

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from winnow.rewards.scorers import SCORERS
-from winnow.rewards.scorers.math_text import read_answer
+from winnow.rewards.scorers.maths import read_answer
 from winnow.types import Score
 
 MATH = ["math", "math_verify", "dapo_math_lenient"]
@@ -127,6 +127,32 @@ def test_only_computer_algebra_sees_that_two_values_are_one(text: str, truth: st
 def test_another_value_is_wrong(name: str, text: str, truth: str) -> None:
     found = score(name, rf"\boxed{{{text}}}", truth)
     assert (found.reward, found.accuracy) == (SCORERS[name].wrong_reward, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "truth"),
+    [
+        ("52", "52_8"),
+        ("52_9", "52_8"),
+        ("52_8", "52"),
+        (r"\neq 5", "5"),
+        (r"x \ne 5", "5"),
+        ("≠5", "5"),
+        ("1=5", "5"),
+        ("2 + 2 = 5", "5"),
+        ("5:1", "5"),
+    ],
+)
+@pytest.mark.parametrize("name", MATH)
+def test_a_sign_that_computer_algebra_passes_over_counts(name: str, text: str, truth: str) -> None:
+    assert accuracy(name, rf"\boxed{{{text}}}", truth) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "truth"), [("52_{8}", "52_8"), ("2 + 3 = 5", "5"), ("a = b = 5", "5"), ("3:1", "3:1")]
+)
+def test_a_base_and_a_calculation_may_be_written_out(text: str, truth: str) -> None:
+    assert accuracy("math_verify", rf"\boxed{{{text}}}", truth) == 1
 
 
 def test_a_worked_solution_may_be_the_truth() -> None:

@@ -13,6 +13,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from fractions import Fraction
 from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
@@ -213,6 +214,8 @@ def _as_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Fraction):
+        return {"__fraction__": str(value)}
     if isinstance(value, tuple):
         return {"__tuple__": [_plain(each) for each in value]}
     if isinstance(value, list):

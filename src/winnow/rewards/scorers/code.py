@@ -23,8 +23,6 @@ from winnow.sandbox.current import current
 from winnow.sandbox.program import Program, Result, Sandbox
 from winnow.types import Score
 
-WRONG_REWARD = 0.0
-METRICS = frozenset({"cases", "passed", "passed_share"})
 _SYNTAX_ERRORS = ("SyntaxError:", "IndentationError:", "TabError:")
 _LEAST_S = 0.05
 _TOLD = 100

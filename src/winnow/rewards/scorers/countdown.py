@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from winnow.rewards.scorers.reading import last_tagged, structure
+from winnow.rewards.scorers.tags import last_tagged, structure
 from winnow.types import Score
 
 FORMAT_REWARD = 0.1

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from winnow.rewards.scorers.tags import closing_brace, verdict
 from winnow.types import Score
 
 TAIL_CHARACTERS = 300
@@ -26,41 +27,49 @@ _UNITS = (
 )
 _UNIT = re.compile(rf"(?<![A-Za-z\\])(?:{_UNITS})(?![A-Za-z])")
 _ARTICLE = re.compile(r"(?<![A-Za-z\\])(?:an?|the) +(?=[\w$\\])", re.IGNORECASE)
+# Roman type that holds a unit and nothing else, with the power that belongs to it.
+_UNIT_IN_TEXT = re.compile(
+    rf"(?:\\,|~)?\\(?:text|mathrm)\{{(?:\s|~|\.|\bm\b|\bs\b|\band\b|\b(?:{_UNITS})\b)*\}}"
+    r"(?:\^\{?[23]\}?)?"
+)
 _DECORATION = re.compile(
-    r"\\mathrm\{th\}|\^\\circ|\^\{\\circ\}|\\text\{(?:s|m|\.|\s*|\s*and\s*)\}(?:\^[23])?"
-    r"|\\(?:ldots|dots|;|!|\$|\ )|,\\!|\{,\}|\""
+    r"\\mathrm\{th\}|\^\\circ|\^\{\\circ\}|\\(?:ldots|dots|;|!|\$|\ )|,\\!|\{,\}|\""
 )
 _MATH = re.compile(r"\$([^$]+)\$")
-_WRAPPER = re.compile(r"\\(?:text|textbf|overline)\{([^{}]*)\}")
+_WRAPPER = re.compile(r"\\(?:text|textbf|overline)(?=\{)")
 _SHORT_FRACTION = re.compile(r"(frac)([^{\\])(\{[^{}]*\}|[^{\\])")
 _SHORT_ROOT = re.compile(r"(sqrt)([^{\\\[])")
 _PLAIN_NUMBER = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def score(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
-    """+1 or -1 by the `Answer:` line; `pred` is the normalised answer, empty without one."""
+    """Give +1 or -1 by the `Answer:` line; `pred` is the normalised answer, empty without one."""
     found: list[str] = _ANSWER.findall(text[-TAIL_CHARACTERS:])
     pred = normalize(found[-1]) if found else ""
-    return _verdict(pred, pred != "" and pred == normalize(str(ground_truth)))
+    return verdict(pred != "" and pred == normalize(str(ground_truth)), pred, wrong_reward=-1.0)
 
 
 def score_boxed(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
-    r"""+1 or -1 by the content of the last `\boxed{}`, without any normalising."""
-    pred = _last_boxed(text[-BOXED_TAIL_CHARACTERS:])
-    return _verdict(pred or "", pred is not None and pred == str(ground_truth))
+    r"""Give +1 or -1 by the content of the last `\boxed{}`, without any normalising."""
+    tail = text[-BOXED_TAIL_CHARACTERS:]
+    start = tail.rfind(_BOXED)
+    end = closing_brace(tail, start + len(_BOXED) - 1) if start >= 0 else None
+    pred = None if end is None else tail[start + len(_BOXED) : end]
+    return verdict(pred is not None and pred == str(ground_truth), pred or "", wrong_reward=-1.0)
 
 
 def normalize(answer: str) -> str:
-    """An answer without what does not change its meaning in mathematical writing."""
+    """Drop from an answer whatever does not change its meaning in mathematical writing."""
     answer = answer.rpartition("=")[2]
     answer = _ARTICLE.sub("", answer)
     answer = answer.replace(".$", "$").replace(r"\mbox", r"\text")
+    answer = _UNIT_IN_TEXT.sub("", answer)
     answer = _DECORATION.sub("", answer)
     answer = _UNIT.sub("", answer)
     # Of a sentence with mathematics in it the mathematics counts.
     math = _MATH.search(answer)
     answer = (math.group(1) if math else answer).replace("$", "").replace(" ", "")
-    answer = _unbox(_WRAPPER.sub(r"\1", answer))
+    answer = _unbox(_unwrapped(answer))
     answer = _SHORT_FRACTION.sub(_full_fraction, answer)
     answer = _SHORT_ROOT.sub(r"\1{\2}", answer)
     if _PLAIN_NUMBER.fullmatch(answer):
@@ -69,28 +78,29 @@ def normalize(answer: str) -> str:
 
 
 def _full_fraction(found: re.Match[str]) -> str:
-    r"""`frac12` and `frac1{2}` to `frac{1}{2}`."""
+    r"""Write `frac12` and `frac1{2}` as `frac{1}{2}`."""
     above, below = found.group(2), found.group(3)
     return f"frac{{{above}}}{below if below.startswith('{') else f'{{{below}}}'}"
+
+
+def _unwrapped(answer: str) -> str:
+    r"""Replace `\text{…}` and its kin by their contents, braces in them balanced."""
+    parts, start = [], 0
+    for found in _WRAPPER.finditer(answer):
+        if found.start() < start:  # within one that is unwrapped below
+            continue
+        end = closing_brace(answer, found.end())
+        if end is None:
+            break
+        inside = _unwrapped(answer[found.end() + 1 : end])
+        if inside.startswith("{") and closing_brace(inside, 0) == len(inside) - 1:
+            inside = inside[1:-1]
+        parts += [answer[start : found.start()], inside]
+        start = end + 1
+    return "".join([*parts, answer[start:]])
 
 
 def _unbox(answer: str) -> str:
     before, box, after = answer.partition(_BOXED)
     inside, brace, behind = after.rpartition("}")
     return f"{before}{inside}{behind}" if box and brace else answer
-
-
-def _last_boxed(text: str) -> str | None:
-    """What the last box holds, braces in it balanced; None without a whole box."""
-    start = text.rfind(_BOXED)
-    depth = 0
-    for i in range(start + len(_BOXED) - 1, len(text) if start >= 0 else 0):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
-        if depth == 0:
-            return text[start + len(_BOXED) : i]
-    return None
-
-
-def _verdict(pred: str, right: bool) -> Score:
-    reward = 1.0 if right else -1.0
-    return Score(reward, float(right), {"task": reward}, {"pred": pred})

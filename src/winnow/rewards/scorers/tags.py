@@ -1,0 +1,97 @@
+r"""Answers in tags: reading them, and scorers of the form alone.
+
+An answer in the `<think>` form begins with that tag; where a chat template has put it into the
+prompt already, it may be missing. Each tag stands once. Everything here takes time in proportion
+to the text, whatever a policy writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from winnow.types import Score
+
+_BOX = "\\boxed{"
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def score_think_answer(
+    data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
+) -> Score:
+    """Give 1 for `<think>…</think><answer>…</answer>` and nothing around it, else 0."""
+    return verdict(is_think_answer(text), "")
+
+
+def score_think_boxed(
+    data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
+) -> Score:
+    r"""Give 1 for `<think>…</think>` and a `\boxed{…}` after it, else 0."""
+    return verdict(is_think_boxed(text), "")
+
+
+def score_nothing(
+    data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
+) -> Score:
+    """Give 0 and no part, where a reward model alone scores a data source."""
+    return Score(0.0, 0.0)
+
+
+def is_think_answer(text: str) -> bool:
+    """Return whether thoughts and answer stand in their tags, neither empty, and nothing else."""
+    thoughts, rest = _thoughts(text)
+    if not thoughts or not rest.startswith("<answer>") or not rest.endswith("</answer>"):
+        return False
+    inside = rest.removeprefix("<answer>").removesuffix("</answer>")
+    return inside.strip() != "" and "answer>" not in inside
+
+
+def is_think_boxed(text: str) -> bool:
+    """Return whether thoughts stand in their tags and a box comes after them."""
+    thoughts, rest = _thoughts(text)
+    start = rest.find(_BOX)
+    return bool(thoughts) and start >= 0 and rest.find("}", start + len(_BOX) + 1) >= 0
+
+
+def _thoughts(text: str) -> tuple[str, str]:
+    """Split into the content of the think tags and the rest; empty where they are not in order."""
+    before, closing, after = text.strip().removeprefix("<think>").partition("</think>")
+    if not closing or "<think>" in before or "think>" in after:
+        return "", ""
+    return before.strip(), after.strip()
+
+
+def last_tagged(text: str, tag: str = "answer") -> str | None:
+    """Return the text between the last `<tag>` and the `</tag>` after it; None without both."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    end = text.rfind(closing)
+    start = text.rfind(opening, 0, end) if end >= 0 else -1
+    return text[start + len(opening) : end].strip() if start >= 0 else None
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    r"""Return the index of the `}` that closes the `{` at `start`; `\{` and `\}` do not count."""
+    depth = 0
+    for mark in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(mark.group(), 0)
+        if depth == 0:
+            return mark.start()
+    return None
+
+
+def structure(value: Any) -> Any:
+    """Decode a truth that holds JSON: files with a text column have lists and objects so."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def verdict(right: bool, pred: str, wrong_reward: float = 0.0) -> Score:
+    """Make the score of a right or wrong answer; `pred` is the answer that was read."""
+    reward = 1.0 if right else wrong_reward
+    return Score(reward, float(right), {"task": reward}, {"pred": pred})
