@@ -31,7 +31,7 @@ _TOLD = 100
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tests say."""
+    """The outcome of a row's tests."""
 
     passed: int
     cases: int
@@ -39,7 +39,7 @@ class Verdict:
     """`pass`, or what became of the first case that did not: `wrong`, `runtime_error`,
     `compile_error`, `time_limit`, `output_limit`."""
     text: str = ""
-    """A word on it, for people."""
+    """A short explanation for people."""
 
 
 def score(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
@@ -102,7 +102,7 @@ def _run_program(code: str, tests: ProgramTests, sandbox: Sandbox) -> Verdict:
 
 
 def _told(result: Result, outcome: str, expected: str) -> str:
-    """A word on a case that did not pass, for people."""
+    """Explain for people why a case did not pass."""
     if outcome == "wrong":
         got = result.stdout[:_TOLD].decode(errors="replace").rstrip()
         return f"printed {got!r}, expected {expected[:_TOLD].rstrip()!r}"

@@ -105,7 +105,7 @@ def code_of(answer: str) -> str:
 
 
 def same_output(said: str, expected: str) -> bool:
-    """Whether two outputs are the same but for blanks at the ends of lines and lines at the end."""
+    """Return whether two outputs agree, apart from trailing blanks and trailing empty lines."""
     return _trimmed(said) == _trimmed(expected)
 
 

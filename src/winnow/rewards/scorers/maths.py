@@ -1,9 +1,9 @@
 r"""Mathematical answers: as text by the rules of MATH, or by value with `math-verify`.
 
-As text, the rules are those that published MATH scores were made with (Hendrycks et al. 2021, arXiv
-2103.03874, `math_equivalence`), and a few more of the same kind: thousands' commas, `\text{}`. There
-`0.25` is not `\frac{1}{4}`, and a percent sign says nothing, since some gold answers to "what
-percent" leave it out.
+As text, the rules are those that published MATH scores were made with (Hendrycks et al. 2021,
+arXiv 2103.03874, `math_equivalence`), and a few more of the same kind: thousands' commas,
+`\text{}`. There `0.25` is not `\frac{1}{4}`, and a percent sign says nothing, since some gold
+answers to "what percent" leave it out.
 
 By value, `0.25`, `1/4` and `\frac{1}{4}` are one answer. Computer algebra can take any time: each
 step has `_STEP_S` seconds, by an alarm, which Python allows in a process's main thread only (a
@@ -143,7 +143,7 @@ def gold_answer(ground_truth: Any) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{}` (`\fbox{}`, `\boxed 5`), None without a whole one."""
+    r"""Return the content of the last whole `\boxed{}` (`\fbox{}`, `\boxed 5`), None without one."""
     found = _last_box(text)
     return None if found is None else found[1]
 

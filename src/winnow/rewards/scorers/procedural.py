@@ -5,10 +5,10 @@ and the task's settings in `extra_info`, as `winnow.data.tasks.procedural` write
 is the text in the last `<answer>…</answer>`. Tasks judge by rules of their own, many of them with
 shares of the whole for an answer that is nearly right.
 
-Two things stand between an answer and its task. Some tasks call `eval` on an answer, or sympy's
-`parse_expr`, which is `eval` too: such an answer must be plain data or a small formula (`may_pass`).
-And some tasks reward answers that solve nothing (`_is_hack`): not a number, any text for a truth
-value, numbers that were not given, the question itself as an integral.
+Two checks stand between an answer and its task. Some tasks call `eval` on an answer, or sympy's
+`parse_expr`, which is `eval` too: such an answer must be plain data or a small formula
+(`may_pass`). And some tasks reward answers that solve nothing (`_is_hack`): not a number, any text
+for a truth value, numbers that were not given; or, among formulas, the question as an integral.
 """
 
 from __future__ import annotations
