@@ -12,9 +12,11 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.processes import descendants
 from tests.sandboxes import BACKENDS, USERS, Host, host, need_bubblewrap
 
 from winnow.config.sandbox import SandboxConfig
@@ -280,6 +282,40 @@ print(json.dumps([written]))
     (written,) = told(box, code)
     assert written == 0 if "landlock" in request.node.name else 8 * MIB <= written <= 16 * MIB
     assert told(box, "print(json.dumps(os.listdir('.')))") == ["main.py"]
+
+
+def test_a_program_that_makes_files_without_end_is_ended(
+    box: Host, request: pytest.FixtureRequest
+) -> None:
+    """Empty files take no room of the folder, but memory of the kernel."""
+    code = """
+made = 0
+try:
+    while made < 3_000_000:
+        os.close(os.open(f"file{made}", os.O_CREAT))
+        made += 1
+except OSError:
+    pass
+print(json.dumps([made]))
+"""
+    result = box.run(f"import json, os\n{code}")
+    if "landlock" in request.node.name:
+        assert json.loads(result.stdout) == [0]
+    else:
+        assert (result.ending, result.stdout) == ("output_limit", b"")
+
+
+def test_a_program_is_the_first_to_go_where_memory_runs_out(box: Host) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        ending = thread.submit(box.run, "import time; time.sleep(3)")
+        give_up = time.monotonic() + 30
+        while not (
+            programs := [p for p, line in descendants(box.pid).items() if "/main.py" in line]
+        ):
+            assert time.monotonic() < give_up
+        for program in programs:
+            assert Path(f"/proc/{program}/oom_score_adj").read_text().strip() == "1000"
+        assert ending.result().is_clean
 
 
 def test_the_users_home_and_environment_cannot_be_read(box: Host, outside: Path) -> None:

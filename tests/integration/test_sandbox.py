@@ -37,9 +37,8 @@ from winnow.config.sandbox import SandboxConfig
 from winnow.errors import RewardError
 from winnow.rewards.service import RewardService
 from winnow.sandbox import seccomp
-from winnow.sandbox.local import LocalSandbox
+from winnow.sandbox.local import LocalSandbox, trial_program
 from winnow.sandbox.program import Limits, Program
-from winnow.sandbox.trial import trial
 from winnow.types import Prompt, Segment, Trajectory
 
 ROOT = os.geteuid() == 0
@@ -236,7 +235,7 @@ def test_a_user_whose_processes_are_still_there_is_not_taken() -> None:
 def test_the_trial_names_all_that_a_program_without_a_sandbox_can_do() -> None:
     limits = replace(Limits.of(SandboxConfig()), processes=4)
     uid = ORDINARY_UID if ROOT else os.geteuid()
-    program = trial(limits, uid)
+    program = trial_program(limits, uid)
     run = subprocess.Popen(
         ["/usr/bin/python3", "-c", program.code],
         stdin=subprocess.PIPE,

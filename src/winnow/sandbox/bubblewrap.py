@@ -9,19 +9,20 @@ ends, the kernel ends all that is left.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import threading
 from contextlib import ExitStack, suppress
-from functools import partial
 
 from winnow.sandbox.interpreter import Interpreter
-from winnow.sandbox.process import Started, memory_file, run
+from winnow.sandbox.process import Started, memory_file, run, told_as_by_a_shell
 from winnow.sandbox.program import Limits, Program, Result, SandboxError, Slot
 from winnow.sandbox.seccomp import filter_bytes
 
 FOLDER = "/tmp"
 MAIN = "main.py"
+_CHILD = re.compile(rb'"child-pid": *(\d+)')
 _LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 
@@ -40,6 +41,7 @@ class Bubblewrap:
         self._bwrap = _tool("bwrap", "bubblewrap")
         self._prlimit = _tool("prlimit", "util-linux")
         self._setpriv = _tool("setpriv", "util-linux")
+        self._choom = _tool("choom", "util-linux")
         seccomp = filter_bytes()
         if seccomp is None:
             raise SandboxError(f"there is no system call filter for {os.uname().machine}")
@@ -67,26 +69,26 @@ class Bubblewrap:
             filter_ = hand_over("seccomp", self._seccomp)
             command = self._command(limits, slot, handed, filter_, writer)
             descriptors = [*handed.values(), filter_, writer]
-            stop = partial(_kill_group)
-            result = run(Started(command, descriptors, stop), program.stdin, limits, closing)
+            report = _Report(status, limits.scratch_bytes)
+            started = Started(command, descriptors, _kill_group, report.files)
+            result = run(started, program.stdin, limits, closing)
             close_writer.close()
-            said = _read_all(status)
-        if b'"child-pid"' not in said:
+            has_begun = report.child() is not None
+        if not has_begun:
             reason = " ".join(result.stderr.decode(errors="replace").split())
             raise SandboxError(
                 f"bwrap could not set the sandbox up ({result.ending}): {reason[:300]}"
             )
-        # bwrap reports a death by signal N as a shell does.
-        code = result.exit_code
-        return result if code <= 128 else Result(**{**vars(result), "exit_code": 128 - code})
+        return told_as_by_a_shell(result)
 
     def _command(
         self, limits: Limits, slot: Slot, files: dict[str, int], seccomp: int, status: int
     ) -> list[str]:
-        drop = []
+        # Where memory runs out, the kernel is to end a program and not the trainer.
+        drop = [self._choom, "-n", "1000", "--"]
         if slot.uid is not None:
             who = str(slot.uid)
-            drop = [self._setpriv, "--reuid", who, "--regid", who, "--clear-groups", "--"]
+            drop += [self._setpriv, "--reuid", who, "--regid", who, "--clear-groups", "--"]
         view = ["--ro-bind", "/usr", "/usr"]
         for link in _LINKS:
             if os.path.islink(f"/{link}"):
@@ -125,8 +127,33 @@ def _kill_group(process: int) -> None:
         os.killpg(process, signal.SIGKILL)
 
 
-def _read_all(descriptor: int) -> bytes:
-    parts = []
-    while part := os.read(descriptor, 4096):
-        parts.append(part)
-    return b"".join(parts)
+class _Report:
+    """Reads what bwrap reports of the process that it has started."""
+
+    def __init__(self, descriptor: int, scratch_bytes: int) -> None:
+        os.set_blocking(descriptor, False)
+        self._descriptor, self._said, self._scratch_bytes = descriptor, b"", scratch_bytes
+
+    def child(self) -> int | None:
+        """The process id of the program; None while it has not begun."""
+        with suppress(BlockingIOError):
+            while part := os.read(self._descriptor, 4096):
+                self._said += part
+        found = _CHILD.search(self._said)
+        return int(found.group(1)) if found else None
+
+    def files(self) -> int:
+        """Count the files and folders in the program's scratch folder.
+
+        bwrap cannot bound the inodes of a tmpfs, so they are counted from outside.
+        """
+        child = self.child()
+        if child is None:
+            return 0
+        try:
+            scratch = os.statvfs(f"/proc/{child}/root{FOLDER}")
+        except OSError:  # it has ended
+            return 0
+        # Until its root is in place, the program's process still has that of this machine.
+        is_own = scratch.f_blocks * scratch.f_frsize < self._scratch_bytes + scratch.f_frsize
+        return scratch.f_files - scratch.f_ffree if is_own else 0

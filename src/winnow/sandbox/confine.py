@@ -27,7 +27,7 @@ _SECCOMP_FILTER = 2
 _PATH_BENEATH = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _RIGHTS_BY_ABI = {3: 15, 4: 15, 5: 16}
-"""How many rights on files a version knows; newer ones know as many as the newest here."""
+"""Number of rights on files by version; newer ones know as many as the newest here."""
 
 
 class _Int(_ctypes._SimpleCData):  # type: ignore[type-arg]
@@ -127,6 +127,9 @@ def _confine(plan: dict[str, Any]) -> None:
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
     os.chdir(plan["folder"])
+    # Where memory runs out, the kernel is to end a program and not the trainer.
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     limits = plan["limits"]
     uid = plan["uid"]
     if uid is None:  # others of this user count as well

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from winnow.sandbox.interpreter import Interpreter, compiled
-from winnow.sandbox.process import Started, memory_file, run
+from winnow.sandbox.process import Started, memory_file, run, told_as_by_a_shell
 from winnow.sandbox.program import Limits, Program, Result, SandboxError, Slot
 from winnow.sandbox.seccomp import filter_bytes
 
@@ -32,7 +32,7 @@ _LOAD = "import marshal, sys; exec(marshal.loads(open(int(sys.argv[2]), 'rb').re
 _MARSHAL = 2
 """A version that every Python 3 reads: the guardian's may be another than ours."""
 _LEAST_ABI = 3
-"""Before it, a file could be cut to nothing without the right to write to it."""
+"""Oldest version that is used: before it, a file could be truncated without the right to write."""
 
 
 class Landlock:
@@ -95,8 +95,7 @@ class Landlock:
         if said != b"confined":
             reason = " ".join(said.decode(errors="replace").split()) or result.ending
             raise SandboxError(f"Landlock could not set the sandbox up: {reason[:300]}")
-        code = result.exit_code
-        return result if code <= 128 else Result(**{**vars(result), "exit_code": 128 - code})
+        return told_as_by_a_shell(result)
 
     def _plan(self, limits: Limits, slot: Slot, folder: str, status: int) -> bytes:
         plan = {

@@ -27,8 +27,8 @@ from winnow.errors import RewardError
 from winnow.sandbox.bubblewrap import Bubblewrap
 from winnow.sandbox.interpreter import Interpreter, compiled, find_interpreter
 from winnow.sandbox.landlock import Landlock
+from winnow.sandbox.process import ENVIRONMENT
 from winnow.sandbox.program import Limits, Program, Result, SandboxError, Slot
-from winnow.sandbox.trial import trial
 
 _FIRST_UID, _LAST_UID = 60706, 61183
 """Users that no distribution gives away (systemd's list of ranges leaves them unused)."""
@@ -37,6 +37,8 @@ _RUN_COMPILED = f"import marshal\nexec(marshal.loads(open({_COMPILED!r}, 'rb').r
 _TRIES = 3
 _PAUSE_S = 0.2
 _TRIAL_S = 20.0
+_SLACK = 64
+"""Processes that others of the same user may end while the limit is tried."""
 
 
 class Kind(Protocol):
@@ -110,7 +112,7 @@ class LocalSandbox:
 
     @property
     def backend(self) -> str:
-        """Which kind is in force: bubblewrap or landlock."""
+        """The kind in force: bubblewrap or landlock."""
         return self._kind.name
 
     @property
@@ -146,7 +148,7 @@ class LocalSandbox:
         raise AssertionError("unreachable")
 
     def run_for(self, program: Program, time_s: float) -> Result:
-        """The same within another time than the recipe's."""
+        """Run a program within another time than the recipe's."""
         return self.run(program, replace(self.limits, time_s=time_s))
 
     def close(self) -> None:
@@ -157,7 +159,7 @@ class LocalSandbox:
         self._claims.clear()
 
     def _ready(self, program: Program) -> Program:
-        """The program, with code of ours compiled: that takes longer than most of it runs."""
+        """Compile code of our own once: that takes longer than most of it runs."""
         if not program.is_ours:
             return program
         code = self._compiled.get(program.code)
@@ -166,10 +168,10 @@ class LocalSandbox:
         return replace(program, code=_RUN_COMPILED, files={**program.files, _COMPILED: code})
 
     def _claim_uid(self, busy: Set[int]) -> int:
-        """An unprivileged user that nobody has, held while this process lives.
+        """Claim an unprivileged user that no other process has, while this process lives.
 
         Args:
-            busy: users that are passed over.
+            busy: users to pass over.
 
         Raises:
             SandboxError: none is left.
@@ -202,13 +204,13 @@ class LocalSandbox:
         raise NoSandboxError(reasons)
 
     def _try_out(self, kind: Kind, slot: Slot) -> None:
-        """See that a program in the sandbox cannot do what it must not.
+        """Check that a program in the sandbox cannot do what it must not.
 
         Raises:
             SandboxError: it cannot be run, or it can do too much.
         """
         limits = replace(self.limits, time_s=max(_TRIAL_S, self.limits.time_s))
-        program = trial(limits, slot.uid if slot.uid is not None else os.geteuid())
+        program = trial_program(limits, slot.uid if slot.uid is not None else os.geteuid())
         result = kind.run(program, limits, slot, self._closing)
         try:
             escapes: Sequence[str] = json.loads(result.stdout)
@@ -224,7 +226,7 @@ class LocalSandbox:
 
 
 def _users_with_processes() -> set[int]:
-    """Whose there are, dying ones included."""
+    """List the users of all processes, dying ones included."""
     users = set[int]()
     for status in Path("/proc").glob("[0-9]*/status"):
         with suppress(OSError):  # it has just ended
@@ -235,3 +237,84 @@ def _users_with_processes() -> set[int]:
 
 def _who(slot: Slot) -> str:
     return "this user" if slot.uid is None else f"uid {slot.uid}"
+
+
+_TRIAL = """
+import json, os, resource, socket, sys, time
+expected = json.loads(sys.stdin.read())
+escaped = []
+
+
+def forbidden(what, attempt, *errors):
+    try:
+        attempt()
+    except errors:
+        return
+    escaped.append(what)
+
+
+def make_folder(folder):
+    path = f"{folder}/winnow-trial-{os.getpid()}"
+    os.mkdir(path)
+    os.rmdir(path)
+
+
+def make_file(folder):
+    path = f"{folder}/winnow-trial-{os.getpid()}"
+    open(path, "w").close()
+    os.remove(path)
+
+
+if os.getuid() != expected["uid"] or os.getuid() == 0 or os.getgid() == 0:
+    escaped.append(f"programs run as user {os.getuid()}, group {os.getgid()}")
+forbidden("files outside can be read", lambda: open("/etc/passwd"), OSError)
+forbidden("other processes can be seen", lambda: os.listdir("/proc"), OSError)
+forbidden("/usr can be written", lambda: open("/usr/escaped", "w"), OSError)
+for folder in ("/var/tmp", "/dev/shm"):
+    forbidden("folders can be made in " + folder, lambda: make_folder(folder), OSError)
+    forbidden("files can be made in " + folder, lambda: make_file(folder), OSError)
+forbidden("the network can be used", lambda: socket.socket(), OSError)
+forbidden("processes can be signalled", lambda: os.kill(os.getppid(), 0), OSError)
+forbidden("memory has no limit", lambda: bytearray(expected["memory"]), MemoryError)
+strange = set(os.environ) - set(expected["environment"])
+if strange:
+    escaped.append("the environment holds " + ", ".join(sorted(strange)))
+for name, most in expected["limits"].items():
+    hard = resource.getrlimit(getattr(resource, name))[1]
+    if hard == resource.RLIM_INFINITY or hard > most:
+        escaped.append(name + " is not set")
+for started in range(expected["processes"] + 1):
+    try:
+        if os.fork() == 0:
+            time.sleep(600)
+            os._exit(0)
+    except BlockingIOError:
+        break
+else:
+    escaped.append("processes have no limit")
+print(json.dumps(escaped))
+"""
+
+
+def trial_program(limits: Limits, uid: int) -> Program:
+    """Make the program that a sandbox must hold before it is given any other.
+
+    It tries what is forbidden and prints what it managed, as a JSON list.
+
+    Args:
+        uid: user that it should find itself to be.
+    """
+    expected = {
+        "uid": uid,
+        "memory": limits.memory_bytes,
+        "processes": limits.processes + _SLACK,
+        "environment": [*ENVIRONMENT, "PWD", "LC_CTYPE"],
+        "limits": {
+            "RLIMIT_AS": limits.memory_bytes,
+            "RLIMIT_CPU": limits.cpu_s,
+            "RLIMIT_NOFILE": limits.open_files,
+            "RLIMIT_FSIZE": limits.scratch_bytes,
+            "RLIMIT_CORE": 0,
+        },
+    }
+    return Program(_TRIAL, json.dumps(expected).encode())

@@ -9,14 +9,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from winnow.sandbox.program import Ending, Limits, Result, SandboxError
+from winnow.sandbox.program import OUTPUT_LIMIT, Ending, Limits, Result, SandboxError
 
 _READ_BYTES = 1 << 16
-_LOOK_S = 0.25
+_LOOK_S = 0.1
 _STOP_S = 10.0
-"""How long a killed process may take to be gone before that is a fault of the sandbox."""
+"""Seconds that a killed process may take to be gone before that is a fault of the sandbox."""
 
 ENVIRONMENT: Mapping[str, str] = {
     "PATH": "/usr/bin:/bin",
@@ -32,13 +32,15 @@ ENVIRONMENT: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Started:
-    """How to start a process, and how to end it with all that it has started."""
+    """A command to start, and the way to end it with all that it has started."""
 
     command: Sequence[str]
     descriptors: Sequence[int]
-    """Which it inherits."""
+    """Descriptors that it inherits."""
     stop: Callable[[int], None]
     """Given its process id; called at most once, before it is reaped."""
+    files: Callable[[], int] = lambda: 0
+    """Counts the files that it has made so far."""
 
 
 def run(started: Started, stdin: bytes, limits: Limits, closing: threading.Event) -> Result:
@@ -68,7 +70,7 @@ def run(started: Started, stdin: bytes, limits: Limits, closing: threading.Event
     kept: dict[int, bytearray] = {}
     ending: Ending = "finished"
     try:
-        ending = _drain(process, kept, began + limits.time_s, limits.output_bytes, closing)
+        ending = _drain(process, kept, began + limits.time_s, limits, started.files, closing)
         if ending == "finished" and not _has_ended(process, began + limits.time_s):
             ending = "time_limit"
     finally:
@@ -77,6 +79,12 @@ def run(started: Started, stdin: bytes, limits: Limits, closing: threading.Event
         _reap(process)
     out, err = (bytes(each) for each in kept.values())
     return Result(ending, process.returncode, out, err, time.monotonic() - began)
+
+
+def told_as_by_a_shell(result: Result) -> Result:
+    """Undo the code 128 + N of a process that reports a death by signal N as a shell does."""
+    code = result.exit_code
+    return result if code <= 128 else replace(result, exit_code=128 - code)
 
 
 def memory_file(name: str, data: bytes) -> int:
@@ -95,13 +103,14 @@ def _drain(
     process: subprocess.Popen[bytes],
     kept: dict[int, bytearray],
     until: float,
-    most: int,
+    limits: Limits,
+    files: Callable[[], int],
     closing: threading.Event,
 ) -> Ending:
     """Read both outputs to their ends into `kept`, standard output first."""
     assert process.stdout is not None
     assert process.stderr is not None
-    left = most
+    left, next_look = limits.output_bytes, 0.0
     with selectors.DefaultSelector() as selector:
         for stream in (process.stdout, process.stderr):
             kept[stream.fileno()] = bytearray()
@@ -112,6 +121,10 @@ def _drain(
                 return "time_limit"
             if closing.is_set():
                 raise SandboxError("the sandbox is closed")
+            if (now := time.monotonic()) >= next_look:
+                next_look = now + _LOOK_S
+                if files() > limits.files:
+                    return OUTPUT_LIMIT
             for key, _ in selector.select(min(patience, _LOOK_S)):
                 data = os.read(key.fd, _READ_BYTES)
                 if not data:
@@ -119,7 +132,7 @@ def _drain(
                 kept[key.fd] += data[:left]
                 left -= len(data)
                 if left < 0:
-                    return "output_limit"
+                    return OUTPUT_LIMIT
     return "finished"
 
 

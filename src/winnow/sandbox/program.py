@@ -1,4 +1,4 @@
-"""The words of the sandbox: what is run, by whom, within which limits, and what came of it."""
+"""Types of the sandbox: programs, limits, results, slots, and the protocol of a sandbox."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 from winnow.config.sandbox import FusionConfig, SandboxConfig
 
 Ending = Literal["finished", "time_limit", "output_limit", "compile_error"]
-OUTPUT_LIMIT = "output_limit"
+OUTPUT_LIMIT: Ending = "output_limit"
 """The message of our own server beside a program that wrote too much."""
 _LONGEST_NAME = 200
 
@@ -21,7 +21,7 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use."""
+    """Resources that a program may use."""
 
     time_s: float
     """Wall clock, from the start of the sandbox."""
@@ -34,7 +34,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: SandboxConfig) -> Limits:
-        """Those of a recipe."""
+        """Read the limits from a recipe."""
         return cls(
             config.time_s,
             config.memory_mb << 20,
@@ -43,6 +43,11 @@ class Limits:
             config.scratch_mb << 20,
             config.output_kb << 10,
         )
+
+    @property
+    def files(self) -> int:
+        """Most files and folders in the scratch folder: each takes memory that no limit counts."""
+        return max(1000, self.scratch_bytes >> 12)
 
     @property
     def cpu_s(self) -> int:
@@ -72,7 +77,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a program."""
+    """Outcome of a program that was run."""
 
     ending: Ending
     exit_code: int
@@ -84,7 +89,7 @@ class Result:
 
     @property
     def is_clean(self) -> bool:
-        """Whether it ended by itself with exit code 0."""
+        """True if it ended by itself with exit code 0."""
         return self.ending == "finished" and self.exit_code == 0
 
 
@@ -97,7 +102,7 @@ class Slot(NamedTuple):
 
 
 class Sandbox(Protocol):
-    """What runs programs; safe to use from any thread."""
+    """Runs programs; safe to use from any thread."""
 
     @property
     def config(self) -> SandboxConfig | FusionConfig:

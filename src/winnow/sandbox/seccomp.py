@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Machine(NamedTuple):
-    """What differs between processors."""
+    """Facts that differ between processors."""
 
     audit: int
     """AUDIT_ARCH of the kernel's headers."""

@@ -143,7 +143,7 @@ def gold_answer(ground_truth: Any) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last whole `\boxed{}` (`\fbox{}`, `\boxed 5`), None without one."""
+    r"""Return the content of the last whole `\boxed{}`, `\fbox{}` or `\boxed 5`, if any."""
     found = _last_box(text)
     return None if found is None else found[1]
 

@@ -37,7 +37,7 @@ _MAIN = _joined()
 
 
 def program(solution: dict[str, Any], tests: dict[str, Any]) -> Program:
-    """What is to be run.
+    """Make the program that tests a solution.
 
     Args:
         solution: `code`, `prompt` (code that it goes on from), `entry_point` or None.

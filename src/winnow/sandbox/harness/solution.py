@@ -88,7 +88,7 @@ def versions(solution: dict[str, Any]) -> list[str]:
 
 
 def defines(code: str, name: str | None) -> bool:
-    """Whether a text is whole code that defines a name."""
+    """Return whether a text is whole code that defines a name."""
     try:
         tree = compile(code, "solution.py", "exec", _ONLY_AST)
     except (SyntaxError, ValueError):
@@ -148,7 +148,7 @@ def _kind(node: Any) -> str:
 
 
 def _has_body(function: Any) -> bool:
-    """Whether it does anything: a docstring, `...` or `pass` alone is for the answer to fill."""
+    """Return whether it does anything: a docstring, `...` or `pass` alone is to be filled in."""
     return any(
         not (_kind(node) == "Pass" or (_kind(node) == "Expr" and _kind(node.value) == "Constant"))
         for node in function.body

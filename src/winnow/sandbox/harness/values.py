@@ -37,7 +37,7 @@ class Opaque:
 
 
 class _Plain:
-    """What the scanner of JSON asks for."""
+    """Settings that the scanner of JSON asks for."""
 
     strict = False
     object_hook = object_pairs_hook = None
@@ -100,7 +100,7 @@ def scan(text: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What was encoded, from scanned JSON: plain data and nothing else."""
+    """Restore encoded values from scanned JSON: plain data and nothing else."""
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, dict):
