@@ -77,8 +77,7 @@ OVERRIDES = [
     ),
     (
         ["run.name='${x'"],
-        "Error merging override ++run.name='${x': no viable alternative at input '${x'; "
-        "mend the value or its ${…}",
+        "run.name: no viable alternative at input '${x'; mend the value or its ${…}",
     ),
     # Keys
     (["optim.lrr=1"], f"optim.lrr is no known key {SHELL}; did you mean optim.lr?"),
@@ -145,15 +144,6 @@ OVERRIDES = [
         ["sampling/filter=band", "sampling.filter.lo=0.1"],
         f"sampling.filter.lo is no key of sampling/filter=band {SHELL}; "
         "its keys are high, low, metric",
-    ),
-    (
-        ["sampling.filter={name:band}", "sampling/filter=none"],
-        f"sampling.filter is chosen twice, as band and as none {SHELL}; keep one",
-    ),
-    (
-        ["sampling={filter:band}"],
-        f"sampling.filter must hold keys, got 'band' {SHELL}; "
-        "choose a variant with sampling/filter=band",
     ),
     # Grammar
     (["optim.lr"], "override 'optim.lr' is not in Hydra's grammar; write optim.lr=VALUE"),

@@ -12,7 +12,7 @@ from tests.recipes import recipe
 from winnow.algorithms.aggregation import AGGREGATIONS
 from winnow.algorithms.estimators import ESTIMATORS
 from winnow.algorithms.losses.registry import POLICY_LOSSES
-from winnow.config.advantage import Advantage
+from winnow.config.algorithm import Advantage
 from winnow.config.load import available_recipes
 from winnow.config.policy_loss import PolicyLoss
 

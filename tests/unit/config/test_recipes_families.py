@@ -13,7 +13,7 @@ from tests.recipes import recipe
 
 from winnow.config.files import RECIPES
 from winnow.config.load import available_recipes
-from winnow.config.warm_start import SftWarmStart
+from winnow.config.model import SftWarmStart
 from winnow.runs.warm_start import cache_folder
 
 UNFILTERED = {
