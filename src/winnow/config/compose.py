@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +71,11 @@ class Tree:
         parsed = [_parse(text) for text in overrides]
         # Choices before values, so that each key meets the variants chosen in the end; outer unions
         # first, as an inner one may belong to the variant chosen for the outer.
-        for override in sorted(parsed, key=lambda o: len(o.union)):
-            for union, name in self._choices(override):
-                self._choose(union, name)
+        typed = {}
+        for override in sorted(parsed, key=lambda o: len(o.path) - (o.path[-1] == "name")):
+            typed[override] = self._chosen((), override.tree(override.value))
         for override in parsed:
-            self._apply(override)
+            self._apply(override, typed[override])
 
     def _find(self, path: Path) -> tuple[FieldInfo | None, tuple[Path, str] | None]:
         """Return the field at a path under the chosen variants, or the variant that lacks it.
@@ -115,12 +115,6 @@ class Tree:
         fault = foreign_key(path, *lacking, place) if lacking else unknown_key(path, place)
         self.problems.append(fault)
 
-    def _no_variant(self, union: Path, name: Any, place: str) -> None:
-        field, _ = self._find(union)
-        assert field is not None
-        want = f"{spell(union)} must be {allowed(field)}"
-        self.problems.append(f"{want}, got {show(name)} (set by {place})")
-
     def _lay(
         self,
         cls: type[Section],
@@ -140,7 +134,8 @@ class Tree:
                 value = {"name": value} if isinstance(value, str) else value
                 name = value.get("name", self._variant(path)) if isinstance(value, dict) else value
                 if not isinstance(name, str) or name not in variants(field):
-                    self._no_variant(path, name, place(path))
+                    want = f"{spell(path)} must be {allowed(field)}"
+                    self.problems.append(f"{want}, got {show(name)} (set by {place(path)})")
                     continue
                 if name != self._variant(path):
                     self._choose(path, name)
@@ -155,33 +150,20 @@ class Tree:
                 got = f"got {show(value)} (set by {place(path)})"
                 self.problems.append(f"{spell(path)} must hold keys ({keys}), {got}")
 
-    def _choices(self, override: _Override) -> Iterator[tuple[Path, str]]:
-        """Yield the variants that an override chooses."""
-        if override.deletes:
-            return
-        field, _ = self._find(override.union)
-        options = variants(field) if field else {}
-        if options and isinstance(override.value, str):
-            if override.value not in options:
-                self._no_variant(override.union, override.value, COMMAND_LINE)
-            # Naming the variant that is there changes nothing; choosing the group starts it anew.
-            elif override.union == override.path or self._variant(override.union) != override.value:
-                yield override.union, override.value
-        elif isinstance(override.value, dict):
-            yield from self._choices_within(override.path, override.value)
-
-    def _choices_within(self, path: Path, value: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-        """Yield the variants chosen by `name` inside a value in braces."""
+    def _chosen(self, path: Path, value: Any) -> Any:
+        """Choose the variants that a typed value names, and return the rest of it."""
         field, _ = self._find(path)
-        name = value.get("name")
-        is_variant = field is not None and isinstance(name, str) and name in variants(field)
-        if is_variant and name != self._variant(path):
-            yield path, str(name)
-        for key, inner in value.items():
-            if isinstance(inner, dict):
-                yield from self._choices_within((*path, key), inner)
+        name = value.get("name") if isinstance(value, dict) else value
+        if field and isinstance(name, str) and name in variants(field):
+            # Naming the variant that is there changes nothing; choosing the group starts it anew.
+            if value == name or name != self._variant(path):
+                self._choose(path, name)
+            value = {k: v for k, v in value.items() if k != "name"} if value != name else {}
+        if isinstance(value, dict):
+            return {key: self._chosen((*path, key), inner) for key, inner in value.items()}
+        return value
 
-    def _apply(self, override: _Override) -> None:
+    def _apply(self, override: _Override, typed: dict[str, Any]) -> None:
         """Set or remove a value, checked against the final variants."""
         path, value = override.path, override.value
         field, _ = self._find(path)
@@ -191,17 +173,10 @@ class Tree:
         if override.deletes:
             self._delete(path, field)
             return
-        around, _ = self._find(override.union)
-        if around and variants(around) and not isinstance(value, dict):
-            if not isinstance(value, str):
-                self._no_variant(override.union, value, COMMAND_LINE)
-            return
         is_whole_table = is_table(field) and self._find(path[:-1])[0] is not field
         if is_text(field) and not is_whole_table and isinstance(value, bool | int | float):
-            value = override.text
-        for key in reversed(path):
-            value = {key: value}
-        self.lay(value, lambda _: COMMAND_LINE)
+            typed = override.tree(override.text)
+        self.lay(typed, lambda _: COMMAND_LINE)
 
     def _delete(self, path: Path, field: FieldInfo) -> None:
         around = lookup(self.values, path[:-1])
@@ -225,7 +200,7 @@ def _merged(old: Any, new: Any) -> Any:
     return copy.deepcopy(new)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Override:
     """One parsed override: a key path and what it asks for."""
 
@@ -235,10 +210,11 @@ class _Override:
     """Text after the equals sign."""
     deletes: bool
 
-    @property
-    def union(self) -> Path:
-        """The union it chooses for, if it chooses."""
-        return self.path[:-1] if self.path[-1] == "name" else self.path
+    def tree(self, value: Any) -> dict[str, Any]:
+        """Return the sections around a value for the key."""
+        for key in reversed(self.path):
+            value = {key: value}
+        return dict(value)
 
 
 def _parse(text: str) -> _Override:

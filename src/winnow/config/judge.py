@@ -52,9 +52,9 @@ class SequenceClassifier(Section):
     """auto applies its tokenizer's chat template, none joins the messages' contents and puts the
     answer behind them; anything else is a template itself, in Jinja."""
     part: PartName = "model"
-    """Name of its score in metrics, rollouts and filters."""
+    """Name of the model's score in metrics, rollouts and filters."""
     weight: float = 1.0
-    """Weight of its score in the reward; 0 only measures and filters."""
+    """Weight of the model's score in the reward; 0 only measures and filters."""
     wrong_score: float = 0.0
     """Score of an answer whose scoring failed (reward.on_failure=wrong)."""
     max_tokens: int | None = Field(None, ge=1)
@@ -179,9 +179,9 @@ class OpenAiJudge(Section):
     """File of replies that need not be asked for again: auto is judge.sqlite in WINNOW_CACHE or
     ~/.cache/winnow, none keeps no replies, anything else is a path."""
     part: PartName = "judge"
-    """Name of its score in metrics, rollouts and filters."""
+    """Name of the judge's score in metrics, rollouts and filters."""
     weight: float = 1.0
-    """Weight of its score in the reward; 0 only measures and filters."""
+    """Weight of the judge's score in the reward; 0 only measures and filters."""
     wrong_score: float = 0.0
     """Score of an answer whose scoring failed (reward.on_failure=wrong)."""
     in_evaluation: bool = False

@@ -191,7 +191,7 @@ class PartConfig(Section):
     scorer: str
     """Name of a built-in scorer."""
     weight: float = 1.0
-    """Weight of its score in the reward; 0 only measures and filters."""
+    """Weight of the scorer's score in the reward; 0 only measures and filters."""
     in_evaluation: bool = False
     """Score held-out answers, too; their accuracy remains the source's scorer's."""
 

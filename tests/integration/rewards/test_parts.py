@@ -153,7 +153,7 @@ def test_a_part_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPa
         one.check_sources(["sort_digits"])
     assert str(caught.value) == (
         "reward.parts.gym is scored by reasoning_gym, whose package is not installed; "
-        "pip install 'winnow[reasoning-gym]', or name another in reward.parts.gym.scorer"
+        "pip install 'winnow-rl[reasoning-gym]', or name another in reward.parts.gym.scorer"
     )
 
 

@@ -145,6 +145,11 @@ OVERRIDES = [
         f"sampling.filter.lo is no key of sampling/filter=band {SHELL}; "
         "its keys are high, low, metric",
     ),
+    (
+        ["sampling.filter={name:band,low:0.1}", "sampling/filter=none"],
+        f"sampling.filter.low is no key of sampling/filter=none {SHELL}; "
+        "choose sampling/filter=band, or leave the key out",
+    ),
     # Grammar
     (["optim.lr"], "override 'optim.lr' is not in Hydra's grammar; write optim.lr=VALUE"),
     (
@@ -259,7 +264,7 @@ def test_a_wrong_file_is_answered_in_one_line(text: str, expected: str, tmp_path
 
 def test_each_of_several_faults_has_its_line() -> None:
     keys = message("quickstart", ["optim.lrr=1", "optim.lr=-1", "warm_start=x"])
-    assert [line.split()[0] for line in keys.splitlines()] == ["warm_start", "optim.lrr"]
+    assert [line.split()[0] for line in keys.splitlines()] == ["optim.lrr", "warm_start"]
     values = message("quickstart", ["optim.lr=-1", "rollout.n=0", "trainer.steps=true"])
     assert sorted(line.split()[0] for line in values.splitlines()) == [
         "optim.lr",
