@@ -160,4 +160,4 @@ def test_a_package_that_is_missing_is_named_with_its_extra(package: str, tmp_pat
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert f"needs the package {package}" in done.stderr
-    assert "pip install 'winnow[serve]'" in done.stderr
+    assert "pip install 'winnow-rl[serve]'" in done.stderr

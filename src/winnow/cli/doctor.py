@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from winnow import __version__
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.reward import SandboxConfig
 from winnow.errors import RewardError
 
 State = Literal["ok", "note", "fault"]
@@ -27,15 +27,13 @@ _GIB = 1 << 30
 _LEAST_FREE = 2 * _GIB
 """Of a disk: a few checkpoints of a small model."""
 _LEAST_MEMORY = 2 * _GIB
+_DISTRIBUTION = "winnow-rl"
+"""Name on the package index, where `winnow` is another project."""
 _NOT_FOR_USERS = {"all", "dev", "browser"}
 _PURPOSE = {
     "ray": "many machines",
-    "vllm": "rollouts on GPUs",
-    "megatron": "very large models",
     "peft": "LoRA",
-    "loggers": "metrics elsewhere",
     "reasoning-gym": "procedural tasks",
-    "dashboard": "the dashboard",
     "serve": "winnow sandbox serve, winnow reward serve",
 }
 
@@ -84,7 +82,9 @@ def _packages() -> Iterator[Finding]:
         return
     unmet = [reason for requirement in needed if (reason := _unmet(requirement))]
     if unmet:
-        remedy = "pip install -c constraints.txt -e . in Winnow's folder, or pip install -U winnow"
+        remedy = (
+            "pip install -c constraints.txt -e . in Winnow's folder, or pip install -U winnow-rl"
+        )
         yield Finding("packages", "fault", "; ".join(unmet), remedy)
         return
     yield Finding("packages", "ok", f"all {len(needed)} that every run needs")
@@ -94,7 +94,7 @@ def _requirements(extra: str) -> Iterator[Any]:
     """What Winnow itself asks for, or what an extra adds."""
     from packaging.requirements import Requirement
 
-    for line in metadata.requires("winnow") or ():
+    for line in metadata.requires(_DISTRIBUTION) or ():
         requirement = Requirement(line)
         marker = requirement.marker
         always = marker is None or marker.evaluate({"extra": ""})
@@ -247,7 +247,7 @@ def _sandbox_remedy(name: str) -> str:
 def _extras() -> Iterator[Finding]:
     """Optional parts: present, or how to get them."""
     try:
-        names = metadata.metadata("winnow").get_all("Provides-Extra") or []
+        names = metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
         return
     for extra in names:
@@ -260,7 +260,7 @@ def _extras() -> Iterator[Finding]:
             versions = ", ".join(f"{r.name} {metadata.version(r.name)}" for r in needed)
             yield Finding(f"extra {extra}", "ok", f"{versions}{purpose}")
         else:
-            remedy = f"pip install 'winnow[{extra}]'"
+            remedy = f"pip install 'winnow-rl[{extra}]'"
             yield Finding(f"extra {extra}", "note", f"{'; '.join(unmet)}{purpose}", remedy)
 
 

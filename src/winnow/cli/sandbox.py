@@ -65,9 +65,9 @@ def serve_command(
     except ModuleNotFoundError as error:
         raise RewardError(
             f"winnow sandbox serve needs the package {error.name}, which is not installed; "
-            "pip install 'winnow[serve]'"
+            "pip install 'winnow-rl[serve]'"
         ) from None
-    from winnow.config.sandbox import SandboxConfig
+    from winnow.config.reward import SandboxConfig
     from winnow.http.client import token_of
 
     config = SandboxConfig(

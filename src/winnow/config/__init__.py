@@ -1,1 +1,1 @@
-"""Recipes: typed sections, rules across them, and how a YAML file becomes a `Config`."""
+"""Recipes: typed sections, the rules across them, and the way from a YAML file to a `Config`."""

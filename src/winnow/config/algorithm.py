@@ -1,26 +1,313 @@
-"""How rewards become gradients. Each variant owns its ranges; `name` picks it."""
+"""Steps from rewards to gradients: advantage, KL, correction for the sampler, aggregation.
+
+The formulas stand in `winnow.algorithms`; each variant owns its ranges, and `name` picks it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
 from pydantic import Field
 
-from winnow.config.advantage import Advantage, GrpoAdvantage
-from winnow.config.aggregation import Aggregation
-from winnow.config.base import Section
-from winnow.config.correction import CorrectionConfig
-from winnow.config.kl import KlConfig
-from winnow.config.policy_loss import PolicyLoss, PpoClipLoss
+from winnow.config.base import Aggregation, Options, Section, UserObject, range_conflict
+from winnow.config.policy_loss import ClipCovLoss, KlCovLoss, PolicyLoss, PpoClipLoss
+
+BYPASS_WEIGHTED = ("reinforce", "gpg")
+"""Losses without a ratio of their own to the sampler."""
+
+
+class GrpoAdvantage(Section):
+    """Group-relative advantage (R - mean) / std over the answers of a prompt."""
+
+    name: Literal["grpo"] = "grpo"
+    std_normalization: Literal["group", "batch", "none"] = "group"
+    """Divide by the group's std, the batch's std (Lite PPO), or not at all (Dr. GRPO)."""
+
+
+class GrpoPasskAdvantage(Section):
+    """Only the best answer of a prompt learns, by its lead over the second best."""
+
+    name: Literal["grpo_passk"] = "grpo_passk"
+    std_normalization: Literal["group", "none"] = "group"
+    """Divide the lead by the group's std, or not."""
+
+
+class RlooAdvantage(Section):
+    """R minus the mean of the prompt's other answers (leave one out)."""
+
+    name: Literal["rloo"] = "rloo"
+
+
+class OpoAdvantage(Section):
+    """R minus the group's mean weighted by length (optimal baseline under equal tokens)."""
+
+    name: Literal["opo"] = "opo"
+
+
+class ReinforcePlusPlusAdvantage(Section):
+    """REINFORCE++: discounted reward-to-go of each token, whitened over the batch."""
+
+    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount for each written token."""
+
+
+class ReinforcePlusPlusBaselineAdvantage(Section):
+    """REINFORCE++ with the group's mean as baseline: R - mean, whitened over the batch."""
+
+    name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+
+
+class RemaxAdvantage(Section):
+    """Reward-to-go minus the reward of a greedy answer to the same prompt."""
+
+    name: Literal["remax"] = "remax"
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount for each written token."""
+
+
+class GpgAdvantage(Section):
+    """Group policy gradient: R - mean, scaled up for the samples that teach nothing."""
+
+    name: Literal["gpg"] = "gpg"
+    alpha: Literal["groups", "nonzero_reward"] = "groups"
+    """Scale by samples over samples in groups that differ, or (verl) over rewards not 0."""
+
+
+class GdpoAdvantage(Section):
+    """GRPO of each reward component on its own, weighted sum, whitened over the batch."""
+
+    name: Literal["gdpo"] = "gdpo"
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Weight by reward component; only those named count. Empty: all, each with weight 1."""
+
+
+class OptimalTokenBaselineAdvantage(Section):
+    """Reward-to-go minus a baseline for each token, weighted by gradient energy so far."""
+
+    name: Literal["optimal_token_baseline"] = "optimal_token_baseline"
+
+
+class GaeAdvantage(Section):
+    """Generalised advantage estimation from a critic's values (PPO), whitened over the batch."""
+
+    name: Literal["gae"] = "gae"
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount for each written token."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """Weight of longer looks ahead: 0 trusts the critic, 1 the rewards."""
+
+
+class CustomAdvantage(Section):
+    """An estimator of your own, given by its place; docs/algorithms.md shows its signature."""
+
+    name: Literal["custom"] = "custom"
+    path: UserObject
+    """Place of the function: FILE.py:NAME or package.module:NAME."""
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments passed to the function."""
+
+
+Advantage = Annotated[
+    GrpoAdvantage
+    | GrpoPasskAdvantage
+    | RlooAdvantage
+    | OpoAdvantage
+    | ReinforcePlusPlusAdvantage
+    | ReinforcePlusPlusBaselineAdvantage
+    | RemaxAdvantage
+    | GpgAdvantage
+    | GdpoAdvantage
+    | OptimalTokenBaselineAdvantage
+    | GaeAdvantage
+    | CustomAdvantage,
+    Field(discriminator="name"),
+]
+
+RewardEstimator = Literal["k1", "abs", "k2", "k3"]
+LossEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
+
+
+class NoKl(Section):
+    """No KL term here."""
+
+    name: Literal["none"] = "none"
+
+
+class FixedRewardKl(Section):
+    """The reward of each token falls by coef * kl."""
+
+    name: Literal["fixed"] = "fixed"
+    coef: float = Field(0.001, ge=0)
+    """Weight beta of the KL."""
+    estimator: RewardEstimator = "k1"
+    """Estimator of a token's KL."""
+
+
+class AdaptiveRewardKl(Section):
+    """As fixed, and after each step the weight moves so that the KL nears a target."""
+
+    name: Literal["adaptive"] = "adaptive"
+    coef: float = Field(0.001, gt=0)
+    """Weight beta of the first step."""
+    estimator: RewardEstimator = "k1"
+    """Estimator of a token's KL."""
+    target: float = Field(0.1, gt=0)
+    """KL aimed at, nats a token: the mean over samples of their means."""
+    horizon_samples: int = Field(10_000, ge=1)
+    """Samples over which a KL 20 % or more off the target moves beta by about 20 %."""
+
+
+class LossKl(Section):
+    """The loss grows by coef * the aggregated kl."""
+
+    name: Literal["fixed"] = "fixed"
+    coef: float = Field(0.001, ge=0)
+    """Weight beta of the KL."""
+    estimator: LossEstimator = "k3+"
+    """Estimator of a token's KL; a + takes the gradient of k2. k1 alone has no gradient in
+    expectation, that of k3 is biased: prefer k2 or k3+, or set importance_weight."""
+    importance_weight: bool = False
+    """Weigh each token by its ratio to the old policy, for updates after a step's first."""
+
+
+class KlConfig(Section):
+    """KL to the reference policy, the frozen model that the run started from."""
+
+    reward: Annotated[NoKl | FixedRewardKl | AdaptiveRewardKl, Field(discriminator="name")] = NoKl()
+    """KL taken off the rewards of tokens."""
+    loss: Annotated[NoKl | LossKl, Field(discriminator="name")] = NoKl()
+    """KL as a term of the loss."""
+
+
+class NoWeight(Section):
+    """The loss is not weighed."""
+
+    name: Literal["none"] = "none"
+
+
+class TruncatedWeight(Section):
+    """The loss of a token is weighed by min(w, cap): truncated importance sampling (TIS)."""
+
+    name: Literal["truncated"] = "truncated"
+    level: Literal["token", "sequence"] = "token"
+    """One w a token, or one a sequence, the product of its tokens'."""
+    cap: float = Field(2.0, gt=0)
+    """Largest weight."""
+    normalize: bool = False
+    """Divide the weights by their mean over the step; with mode=recompute only."""
+
+
+class MaskedWeight(Section):
+    """The loss of a token is weighed by w, and by 0 where w leaves [low, high] (IcePop)."""
+
+    name: Literal["masked"] = "masked"
+    level: Literal["token", "sequence"] = "token"
+    """One w a token, or one a sequence, the product of its tokens'."""
+    low: float = Field(0.5, ge=0)
+    """Smallest w that counts."""
+    high: float = Field(5.0, gt=0)
+    """Largest w that counts."""
+    normalize: bool = False
+    """Divide the weights by their mean over the step; with mode=recompute only."""
+
+    def conflicts(self) -> Iterator[str]:
+        at = "algorithm.correction.weight"
+        if self.low >= self.high:
+            yield range_conflict((f"{at}.low", self.low), (f"{at}.high", self.high), "weight")
+
+
+class NoRejection(Section):
+    """Every token is learnt from."""
+
+    name: Literal["none"] = "none"
+
+
+class K1Rejection(Section):
+    """Drops where behav / old, the inverse of w, leaves [low, high]."""
+
+    name: Literal["k1"] = "k1"
+    level: Literal["token", "sample"] = "token"
+    """Drop single tokens, or whole samples."""
+    over: Literal["sum", "mean", "max"] = "mean"
+    """Ratio of a sample: the product of its tokens' ratios, their geometric mean, or each of
+    them."""
+    low: float = Field(0.5, gt=0)
+    """Smallest ratio behav / old that stays."""
+    high: float = Field(2.0, gt=0)
+    """Largest ratio behav / old that stays."""
+
+    def conflicts(self) -> Iterator[str]:
+        at = "algorithm.correction.rejection"
+        if self.low >= self.high:
+            yield range_conflict((f"{at}.low", self.low), (f"{at}.high", self.high), "ratio")
+
+
+class K2Rejection(Section):
+    """Drops where k2 = (log w)^2 / 2 exceeds a bound."""
+
+    name: Literal["k2"] = "k2"
+    level: Literal["token", "sample"] = "token"
+    """Drop single tokens, or whole samples."""
+    over: Literal["sum", "mean", "max"] = "mean"
+    """Sum, mean or maximum over a sample's tokens that is held against the bound."""
+    bound: float = Field(0.25, gt=0)
+    """Largest k2 that stays; 0.25 is reached at w = 2.03 and w = 0.49."""
+
+
+class K3Rejection(Section):
+    """Drops where k3 = w - 1 - log w exceeds a bound."""
+
+    name: Literal["k3"] = "k3"
+    level: Literal["token", "sample"] = "token"
+    """Drop single tokens, or whole samples."""
+    over: Literal["sum", "mean", "max"] = "mean"
+    """Sum, mean or maximum over a sample's tokens that is held against the bound."""
+    bound: float = Field(0.3, gt=0)
+    """Largest k3 that stays; 0.3 is reached at w = 1.99 and w = 0.41."""
+
+
+Weight = Annotated[NoWeight | TruncatedWeight | MaskedWeight, Field(discriminator="name")]
+Rejection = Annotated[
+    NoRejection | K1Rejection | K2Rejection | K3Rejection, Field(discriminator="name")
+]
+
+
+class CorrectionConfig(Section):
+    """Correction for a behaviour policy that is not the old policy.
+
+    Three policies meet: `behav` sampled the tokens, `old` is the learner's before the first update
+    of a step, and the current one is being updated. w = exp(old - behav).
+    """
+
+    mode: Literal["recompute", "fused", "bypass"] = "recompute"
+    """Source of `old`: a pass of its own before the updates; the update's own forward pass (fused:
+    needs one update and one epoch a step); or the sampler (bypass: old is behav)."""
+    weight: Weight = NoWeight()
+    """Weight of the loss of a token."""
+    rejection: Rejection = NoRejection()
+    """Rule that takes tokens or samples out of the loss."""
+
+    def conflicts(self) -> Iterator[str]:
+        is_normalized = not isinstance(self.weight, NoWeight) and self.weight.normalize
+        if is_normalized and self.mode != "recompute":
+            yield (
+                "algorithm.correction.weight.normalize=true needs all weights of a step before its "
+                f"first update, which algorithm.correction.mode={self.mode} does not have; set "
+                "normalize=false, or mode=recompute"
+            )
 
 
 class AlgorithmConfig(Section):
     """Advantage, policy loss, aggregation, and what leaves the loss."""
 
     advantage: Advantage = GrpoAdvantage()
-    """How rewards of a group become advantages."""
+    """Estimator that turns the rewards of a group into advantages."""
     policy_loss: PolicyLoss = PpoClipLoss()
     """Per-token policy loss."""
     aggregation: Aggregation = "token-mean"
-    """What "mean" means in the loss."""
+    """Meaning of "mean" in the loss."""
     aggregation_norm_tokens: int | None = Field(None, ge=1)
     """Constant length of seq-mean-token-sum-norm; null takes the response limit."""
     entropy_coef: float = 0.0
@@ -28,6 +315,54 @@ class AlgorithmConfig(Section):
     kl: KlConfig = KlConfig()
     """KL to the reference policy, in the reward or in the loss."""
     correction: CorrectionConfig = CorrectionConfig()
-    """What makes up for a sampler that is not the policy before the update."""
+    """Correction for a sampler that is not the policy before the update."""
     overlong_filtering: bool = False
     """Take truncated answers out of the loss; they stay in their group's statistics."""
+
+    def conflicts(self) -> Iterator[str]:
+        loss, given, mode = self.policy_loss, self.aggregation, self.correction.mode
+        if self.aggregation_norm_tokens is not None and given != "seq-mean-token-sum-norm":
+            yield (
+                f"algorithm.aggregation_norm_tokens={self.aggregation_norm_tokens} has no use in "
+                f"algorithm.aggregation={given}; set it to null, or aggregation to "
+                "seq-mean-token-sum-norm"
+            )
+        if loss.aggregations and given not in loss.aggregations:
+            needed = " or ".join(loss.aggregations)
+            yield (
+                f"algorithm/policy_loss={loss.name} is a mean over samples, which "
+                f"algorithm.aggregation={given} is not; set algorithm.aggregation={needed}"
+            )
+        if what := self._needs_pass_before_updates():
+            yield (
+                f"{what} before the updates, which algorithm.correction.mode={mode} does not "
+                "compute; set algorithm.correction.mode=recompute"
+            )
+        # Each component is divided by its own spread, so a KL among them would lose its weight.
+        kl, weight = self.kl.reward.name, self.correction.weight.name
+        if isinstance(self.advantage, GdpoAdvantage) and kl != "none":
+            yield (
+                f"algorithm/kl/reward={kl} has no place in algorithm/advantage=gdpo, which looks "
+                "at the parts of the score one by one; set algorithm/kl/reward=none and "
+                "algorithm/kl/loss=fixed"
+            )
+        # In bypass mode a loss with a ratio to `old` corrects by itself.
+        if mode == "bypass" and weight != "none" and loss.name not in BYPASS_WEIGHTED:
+            yield (
+                f"algorithm/correction/weight={weight} weighs twice in "
+                "algorithm.correction.mode=bypass, where the ratio of "
+                f"algorithm/policy_loss={loss.name} is to the sampler already; set "
+                "algorithm/correction/weight=none, or policy_loss to "
+                f"{' or '.join(BYPASS_WEIGHTED)}"
+            )
+
+    def _needs_pass_before_updates(self) -> str | None:
+        """Name the part that needs log-probs that fused or bypass mode do not have in time."""
+        mode = self.correction.mode
+        if mode != "recompute" and isinstance(self.advantage, OptimalTokenBaselineAdvantage):
+            return f"algorithm/advantage={self.advantage.name} needs squared probabilities"
+        if mode == "fused" and not isinstance(self.kl.reward, NoKl):
+            return f"algorithm/kl/reward={self.kl.reward.name} needs the policy's log-probs"
+        if mode == "fused" and isinstance(self.policy_loss, ClipCovLoss | KlCovLoss):
+            return f"algorithm/policy_loss={self.policy_loss.name} chooses tokens by log-probs"
+        return None

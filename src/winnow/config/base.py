@@ -1,19 +1,35 @@
-"""What every section shares: frozen, no unknown keys, docstrings of fields as their help."""
+"""Base class and field types that the sections of a recipe share."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Literal, Self
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 
-Decay = Annotated[float, Field(ge=0, lt=1)]
-"""A decay rate of AdamW."""
+
+class SecretError(ValueError):
+    """Fault of a value that must not be shown, such as a password in an address."""
+
+
+class ConflictError(ValueError):
+    """Contradiction between fields of one section: whole lines for the user."""
 
 
 class Section(BaseModel):
-    """A section of a recipe. Its fields' docstrings are what `--help-config` prints."""
+    """A section of a recipe: frozen, without unknown keys.
+
+    `--help-config` prints the docstrings of its fields.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -23,42 +39,77 @@ class Section(BaseModel):
         validate_default=True,
     )
 
+    def conflicts(self) -> Iterator[str]:
+        """Yield a line for each contradiction between fields, with its remedy."""
+        yield from ()
 
-class SecretError(ValueError):
-    """What a validator raises where the value itself must not be shown."""
+    @model_validator(mode="after")
+    def _without_conflicts(self) -> Self:
+        if faults := list(self.conflicts()):
+            raise ConflictError("\n".join(faults))
+        return self
 
+
+def range_conflict(low: tuple[str, float], high: tuple[str, float], what: str) -> str:
+    """Return the line for two bounds, each with its key, between which nothing can lie."""
+    return (
+        f"{low[0]}={low[1]:g} is not below {high[0]}={high[1]:g}, so no {what} could pass; "
+        "lower the one or raise the other"
+    )
+
+
+def _user_object(value: str) -> str:
+    module, _, name = value.rpartition(":")
+    if not module or not name.isidentifier():
+        raise ValueError("must be FILE.py:NAME or package.module:NAME")
+    return value
+
+
+UserObject = Annotated[str, AfterValidator(_user_object)]
+"""Place of a user's own function or class: `FILE.py:NAME` or `package.module:NAME`."""
+Options = dict[str, bool | int | float | str]
+"""Keyword arguments of a user's own function or class."""
+Dtype = Literal["float32", "bfloat16"]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Decay rate of AdamW."""
+Aggregation = Literal[
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "token-sum",
+    "seq-mean-token-sum-norm",
+    "prompt-mean-token-mean",
+]
+"""Meaning of "mean" in a loss; the names of `winnow.algorithms.aggregation`."""
 
 _ENVIRONMENT_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 
-def environment_name(value: str | None, secret: str) -> str | None:
-    """The name of a variable that holds a secret, or None.
-
-    Args:
-        secret: what it holds, for the error.
-
-    Raises:
-        SecretError: it looks as if it were the secret.
-    """
+def _environment_name(value: str | None, info: ValidationInfo) -> str | None:
     if value is not None and not _ENVIRONMENT_NAME.fullmatch(value):
+        secret = "key" if "key" in str(info.field_name) else "token"
         raise SecretError(
             f"must be the name of an environment variable in capitals, never a {secret} itself"
         )
     return value
 
 
+EnvironmentName = Annotated[str | None, AfterValidator(_environment_name)]
+"""Name of the environment variable that holds a secret, never the secret itself."""
+
+
 def web_address(
     value: str, instead: str, wanted: str = "must begin with http:// or https:// and name a host"
 ) -> SplitResult:
-    """An address of HTTP, in its parts.
+    """Split an HTTP address into its parts.
 
     Args:
-        instead: what is for the password that someone may put into it, for the error.
-        wanted: what the error asks for where it is no address.
+        instead: remedy for a password in the address, for the error.
+        wanted: text of the error where the value is no address.
 
     Raises:
-        ValueError: it is none.
-        SecretError: it holds a user or a password, or might.
+        ValueError: the value is no address.
+        SecretError: the value holds a user or a password, or might.
     """
     try:
         parts = urlsplit(value)

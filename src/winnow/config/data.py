@@ -1,12 +1,13 @@
-"""Where prompts come from and how a row becomes token ids."""
+"""Sources of prompts, and how a row becomes token ids."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from winnow.config.base import Section
+from winnow.config.base import Options, Section, UserObject
 
 
 class NoTask(Section):
@@ -29,30 +30,50 @@ class SortDigitsTask(Section):
     eval_problems: int = Field(400, ge=1)
     """Held-out problems for evaluation, always the same ones first."""
 
+    def conflicts(self) -> Iterator[str]:
+        if self.min_digits > self.max_digits:
+            yield (
+                f"data.task.min_digits={self.min_digits} is more than "
+                f"data.task.max_digits={self.max_digits}; lower the one or raise the other"
+            )
+
 
 class ReasoningGymTask(Section):
-    """A task of reasoning-gym (`pip install 'winnow[reasoning-gym]'`); endless, judged by itself.
+    """A task of reasoning-gym (`pip install 'winnow-rl[reasoning-gym]'`); endless, judged by
+    reasoning-gym itself.
 
     Problems whose question's crc32 modulo 10 is 0 are held out for evaluation.
     """
 
     name: Literal["reasoning_gym"] = "reasoning_gym"
     task: str = "chain_sum"
-    """Its name there, such as chain_sum or sudoku."""
+    """Name of the task in reasoning-gym, such as chain_sum or sudoku."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """The task's own settings, such as {max_digits: 3}."""
+    """Settings of the task, such as {max_digits: 3}."""
     eval_problems: int = Field(200, ge=1)
     """Held-out problems for evaluation, always the same ones first."""
 
 
-Task = Annotated[NoTask | SortDigitsTask | ReasoningGymTask, Field(discriminator="name")]
+class CustomTask(Section):
+    """A source of prompts of your own, given by its place; docs/data.md shows its signature."""
+
+    name: Literal["custom"] = "custom"
+    path: UserObject
+    """Place of the function or class: FILE.py:NAME or package.module:NAME."""
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments passed to the function or class."""
+
+
+Task = Annotated[
+    NoTask | SortDigitsTask | ReasoningGymTask | CustomTask, Field(discriminator="name")
+]
 
 
 class DataConfig(Section):
     """Training and evaluation data, prompt form and length limits."""
 
     task: Task = NoTask()
-    """A generated task instead of files."""
+    """A task that makes prompts, in place of files."""
     train_files: tuple[str, ...] = ()
     """Parquet or JSONL files (paths or fsspec URLs) with rows in verl's schema."""
     eval_files: tuple[str, ...] = ()
@@ -67,7 +88,7 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longest prompt in tokens."""
     overlong_prompts: Literal["filter", "error", "left", "right", "middle"] = "filter"
-    """What to do with a longer one: leave the row out, stop, or cut it on that side."""
+    """Fate of a longer prompt: leave the row out, stop, or cut it on that side."""
     shuffle: bool = True
     """Reshuffle the rows in each epoch (seeded)."""
 
@@ -78,3 +99,10 @@ class DataConfig(Section):
         if without:
             raise ValueError(f"must say {{prompt}} where the message goes, for {without[0]!r} too")
         return value
+
+    def conflicts(self) -> Iterator[str]:
+        if self.train_files and not isinstance(self.task, NoTask):
+            yield (
+                f"data.train_files={list(self.train_files)} and data/task={self.task.name} both "
+                "give prompts; set data.train_files=[] or data/task=none"
+            )

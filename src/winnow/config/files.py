@@ -1,4 +1,4 @@
-"""Reads recipe files: YAML with the lines of its keys, and the recipes it includes.
+"""Recipe files: YAML with the lines of its keys, and the recipes it includes.
 
 The YAML is that of version 1.2 where the two differ, as in Hydra's grammar: `1e-6` is a
 number, and of the bare words only true and false are truth values (`console: off` is text).
@@ -22,50 +22,50 @@ from winnow.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 MOST_BYTES = 1_000_000
-"""Of one file; the longest that ships has 4,000."""
+"""Most bytes of one file; the longest that ships has 4,000."""
 MOST_NODES = 20_000
-"""Keys, values and lists of one file, each as often as anchors repeat it."""
+"""Most keys, values and lists of one file, each as often as anchors repeat it."""
 MOST_FILES = 100
-"""That a recipe may take in, each as often as it is included."""
+"""Most files that a recipe may take in, each as often as it is included."""
 _SUFFIXES = (".yaml", ".yml")
 _EVALUATION = "eval_"
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one file says itself, to be laid over what came before it."""
+    """Keys of one file alone, to be laid over what came before it."""
 
     source: str
-    """The file, as messages call it."""
+    """Name of the file in messages."""
     tree: dict[str, Any]
     lines: Mapping[tuple[str, ...], int]
     """Line of each key."""
 
     def place(self, path: tuple[str, ...]) -> str:
-        """Where a key is set: file and line."""
+        """Return where a key is set: file and line."""
         around = [path[:stop] for stop in range(len(path), 0, -1)]
         line = next((self.lines[key] for key in around if key in self.lines), None)
         return f"{self.source}, line {line}" if line else self.source
 
 
 def available_recipes() -> list[str]:
-    """Names of the training recipes that ship with Winnow."""
+    """Return the names of the training recipes that ship with Winnow."""
     names = (path.stem for path in RECIPES.glob("*.yaml"))
     return sorted(name for name in names if not name.startswith(_EVALUATION))
 
 
 def evaluation_recipes() -> list[str]:
-    """Names of the shipped recipes that only evaluate, for `winnow eval --recipe`."""
+    """Return the names of the shipped recipes that only evaluate, for `winnow eval --recipe`."""
     return sorted(path.stem[len(_EVALUATION) :] for path in RECIPES.glob(f"{_EVALUATION}*.yaml"))
 
 
 def evaluation_recipe(name: str) -> str:
-    """What `read_layers` takes for a recipe that `--recipe` names: any recipe can be given."""
+    """Return what `read_layers` takes for a recipe of `--recipe`: any recipe can be given."""
     return str(RECIPES / f"{_EVALUATION}{name}.yaml") if name in evaluation_recipes() else name
 
 
 def read_layers(recipe: str) -> list[Layer]:
-    """The file of a recipe and all it includes, in the order in which they apply.
+    """Read the file of a recipe and all it includes, in the order in which they apply.
 
     Raises:
         ConfigError: a file is missing, unreadable, no YAML, includes itself, or asks for more
@@ -84,20 +84,19 @@ def read_layers(recipe: str) -> list[Layer]:
 
 
 def is_encodable(text: str) -> bool:
-    """Whether text can be written to a file: it holds no half of a surrogate pair."""
+    """Return whether text can be written to a file: it holds no half of a surrogate pair."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:
-    """A tree as the text of a recipe file."""
+    """Return a tree as the text of a recipe file."""
     text = yaml.dump(tree, Dumper=_RecipeDumper, sort_keys=False, allow_unicode=True, width=100)
     return str(text)
 
 
 def _find(recipe: str) -> Path:
-    shipped = RECIPES / f"{recipe}.yaml"
     if recipe in available_recipes():
-        return shipped
+        return RECIPES / f"{recipe}.yaml"
     path = Path(recipe)
     if path.is_file():
         return path
@@ -108,8 +107,7 @@ def _find(recipe: str) -> Path:
 
 
 def _choices(recipe: str) -> str:
-    names = available_recipes()
-    near = difflib.get_close_matches(Path(recipe).stem, names, n=1)
+    near = difflib.get_close_matches(Path(recipe).stem, available_recipes(), n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{hint}Give the path of a YAML file, or a name that `winnow recipes` lists"
 
@@ -124,11 +122,9 @@ def _layers(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
     if resolved in including:
         chain = " -> ".join(p.name for p in (*including[including.index(resolved) :], resolved))
         raise ConfigError(f"recipe {path} includes itself ({chain}); remove it from `defaults`")
-    layer = _read(path)
-    tree = dict(layer.tree)
-    entries = tree.pop("defaults", [])
-    own = Layer(layer.source, tree, layer.lines)
-    where = layer.place(("defaults",))
+    own = _read(path)
+    where = own.place(("defaults",))
+    entries = own.tree.pop("defaults", [])
     if not isinstance(entries, list):
         raise ConfigError(f"`defaults` must be a list of recipes, got {entries!r} ({where})")
     if entries.count("_self_") > 1:
@@ -140,7 +136,7 @@ def _layers(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
         elif isinstance(entry, str):
             yield from _layers(_included(entry, path, where), (*including, resolved))
         else:
-            yield Layer(layer.source, _variant_tree(entry, where), layer.lines)
+            yield Layer(own.source, _variant_tree(entry, where), own.lines)
 
 
 def _included(entry: str, path: Path, where: str) -> Path:
@@ -157,18 +153,16 @@ def _included(entry: str, path: Path, where: str) -> Path:
 
 
 def _variant_tree(entry: Any, where: str) -> dict[str, Any]:
-    """`algorithm/policy_loss: reinforce` as the tree that says the same."""
+    """Turn `algorithm/policy_loss: reinforce` into the tree that says the same."""
     pair = list(entry.items()) if isinstance(entry, dict) else []
     if len(pair) != 1 or not isinstance(pair[0][1], str):
         raise ConfigError(
             f"an entry of `defaults` must be a recipe or GROUP: VARIANT, got {entry!r} ({where})"
         )
-    group, variant = pair[0]
-    *around, last = group.removeprefix("override ").strip("/").split("/")
-    tree: dict[str, Any] = {last: variant}
-    for key in reversed(around):
+    group, tree = pair[0]
+    for key in reversed(group.removeprefix("override ").strip("/").split("/")):
         tree = {key: tree}
-    return tree
+    return dict(tree)
 
 
 def _read(path: Path) -> Layer:
@@ -180,14 +174,13 @@ def _read(path: Path) -> Layer:
                 f"recipe {path} has more than {MOST_BYTES:,} bytes; give a recipe, not data"
             )
         text = content.decode("utf-8")
+        tree, lines = _parse(text)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"recipe {path} is not UTF-8 (byte {error.start}); save it as UTF-8"
         ) from None
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
-    try:
-        tree, lines = _parse(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else "?"
@@ -211,44 +204,41 @@ def _parse(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
         node = loader.get_single_node()
         if node is None:
             return {}, {}
-        _count(node)
+        _count(node, {}, frozenset())
         lines = dict(_lines(node, ()))
         return loader.construct_document(node), lines
     finally:
         loader.dispose()
 
 
-def _count(root: Node) -> None:
-    """Refuses anchors that hold themselves, and those that make a short file a giant.
+def _fault(node: Node, problem: str) -> ConstructorError:
+    return ConstructorError(None, None, problem, node.start_mark)
+
+
+def _count(node: Node, sizes: dict[Node, int], around: frozenset[Node]) -> int:
+    """Count values; refuse anchors that hold themselves or make a short file a giant.
 
     An anchor stands in the tree once and is written out as often as it is named, in each anchor
     around it again ("billion laughs"); so it is counted once and multiplied.
     """
-    sizes: dict[Node, int] = {}
-
-    def size(node: Node, around: frozenset[Node]) -> int:
-        if node in around:
-            raise ConstructorError(None, None, "an anchor contains itself", node.start_mark)
-        if node not in sizes:
-            inside = around | {node}
-            children: list[Node] = []
-            if isinstance(node, SequenceNode):
-                children = node.value
-            elif isinstance(node, MappingNode):
-                children = [part for pair in node.value for part in pair]
-            sizes[node] = 1 + sum(size(child, inside) for child in children)
-            if sizes[node] > MOST_NODES:
-                problem = (
-                    f"more than {MOST_NODES:,} values, anchors written out; repeat fewer anchors"
-                )
-                raise ConstructorError(None, None, problem, node.start_mark)
-        return sizes[node]
-
-    size(root, frozenset())
+    if node in around:
+        raise _fault(node, "an anchor contains itself")
+    if node not in sizes:
+        children: list[Node] = []
+        if isinstance(node, SequenceNode):
+            children = node.value
+        elif isinstance(node, MappingNode):
+            children = [part for pair in node.value for part in pair]
+        sizes[node] = 1 + sum(_count(child, sizes, around | {node}) for child in children)
+        if sizes[node] > MOST_NODES:
+            raise _fault(
+                node, f"more than {MOST_NODES:,} values, anchors written out; repeat fewer anchors"
+            )
+    return sizes[node]
 
 
 def _lines(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Line of each key."""
+    """Yield the line of each key."""
     if isinstance(node, SequenceNode):
         for item in node.value:
             yield from _lines(item, (*path, "[]"))
@@ -265,7 +255,7 @@ class _RecipeLoader(yaml.SafeLoader):
     def construct_scalar(self, node: ScalarNode | MappingNode) -> Any:
         text = super().construct_scalar(node)
         if not is_encodable(text):
-            raise ConstructorError(None, None, "half a character (surrogate)", node.start_mark)
+            raise _fault(node, "half a character (surrogate)")
         return text
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
@@ -276,20 +266,17 @@ class _RecipeLoader(yaml.SafeLoader):
             shown = str(node.value)
             shown = shown if len(shown) <= 40 else f"{shown[:39]}…"
             kind = node.tag.removeprefix(_TAG)
-            raise ConstructorError(
-                None, None, f"{shown!r} cannot be read as {kind}", node.start_mark
-            ) from None
+            raise _fault(node, f"{shown!r} cannot be read as {kind}") from None
 
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, ScalarNode):
-                raise ConstructorError(None, None, "a key must be text", key.start_mark)
+                raise _fault(key, "a key must be text")
             if key.tag != f"{_TAG}merge":
                 key.tag = f"{_TAG}str"
                 if key.value in seen:
-                    problem = f"the key {key.value!r} appears twice"
-                    raise ConstructorError(None, None, problem, key.start_mark)
+                    raise _fault(key, f"the key {key.value!r} appears twice")
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -298,7 +285,7 @@ class _RecipeDumper(yaml.SafeDumper):
     """Quotes what either version of YAML would take for something else than text."""
 
     def represent_text(self, text: str) -> ScalarNode:
-        """Text; `next line`, which PyYAML would write as a line's end, is escaped."""
+        """Represent text; `next line`, which PyYAML would write as a line's end, is escaped."""
         return self.represent_scalar(f"{_TAG}str", text, style='"' if "\x85" in text else None)
 
 

@@ -1,19 +1,81 @@
-"""A language model that judges answers over HTTP, beside the rules or in their place."""
+"""Models that score answers beside the rules or in their place: a classifier, a judge over HTTP."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
-from winnow.config.base import Section, environment_name, web_address
-from winnow.config.reward_model import free_part
+from winnow.config.base import Dtype, EnvironmentName, Section, web_address
 
 BUILT_IN = ("correctness", "quality")
 """Templates by name; their texts are in `winnow.rewards.judge_prompt`."""
 VARIABLES = ("question", "messages", "answer", "ground_truth", "extra", "data_source")
-"""What a template may use."""
+"""Variables that a template may use."""
+_TAKEN = (
+    *("accuracy", "reward", "task_reward", "task", "pred"),
+    *("overlong", "overlong_reward", "cosine"),
+)
+
+
+def _free_part(value: str) -> str:
+    if not value.isidentifier():
+        raise ValueError("must be a name of letters, digits and _")
+    if value in _TAKEN:
+        raise ValueError(f"must be none of {', '.join(_TAKEN)}, which are taken")
+    return value
+
+
+PartName = Annotated[str, AfterValidator(_free_part)]
+"""Name of a part of the reward, as metrics, rollouts and filters call it."""
+
+
+class NoRewardModel(Section):
+    """Rules, or your own function, score alone."""
+
+    name: Literal["none"] = "none"
+
+
+class SequenceClassifier(Section):
+    """A Hugging Face sequence classifier with one label; reads prompt and answer as text."""
+
+    name: Literal["sequence_classifier"] = "sequence_classifier"
+    path: str
+    """Folder (or hub name) of the model."""
+    tokenizer: str | None = None
+    """Folder of its tokenizer; null takes the model's own."""
+    dtype: Dtype | None = None
+    """Type of weights and activations; null is model.dtype. The head is always float32."""
+    chat_template: str = "auto"
+    """auto applies its tokenizer's chat template, none joins the messages' contents and puts the
+    answer behind them; anything else is a template itself, in Jinja."""
+    part: PartName = "model"
+    """Name of the model's score in metrics, rollouts and filters."""
+    weight: float = 1.0
+    """Weight of the model's score in the reward; 0 only measures and filters."""
+    wrong_score: float = 0.0
+    """Score of an answer whose scoring failed (reward.on_failure=wrong)."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest conversation in its tokens; null is what its positions hold."""
+    overlong: Literal["error", "left"] = "error"
+    """A longer one fails to be scored (error), or loses its beginning (left)."""
+    microbatch_tokens: int | None = Field(None, ge=1)
+    """Packed tokens run at once; null is trainer.microbatch_tokens. Deterministic runs score one
+    answer at a time, because the last bits depend on what is packed together."""
+    in_evaluation: bool = False
+    """Score held-out answers, too; their accuracy remains the rule's."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if value not in ("auto", "none") and "{" not in value:
+            raise ValueError("must be auto, none, or the text of a Jinja template")
+        return value
+
+
+RewardModel = Annotated[NoRewardModel | SequenceClassifier, Field(discriminator="name")]
 
 
 class BuiltInParse(Section):
@@ -27,11 +89,11 @@ class NumberParse(Section):
 
     name: Literal["number"] = "number"
     pattern: str = r"Score:[\s*]*(-?\d+(?:\.\d+)?)"
-    """A regular expression of Python's with one group, the number."""
+    """Regular expression of Python with one group, the number."""
     lowest: float = 1.0
-    """The number that becomes 0; what lies below is not understood."""
+    """Number that becomes 0; a reply with a lower one is not understood."""
     highest: float = 10.0
-    """The number that becomes 1; what lies above is not understood."""
+    """Number that becomes 1; a reply with a higher one is not understood."""
 
     @field_validator("pattern")
     @classmethod
@@ -43,6 +105,13 @@ class NumberParse(Section):
         if groups != 1:
             raise ValueError(f"must have one group, the number, and has {groups}")
         return value
+
+    def conflicts(self) -> Iterator[str]:
+        if self.lowest >= self.highest:
+            yield (
+                f"reward.judge.parse.lowest={self.lowest:g} is not below "
+                f"reward.judge.parse.highest={self.highest:g}; exchange them, or widen the range"
+            )
 
 
 class LabelsParse(Section):
@@ -77,29 +146,29 @@ class OpenAiJudge(Section):
     """Address up to the version, such as http://127.0.0.1:8000/v1; /chat/completions is put behind
     it."""
     model: str
-    """The name that the endpoint knows the model by."""
-    api_key_env: str | None = None
+    """Name that the endpoint knows the model by."""
+    api_key_env: EnvironmentName = None
     """Name of the environment variable that holds the key; null sends none."""
     template: str = "correctness"
     """correctness asks whether the answer means the same as ground_truth, quality for 1 to 10;
     anything else is the user's message itself, in Jinja: question, messages, answer, ground_truth,
     extra, data_source."""
     system: str | None = None
-    """A message before it, in Jinja, too; null sends none."""
+    """System message, in Jinja, too; null sends none."""
     parse: Parse = BuiltInParse()
-    """How a number is read from the reply."""
+    """Rule that reads a number from the reply."""
     temperature: float = Field(0.0, ge=0)
-    """Of the judge's sampling."""
+    """Sampling temperature of the judge."""
     max_tokens: int = Field(1024, ge=1)
-    """Longest reply."""
+    """Longest reply, in tokens."""
     seed: int | None = 0
-    """Of the judge's sampling, where the endpoint has it; null sends none."""
+    """Sampling seed of the judge, where the endpoint takes one; null sends none."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further fields of the request, over those above; null takes a field out."""
     requests_per_minute: int | None = Field(None, ge=1)
-    """At most so many in any minute, tries after failures included; null is no limit."""
+    """Most requests in any minute, tries after failures included; null is no limit."""
     tokens_per_minute: int | None = Field(None, ge=1)
-    """At most so many in any minute, of prompt and reply; null is no limit."""
+    """Most tokens of prompts and replies in any minute; null is no limit."""
     max_concurrent: int = Field(32, ge=1)
     """Requests under way at once."""
     retries: int = Field(5, ge=0)
@@ -109,18 +178,18 @@ class OpenAiJudge(Section):
     cache: str = "auto"
     """File of replies that need not be asked for again: auto is judge.sqlite in WINNOW_CACHE or
     ~/.cache/winnow, none keeps no replies, anything else is a path."""
-    part: str = "judge"
-    """Name of its score in metrics, rollouts and filters."""
+    part: PartName = "judge"
+    """Name of the judge's score in metrics, rollouts and filters."""
     weight: float = 1.0
-    """Of its score in the reward; 0 only measures and filters."""
+    """Weight of the judge's score in the reward; 0 only measures and filters."""
     wrong_score: float = 0.0
-    """Its score of an answer whose scoring failed (reward.on_failure=wrong)."""
+    """Score of an answer whose scoring failed (reward.on_failure=wrong)."""
     in_evaluation: bool = False
     """Judge held-out answers, too."""
     as_accuracy: bool = False
-    """The judge decides on the accuracy of what it scores, in place of the rule."""
+    """The judge decides on the accuracy of the answers that it scores, in place of the rule."""
     threshold: float = 0.5
-    """With as_accuracy: scores from here on are right."""
+    """Lowest score that is right, with as_accuracy."""
 
     @field_validator("base_url")
     @classmethod
@@ -129,11 +198,6 @@ class OpenAiJudge(Section):
         if url.query or url.fragment:
             raise ValueError("must end with its path: no ? and no #")
         return value
-
-    @field_validator("api_key_env")
-    @classmethod
-    def _is_variable(cls, value: str | None) -> str | None:
-        return environment_name(value, "key")
 
     @field_validator("template", "system")
     @classmethod
@@ -157,17 +221,31 @@ class OpenAiJudge(Section):
             raise ValueError(f"must leave {', '.join(taken)} alone")
         return value
 
-    @field_validator("part")
-    @classmethod
-    def _is_free(cls, value: str) -> str:
-        return free_part(value)
+    def conflicts(self) -> Iterator[str]:
+        if self.template not in BUILT_IN and isinstance(self.parse, BuiltInParse):
+            yield (
+                "reward.judge.template is one of your own and reward/judge/parse=built_in only "
+                f"knows {' and '.join(BUILT_IN)}; set reward/judge/parse to number or labels"
+            )
+        labels = self.parse.labels if isinstance(self.parse, LabelsParse) else {}
+        least, most = min(labels.values(), default=0.0), max(labels.values(), default=1.0)
+        if self.as_accuracy and not least < self.threshold <= most:
+            what = "right" if self.threshold <= least else "wrong"
+            yield (
+                f"reward.judge.threshold={self.threshold:g} makes every answer {what}: its scores "
+                f"go from {least:g} to {most:g}; choose a threshold above the one and not above "
+                "the other"
+            )
+
+
+Judge = Annotated[NoJudge | OpenAiJudge, Field(discriminator="name")]
 
 
 def template_variables(text: str) -> set[str]:
-    """The variables that a Jinja template uses.
+    """Return the variables that a Jinja template uses.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no template.
     """
     from jinja2 import TemplateSyntaxError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -177,6 +255,3 @@ def template_variables(text: str) -> set[str]:
     except TemplateSyntaxError as error:
         reason = " ".join(str(error.message).split())
         raise ValueError(f"must be a Jinja template ({reason}, line {error.lineno})") from None
-
-
-Judge = Annotated[NoJudge | OpenAiJudge, Field(discriminator="name")]

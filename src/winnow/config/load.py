@@ -1,12 +1,13 @@
 """From a recipe and overrides to a checked `Config`, and back to YAML.
 
-A recipe is YAML laid over a full dump of the sections' defaults (`files`, `tree`), overridden
-in Hydra's grammar (`overrides`, `compose`), validated by pydantic, then checked across
-sections (`checks`). Every fault is a `ConfigError` of one line a fault.
+A recipe is YAML laid over a full dump of the sections' defaults, overridden in Hydra's grammar
+(`files`, `compose`), validated by pydantic, then checked across sections (`rules`). Every fault is
+a `ConfigError` of one line a fault.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,12 +15,12 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from winnow.config.base import Section
-from winnow.config.checks import check_config
+from winnow.config.compose import Tree, resolve
 from winnow.config.files import available_recipes, read_layers, to_yaml
 from winnow.config.messages import nearest_keys, show, truth_value_lines, validation_lines
 from winnow.config.root import Config
-from winnow.config.schema import REQUIRED, all_keys, allowed, join, lookup, variants
-from winnow.config.tree import Tree
+from winnow.config.rules import check_config
+from winnow.config.schema import REQUIRED, all_keys, allowed, lookup, variants
 from winnow.errors import ConfigError
 
 __all__ = [
@@ -37,11 +38,11 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 """With the backslashes before it, which then count as escapes."""
 
 ABSENT = "(absent)"
-"""Stands for the value of a key that a configuration's variants do not have."""
+"""Value of a key that a configuration's variants do not have."""
 
 
 def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> Config:
-    """A recipe, by shipped name or path, with overrides such as `optim.lr=1e-5`, checked.
+    """Load a recipe, by shipped name or path, with overrides such as `optim.lr=1e-5`, checked.
 
     Raises:
         ConfigError: with one line for each fault found.
@@ -52,7 +53,7 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def resolve_recipe(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
-    """Like `load_recipe`, without the rules across sections: a recipe to be completed passes.
+    """Load a recipe without the rules across sections: a recipe to be completed passes.
 
     Args:
         recipe: None lays the overrides over the defaults alone.
@@ -60,17 +61,13 @@ def resolve_recipe(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: with one line for each fault found.
     """
-    # Hydra takes 0.2 s to import, which only commands that load a recipe need.
-    from winnow.config.compose import compose
-    from winnow.config.overrides import ready
-
     tree = Tree()
     for layer in () if recipe is None else read_layers(recipe):
         tree.lay(layer.tree, layer.place)
-    commands = ready(tree, overrides)
+    tree.override(overrides)
     if tree.problems:
         raise ConfigError("\n".join(tree.problems))
-    values = compose(tree.values, commands)
+    values = resolve(tree.values)
     faults = truth_value_lines(values, tree.place)
     try:
         config = Config.model_validate(values)
@@ -82,12 +79,12 @@ def resolve_recipe(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """A configuration as a recipe in YAML that loads back to an equal one."""
+    """Return a configuration as a recipe in YAML that loads back to an equal one."""
     return to_yaml(_escaped(config.model_dump(mode="json")))
 
 
 def _escaped(value: Any) -> Any:
-    """Text in which `${` would be read as an interpolation, escaped as OmegaConf asks."""
+    """Escape, as OmegaConf asks, text in which `${` would be read as an interpolation."""
     if isinstance(value, dict):
         return {key: _escaped(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -101,14 +98,14 @@ class KeyHelp(NamedTuple):
     key: str
     type: str
     default: str
-    """What the recipe resolves it to; for the keys of other variants, their own default."""
+    """Value in the recipe; for the keys of other variants, their own default."""
     meaning: str
     variant: str
     """`GROUP=VARIANT` that must be chosen for the key to exist; empty if it does now."""
 
 
 def describe_config(config: Config, prefix: str | None = None) -> list[KeyHelp]:
-    """Every key, or those under a prefix such as `optim`, with type, default and meaning.
+    """Describe every key, or those under a prefix such as `optim`: type, default and meaning.
 
     Raises:
         ConfigError: no key starts with the prefix.
@@ -131,7 +128,8 @@ def describe_config(config: Config, prefix: str | None = None) -> list[KeyHelp]:
         shown = default if isinstance(default, str) and default else show(default)
         rows.append(KeyHelp(key.spelling, allowed(key.field), shown, meaning, variant))
     if not rows:
-        near = nearest_keys(join(wanted))
+        near = difflib.get_close_matches(wanted[0], Config.model_fields, n=1)
+        near = near or nearest_keys(".".join(wanted))
         hint = f"did you mean {' or '.join(near)}?" if near else ""
         sections = ", ".join(Config.model_fields)
         raise ConfigError(f"no key starts with {show(prefix)}; {hint or f'sections: {sections}'}")
@@ -139,7 +137,7 @@ def describe_config(config: Config, prefix: str | None = None) -> list[KeyHelp]:
 
 
 def differing_keys(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
-    """The keys whose values differ, with both values."""
+    """Return the keys whose values differ, with both values."""
     left, right = dict(_leaves(a)), dict(_leaves(b))
     keys = [*left, *(key for key in right if key not in left)]
     pairs = [(key, left.get(key, ABSENT), right.get(key, ABSENT)) for key in keys]
@@ -152,6 +150,6 @@ def _leaves(section: Section, path: tuple[str, ...] = ()) -> Iterator[tuple[str,
         if isinstance(value, Section):
             yield from _leaves(value, (*path, key))
         elif isinstance(value, Mapping) and value:
-            yield from ((join((*path, key, str(k))), entry) for k, entry in value.items())
+            yield from ((".".join((*path, key, str(k))), entry) for k, entry in value.items())
         else:
-            yield join((*path, key)), value
+            yield ".".join((*path, key)), value

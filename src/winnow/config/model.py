@@ -1,14 +1,13 @@
-"""Which model is trained, what of it is trained, and how it is held."""
+"""The trained model, its adapter, the reference policy, and a start made by fine-tuning."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from winnow.config.base import Section
-
-Dtype = Literal["float32", "bfloat16"]
+from winnow.config.base import Decay, Dtype, Section
 
 
 class NoAdapter(Section):
@@ -18,18 +17,19 @@ class NoAdapter(Section):
 
 
 class LoraAdapter(Section):
-    """Train a low-rank adapter (arXiv 2106.09685) beside frozen weights; needs winnow[peft]."""
+    """Train a low-rank adapter (arXiv 2106.09685) beside frozen weights; needs winnow-rl[peft]."""
 
     name: Literal["lora"] = "lora"
     rank: int = Field(16, ge=1)
     """Rank of each update B A."""
     alpha: float = Field(32.0, gt=0)
-    """The update is scaled by alpha / rank."""
+    """Scale of the update, which is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropped inputs of the adapter while gradients are computed, never in rollouts: with more
-    than 0, gradients depend on the order of a step's samples."""
+    """Share of the adapter's inputs dropped while gradients are computed, never in rollouts: with
+    more than 0, gradients depend on the order of a step's samples."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linear layers that get one, by the end of their names; all-linear is all but the head."""
+    """Linear layers that get an adapter, by the end of their names; all-linear is all but the
+    head."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
 
@@ -45,14 +45,101 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """Folder of the tokenizer; null takes the model's own."""
     dtype: Dtype = "float32"
-    """Type of weights and activations."""
+    """Type of weights and activations; the optimizer steps bfloat16 weights on float32 masters."""
     fp32_head: bool = False
     """Compute the logits of a bfloat16 model in float32, in training and rollouts alike."""
     adapter: Adapter = NoAdapter()
-    """What is trained in the place of the model's own weights."""
+    """Adapter that is trained in place of the model's own weights."""
     freeze: tuple[str, ...] = ()
     """Weights that are not trained, by patterns of their names, such as *.embed_tokens.*"""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+
+
+class ReferenceConfig(Section):
+    """The frozen policy that KL terms measure from; unused unless something asks for its log-probs.
+
+    With an adapter it is the policy's own model with the adapter switched off, unless a path is
+    given.
+    """
+
+    path: str | None = None
+    """Folder of the model; null is the policy's start."""
+    dtype: Dtype | None = None
+    """Type of weights and activations; null is model.dtype."""
+
+
+class NoWarmStart(Section):
+    """Train from `model.path` as it is."""
+
+    name: Literal["none"] = "none"
+
+
+class TinyModelConfig(Section):
+    """A small Qwen3-architecture model, made from scratch."""
+
+    hidden_size: int = Field(64, ge=8)
+    """Width of the residual stream."""
+    layers: int = Field(2, ge=1)
+    """Number of decoder layers."""
+    heads: int = Field(4, ge=1)
+    """Attention heads, as many for keys and values."""
+    head_dim: int = Field(16, ge=2)
+    """Width of a head."""
+    mlp_size: int = Field(192, ge=8)
+    """Width of the feed-forward layer."""
+
+
+class DemonstrationConfig(Section):
+    """The mix of demonstrations; the rest of the shares is rambling without an end."""
+
+    guess_share: float = Field(0.5, ge=0, le=1)
+    """Share of answers without working: digits sorted by key plus noise."""
+    guess_noise: float = Field(3.0, ge=0)
+    """Standard deviation of that noise."""
+    working_share: float = Field(0.25, ge=0, le=1)
+    """Share of correct worked selection sorts."""
+    step_error: float = Field(0.01, ge=0, le=1)
+    """Chance that a written step of a chain is wrong."""
+    repeat: float = Field(0.75, ge=0, lt=1)
+    """Chance that a rambling chain starts over after a question mark."""
+
+    def conflicts(self) -> Iterator[str]:
+        # Shares such as 0.1 and 0.9 may sum to a hair over 1 in floats.
+        if self.guess_share + self.working_share > 1 + 1e-9:
+            yield (
+                f"warm_start.demonstrations.guess_share={self.guess_share:g} and "
+                f"warm_start.demonstrations.working_share={self.working_share:g} sum to more than "
+                "1; lower one of them"
+            )
+
+
+class SftWarmStart(Section):
+    """Teach a tiny model a generated task by demonstrations; cached by config, code and seed."""
+
+    name: Literal["sft"] = "sft"
+    model: TinyModelConfig = TinyModelConfig()
+    """Sizes of the model to make."""
+    demonstrations: DemonstrationConfig = DemonstrationConfig()
+    """Demonstrations that the model is shown."""
+    steps: int = Field(1000, ge=1)
+    """Optimizer steps."""
+    batch_size: int = Field(32, ge=1)
+    """Demonstrations a step."""
+    lr: float = Field(5e-3, gt=0)
+    """Peak learning rate (AdamW, cosine to zero)."""
+    warmup_steps: int = Field(50, ge=0)
+    """Steps of linear warm-up."""
+    betas: tuple[Decay, Decay] = (0.9, 0.98)
+    """The two decay rates of AdamW."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Bound on the gradient's norm."""
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    """Seed of model and demonstrations; null takes run.seed."""
+    cache_dir: str | None = None
+    """Folder in which finished starts are kept; null is WINNOW_CACHE or ~/.cache/winnow."""
+
+
+WarmStart = Annotated[NoWarmStart | SftWarmStart, Field(discriminator="name")]

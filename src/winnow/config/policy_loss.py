@@ -1,4 +1,4 @@
-"""Policy losses: how far one update may move the policy, and what happens beyond.
+"""Policy losses: bounds on the move of the policy in one update.
 
 r stands for the ratio exp(logp - old) of a token, A for its advantage. Each variant owns its
 ranges; `name` picks it. GSPO, SAPO and GMPO are means over samples and need
@@ -11,17 +11,17 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from winnow.config.base import Section
+from winnow.config.base import Options, Section, UserObject
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 
 
 class PolicyLossSection(Section):
-    """What the variants share."""
+    """Base of the policy losses."""
 
     aggregations: ClassVar[tuple[str, ...]] = ()
-    """The aggregations that the loss may go with; empty stands for all."""
+    """Aggregations that the loss may go with; empty stands for all."""
 
 
 class PpoClipLoss(PolicyLossSection):
@@ -90,9 +90,9 @@ class ClipCovLoss(PolicyLossSection):
     share: Share = 2e-4
     """Share of the tokens that is left out, at least one."""
     cov_low: float = 1.0
-    """Tokens left out are drawn from those whose covariance exceeds this…"""
+    """Lowest covariance (exclusive) of the tokens that may be left out."""
     cov_high: float = 5.0
-    """…and stays below this."""
+    """Highest covariance (exclusive) of the tokens that may be left out."""
     selection: Literal["update", "microbatch"] = "update"
     """Choose the tokens once an update, or (as verl does) anew in each micro-batch."""
 
@@ -122,15 +122,15 @@ class DppoTvLoss(PolicyLossSection):
 
     name: Literal["dppo_tv"] = "dppo_tv"
     divergence_low: float = Field(0.15, gt=0, lt=1)
-    """Where A < 0, the probability may fall by this."""
+    """Largest fall of the probability where A < 0."""
     divergence_high: float = Field(0.15, gt=0, lt=1)
-    """Where A > 0, the probability may rise by this."""
+    """Largest rise of the probability where A > 0."""
     r_max: float = Field(20.0, gt=0)
     """The largest weight."""
 
 
 class DppoKlLoss(PolicyLossSection):
-    """DPPO with the KL between "this token" and "any other" as its measure."""
+    """DPPO, measured by the KL between "this token" and "any other"."""
 
     name: Literal["dppo_kl"] = "dppo_kl"
     divergence_low: float = Field(0.05, gt=0)
@@ -161,6 +161,16 @@ class ReinforceLoss(PolicyLossSection):
     name: Literal["reinforce"] = "reinforce"
 
 
+class CustomPolicyLoss(PolicyLossSection):
+    """A policy loss of your own, given by its place; docs/algorithms.md shows its signature."""
+
+    name: Literal["custom"] = "custom"
+    path: UserObject
+    """Place of the function: FILE.py:NAME or package.module:NAME."""
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments passed to the function."""
+
+
 PolicyLoss = Annotated[
     PpoClipLoss
     | GspoLoss
@@ -173,6 +183,7 @@ PolicyLoss = Annotated[
     | DppoKlLoss
     | DroLoss
     | GpgLoss
-    | ReinforceLoss,
+    | ReinforceLoss
+    | CustomPolicyLoss,
     Field(discriminator="name"),
 ]

@@ -1,27 +1,165 @@
-"""How answers are scored and what is added to the task's reward."""
+"""Scoring of answers: functions, managers, sandboxes, and the parts of the reward."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field, field_validator
 
-from winnow.config.base import Section
-from winnow.config.judge import Judge, NoJudge
-from winnow.config.reward_manager import AutoManager, RewardManager
-from winnow.config.reward_model import NoRewardModel, RewardModel, free_part
-from winnow.config.sandbox import SandboxChoice, SandboxConfig
+from winnow.config.base import EnvironmentName, Section, UserObject, web_address
+from winnow.config.judge import (
+    Judge,
+    NoJudge,
+    NoRewardModel,
+    OpenAiJudge,
+    PartName,
+    RewardModel,
+    SequenceClassifier,
+)
+
+
+class AutoManager(Section):
+    """Your function in workers, quick built-in rules in the run's own process."""
+
+    name: Literal["auto"] = "auto"
+
+
+class NaiveManager(Section):
+    """Answers one by one in the run's own process, without limits of time and memory."""
+
+    name: Literal["naive"] = "naive"
+
+
+class ParallelManager(Section):
+    """Everything that scores in worker processes, with limits for each answer."""
+
+    name: Literal["parallel"] = "parallel"
+
+
+class BatchManager(Section):
+    """Your function gets the answers that wait together in one call, in a worker."""
+
+    name: Literal["batch"] = "batch"
+    max_answers: int = Field(64, ge=1)
+    """Answers in one call at most; reward.timeout_s is the time of the whole call."""
+
+
+class DapoManager(Section):
+    """As auto, for reward.overlong; logs `overlong` and `overlong_reward` as verl's dapo does."""
+
+    name: Literal["dapo"] = "dapo"
+
+
+class RemoteManager(Section):
+    """A service over HTTP scores every source."""
+
+    name: Literal["remote"] = "remote"
+    url: str
+    """Address to which answers are posted, with verl's arguments as JSON."""
+    token_env: EnvironmentName = None
+    """Environment variable that holds the service's token, which is sent as a bearer."""
+    max_concurrent: int = Field(64, ge=1)
+    """Requests in flight at once over the whole run."""
+    tries: int = Field(3, ge=1)
+    """Tries of each request, at statuses 429, 502, 503 and 504 and where the connection fails."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        web_address(value, "reward.manager.token_env is for tokens")
+        return value
+
+
+class CustomManager(Section):
+    """A class of your own scores every source."""
+
+    name: Literal["custom"] = "custom"
+    path: UserObject
+    """Place of the class: FILE.py:NAME or package.module:NAME."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments passed to the class."""
+
+
+RewardManager = Annotated[
+    AutoManager
+    | NaiveManager
+    | ParallelManager
+    | BatchManager
+    | DapoManager
+    | RemoteManager
+    | CustomManager,
+    Field(discriminator="name"),
+]
+
+
+class _Programs(Section):
+    """Limits of programs in any sandbox."""
+
+    time_s: float = Field(5.0, gt=0, le=3600)
+    """Seconds for one program: one test case with standard input, one call of a function."""
+    sample_s: float = Field(30.0, gt=0, le=3600)
+    """Seconds for all test cases of an answer; those not run by then count as not passed."""
+    output_kb: int = Field(1024, ge=1)
+    """Standard output and error together, in KiB; a program that writes more is ended."""
+    credit: Literal["all", "share"] = "all"
+    """Reward 1 for passing all test cases and else 0, or the share of them that pass."""
+
+
+class SandboxConfig(_Programs):
+    """The local sandbox, and the limits of a program in it."""
+
+    name: Literal["local"] = "local"
+    backend: Literal["auto", "bubblewrap", "landlock"] = "auto"
+    """auto takes bubblewrap, Landlock where namespaces are blocked, and refuses without either."""
+    python: str = "/usr/bin/python3"
+    """Python interpreter; one outside /usr is bound read-only, with its library."""
+    max_concurrent: int | None = Field(None, ge=1, le=256)
+    """Programs that run at once over the whole run; null: as many as there are cores."""
+    memory_mb: int = Field(512, ge=64)
+    """Address space of one process, in MiB; times `processes` bounds a program's memory."""
+    processes: int = Field(8, ge=4, le=1024)
+    """Processes and threads of a program, three of Winnow's included."""
+    open_files: int = Field(64, ge=32)
+    """Files that a process may hold open."""
+    scratch_mb: int = Field(16, ge=1)
+    """Size of a program's folder in memory, in MiB (bubblewrap only)."""
+
+
+class FusionConfig(_Programs):
+    """A service that speaks SandboxFusion's HTTP API, such as `winnow sandbox serve`."""
+
+    name: Literal["fusion"] = "fusion"
+    url: str
+    """Address of the service, such as http://127.0.0.1:8080; /run_code is put behind it."""
+    token_env: EnvironmentName = None
+    """Name of the environment variable that holds its token; null sends none."""
+    max_concurrent: int = Field(64, ge=1, le=4096)
+    """Requests under way at once over the whole run."""
+    compile_s: float = Field(10.0, gt=0, le=3600)
+    """Seconds to compile a program; a request may take this, the program's time and 10 s."""
+    memory_mb: int = Field(1024, ge=64)
+    """Memory of a program, in MB, as the service counts it."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        wanted = "must be an address such as http://127.0.0.1:8080"
+        parts = web_address(value, "reward.sandbox.token_env is for tokens", wanted)
+        if parts.query or parts.fragment:
+            raise ValueError(wanted)
+        return value.rstrip("/").removesuffix("/run_code")
 
 
 class OverlongConfig(Section):
     """DAPO's soft overlong penalty, added to the task reward in training only."""
 
     enabled: bool = False
-    """Whether long answers are penalised."""
+    """Penalise long answers."""
     buffer_tokens: int = Field(4096, ge=1)
-    """The penalty falls linearly over these last tokens before the response limit."""
+    """Last tokens before the response limit, over which the penalty falls linearly."""
     factor: float = Field(1.0, gt=0)
-    """Its size at the limit."""
+    """Size of the penalty at the limit."""
 
 
 class CosineConfig(Section):
@@ -30,9 +168,9 @@ class CosineConfig(Section):
     reward.weights.task=0. The defaults are the authors'."""
 
     enabled: bool = False
-    """Whether it is a part of the reward."""
+    """Make it a part of the reward."""
     weight: float = 1.0
-    """Of this part in the reward."""
+    """Weight of this part in the reward."""
     right_short: float = 2.0
     """Reward of a right answer of no length."""
     right_long: float = 1.0
@@ -44,16 +182,16 @@ class CosineConfig(Section):
     exceeded: float = -10.0
     """Reward of any answer that has reached the limit."""
     limit_tokens: int | None = Field(None, ge=1)
-    """The limit; null is rollout.max_response_tokens."""
+    """Limit in tokens; null is rollout.max_response_tokens."""
 
 
 class PartConfig(Section):
     """A scorer beside the one that the data source chooses."""
 
     scorer: str
-    """A built-in scorer by name."""
+    """Name of a built-in scorer."""
     weight: float = 1.0
-    """Of its score in the reward; 0 only measures and filters."""
+    """Weight of the scorer's score in the reward; 0 only measures and filters."""
     in_evaluation: bool = False
     """Score held-out answers, too; their accuracy remains the source's scorer's."""
 
@@ -62,28 +200,25 @@ class UserFunction(Section):
     """A Python file with verl's `compute_score`; it then scores every source."""
 
     path: str | None = None
-    """The file; null uses the built-in scorers."""
+    """Path of the file; null uses the built-in scorers."""
     name: str = "compute_score"
-    """The function in it, sync or async."""
+    """Name of the function in it, sync or async."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to each call."""
+    """Keyword arguments passed to each call."""
 
 
 class PartWeights(Section):
     """The reward is the sum of its parts, each by its weight."""
 
     task: float = 1.0
-    """Of the rule's score, or your function's; 0 only measures and filters."""
-
-
-PartName = Annotated[str, AfterValidator(free_part)]
+    """Weight of the rule's score, or your function's; 0 only measures and filters."""
 
 
 class RewardConfig(Section):
-    """Scorers, shaping, and what happens when scoring fails."""
+    """Scorers, shaping, and the handling of failed scorings."""
 
     function: UserFunction = UserFunction()
-    """Your own reward."""
+    """Reward function of your own."""
     scorers: dict[str, str] = Field(default_factory=dict)
     """Scorer by data source, over the built-in routing (`*` at the end for prefixes); none leaves
     a source to the reward model or the judge alone."""
@@ -93,13 +228,13 @@ class RewardConfig(Section):
     shared among them. 0: the run's own process does it all, as it always does for winnow eval and
     winnow reward."""
     manager: RewardManager = AutoManager()
-    """Who calls what scores, and where."""
+    """Manager that calls the scorers."""
     model: RewardModel = NoRewardModel()
-    """A model that scores, too."""
+    """Model that scores, too."""
     judge: Judge = NoJudge()
-    """A language model that is asked over HTTP, too."""
+    """Language model that is asked over HTTP, too."""
     weights: PartWeights = PartWeights()
-    """How much the parts of the reward count; reward.model.weight and reward.judge.weight are
+    """Weights of the parts of the reward; reward.model.weight and reward.judge.weight are
     the models'."""
     workers: int | None = Field(None, ge=0)
     """Processes that score, of each of reward.processes. null: half of the cores, where anything
@@ -109,8 +244,8 @@ class RewardConfig(Section):
     """Seconds that a worker has for one answer."""
     memory_mb: int = Field(2048, ge=64)
     """Resident memory that a worker may use, in MiB, what your file imports included."""
-    sandbox: SandboxChoice = SandboxConfig()
-    """Where the code in an answer runs."""
+    sandbox: Annotated[SandboxConfig | FusionConfig, Field(discriminator="name")] = SandboxConfig()
+    """Sandbox that runs the code in an answer."""
     parts: dict[PartName, PartConfig] = Field(default_factory=dict)
     """Further scorers by the name of their part, each with its weight."""
     overlong: OverlongConfig = OverlongConfig()
@@ -122,3 +257,110 @@ class RewardConfig(Section):
     failed, `wrong` drops the group, too."""
     max_failure_share: float = Field(0.2, ge=0, le=1)
     """Share of a step's answers whose scoring may fail before the run stops."""
+
+    def conflicts(self) -> Iterator[str]:
+        yield from self._missing_models()
+        yield from self._repeated_parts()
+        yield from self._unfit_manager()
+        for (section, key), limit in shared_limits(self).items():
+            if limit < self.processes:
+                yield (
+                    f"reward.processes={self.processes} share reward.{section}.{key}={limit}, "
+                    f"which leaves some of them nothing; set reward.processes to {limit} or less, "
+                    "or raise the limit"
+                )
+
+    def _missing_models(self) -> Iterator[str]:
+        sources = [source for source, scorer in self.scorers.items() if scorer == "none"]
+        if sources and (self.model, self.judge) == (NoRewardModel(), NoJudge()):
+            yield (
+                f"reward.scorers.{sources[0]}=none leaves a source to the reward model or the "
+                "judge, but reward/model=none and reward/judge=none; name a scorer, or set "
+                "reward/model=sequence_classifier or reward/judge=openai"
+            )
+        if self.function.path is not None and self.scorers:
+            yield (
+                f"reward.function.path={self.function.path} scores every source, so reward.scorers "
+                f"({', '.join(self.scorers)}) would never be asked; set reward.function.path=null, "
+                "or leave reward.scorers empty"
+            )
+
+    def _repeated_parts(self) -> Iterator[str]:
+        names = {f"reward.parts.{name}": name for name in self.parts}
+        for key, model in (("reward.model.part", self.model), ("reward.judge.part", self.judge)):
+            if isinstance(model, NoRewardModel | NoJudge):
+                continue
+            if same := [other for other, name in names.items() if name == model.part]:
+                with_name = f"={model.part}" if same[0].endswith(".part") else ""
+                yield (
+                    f"{key}={model.part} and {same[0]}{with_name} have the same name; rename one "
+                    "of them"
+                )
+            names[key] = model.part
+
+    def _unfit_manager(self) -> Iterator[str]:
+        manager, workers, path = self.manager, self.workers, self.function.path
+        given = f"reward/manager={manager.name} and reward.workers={workers}"
+        if isinstance(manager, NaiveManager) and workers:
+            yield (
+                f"{given}: naive scores in the run's own process; set reward.workers=null, or "
+                "reward/manager=parallel"
+            )
+        if isinstance(manager, ParallelManager | BatchManager) and workers == 0:
+            yield f"{given}: it scores in workers; set reward.workers to null or at least 1"
+        if isinstance(manager, BatchManager) and path is None:
+            yield (
+                "reward/manager=batch and reward.function.path=null: it calls your own function "
+                "with many answers; name its file in reward.function.path, or set "
+                "reward/manager=auto"
+            )
+        if isinstance(manager, RemoteManager | CustomManager):
+            if workers and not self.parts:
+                yield f"{given}: there is nothing that workers would score; set reward.workers=null"
+            if path is not None:
+                yield (
+                    f"reward/manager={manager.name} and reward.function.path={path}: only one of "
+                    "them can score; set reward.function.path=null, or reward/manager=auto"
+                )
+        if isinstance(manager, DapoManager) and not self.overlong.enabled:
+            yield (
+                "reward/manager=dapo adds the penalty for long answers, but "
+                "reward.overlong.enabled=false; set reward.overlong.enabled=true, or "
+                "reward/manager=auto"
+            )
+
+    def part_weights(self) -> dict[str, float]:
+        """Return the weight of each part that this section adds to the task's, by its key."""
+        found = {f"reward.parts.{name}.weight": part.weight for name, part in self.parts.items()}
+        if isinstance(self.model, SequenceClassifier):
+            found["reward.model.weight"] = self.model.weight
+        if isinstance(self.judge, OpenAiJudge):
+            found["reward.judge.weight"] = self.judge.weight
+        if self.cosine.enabled:
+            found["reward.cosine.weight"] = self.cosine.weight
+        return found
+
+
+_SHARED = (
+    ("judge", "max_concurrent"),
+    ("judge", "requests_per_minute"),
+    ("judge", "tokens_per_minute"),
+    ("manager", "max_concurrent"),
+    ("sandbox", "max_concurrent"),
+)
+"""Limits over a whole run: section under `reward`, and its key."""
+
+
+def shared_limits(config: RewardConfig) -> dict[tuple[str, str], int]:
+    """Return the limits of a recipe that several reward processes have to share."""
+    found = {place: getattr(getattr(config, place[0]), place[1], None) for place in _SHARED}
+    return {place: limit for place, limit in found.items() if limit is not None}
+
+
+def share_of(config: RewardConfig) -> RewardConfig:
+    """Return the section for one of `reward.processes`: with its part of each shared limit."""
+    changed: dict[str, Any] = {}
+    for (name, key), limit in shared_limits(config).items():
+        section = changed.get(name, getattr(config, name))
+        changed[name] = section.model_copy(update={key: limit // config.processes})
+    return config.model_copy(update=changed)

@@ -1,12 +1,13 @@
-"""How answers are sampled and by which engine."""
+"""The engine that writes answers, and dynamic sampling: the groups that are started and kept."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from winnow.config.base import Section
+from winnow.config.base import Options, Section, UserObject
 
 
 class TorchEngineConfig(Section):
@@ -19,30 +20,137 @@ class TorchEngineConfig(Section):
     """Answers that an engine writes at once."""
     prefill_tokens: int = Field(8192, ge=1)
     """Most prompt tokens prefilled between two decode ticks."""
+    cache_gib: float | None = Field(None, gt=0)
+    """Most GiB of keys and values an engine holds; where `slots` answers of the longest prompt and
+    response need more, it writes fewer at once. null sets no bound."""
 
 
-Engine = TorchEngineConfig
+class CustomEngine(Section):
+    """An engine of your own, given by its place; docs/rollouts.md shows its protocol."""
+
+    name: Literal["custom"] = "custom"
+    path: UserObject
+    """Place of the class: FILE.py:NAME or package.module:NAME."""
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments passed to the class."""
+    processes: int = Field(0, ge=0)
+    """Engines in processes of their own; 0 runs one in the run's process."""
+
+
+Engine = Annotated[TorchEngineConfig | CustomEngine, Field(discriminator="name")]
 
 
 class RolloutConfig(Section):
     """Sampling of answers for training. Evaluation has its own settings."""
 
     engine: Engine = TorchEngineConfig()
-    """What writes tokens."""
+    """Engine that writes the tokens."""
     n: int = Field(8, ge=1)
     """Answers a prompt (the group's size)."""
     max_response_tokens: int = Field(1024, ge=1)
     """Response limit; a longer answer is truncated."""
     temperature: float = Field(1.0, gt=0)
-    """Every policy is softmax(logits / temperature), in the loss too."""
+    """Sampling temperature; every policy is softmax(logits / temperature), in the loss too."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus; below 1 the sampler's support differs from the policy's."""
     top_k: int = Field(0, ge=0)
-    """Most likely tokens kept; 0 keeps all."""
+    """Number of most likely tokens kept; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """Least probability relative to the likeliest token."""
+    """Least probability of a token, relative to the likeliest one."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end an answer, special tokens too, beside the tokenizer's EOS."""
     support: Literal["error", "ignore"] = "error"
-    """What to do when top_p, top_k or min_p truncate the sampler's support: refuse, or train
-    on although old and behaviour policies then differ."""
+    """Refuse top_p, top_k and min_p that truncate the sampler's support (error), or train on
+    although old and behaviour policies then differ (ignore)."""
+
+    def conflicts(self) -> Iterator[str]:
+        cuts = [f"rollout.top_p={self.top_p:g}"] if self.top_p < 1 else []
+        cuts += [f"rollout.top_k={self.top_k}"] if self.top_k > 0 else []
+        cuts += [f"rollout.min_p={self.min_p:g}"] if self.min_p > 0 else []
+        if cuts and self.support == "error":
+            yield (
+                f"{' and '.join(cuts)} cut tokens that the trained policy still counts, and "
+                "rollout.support=error refuses that; set rollout.support=ignore to train all the "
+                "same, or sample from the whole vocabulary (top_p=1, top_k=0, min_p=0)"
+            )
+
+
+class NoFilter(Section):
+    """Every scored group qualifies."""
+
+    name: Literal["none"] = "none"
+
+
+class VarianceFilter(Section):
+    """A group qualifies when its answers differ in a metric; groups of one pass."""
+
+    name: Literal["variance"] = "variance"
+    metric: str = "accuracy"
+    """accuracy, task_reward, reward (shaped), or a number that the scorer gives."""
+
+
+class BandFilter(Section):
+    """A group qualifies when the mean of a metric lies within a band, bounds included."""
+
+    name: Literal["band"] = "band"
+    metric: str = "accuracy"
+    """accuracy, task_reward, reward (shaped), or a number that the scorer gives."""
+    low: float = 0.0
+    """Lowest mean that passes."""
+    high: float = 1.0
+    """Highest mean that passes."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.low > self.high:
+            yield (
+                f"sampling.filter.low={self.low:g} is above sampling.filter.high={self.high:g}, "
+                "so no group could pass; lower the one or raise the other"
+            )
+
+
+class CustomFilter(Section):
+    """A filter of your own, given by its place; docs/sampling.md shows its signature."""
+
+    name: Literal["custom"] = "custom"
+    path: UserObject
+    """Place of the function or class: FILE.py:NAME or package.module:NAME."""
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments passed to the function or class."""
+
+
+Filter = Annotated[
+    NoFilter | VarianceFilter | BandFilter | CustomFilter, Field(discriminator="name")
+]
+
+
+class SamplingConfig(Section):
+    """Rules of the dynamic sampler (see docs/sampling.md)."""
+
+    groups_per_step: int = Field(64, ge=1)
+    """N: qualified groups trained a step."""
+    filter: Filter = VarianceFilter()
+    """Rule that says which groups carry signal."""
+    lookahead: float = Field(0.0, ge=0)
+    """Further steps for which groups are admitted while waiting; at most max_staleness."""
+    max_staleness: int = Field(1, ge=0)
+    """Steps a group may wait for its training. 0 drops what is later than the cut."""
+    max_groups_per_step: int | None = Field(None, ge=1)
+    """Groups looked at for one step; null is 10*N."""
+    on_bound: Literal["short", "stop"] = "short"
+    """At that bound: train what qualified, or stop with the accepted groups saved."""
+    max_empty_steps: int = Field(3, ge=1)
+    """Bounds met in a row without one qualified group after which the run stops."""
+    commit: Literal["admission_order", "completion_order"] = "admission_order"
+    """Order in which a step takes qualified groups. completion_order favours short answers:
+    biased."""
+    max_attempts: int = Field(3, ge=1)
+    """Times an answer is retried after an engine failure before its group counts as failed."""
+    stall_timeout_s: float = Field(300.0, gt=0)
+    """Seconds without any progress of the engine after which its answers are re-dispatched."""
+    score_lag_ticks: int | None = Field(None, ge=0)
+    """Deterministic mode: decode ticks from an answer's end to the moment its score is seen (with
+    several engines, when they are next looked at: docs/rollouts.md). Scorers have that long before
+    anything waits for them. null: 16 where they run beside the engine (workers, async functions),
+    else 0; a resumed run keeps what it began with."""
+    rate_decay: float = Field(0.98, gt=0, lt=1)
+    """Memory of the estimated chance that a group qualifies, for each group seen."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from winnow.config.algorithm import AlgorithmConfig
 from winnow.config.base import Section
-from winnow.config.cluster import Cluster, LocalCluster
-from winnow.config.critic import CriticConfig
 from winnow.config.data import DataConfig
-from winnow.config.evaluation import EvaluationConfig
-from winnow.config.model import ModelConfig
-from winnow.config.observe import ObserveConfig
-from winnow.config.optim import OptimConfig
-from winnow.config.reference import ReferenceConfig
+from winnow.config.model import ModelConfig, NoWarmStart, ReferenceConfig, WarmStart
 from winnow.config.reward import RewardConfig
-from winnow.config.rollout import RolloutConfig
-from winnow.config.run import RunConfig
-from winnow.config.sampling import SamplingConfig
-from winnow.config.trainer import TrainerConfig
-from winnow.config.warm_start import NoWarmStart, WarmStart
+from winnow.config.rollout import RolloutConfig, SamplingConfig
+from winnow.config.run import ObserveConfig, RunConfig
+from winnow.config.trainer import (
+    Cluster,
+    CriticConfig,
+    EvaluationConfig,
+    LocalCluster,
+    OptimConfig,
+    TrainerConfig,
+)
 
 
 class Config(Section):
@@ -36,7 +35,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     """Sampling of answers."""
     sampling: SamplingConfig = SamplingConfig()
-    """Which groups are trained."""
+    """Choice of the groups that are trained."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """The loss."""
     reference: ReferenceConfig = ReferenceConfig()
@@ -48,8 +47,8 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     """The course of the run."""
     cluster: Cluster = LocalCluster()
-    """Where its processes are."""
+    """Machines of its processes."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out prompts."""
     observe: ObserveConfig = ObserveConfig()
-    """What is written down."""
+    """Records of the run."""

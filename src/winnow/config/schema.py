@@ -1,4 +1,4 @@
-"""What the sections say about themselves: their keys, variants, defaults and ranges.
+"""Walks over the sections: their keys, variants and defaults, and what each key takes in words.
 
 A key path is a tuple of names from the root, such as `("optim", "lr")`. Variants are the
 members of a union told apart by `name`; a class with a literal `name` is a union of one.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import annotated_types
@@ -23,7 +24,7 @@ REQUIRED = "???"
 
 
 def variants(field: FieldInfo) -> dict[str, type[Section]]:
-    """The variants a field offers, by name; empty when it is no union of variants."""
+    """Return the variants a field offers, by name; empty when it is no union of variants."""
     found: dict[str, type[Section]] = {}
     for option in _options(field.annotation):
         name = option.model_fields.get("name") if _is_section(option) else None
@@ -34,39 +35,36 @@ def variants(field: FieldInfo) -> dict[str, type[Section]]:
 
 
 def section(field: FieldInfo) -> type[Section] | None:
-    """The section a field holds; None for a union of variants and for values."""
+    """Return the section a field holds; None for a union of variants and for values."""
     annotation: Any = field.annotation
     return annotation if _is_section(annotation) and not variants(field) else None
 
 
 def is_table(field: FieldInfo) -> bool:
-    """Whether a field holds entries whose names the user chooses."""
+    """Return whether a field holds entries whose names the user chooses."""
     return get_origin(field.annotation) is dict
 
 
 def is_text(field: FieldInfo) -> bool:
-    """Whether a field, or each entry of a table, takes any text."""
-    if is_table(field):
-        return _entry(field) is str
-    return str in _options(field.annotation)
+    """Return whether a field, or each entry of a table, takes any text and no numbers."""
+    entry = _entry(field) if is_table(field) else field.annotation
+    return str in _options(entry) and not {int, float} & {*_options(entry)}
 
 
 def takes_number(field: FieldInfo) -> bool:
-    """Whether a field takes numbers, and no truth values."""
-    options = set(_options(field.annotation))
+    """Return whether a field takes numbers, and no truth values."""
+    options = {*_options(field.annotation)}
     return bool(options & {int, float}) and bool not in options
 
 
 def default_tree(cls: type[Section]) -> dict[str, Any]:
-    """A section's defaults as a YAML file would hold them, every key present."""
-    tree: dict[str, Any] = {}
-    for key, field in cls.model_fields.items():
-        inner = section(field)
-        if not field.is_required():
-            tree[key] = to_jsonable_python(field.get_default(call_default_factory=True))
-        else:
-            tree[key] = default_tree(inner) if inner else REQUIRED
-    return tree
+    """Return a section's defaults as a YAML file would hold them, every key present."""
+    return {
+        key: REQUIRED
+        if field.is_required()
+        else to_jsonable_python(field.get_default(call_default_factory=True))
+        for key, field in cls.model_fields.items()
+    }
 
 
 class Key(NamedTuple):
@@ -79,29 +77,32 @@ class Key(NamedTuple):
 
     @property
     def spelling(self) -> str:
-        """How the command line spells it: unions with slashes, values with dots."""
+        """The key as the command line spells it: unions with slashes, values with dots."""
         return ("/" if variants(self.field) else ".").join(self.path)
 
 
-def all_keys(
-    cls: type[Section] = Config, path: Path = (), variant: tuple[Path, str] | None = None
-) -> Iterator[Key]:
-    """Every key of a section, those of all variants included; `name` stands for its union."""
+@cache
+def all_keys() -> tuple[Key, ...]:
+    """Return every key of a recipe and of all its variants; `name` stands for its union."""
+    return tuple(_keys(Config, (), None))
+
+
+def _keys(cls: type[Section], path: Path, variant: tuple[Path, str] | None) -> Iterator[Key]:
     for key, field in cls.model_fields.items():
         here = (*path, key)
         inner, options = section(field), variants(field)
         if inner:
-            yield from all_keys(inner, here, variant)
+            yield from _keys(inner, here, variant)
         elif options:
             yield Key(here, field, variant)
             for name, option in options.items():
-                yield from all_keys(option, here, (here, name))
+                yield from _keys(option, here, (here, name))
         elif not (key == "name" and variant and variant[0] == path):
             yield Key(here, field, variant)
 
 
 def leaf_of(location: Sequence[str | int]) -> tuple[Path, FieldInfo | None, bool]:
-    """The key that a pydantic error's location lies in, without variant tags and indices.
+    """Return the key that a pydantic error's location lies in, without the tags of variants.
 
     The field is None where no section has the key; the flag tells an entry of a table. Entries
     that are sections have keys of their own.
@@ -115,67 +116,63 @@ def leaf_of(location: Sequence[str | int]) -> tuple[Path, FieldInfo | None, bool
         field = cls.model_fields.get(path[-1])
         if field is None:
             break
-        options = variants(field)
+        options, entry = variants(field), _entry(field)
         if len(options) > 1 and parts:
             cls = options[parts.pop(0)]
         elif options:
             cls = next(iter(options.values()))
-        elif is_table(field) and parts[1:] not in ([], ["[key]"]) and _is_section(_entry(field)):
-            path, cls = (*path, parts.pop(0)), _entry(field)
+        elif _is_section(entry) and parts[1:] not in ([], ["[key]"]):
+            path, cls = (*path, parts.pop(0)), entry
         else:
             cls = section(field)
     is_entry = field is not None and is_table(field) and bool(parts)
     return ((*path, parts[0]) if is_entry else path), field, is_entry
 
 
+def lookup(tree: Any, path: Path) -> Any:
+    """Return the value at a path of a full tree; None where there is none."""
+    for key in path:
+        if isinstance(tree, list) and key.isdecimal() and int(key) < len(tree):
+            tree = tree[int(key)]
+        elif isinstance(tree, Mapping) and key in tree:
+            tree = tree[key]
+        else:
+            return None
+    return tree
+
+
 def allowed(field: FieldInfo, *, entry: bool = False) -> str:
-    """What a field, or an entry of a table, takes, in words: `a number in (0, 1]`."""
+    """Describe what a field, or an entry of a table, takes: `a number in (0, 1]`."""
     options = variants(field)
     if options:
         return f"one of {', '.join(options)}" if len(options) > 1 else next(iter(options))
-    if entry:
-        return describe(_entry(field))
-    return describe(field.annotation, field.metadata)
+    return _describe(_entry(field)) if entry else _describe(field.annotation, field.metadata)
 
 
-def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a type takes, in words."""
+def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     options = _options(annotation)
     if len(options) > 1:
-        texts = [describe(o, metadata if o is not type(None) else ()) for o in options]
-        return " or ".join(texts)
+        return " or ".join(_describe(o, metadata if o is not type(None) else ()) for o in options)
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is tuple:
-        if arguments[-1] is Ellipsis:
-            return f"a list of {_plural(arguments[0])}"
-        return f"a list of {len(arguments)} {_plural(arguments[0])}"
-    if origin is dict and _is_section(arguments[1]):
-        return f"a table, its entries {describe(arguments[1])}"
-    if origin is dict:
-        return f"a table of {_plural(arguments[1])}"
+    if origin in (tuple, dict):
+        is_pair = origin is tuple and arguments[-1] is not Ellipsis
+        what = "a table" if origin is dict else "a list"
+        entry = arguments[1] if origin is dict else arguments[0]
+        if _is_section(entry):
+            return f"{what}, its entries {_describe(entry)}"
+        return f"{what} of {f'{len(arguments)} ' if is_pair else ''}{_plural(entry)}"
     if _is_section(annotation):
         return f"keys ({', '.join(annotation.model_fields)})"
-    return _article(*_noun(annotation, metadata))
-
-
-def join(path: Sequence[str]) -> str:
-    """A key path as it is written: `optim.lr`."""
-    return ".".join(path)
-
-
-def lookup(tree: Mapping[str, Any], path: Path) -> Any:
-    """The value at a path of a full tree; None where there is none."""
-    node: Any = tree
-    for key in path:
-        if not isinstance(node, Mapping) or key not in node:
-            return None
-        node = node[key]
-    return node
+    noun, bounds = _noun(annotation, metadata)
+    return f"a {noun}{bounds}" if noun.endswith("number") else f"{noun}{bounds}"
 
 
 def _entry(field: FieldInfo) -> Any:
-    """What an entry of a table holds."""
-    return get_args(field.annotation)[1]
+    """Return the type of an entry of a table or list; None for another field."""
+    arguments = get_args(field.annotation)
+    if get_origin(field.annotation) is dict:
+        return arguments[1]
+    return arguments[0] if get_origin(field.annotation) is tuple else None
 
 
 def _is_section(annotation: Any) -> bool:
@@ -198,10 +195,11 @@ _NOUNS: dict[Any, tuple[str, str]] = {
 
 
 def _noun(annotation: Any, metadata: Sequence[Any]) -> tuple[str, str]:
-    """What a simple type takes, without article, and the range that follows it."""
+    """Return the word for a simple type, without article, and the range that follows it."""
     if get_origin(annotation) is Annotated:
         annotation, *more = get_args(annotation)
-        metadata = [*metadata, *_constraints(more)]
+        constraints = [item.metadata if isinstance(item, FieldInfo) else [item] for item in more]
+        metadata = [*metadata, *(item for items in constraints for item in items)]
     if get_origin(annotation) is Literal:
         values = [str(v) for v in get_args(annotation)]
         return (f"one of {', '.join(values)}" if len(values) > 1 else values[0]), ""
@@ -209,21 +207,10 @@ def _noun(annotation: Any, metadata: Sequence[Any]) -> tuple[str, str]:
     return noun, _range(metadata)
 
 
-def _article(noun: str, bounds: str) -> str:
-    return f"a {noun}{bounds}" if noun.endswith("number") else f"{noun}{bounds}"
-
-
 def _plural(annotation: Any) -> str:
-    noun, bounds = _noun(annotation, ())
+    found = [_noun(option, ()) for option in _options(annotation)]
     plurals = dict(_NOUNS.values())
-    return f"{plurals.get(noun, noun)}{bounds}"
-
-
-def _constraints(metadata: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
-    for item in metadata:
-        found.extend(item.metadata if isinstance(item, FieldInfo) else [item])
-    return found
+    return " or ".join(f"{plurals.get(noun, noun)}{bounds}" for noun, bounds in found)
 
 
 def _range(metadata: Sequence[Any]) -> str:

@@ -1,12 +1,13 @@
-"""The course of a run: steps, mini-batches, memory bounds, checkpoints."""
+"""The course of a run: steps, updates, sharding, optimizers, critic, evaluation and processes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from winnow.config.base import Section
+from winnow.config.base import Aggregation, Decay, Dtype, Section
 
 
 class WholeModels(Section):
@@ -29,14 +30,18 @@ class Fsdp2(Section):
     offload: bool = False
     """Keep weights, gradients and optimizer state in the host's memory, and step there."""
     bucket_mb: int = Field(512, ge=1)
-    """Weights that are whole at once while they are sent to the engine."""
+    """MiB of weights that are whole at once while they are sent to the engine."""
 
-
-Strategy = Annotated[WholeModels | Fsdp2, Field(discriminator="name")]
+    def conflicts(self) -> Iterator[str]:
+        if self.ranks % self.replicas:
+            yield (
+                f"trainer.strategy.ranks={self.ranks} cannot be cut into "
+                f"trainer.strategy.replicas={self.replicas} groups of ranks; use a divisor of ranks"
+            )
 
 
 class TrainerConfig(Section):
-    """How many steps, how they are cut into updates, when to save."""
+    """Number of steps, the updates of each, memory bounds and checkpoints."""
 
     steps: int = Field(100, ge=1)
     """Steps to train; each ends with new weights in the engine."""
@@ -44,8 +49,8 @@ class TrainerConfig(Section):
     """Groups an update (one optimizer step); null makes one update a step."""
     epochs: int = Field(1, ge=1)
     """Passes over a step's groups."""
-    strategy: Strategy = WholeModels()
-    """How the models are held."""
+    strategy: Annotated[WholeModels | Fsdp2, Field(discriminator="name")] = WholeModels()
+    """Placement of the models' weights."""
     microbatch_tokens: int = Field(16384, ge=1)
     """Packed tokens run at once; bounds memory, never changes what is learnt."""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
@@ -54,15 +59,146 @@ class TrainerConfig(Section):
     """Steps between checkpoints, of which a crash costs what came after the last; null saves
     only at the end."""
     keep_last: int | None = Field(2, ge=1)
-    """Checkpoints kept, the newest ones; null keeps all."""
+    """Number of newest checkpoints kept; null keeps all."""
     keep_every: int | None = Field(None, ge=1)
-    """Keep those of every so many steps as well."""
+    """Keep the checkpoints of every so many steps as well."""
     keep_best: str | None = None
-    """Keep that with the largest value of this figure as well, such as eval/SOURCE/pass@1."""
+    """Keep the checkpoint with the largest value of this figure as well, such as
+    eval/SOURCE/pass@1."""
     checkpoint_url: str | None = None
-    """Where the run's folder is copied after each checkpoint, and fetched from when it is not
-    here: s3://BUCKET/PATH, gs://, hdfs://, file://."""
+    """Address to which the run's folder is copied after each checkpoint, and from which it is
+    fetched when it is not here: s3://BUCKET/PATH, gs://, hdfs://, file://."""
     max_restarts: int = Field(0, ge=0)
     """Times a run that was killed, crashed or hung is started again; 0 runs it unsupervised."""
     stall_timeout_s: float = Field(1800.0, gt=0)
     """Seconds without a token, an update or a step after which a supervised run has hung."""
+
+
+class OptimConfig(Section):
+    """AdamW. Schedules count steps (rollout steps), never updates."""
+
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up; step k of them runs at lr*k/warmup_steps. A shorter run warms up
+    over all of its steps."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course after warm-up; linear and cosine end at `final_lr_ratio`."""
+    final_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Share of lr at the end of linear and cosine."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """The two decay rates of AdamW."""
+    eps: float = Field(1e-8, gt=0)
+    """Epsilon of AdamW."""
+    grad_clip: float | None = Field(1.0, gt=0)
+    """Bound on the gradient's norm; null leaves it as it is."""
+    max_skipped_updates: int = Field(5, ge=1)
+    """Non-finite gradients in a row after which the run stops."""
+
+
+class ValueLossConfig(Section):
+    """Half the squared error of the values, clipped around those before the step."""
+
+    clip: float | None = Field(0.5, gt=0)
+    """Distance from its old value within which a value may still lower the loss; null: any."""
+    aggregation: Aggregation = "token-mean"
+    """Meaning of "mean" in the loss."""
+
+
+class CriticConfig(Section):
+    """A value head on a model of its own; unused unless algorithm/advantage needs values."""
+
+    path: str | None = None
+    """Folder of the model it starts from, a causal LM or a token classifier with one label; null
+    is the policy's start."""
+    dtype: Dtype | None = None
+    """Type of weights and activations; null is model.dtype. The head is always float32."""
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    """Optimizer of the critic."""
+    value_loss: ValueLossConfig = ValueLossConfig()
+    """Loss of the critic."""
+    warmup_steps: int = Field(0, ge=0)
+    """First steps of the run, in which only the critic learns; the last step is always the
+    policy's."""
+    microbatch_tokens: int | None = Field(None, ge=1)
+    """Packed tokens run at once; null is trainer.microbatch_tokens."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+
+
+class EvaluationConfig(Section):
+    """Times of the evaluations on held-out prompts, and sampling for them."""
+
+    before: bool = True
+    """Evaluate the start."""
+    every: int | None = Field(None, ge=1)
+    """Steps between evaluations; the end is always evaluated. null: only there."""
+    n: int = Field(1, ge=1)
+    """Answers a prompt: avg@n, pass@k for k up to n, maj@k."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus: share of the probability that the kept tokens have."""
+    top_k: int = Field(0, ge=0)
+    """Number of most likely tokens kept; 0 keeps all."""
+    greedy: bool = False
+    """Report one greedy answer a prompt as well."""
+    max_prompts: int | None = Field(None, ge=1)
+    """Take only the first so many prompts."""
+    max_response_tokens: int | None = Field(None, ge=1)
+    """Response limit; null takes the rollout's."""
+    data_set: str | None = None
+    """Name of the held-out data for `winnow data prepare`; said where its file is missing."""
+
+
+class LocalCluster(Section):
+    """All processes on this machine; of several GPUs each process has one of its own."""
+
+    name: Literal["local"] = "local"
+
+
+class PoolConfig(Section):
+    """A pool of slots; each has one worker of every role of the pool, and on GPUs one GPU where one
+    of them has a model."""
+
+    nodes: int = Field(1, ge=1)
+    """Parts of the pool; each lies on one node."""
+    per_node: int = Field(1, ge=1)
+    """Slots of each part."""
+    cpus: float | None = Field(None, gt=0)
+    """Cores that each worker takes; null is cluster.cpus."""
+
+
+class RolesConfig(Section):
+    """The pool of each role that has workers. Roles of one pool are colocated, slot by slot."""
+
+    policy: str | None = None
+    """Pool of the ranks (trainer/strategy=fsdp2), which hold critic and reference, too."""
+    rollout: str | None = None
+    """Pool of the engines (rollout.engine.processes)."""
+    reward: str | None = None
+    """Pool of the processes that score (reward.processes)."""
+
+
+class RayCluster(Section):
+    """Actors on a Ray cluster (winnow-rl[ray]); see docs/cluster.md."""
+
+    name: Literal["ray"] = "ray"
+    address: str | None = Field(None, min_length=1)
+    """auto (this machine's cluster, or the job's), or HOST:PORT; null starts one for the run."""
+    nodes: int = Field(1, ge=1)
+    """Nodes that the ranks are spread over, as many on each; pools say that themselves."""
+    cpus: float = Field(1.0, gt=0)
+    """Cores that each worker takes."""
+    pools: dict[str, PoolConfig] = Field({})
+    """Pools of slots by name; empty gives the ranks one of cluster.nodes, and each engine and each
+    process that scores a slot anywhere."""
+    roles: RolesConfig = RolesConfig()
+    """The pool of each role; all null without pools."""
+    environment: dict[str, str] = Field({})
+    """Environment variables of the processes, such as NCCL_DEBUG."""
+
+
+Cluster = Annotated[LocalCluster | RayCluster, Field(discriminator="name")]

@@ -221,7 +221,7 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise ModelError(
-            "model/adapter=lora needs peft, which is not installed; pip install 'winnow[peft]'"
+            "model/adapter=lora needs peft, which is not installed; pip install 'winnow-rl[peft]'"
         ) from error
     return peft
 

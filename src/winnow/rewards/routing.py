@@ -74,7 +74,7 @@ def check_package(scorer: Scorer, what: str, setting: str) -> None:
         extra = scorer.package.replace("_", "-")
         raise RewardError(
             f"{what} is scored by {scorer.name}, whose package is not installed; "
-            f"pip install 'winnow[{extra}]', or name another in {setting}"
+            f"pip install 'winnow-rl[{extra}]', or name another in {setting}"
         )
 
 

@@ -75,7 +75,7 @@ def make_app(manager: Manager, token: str | None = None, limits: Limits = Limits
         from starlette.routing import Route
     except ImportError as error:
         raise RewardError(
-            "winnow reward serve needs starlette; pip install 'winnow[serve]'"
+            "winnow reward serve needs starlette; pip install 'winnow-rl[serve]'"
         ) from error
     waiting = 0
 
@@ -152,7 +152,7 @@ def serve(app: Starlette, listener: socket.socket) -> int:
         import uvicorn
     except ImportError as error:
         raise RewardError(
-            "winnow reward serve needs uvicorn; pip install 'winnow[serve]'"
+            "winnow reward serve needs uvicorn; pip install 'winnow-rl[serve]'"
         ) from error
     config = uvicorn.Config(
         app,

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from winnow.config.load import dump_config
+from winnow.config.rollout import BandFilter, VarianceFilter
 from winnow.config.root import Config
-from winnow.config.sampling import BandFilter, VarianceFilter
+from winnow.config.rules import notices
 from winnow.data.build import evaluation_prompts, training_prompts
 from winnow.data.loader import PromptLoader
 from winnow.errors import ConfigError
@@ -224,7 +225,7 @@ def build(
         scoring_figures=rewards.figures,
     )
     course = _course(config, bool(evaluator.prompts))
-    return Built(parts, course, evaluator, (*_notes(source), *placed.notes))
+    return Built(parts, course, evaluator, (*_notes(source), *placed.notes, *notices(config)))
 
 
 def _course(config: Config, has_evaluation: bool) -> Course:

@@ -9,11 +9,17 @@ from typing import Any
 from winnow.algorithms.estimators import ESTIMATORS, Need
 from winnow.algorithms.losses.registry import POLICY_LOSSES
 from winnow.algorithms.schedule import lr_at
-from winnow.config.correction import CorrectionConfig, NoRejection, NoWeight
-from winnow.config.kl import AdaptiveRewardKl, LossKl, NoKl
+from winnow.config.algorithm import (
+    AdaptiveRewardKl,
+    CorrectionConfig,
+    LossKl,
+    NoKl,
+    NoRejection,
+    NoWeight,
+)
 from winnow.config.model import NoAdapter
-from winnow.config.optim import OptimConfig
 from winnow.config.root import Config
+from winnow.config.trainer import OptimConfig
 from winnow.learning.advantage import AdvantageStage
 from winnow.learning.critic import Critic, ValueObjective
 from winnow.learning.importance_correction import CorrectionStage
@@ -89,7 +95,7 @@ def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Lea
         seed=config.run.seed,
         critic_microbatch_tokens=config.critic.microbatch_tokens,
         critic_max_skipped_updates=config.critic.optim.max_skipped_updates,
-        critic_warmup_steps=config.critic.warmup_steps if critic else 0,
+        critic_warmup_steps=min(config.critic.warmup_steps, trainer.steps - 1) if critic else 0,
     )
     advantage = algorithm.advantage
     learner = Learner(
@@ -158,7 +164,7 @@ def _rate(config: Config, optim: OptimConfig) -> Any:
         lr_at,
         total_steps=config.trainer.steps,
         lr=optim.lr,
-        warmup_steps=optim.warmup_steps,
+        warmup_steps=min(optim.warmup_steps, config.trainer.steps),
         schedule=optim.schedule,
         final_lr_ratio=optim.final_lr_ratio,
     )

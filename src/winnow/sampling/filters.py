@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from winnow.config.sampling import BandFilter, Filter, NoFilter, VarianceFilter
+from winnow.config.rollout import BandFilter, Filter, NoFilter, VarianceFilter
 from winnow.errors import RewardError
 from winnow.types import Score
 
@@ -54,6 +54,7 @@ def judge(scores: Sequence[Score], rule: Filter) -> Verdict:
     accuracy = math.fsum(score.accuracy for score in scores) / len(scores)
     if isinstance(rule, NoFilter):
         return "qualified"
+    assert isinstance(rule, VarianceFilter | BandFilter)
     values = []
     for score in scores:
         value = _value(score, rule.metric)

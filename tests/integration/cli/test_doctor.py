@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from importlib import metadata
 from multiprocessing import Pipe
@@ -22,6 +23,8 @@ from typer.testing import CliRunner
 from winnow.cli import doctor
 from winnow.cli.doctor import Finding
 from winnow.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def ask(*words: str) -> tuple[int, str]:
@@ -55,21 +58,38 @@ def test_a_machine_that_can_train_is_told_so(
 
 def test_each_extra_is_there_or_told_how_to_get() -> None:
     found = {finding.name: finding for finding in doctor._extras()}
-    told = metadata.metadata("winnow").get_all("Provides-Extra") or []
+    told = metadata.metadata("winnow-rl").get_all("Provides-Extra") or []
     assert set(found) == {f"extra {name}" for name in told} - {
         "extra all", "extra dev", "extra browser",
     }  # fmt: skip
-    for name, package in (("peft", "peft"), ("ray", "ray"), ("megatron", "megatron-core")):
+    for name, package in (("peft", "peft"), ("ray", "ray"), ("serve", "starlette")):
         finding = found[f"extra {name}"]
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
             assert finding.state == "note"
             assert finding.text.startswith(f"{package} is missing")
-            assert finding.remedy == f"pip install 'winnow[{name}]'"
+            assert finding.remedy == f"pip install 'winnow-rl[{name}]'"
         else:
             assert finding.state == "ok"
             assert f"{package} {version}" in finding.text
+
+
+def test_each_extra_installs_something_that_winnow_imports() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    for name in extras.keys() - {"all", "dev", "browser"}:
+        for requirement in extras[name]:
+            package = re.split(r"[\[>]", requirement)[0].replace("-", "_")
+            assert re.search(rf"^ *(import|from) {package}\b", source, re.MULTILINE), requirement
+
+
+def test_no_advice_names_the_other_project_of_the_package_index() -> None:
+    theirs = re.compile(r"pip install [^\n`\"]*\bwinnow(?!-rl)\b")
+    pages = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    assert [page.name for page in pages if theirs.search(page.read_text())] == []
 
 
 def sandboxes_where(block: Callable[[], None]) -> list[Finding]:

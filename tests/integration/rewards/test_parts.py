@@ -11,13 +11,15 @@ from tests.scoring import LIMIT, PROMPT, UserService, answer
 
 from winnow.config.reward import (
     CosineConfig,
+    DapoManager,
+    NaiveManager,
     OverlongConfig,
+    ParallelManager,
     PartConfig,
     PartWeights,
     RewardConfig,
 )
-from winnow.config.reward_manager import DapoManager, NaiveManager, ParallelManager
-from winnow.config.sampling import VarianceFilter
+from winnow.config.rollout import VarianceFilter
 from winnow.errors import RewardError
 from winnow.observe.metrics import Metrics
 from winnow.rewards.scorers import SCORERS
@@ -151,7 +153,7 @@ def test_a_part_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPa
         one.check_sources(["sort_digits"])
     assert str(caught.value) == (
         "reward.parts.gym is scored by reasoning_gym, whose package is not installed; "
-        "pip install 'winnow[reasoning-gym]', or name another in reward.parts.gym.scorer"
+        "pip install 'winnow-rl[reasoning-gym]', or name another in reward.parts.gym.scorer"
     )
 
 

@@ -209,3 +209,14 @@ def test_a_kl_in_the_loss_whose_gradient_is_not_the_kls_is_warned_of(home: Path)
     assert "Warning: algorithm.kl.loss.estimator=k3 in the loss has a biased gradient" in said.out
     kl = ("algorithm/kl/loss=fixed", "algorithm.kl.loss.estimator=k2", "observe.console=plain")
     assert "Warning" not in train(home, "quiet", "trainer.steps=1", *kl).out
+
+
+def test_a_run_shorter_than_its_warm_ups_cuts_them_and_says_so(home: Path) -> None:
+    warm = ("optim.warmup_steps=5", "algorithm/advantage=gae", "critic.warmup_steps=3")
+    said = train(home, "short", "trainer.steps=2", *warm, "observe.console=plain")
+    assert "Warning: optim.warmup_steps=5 is more than trainer.steps=2" in said.out
+    assert "Warning: critic.warmup_steps=3 leaves none of trainer.steps=2" in said.out
+    records = {r["step"]: r for r in read_metrics(home / "runs/short/metrics.jsonl")}
+    # The critic learns alone in step 1; in step 2, its last, the policy is at its peak.
+    assert "actor/lr" not in records[1]
+    assert records[2]["actor/lr"] == 1e-2

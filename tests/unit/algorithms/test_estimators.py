@@ -17,7 +17,7 @@ from tests.examples import examples
 from tests.ragged_steps import COMPONENTS, SIXTEENTHS, Sample, Token, inputs_of, steps
 
 from winnow.algorithms.estimators import ESTIMATORS, AdvantageInputs, Advantages
-from winnow.config.advantage import Advantage
+from winnow.config.algorithm import Advantage
 
 Rows = list[list[float]]
 Reference = Callable[..., list[float] | Rows]
@@ -455,7 +455,7 @@ def test_every_estimator_has_its_section_in_a_recipe() -> None:
         section.model_fields["name"].default: section
         for section in get_args(get_args(Advantage)[0])
     }
-    assert list(sections) == [
+    assert list(sections)[:-1] == [
         "grpo",
         "grpo_passk",
         "rloo",
@@ -468,6 +468,7 @@ def test_every_estimator_has_its_section_in_a_recipe() -> None:
         "optimal_token_baseline",
         "gae",
     ]
+    del sections["custom"]
     assert set(ESTIMATORS) == set(sections)
     samples = [
         Sample(0, (Token(False), Token(True, True, r, 0.5, 0.5, 0.4)), 0.0, (r, 1.0))

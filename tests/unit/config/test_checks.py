@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from winnow.config.checks import RULES
 from winnow.config.load import load_recipe
+from winnow.config.rules import notices
 from winnow.errors import ConfigError
 
 FILES = ["warm_start=none", "data/task=none", "model.path=M"]
@@ -152,16 +152,6 @@ CASES = [
         ["rollout.n=1", "sampling.filter={name: band, low: 0.2, high: 1}"],
     ),
     (
-        ["optim.warmup_steps=81"],
-        ["optim.warmup_steps=81", "trainer.steps=80", "80 or less"],
-        ["optim.warmup_steps=80"],
-    ),
-    (
-        ["warm_start.steps=9"],
-        ["warm_start.warmup_steps=50", "warm_start.steps=9", "9 or less"],
-        ["warm_start.steps=9", "warm_start.warmup_steps=9"],
-    ),
-    (
         ["reward.function.path=f.py", "reward.scorers.a=gsm8k"],
         ["reward.function.path=f.py", "reward.scorers (a)", "set reward.function.path=null"],
         ["reward.function.path=f.py"],
@@ -241,16 +231,6 @@ CASES = [
         ["algorithm/advantage=gdpo", "algorithm/kl/reward=adaptive"],
         ["algorithm/kl/reward=adaptive", "algorithm/advantage=gdpo", "algorithm/kl/loss=fixed"],
         ["algorithm/advantage=gdpo", "algorithm/kl/loss=fixed"],
-    ),
-    (
-        ["algorithm/advantage=gae", "critic.warmup_steps=80"],
-        ["critic.warmup_steps=80", "trainer.steps=80", "below 80"],
-        ["critic.warmup_steps=80"],
-    ),
-    (
-        ["algorithm/advantage=gae", "critic.optim.warmup_steps=81"],
-        ["critic.optim.warmup_steps=81", "trainer.steps=80", "to 80 or less"],
-        ["critic.optim.warmup_steps=81"],
     ),
     (
         ["reward.scorers={sort_digits: none}"],
@@ -352,10 +332,29 @@ def test_a_contradiction_names_both_fields_and_the_way_out(
     assert load_recipe("quickstart", mended)
 
 
-def test_every_rule_has_a_case() -> None:
-    # Seven rules have two cases, for their two sides; start, pass and scorers' workers have three,
-    # pools five.
-    assert len(CASES) == len(RULES) + 17
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["optim.warmup_steps=80"], []),
+        (["trainer.steps=2"], ["optim.warmup_steps=5 is more than trainer.steps=2: the learning"]),
+        (["warm_start.steps=9"], ["warm_start.warmup_steps=50 is more than warm_start.steps=9"]),
+        (["critic.warmup_steps=80", "critic.optim.warmup_steps=81"], []),
+        (
+            ["algorithm/advantage=gae", "critic.warmup_steps=80", "critic.optim.warmup_steps=81"],
+            [
+                "critic.warmup_steps=80 leaves none of trainer.steps=80 for the policy: the critic "
+                "learns alone for 79",
+                "critic.optim.warmup_steps=81 is more than trainer.steps=80",
+            ],
+        ),
+    ],
+)
+def test_a_warm_up_longer_than_the_run_is_cut_and_told(
+    overrides: list[str], said: list[str]
+) -> None:
+    found = notices(load_recipe("quickstart", overrides))
+    assert len(found) == len(said)
+    assert [s for line, s in zip(found, said, strict=True) if f"Warning: {s}" not in line] == []
 
 
 def test_each_broken_rule_has_its_line() -> None:

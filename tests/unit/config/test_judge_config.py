@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from winnow.config.judge import LabelsParse, OpenAiJudge
+from winnow.config.judge import LabelsParse, NumberParse, OpenAiJudge
 from winnow.config.load import load_recipe
 from winnow.errors import ConfigError
 
@@ -61,7 +61,7 @@ def test_a_key_in_the_recipe_is_refused_and_not_shown(override: str) -> None:
 
 def test_a_template_of_ones_own_may_use_all_that_a_row_has() -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ answer }}{{ extra.a.b }}"
-    section = OpenAiJudge(base_url="https://h", model="m", template=template)
+    section = OpenAiJudge(base_url="https://h", model="m", template=template, parse=NumberParse())
     assert section.template == template
 
 

@@ -11,15 +11,15 @@ from typing import Any, Literal
 import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.version import VersionBase
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import Container
 from pydantic import Field
 from tests.examples import examples
 
 from winnow.config.base import Section
-from winnow.config.compose import compose
-from winnow.config.data import DataConfig, SortDigitsTask
+from winnow.config.compose import Tree, resolve
+from winnow.config.data import DataConfig
 from winnow.config.load import (
     ABSENT,
     available_recipes,
@@ -29,14 +29,12 @@ from winnow.config.load import (
     load_recipe,
     resolve_recipe,
 )
-from winnow.config.overrides import ready
 from winnow.config.policy_loss import PpoClipLoss, ReinforceLoss
-from winnow.config.reward import RewardConfig, UserFunction
+from winnow.config.reward import CustomManager, RewardConfig
+from winnow.config.rollout import BandFilter, VarianceFilter
 from winnow.config.root import Config
 from winnow.config.run import RunConfig
-from winnow.config.sampling import BandFilter, VarianceFilter
 from winnow.config.schema import all_keys, default_tree, variants
-from winnow.config.tree import Tree
 from winnow.errors import ConfigError
 
 Write = Callable[..., str]
@@ -125,6 +123,7 @@ def test_a_text_key_keeps_numbers_as_they_were_typed(typed: str, toy: str) -> No
         "algorithm.policy_loss.name=reinforce",
         "algorithm.policy_loss={name:reinforce}",
         "algorithm={policy_loss:{name:reinforce}}",
+        "algorithm={policy_loss:reinforce}",
     ],
 )
 def test_a_variant_is_chosen_in_each_spelling_and_old_keys_are_dropped(
@@ -175,6 +174,15 @@ def test_the_last_of_two_choices_holds(toy: str) -> None:
     assert load_recipe(toy, overrides).sampling.filter == VarianceFilter()
 
 
+SAMPLE_MEAN = ["algorithm.aggregation=seq-mean-token-mean"]
+COMPLETED = {
+    **dict.fromkeys(("gspo", "sapo", "gmpo"), SAMPLE_MEAN),
+    "batch": ["reward.function.path=f.py"],
+    "dapo": ["reward.overlong.enabled=true"],
+}
+"""Other keys that a variant asks for."""
+
+
 def test_every_variant_can_be_chosen(toy: str) -> None:
     by_path = {key.path: variants(key.field) for key in all_keys()}
 
@@ -192,6 +200,7 @@ def test_every_variant_can_be_chosen(toy: str) -> None:
         around = [] if key.variant is None else chosen(*key.variant)[0]
         for name, variant in by_path[key.path].items():
             overrides, needed = chosen(key.path, name)
+            overrides += COMPLETED.get(name, [])
             config = resolve_recipe(toy, [*around, *overrides])
             node: Section = config
             for part in key.path:
@@ -259,15 +268,12 @@ def test_a_union_within_a_variant_is_replaced_whole_too(
     typed: dict[str, object],
     overrides: list[str],
     expected: dict[str, object],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("winnow.config.tree.Config", Concert)
-    monkeypatch.setattr("winnow.config.compose.Config", Concert)
-    tree = Tree()
+    tree = Tree(Concert)
     tree.lay(typed, lambda _: "a file")
-    commands = ready(tree, overrides)
+    tree.override(overrides)
     assert tree.problems == []
-    assert compose(tree.values, commands) == {"music": expected}
+    assert resolve(tree.values) == {"music": expected}
 
 
 # Tables
@@ -395,11 +401,11 @@ TRICKY = st.text(max_size=12) | st.sampled_from(
 def test_any_text_survives_a_dump(
     text: str, key: str, number: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    function = UserFunction(kwargs={key: [text, number, True, None, {key: text}]})
+    manager = CustomManager(path="a:B", kwargs={key: [text, number, True, None, {key: text}]})
     config = Config(
         run=RunConfig(dir=text),
-        data=DataConfig(task=SortDigitsTask(), train_files=(text,)),
-        reward=RewardConfig(function=function, scorers={key: text}),
+        data=DataConfig(train_files=(text,)),
+        reward=RewardConfig(manager=manager, scorers={key: text}),
     )
     path = tmp_path_factory.mktemp("dump") / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
@@ -426,7 +432,7 @@ def test_help_shows_the_values_of_the_recipe_and_the_keys_of_other_variants() ->
     assert table["optim.lr", ""].default == "0.5"
     assert table["optim.lr", ""].type == "a number greater than 0"
     assert table["optim.lr", ""].meaning == "Peak learning rate."
-    assert table["sampling/filter", ""].type == "one of none, variance, band"
+    assert table["sampling/filter", ""].type == "one of none, variance, band, custom"
     assert table["sampling/filter", ""].default == "variance"
     assert table["sampling.filter.low", "sampling/filter=band"].default == "0.0"
     assert table["optim.betas", ""].type == "a list of 2 numbers in [0, 1)"
@@ -439,7 +445,7 @@ def test_help_narrows_to_a_prefix() -> None:
     assert [row.key for row in describe_config(config, "optim.lr")] == ["optim.lr"]
     union = describe_config(config, "algorithm/policy_loss")
     assert union[0].key == "algorithm/policy_loss"
-    with pytest.raises(ConfigError, match=r"no key starts with 'optin'; did you mean .*optim\."):
+    with pytest.raises(ConfigError, match=r"no key starts with 'optin'; did you mean optim\?"):
         describe_config(config, "optin")
 
 
@@ -476,21 +482,14 @@ def test_neither_hydra_nor_torch_is_imported_before_a_recipe_is_loaded() -> None
     assert run.returncode == 0, run.stderr
 
 
-def test_loading_leaves_hydra_as_it_was(toy: str) -> None:
+def test_loading_leaves_hydra_and_omegaconf_as_they_were(toy: str) -> None:
     store = ConfigStore.instance()
-    store.store("theirs", {"x": 1}, group="data/task")
-    repo, base = store.repo, VersionBase.instance().version_base
-    try:
-        load_recipe(toy)
-        with pytest.raises(ConfigError):
-            load_recipe(toy, ["optim.lr=${nowhere}"])
-        assert store.repo is repo
-        assert list(repo["data"]["task"]) == ["theirs.yaml"]
-        assert "_winnow_.yaml" not in repo
-        assert VersionBase.instance().version_base is base
-        assert not GlobalHydra.instance().is_initialized()
-    finally:
-        repo.pop("data")
+    before = store.repo, dict(store.repo), Container.resolve_parse_tree
+    load_recipe(toy, ["optim.lr=0.5", "run.dir=${run.resume}"])
+    with pytest.raises(ConfigError, match="not found"):
+        load_recipe(toy, ["optim.lr=${nowhere}"])
+    assert (store.repo, dict(store.repo), Container.resolve_parse_tree) == before
+    assert not GlobalHydra.instance().is_initialized()
 
 
 KEYS = st.sampled_from(sorted({key.spelling for key in all_keys()})) | st.sampled_from(

@@ -7,8 +7,8 @@ from tests.recipes import recipe
 
 from winnow.config.files import RECIPES
 from winnow.config.load import available_recipes, load_recipe
+from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
-from winnow.config.warm_start import SftWarmStart
 from winnow.errors import ConfigError
 
 TO_COMPLETE = ["model.path=FOLDER", "data.train_files=[train.parquet]"]

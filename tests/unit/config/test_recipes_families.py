@@ -13,7 +13,8 @@ from tests.recipes import recipe
 
 from winnow.config.files import RECIPES
 from winnow.config.load import available_recipes
-from winnow.config.warm_start import SftWarmStart
+from winnow.config.model import SftWarmStart
+from winnow.config.rollout import TorchEngineConfig
 from winnow.runs.warm_start import cache_folder
 
 UNFILTERED = {
@@ -157,6 +158,10 @@ def test_a_real_recipe_sets_what_decides_a_run(name: str) -> None:
     assert config.model.path is not None
     assert config.warm_start.name == "none"
     assert config.data.train_files
+    # fp32 weights of 32B take 131 GB, 256 answers of 22,528 tokens a cache of 2.75 TiB.
+    assert config.model.dtype == "bfloat16"
+    assert isinstance(config.rollout.engine, TorchEngineConfig)
+    assert config.rollout.engine.cache_gib == 32
     written = typed(RECIPES / f"{name}.yaml")
     for key in (
         "algorithm.policy_loss.name",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.recipes import recipe
 
-from winnow.config.reward_shares import limits, share_of
+from winnow.config.reward import share_of, shared_limits
 
 ASKED = [
     *("reward/judge=openai", "reward.judge.base_url=http://127.0.0.1:1/v1", "reward.judge.model=m"),
@@ -18,7 +18,7 @@ ASKED = [
 @pytest.mark.parametrize("processes", [1, 3])
 def test_processes_together_keep_within_the_limits_of_the_run(processes: int) -> None:
     config = recipe("quickstart", *ASKED, f"reward.processes={processes}").reward
-    whole, share = limits(config), limits(share_of(config))
+    whole, share = shared_limits(config), shared_limits(share_of(config))
     assert whole == {
         ("judge", "max_concurrent"): 7,
         ("judge", "tokens_per_minute"): 1000,
@@ -33,5 +33,5 @@ def test_processes_together_keep_within_the_limits_of_the_run(processes: int) ->
 
 def test_what_has_no_limit_has_no_share() -> None:
     config = recipe("quickstart", "reward.processes=2").reward
-    assert limits(config) == {}
+    assert shared_limits(config) == {}
     assert share_of(config) == config

@@ -99,5 +99,5 @@ def test_a_scorer_whose_package_is_missing_is_refused(monkeypatch: pytest.Monkey
         Router({"mine": "reasoning_gym"}).check(["mine"])
     assert str(caught.value) == (
         "data_source mine is scored by reasoning_gym, whose package is not installed; "
-        "pip install 'winnow[reasoning-gym]', or name another in reward.scorers"
+        "pip install 'winnow-rl[reasoning-gym]', or name another in reward.scorers"
     )

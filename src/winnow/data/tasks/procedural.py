@@ -187,7 +187,7 @@ def _dataset(task: str, options: str, key: str, block: int) -> Any:
     except ModuleNotFoundError as error:
         raise DataError(
             f"{PREFIX}{task} needs the package reasoning-gym, which is not installed; "
-            "pip install 'winnow[reasoning-gym]'"
+            "pip install 'winnow-rl[reasoning-gym]'"
         ) from error
     if task not in DATASETS:
         near = get_close_matches(task, DATASETS)

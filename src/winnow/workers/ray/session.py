@@ -42,7 +42,7 @@ def ray_module() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        message = "cluster=ray needs Ray; install it: pip install 'winnow[ray]'"
+        message = "cluster=ray needs Ray; install it: pip install 'winnow-rl[ray]'"
         raise ConfigError(message) from None
 
 
