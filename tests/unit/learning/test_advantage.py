@@ -152,6 +152,20 @@ def test_a_component_counts_by_its_weight() -> None:
         assert not any(torch.allclose(one, other, rtol=1e-2) for other in found[:i])
 
 
+def test_the_weights_of_the_correction_reach_the_token_baseline() -> None:
+    groups, found = recorded_groups(), []
+    for weight in (None, 1.0, 0.5):
+        batch = column_batch(groups)
+        if weight is not None:
+            written_so_far = batch.positions - batch.prompt_lengths.repeat_interleave(
+                batch.offsets.diff()
+            )
+            batch.columns["weight"] = weight ** (written_so_far.clamp(min=0) % 3).float()
+        found.append(advantage_stage("optimal_token_baseline")(groups, batch, Metrics()).tokens)
+    assert torch.equal(found[0], found[1])
+    assert not torch.allclose(found[0], found[2], rtol=1e-2)
+
+
 def test_only_a_penalty_has_a_state() -> None:
     assert advantage_stage("grpo", {}).state_dict() == {}
     stage = advantage_stage("grpo", {}, KlPenalty(0.5, "k1"))
