@@ -35,7 +35,7 @@ from torch import Tensor
 
 from winnow.algorithms.estimators import ESTIMATORS
 from winnow.algorithms.losses.registry import POLICY_LOSSES
-from winnow.config.sampling import SamplingConfig
+from winnow.config.rollout import SamplingConfig
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.advantage import AdvantageStage
 from winnow.learning.batch import MicroBatch

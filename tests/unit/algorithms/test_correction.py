@@ -14,7 +14,7 @@ from torch import Tensor
 
 from winnow.algorithms import correction
 from winnow.algorithms.correction import REJECTIONS, WEIGHTS, Corrected, divided_by_mean
-from winnow.config.correction import Rejection, Weight
+from winnow.config.algorithm import Rejection, Weight
 
 Sample = list[tuple[float, float, bool, bool]]
 """Tokens: old, behav, in gen_mask, in loss_mask (which counts within gen_mask only)."""
