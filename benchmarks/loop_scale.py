@@ -33,6 +33,8 @@ import torch
 from tests.engines import Prompts, ScriptedEngine, uniform
 from torch import Tensor
 
+from winnow.algorithms.estimators import ESTIMATORS
+from winnow.algorithms.losses.registry import POLICY_LOSSES
 from winnow.config.rollout import SamplingConfig
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.advantage import AdvantageStage
@@ -206,9 +208,9 @@ class Run:
         )
         settings = LearnerSettings(min(UPDATE_GROUPS, groups), 1, MICROBATCH_TOKENS, False, 3, 1)
         learner = Learner(
-            Roles(Policy(strategy, PolicyObjective("ppo_clip"))),
+            Roles(Policy(strategy, PolicyObjective(POLICY_LOSSES["ppo_clip"], {}, "token-mean"))),
             Rates(_rate),
-            AdvantageStage("grpo", {}),
+            AdvantageStage(ESTIMATORS["grpo"], {"std_normalization": "group"}),
             settings,
         )
         states: Mapping[str, Any] = {"sampler": sampler, "loader": prompts, "learner": learner}

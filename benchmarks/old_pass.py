@@ -27,6 +27,7 @@ from tests.fixtures.record import arrays, rollouts
 from tests.recorded import groups_of
 from torch import Tensor
 
+from winnow.algorithms.estimators import ESTIMATORS
 from winnow.config.load import load_recipe
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
@@ -65,7 +66,7 @@ def learner_of(config: Config, path: str, old: OldSource) -> tuple[Learner, dict
     learner = Learner(
         Roles(Policy(strategy, replace(objective, old=old))),
         Rates(lambda step: config.optim.lr),
-        AdvantageStage("grpo", {}),
+        AdvantageStage(ESTIMATORS["grpo"], {"std_normalization": "group"}),
         settings,
     )
     return learner, dict(policy.model.named_parameters())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from winnow.algorithms.estimators import AdvantageInputs
+from winnow.algorithms.advantages import AdvantageInputs
 
 SIXTEENTHS = st.integers(-64, 64).map(lambda n: n / 16)
 """Their sums, shifts and halves are exact, so only the function under test rounds."""
@@ -28,6 +28,7 @@ class Token:
     value: float = 0.0
     prob: float = 1.0
     square: float = 1.0
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Sample:
         return sum(token.reward for token in self.written)
 
 
-def inputs_of(samples: Sequence[Sample], dtype: torch.dtype = torch.float64) -> AdvantageInputs:
+def inputs_of(samples: Sequence[Sample]) -> AdvantageInputs:
     """The samples packed end to end."""
     tokens = [token for sample in samples for token in sample.tokens]
     ends = [0]
@@ -56,10 +57,10 @@ def inputs_of(samples: Sequence[Sample], dtype: torch.dtype = torch.float64) -> 
         ends.append(ends[-1] + len(sample.tokens))
 
     def column(name: str) -> torch.Tensor:
-        return torch.tensor([getattr(token, name) for token in tokens], dtype=dtype)
+        return torch.tensor([getattr(token, name) for token in tokens], dtype=torch.float64)
 
     def row(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=torch.float64)
 
     return AdvantageInputs(
         rewards=row([sample.reward for sample in samples]),
@@ -76,6 +77,7 @@ def inputs_of(samples: Sequence[Sample], dtype: torch.dtype = torch.float64) -> 
         values=column("value"),
         prob=column("prob"),
         prob_square_sum=column("square"),
+        weights=column("weight"),
     )
 
 
@@ -86,7 +88,8 @@ def written_tokens(draw: st.DrawFn) -> Token:
     rest = 1 - prob
     square = prob**2 + (rest * share) ** 2 + (rest * (1 - share)) ** 2
     reward = draw(st.sampled_from([0.0, 0.0, 0.125, -0.25]))
-    return Token(True, draw(st.booleans()), reward, draw(SIXTEENTHS), prob, square)
+    weight = draw(st.sampled_from([1.0, 1.0, 0.5, 2.0, 0.0]))
+    return Token(True, draw(st.booleans()), reward, draw(SIXTEENTHS), prob, square, weight)
 
 
 @st.composite

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from hypothesis import settings
 from numpy.typing import NDArray
 from tests.examples import QUICK
+from tests.objectives import policy_objective
 from tests.ranks import Ranks
 from tests.recorded import VOCABULARY, recorded_groups
 from tests.small_models import digits_model
@@ -41,7 +42,6 @@ from winnow.learning.batch import (
     update_of,
 )
 from winnow.learning.fsdp2 import FSDP2Strategy
-from winnow.learning.objective import PolicyObjective
 from winnow.learning.shards import gathered
 from winnow.learning.single import SingleStrategy
 from winnow.learning.strategy import LossResult, Output, Outputs
@@ -156,7 +156,7 @@ def batch_of(kind: str, dtype: torch.dtype) -> Batch:
 def objective_of(kind: str) -> Any:
     if kind in OUTPUTS:
         return numbers_loss
-    return PolicyObjective("ppo_clip", {"clip_high": 0.28}, entropy_coef=0.01)
+    return policy_objective("ppo_clip", {"clip_high": 0.28}, entropy_coef=0.01)
 
 
 def numbers_loss(micro: MicroBatch, outputs: Outputs) -> LossResult:
@@ -408,7 +408,7 @@ def five_steps(strategy: Any, micro_of: Callable[[Batch], list[MicroBatch]]) -> 
         batch.columns["advantages"] = spread(rewards, batch)
         batch.columns["old"] = batch.behav
         micro = micro_of(batch)
-        objective = PolicyObjective("reinforce", {})
+        objective = policy_objective("reinforce", {})
         losses.append(strategy.forward_backward(micro, objective.outputs, objective)["loss"])
         strategy.optimizer_step(3e-3)
     return losses

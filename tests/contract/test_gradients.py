@@ -26,13 +26,13 @@ import torch.distributed as dist
 from hypothesis import Phase, given
 from hypothesis import strategies as st
 from tests.examples import examples
+from tests.objectives import advantage_stage, legal_aggregation, policy_objective
 from tests.recorded import VOCABULARY, quickstart_model, recorded_groups
 from torch import Tensor, nn
 
 from winnow.algorithms.aggregation import AGGREGATIONS
 from winnow.algorithms.losses.registry import POLICY_LOSSES
 from winnow.config.load import load_recipe
-from winnow.learning.advantage import AdvantageStage
 from winnow.learning.batch import MicroBatch, pack
 from winnow.learning.critic import Critic, ValueObjective
 from winnow.learning.importance_correction import CorrectionStage
@@ -135,7 +135,7 @@ def gradients(case: Case, cut: Cut, dtype: torch.dtype, folder: Path) -> list[Gr
     learner = Learner(
         Roles(Policy(policy, case.objective), reference, critic),
         Rates(lambda step: 0.0, lambda step: 0.0),
-        AdvantageStage(case.advantage, case.options),
+        advantage_stage(case.advantage, case.options),
         LearnerSettings(100, case.epochs, cut.budget, case.overlong_filtering, 5, 1),
         case.correct,
         with_squares=case.advantage == "optimal_token_baseline",
@@ -228,7 +228,7 @@ WEIGHT: Mapping[str, Any] = {
 }
 REJECTION: Mapping[str, Any] = {
     "rejection": "k1",
-    "rejection_options": {"level": "token", "low": 1e-3, "high": 1e3},
+    "rejection_options": {"level": "token", "over": "mean", "low": 1e-3, "high": 1e3},
 }
 SELECTION: Mapping[str, Mapping[str, Any]] = {
     "clip_cov": {"share": 0.02, "cov_low": 0.0, "cov_high": 50.0, "selection": "update"},
@@ -237,9 +237,7 @@ SELECTION: Mapping[str, Mapping[str, Any]] = {
 
 
 def _objective(loss: str, **changes: Any) -> PolicyObjective:
-    legal = POLICY_LOSSES[loss].aggregations or ("token-mean",)
-    changes = {"aggregation": legal[0], "options": SELECTION.get(loss, {})} | changes
-    return PolicyObjective(loss, **changes)
+    return policy_objective(loss, changes.pop("options", SELECTION.get(loss)), **changes)
 
 
 def _cases() -> dict[str, Case]:
@@ -270,7 +268,7 @@ def _cases() -> dict[str, Case]:
             _objective("ppo_clip"),
             advantage="gae",
             options={"gamma": 0.99, "lam": 0.9},
-            value=ValueObjective(0.05),
+            value=ValueObjective(0.05, "token-mean"),
         ),
         "critic by prompt": Case(
             _objective("ppo_clip", aggregation="prompt-mean-token-mean"),
@@ -400,7 +398,7 @@ def of_one_update(
     learner = Learner(
         Roles(Policy(policy, objective)),
         Rates(lambda step: 0.0),
-        AdvantageStage("grpo", {}),
+        advantage_stage("grpo", {}),
         LearnerSettings(100, 1, 400, False, 5, 1),
         correct,
     )
@@ -430,8 +428,8 @@ def test_bypass_mode_is_recompute_mode_where_the_sampler_was_the_old_policy(loss
 
 @pytest.mark.parametrize("loss", [n for n in POLICY_LOSSES if n not in SELECTION])
 def test_without_a_pass_of_its_own_one_update_has_the_same_gradient(loss: str) -> None:
-    aggregation = (POLICY_LOSSES[loss].aggregations or ("token-mean",))[0]
-    changes = [f"algorithm/policy_loss={loss}", f"algorithm.aggregation={aggregation}"]
+    aggregation = f"algorithm.aggregation={legal_aggregation(loss)}"
+    changes = [f"algorithm/policy_loss={loss}", aggregation]
     config = load_recipe("quickstart", [*changes, "trainer.mini_batch_groups=null"])
     objective = make_objective(config)
     assert objective.old == "current"
@@ -442,7 +440,7 @@ def test_without_a_pass_of_its_own_one_update_has_the_same_gradient(loss: str) -
 def sampled_by(model: nn.Module, groups: list[Group]) -> list[Group]:
     """The groups with the model's own log-probs in the place of the sampler's."""
     batch = pack(groups)
-    Policy(Recorder(model), PolicyObjective("ppo_clip")).old_logprobs(batch, 400)
+    Policy(Recorder(model), policy_objective("ppo_clip")).old_logprobs(batch, 400)
     samples = iter(batch.columns["old"].split(batch.offsets.diff().tolist()))
 
     def own(answer: Answer) -> Answer:

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tests.examples import examples
+from tests.objectives import policy_objective
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from winnow.errors import CheckpointError, ModelError
 from winnow.learning.batch import Batch, all_micro_batches, gather_tokens, micro_batches, pack
 from winnow.learning.fsdp2 import FSDP2Strategy
-from winnow.learning.policy import PolicyObjective
 from winnow.learning.shards import whole
 from winnow.learning.single import SingleStrategy
 from winnow.learning.strategy import LossResult, Strategy
@@ -37,7 +37,7 @@ TEMPERATURE = 0.8
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 BOTH = frozenset({"logprob", "entropy"})
-OBJECTIVE = PolicyObjective("ppo_clip", {"clip_high": 0.28}, entropy_coef=0.01)
+OBJECTIVE = policy_objective("ppo_clip", {"clip_high": 0.28}, entropy_coef=0.01)
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -1,43 +1,45 @@
-"""Correction for tokens that another policy sampled than the one that is to learn from them.
+"""Tokens that another policy sampled than the one that learns from them: how far, and what to do.
 
 Three policies meet: `behav` sampled the tokens, `old` is the proximal policy, `logp` the current
 one. With l = old - behav a token, w = exp(l) weighs its loss (importance sampling), and tokens or
 samples that are too far off are rejected. Where `old` is the current policy itself (fused), give
 logp for it; where it is the sampler (bypass), weigh by logp against behav. Nothing here carries a
 gradient. Whole samples are needed, no more: results for the micro-batches of a batch are those
-for the batch. What does need all of it, the weights' mean, is given as moments that add up.
+for the batch, but for weights that are divided by their mean.
+
+`mismatch_sums` measures the distance, as sums that add up over micro-batches and ranks.
 
 Shapes: `T` packed tokens, `B` samples. Log-probs are in nats.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
 """w = exp(l) with l, or its sum over a sequence, held within +-20 nats."""
-
-Level = Literal["token", "sequence"]
-Over = Literal["sum", "mean", "max"]
+OUTSIDE = (0.5, 2.0)
+"""Ratios beyond these are counted as outside in the mismatch."""
+FLAT_TOLERANCE = 1e-12
+"""A variance below this share of the mean square is float noise."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corrected:
-    """What is left to learn from, and by how much."""
+    """The tokens that are left to learn from, and the weight of each."""
 
     loss_mask: Tensor
-    """[T] bool: what of the given loss_mask was not rejected."""
+    """[T] bool: the tokens of the given loss_mask that were not rejected."""
     weights: Tensor | None
-    """[T] in old's dtype, what multiplies the loss of each token, never negative; 1 off
-    loss_mask. None where the loss is not weighted."""
-    moments: Tensor
-    """[2] float64: `weight_moments` over loss_mask; zeros without weights."""
+    """[T] in old's dtype, the factor of each token's loss, never negative; 1 off loss_mask.
+    None where the loss is not weighted."""
     sums: dict[str, Tensor]
     """Scalars that add up: `rejected_tokens` and `rejected_samples`, those that lost their last
     token, of the given loss_mask; with weights and over the new loss_mask `weight`, and
@@ -55,8 +57,9 @@ def correct(
     weight_options: Mapping[str, Any] = MappingProxyType({}),
     rejection: str | None = None,
     rejection_options: Mapping[str, Any] = MappingProxyType({}),
+    normalize: bool = False,
 ) -> Corrected:
-    """Rejection, then weights, for whole samples: a batch's or a micro-batch's.
+    """Reject, then weigh whole samples: a batch's or a micro-batch's.
 
     Args:
         old, behav: [T] the two policies' log-probs; off gen_mask they are not read.
@@ -67,32 +70,30 @@ def correct(
         weight_options: `level`, and the bounds of that function.
         rejection: a key of `REJECTIONS`; None rejects nothing.
         rejection_options: of `rejected`, by keyword.
-
-    Raises:
-        ValueError: an unknown name.
+        normalize: divide the weights by their mean over what is given here.
     """
     l_T = log_ratio(old, behav, gen_mask)
     left = loss_mask
     if rejection is not None:
         left = loss_mask & ~rejected(l_T, gen_mask, offsets, rejection, **rejection_options)
-    learning = _learning_samples(loss_mask, offsets)
+    samples = _Samples(offsets, len(old))
     sums = {
         "rejected_tokens": (loss_mask & ~left).sum(),
-        "rejected_samples": (learning & ~_learning_samples(left, offsets)).sum(),
+        "rejected_samples": ((samples.sums(loss_mask) > 0) & ~(samples.sums(left) > 0)).sum(),
     }
     if weight is None:
-        return Corrected(left, None, torch.zeros(2, dtype=torch.float64, device=old.device), sums)
-    if weight not in WEIGHTS:
-        raise ValueError(f"weight must be one of {', '.join(WEIGHTS)}, got {weight!r}")
+        return Corrected(left, None, sums)
     bounds = dict(weight_options)
-    level = bounds.pop("level", "token")
+    level = bounds.pop("level")
     w = importance_ratio(l_T, offsets, level)
     values = WEIGHTS[weight](w, **bounds)
     sums["weight"] = torch.where(left, values, 0.0).double().sum()
     sums["weight_bound"] = (left & (values != w)).sum()
-    moments = weight_moments(values, left, offsets, level)
     # 1, not 0 or NaN, off the mask: 0 times a weight that is not finite would be a NaN gradient.
-    return Corrected(left, torch.where(left, values, 1.0), moments, sums)
+    weights = torch.where(left, values, 1.0)
+    if normalize:
+        weights = divided_by_mean(weights, left, offsets, level)
+    return Corrected(left, weights, sums)
 
 
 def log_ratio(old: Tensor, behav: Tensor, gen_mask: Tensor) -> Tensor:
@@ -101,12 +102,12 @@ def log_ratio(old: Tensor, behav: Tensor, gen_mask: Tensor) -> Tensor:
     return torch.where(gen_mask & (old != behav), old - behav, 0.0)
 
 
-def truncated(w: Tensor, *, cap: float = 2.0) -> Tensor:
+def truncated(w: Tensor, *, cap: float) -> Tensor:
     """min(w, cap): truncated importance sampling (TIS)."""
     return w.clamp(max=cap)
 
 
-def masked(w: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
+def masked(w: Tensor, *, low: float, high: float) -> Tensor:
     """w within [low, high], 0 outside: IcePop (Ring-1T, arXiv 2510.18855)."""
     return torch.where((w >= low) & (w <= high), w, 0.0)
 
@@ -114,59 +115,41 @@ def masked(w: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
 WEIGHTS: Mapping[str, Callable[..., Tensor]] = {"truncated": truncated, "masked": masked}
 
 
-def importance_ratio(log_ratio: Tensor, offsets: Tensor, level: Level = "token") -> Tensor:
-    """w [T]: exp(clamp(l, +-20)) of each token, or exp(clamp(sum of l, +-20)) of its sample.
+def importance_ratio(log_ratio: Tensor, offsets: Tensor, level: str) -> Tensor:
+    """w [T]: exp(clamp(l, +-20)) of each token, or at level "sequence" of its sample's sum of l.
 
     Args:
         log_ratio: [T] from `log_ratio`, 0 off gen_mask.
         offsets: [B+1] int64.
-
-    Raises:
-        ValueError: an unknown level.
+        level: "token" or "sequence".
     """
-    if level not in ("token", "sequence"):
-        raise ValueError(f"level must be token or sequence, got {level!r}")
     l_T = log_ratio
     if level == "sequence":
-        index = _sample_index(offsets, len(log_ratio))
-        l_T = _sums(log_ratio, index, len(offsets) - 1)[index].to(log_ratio.dtype)
+        samples = _Samples(offsets, len(log_ratio))
+        l_T = samples.sums(log_ratio)[samples.index_T].to(log_ratio.dtype)
     return l_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def weight_moments(
-    weights: Tensor, mask: Tensor, offsets: Tensor, level: Level = "token"
-) -> Tensor:
-    """Sum and count [2] of the weights: of the tokens in `mask`, or of samples with such a token.
+def divided_by_mean(weights: Tensor, mask: Tensor, offsets: Tensor, level: str) -> Tensor:
+    """Return `weights` [T] over their mean; as they are where the mean is 0 or nothing counts.
 
-    Args:
-        weights: [T], at the level of sequences the same on all of a sample's tokens.
-        mask: [T] bool: what learns.
-        offsets: [B+1] int64.
-        level: that of the weights.
+    The mean is over the tokens in `mask` [T], or at level "sequence", where a sample's weights
+    are one number, over the samples with such a token.
     """
-    weights_T = torch.where(mask, weights.detach(), 0.0).double()
-    if level == "token":
-        return torch.stack([weights_T.sum(), mask.sum().double()])
-    index, n = _sample_index(offsets, len(mask)), len(offsets) - 1
-    tokens_B = _sums(mask, index, n)
-    means_B = _sums(weights_T, index, n) / tokens_B.clamp(min=1)
-    return torch.stack([means_B.sum(), (tokens_B > 0).sum().double()])
-
-
-def divided_by_mean(weights: Tensor, moments: Tensor) -> Tensor:
-    """`weights` [T] over their mean; as they are where the mean is 0 or nothing was counted.
-
-    Args:
-        moments: [2] `weight_moments`, added up over all micro-batches and ranks of the step.
-    """
-    total, count = moments.to(weights.device).unbind()
+    weights_T = torch.where(mask, weights, 0.0).double()
+    total, count = weights_T.sum(), mask.sum().double()
+    if level == "sequence":
+        samples = _Samples(offsets, len(mask))
+        tokens_B = samples.sums(mask)
+        total = (samples.sums(weights_T) / tokens_B.clamp(min=1)).sum()
+        count = (tokens_B > 0).sum().double()
     return weights * torch.where(total > 0, count / total, 1.0).to(weights.dtype)
 
 
 def k1_outside(
-    log_ratio: Tensor, fold: Callable[[Tensor], Tensor], *, low: float = 0.5, high: float = 2.0
+    log_ratio: Tensor, fold: Callable[[Tensor], Tensor], *, low: float, high: float
 ) -> Tensor:
-    """Whether k1 = -l, folded, leaves [log low, log high]: that is, behav / old leaves [low, high].
+    """True where k1 = -l, folded, leaves [log low, log high]: behav / old leaves [low, high].
 
     At the level of a sample, sum bounds the ratio of the sequences, mean the geometric mean of
     the tokens' ratios, and max each of these.
@@ -178,17 +161,13 @@ def k1_outside(
     return ~((below >= bounds[0]) & (above <= bounds[1]))
 
 
-def k2_outside(
-    log_ratio: Tensor, fold: Callable[[Tensor], Tensor], *, bound: float = 0.25
-) -> Tensor:
-    """Whether k2 = l^2 / 2, folded, exceeds a bound."""
+def k2_outside(log_ratio: Tensor, fold: Callable[[Tensor], Tensor], *, bound: float) -> Tensor:
+    """True where k2 = l^2 / 2, folded, exceeds a bound."""
     return ~(fold(log_ratio.square() / 2) <= bound)
 
 
-def k3_outside(
-    log_ratio: Tensor, fold: Callable[[Tensor], Tensor], *, bound: float = 0.3
-) -> Tensor:
-    """Whether k3 = e^l - 1 - l, folded, exceeds a bound."""
+def k3_outside(log_ratio: Tensor, fold: Callable[[Tensor], Tensor], *, bound: float) -> Tensor:
+    """True where k3 = e^l - 1 - l, folded, exceeds a bound."""
     return ~(fold(log_ratio.expm1() - log_ratio) <= bound)
 
 
@@ -205,68 +184,142 @@ def rejected(
     offsets: Tensor,
     name: str,
     *,
-    level: Literal["token", "sample"] = "token",
-    over: Over = "mean",
+    level: str,
+    over: str,
     **bounds: float,
 ) -> Tensor:
-    """[T] bool: what is too far from `old` to learn from; take it out of loss_mask.
+    """Return the tokens [T] bool that are too far from `old` to learn from.
 
     Args:
         log_ratio: [T] from `log_ratio`.
         gen_mask: [T] bool; a sample's statistic is over all that the policy wrote of it.
         offsets: [B+1] int64.
         name: a key of `REJECTIONS`.
-        level: single tokens, or whole samples.
-        over: how a sample folds its tokens' statistics; without use for tokens.
+        level: "token" or "sample", single tokens or whole samples.
+        over: "sum", "mean" or "max" of a sample's tokens; without use for tokens.
         bounds: of the function by that name.
 
     Returns:
-        True within gen_mask only. What is NaN is rejected.
-
-    Raises:
-        ValueError: an unknown name, level or fold.
+        True within gen_mask only. A statistic that is NaN is rejected.
     """
-    if name not in REJECTIONS:
-        raise ValueError(f"rejection must be one of {', '.join(REJECTIONS)}, got {name!r}")
     l_T = log_ratio.double()
     if level == "token":
         return gen_mask & REJECTIONS[name](l_T, lambda values: values, **bounds)
-    if level != "sample":
-        raise ValueError(f"level must be token or sample, got {level!r}")
-    index, n = _sample_index(offsets, len(l_T)), len(offsets) - 1
+    samples = _Samples(offsets, len(l_T))
+    count_B = samples.sums(gen_mask)
 
     def fold(values: Tensor) -> Tensor:
-        return _fold(values, gen_mask, index, n, over)
+        """[B] sum, mean or max of the written tokens' values [T]; 0 for a sample without one."""
+        if over == "max":
+            shut = values.masked_fill(~gen_mask, -torch.inf)
+            top = torch.full_like(count_B, -torch.inf)
+            top.scatter_reduce_(0, samples.index_T, shut, "amax")
+            return top.masked_fill(count_B == 0, 0.0)
+        total = samples.sums(values.masked_fill(~gen_mask, 0.0))
+        return total / count_B.clamp(min=1) if over == "mean" else total
 
-    return gen_mask & REJECTIONS[name](l_T, fold, **bounds)[index]
-
-
-def _fold(values: Tensor, gen_mask: Tensor, index: Tensor, n: int, over: Over) -> Tensor:
-    """[B] sum, mean or max of the written tokens' values [T]; 0 for a sample without one."""
-    count = torch.zeros(n, dtype=values.dtype, device=values.device)
-    count.index_add_(0, index, gen_mask.to(values.dtype))
-    if over == "max":
-        shut = values.masked_fill(~gen_mask, -torch.inf)
-        top = torch.full_like(count, -torch.inf).scatter_reduce_(0, index, shut, "amax")
-        return top.masked_fill(count == 0, 0.0)
-    if over not in ("sum", "mean"):
-        raise ValueError(f"over must be sum, mean or max, got {over!r}")
-    total = _sums(values.masked_fill(~gen_mask, 0.0), index, n)
-    return total / count.clamp(min=1) if over == "mean" else total
+    return gen_mask & REJECTIONS[name](l_T, fold, **bounds)[samples.index_T]
 
 
-def _sums(values: Tensor, index: Tensor, n: int) -> Tensor:
-    """[B] sums of values [T] by sample, in float64."""
-    total = torch.zeros(n, dtype=torch.float64, device=values.device)
-    return total.index_add_(0, index, values.double())
+class _Samples:
+    """The samples of packed tokens; `index_T` is each token's sample."""
+
+    def __init__(self, offsets: Tensor, n_tokens: int) -> None:
+        self._n = len(offsets) - 1
+        numbers = torch.arange(self._n, device=offsets.device)
+        self.index_T = numbers.repeat_interleave(offsets.diff(), output_size=n_tokens)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[B] sums of values [T] by sample, in float64."""
+        total = torch.zeros(self._n, dtype=torch.float64, device=values.device)
+        return total.index_add_(0, self.index_T, values.double())
 
 
-def _learning_samples(mask: Tensor, offsets: Tensor) -> Tensor:
-    """[B] bool: samples with a token in `mask` [T]."""
-    return _sums(mask, _sample_index(offsets, len(mask)), len(offsets) - 1) > 0
+def mismatch_sums(old: Tensor, behav: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return sums over `mask` [T] in float64 and without gradient, for `mismatch_figures`.
+
+    Args:
+        old: [T] the policy that learns: before the step, or in its first update the current one.
+        behav: [T] the policy that sampled.
+        mask: [T] bool, tokens that the policy wrote.
+    """
+    with torch.no_grad():
+        old, behav = old[mask].double(), behav.to(old.device)[mask].double()
+        delta = old - behav
+        log_w = delta.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        w = log_w.exp()
+        p_old, p_behav = old.exp(), behav.exp()
+        return {
+            "tokens": mask.sum().double(),
+            "old": old.sum(),
+            "behav": behav.sum(),
+            "abs_delta": delta.abs().sum(),
+            "log_w": log_w.sum(),
+            "k3": (w - 1 - log_w).sum(),
+            "w": w.sum(),
+            "w_square": w.square().sum(),
+            "outside": ((w < OUTSIDE[0]) | (w > OUTSIDE[1])).sum().double(),
+            "p_old": p_old.sum(),
+            "p_behav": p_behav.sum(),
+            "p_old_square": p_old.square().sum(),
+            "p_behav_square": p_behav.square().sum(),
+            "p_product": (p_old * p_behav).sum(),
+            "p_difference_square": (p_old - p_behav).square().sum(),
+        }
 
 
-def _sample_index(offsets: Tensor, n_tokens: int) -> Tensor:
-    """[T] int64: each token's sample."""
-    samples = torch.arange(len(offsets) - 1, device=offsets.device)
-    return samples.repeat_interleave(offsets.diff(), output_size=n_tokens)
+def max_delta(old: Tensor, behav: Tensor, mask: Tensor) -> Tensor:
+    """Return the largest |old - behav| over `mask` [T], a scalar; 0 where it is empty."""
+    with torch.no_grad():
+        delta = (old - behav.to(old.device))[mask].double().abs()
+        return delta.max() if delta.numel() else delta.new_zeros(())
+
+
+def mismatch_figures(sums: Mapping[str, float]) -> dict[str, float]:
+    """Turn `mismatch_sums` of all tokens together into figures; none for no tokens.
+
+    With l = old - behav and w = exp(l), l held within +-20: `k1` = mean -l and `k3` = mean of
+    w - 1 - l estimate KL(behav || old); `chi2` = mean w^2 - 1; `ess` = (sum w)^2 / (n sum w^2),
+    the effective share of the tokens; `outside` the share of w beyond `OUTSIDE`; `pearson` the
+    correlation of the two probabilities (where one of them does not vary: 1 if they are equal,
+    else NaN); `ppl_old`, `ppl_behav` and `ppl_ratio`, the first over the second, perplexities.
+    """
+    n = sums["tokens"]
+    if not n:
+        return {}
+    mean = {name: total / n for name, total in sums.items()}
+    return {
+        "abs_delta": mean["abs_delta"],
+        "k1": -mean["log_w"],
+        "k3": mean["k3"],
+        "chi2": mean["w_square"] - 1,
+        "ess": mean["w"] ** 2 / mean["w_square"],
+        "outside": mean["outside"],
+        "pearson": _pearson(mean),
+        "ppl_old": _exp(-mean["old"]),
+        "ppl_behav": _exp(-mean["behav"]),
+        "ppl_ratio": _exp(mean["behav"] - mean["old"]),
+    }
+
+
+def _pearson(mean: Mapping[str, float]) -> float:
+    x, y = (
+        _variance(mean["p_old"], mean["p_old_square"]),
+        _variance(mean["p_behav"], mean["p_behav_square"]),
+    )
+    if not x or not y:
+        return 1.0 if mean["p_difference_square"] == 0.0 else math.nan
+    covariance = mean["p_product"] - mean["p_old"] * mean["p_behav"]
+    return min(max(covariance / math.sqrt(x * y), -1.0), 1.0)
+
+
+def _variance(mean: float, mean_square: float) -> float:
+    variance = mean_square - mean**2
+    return variance if variance > FLAT_TOLERANCE * mean_square else 0.0
+
+
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf

@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 8192
 
 
 class TokenLogprobs(NamedTuple):
-    """What the policy says of the given tokens; fp32 or fp64, as the arithmetic was."""
+    """Numbers about the given tokens under the policy; fp32 or fp64, as the arithmetic was."""
 
     logprob: Tensor
     """[T] nats"""
@@ -38,7 +38,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def chunk_size(vocab_size: int, chunk_tokens: int | None = None) -> int:
-    """Tokens of a chunk: those given, else as many as have `CHUNK_LOGITS` logits together."""
+    """Return the tokens of a chunk: those given, else as many as have `CHUNK_LOGITS` logits."""
     return chunk_tokens or max(CHUNK_LOGITS // vocab_size, MIN_CHUNK_TOKENS)
 
 
@@ -55,7 +55,7 @@ def token_logprobs(
     with_prob_square_sum: bool = False,
     head_dtype: torch.dtype | None = None,
 ) -> TokenLogprobs:
-    """Log-prob of each label, and entropy, under softmax((hidden weight' + bias) / temperature).
+    """Compute log-probs of labels, and entropies: softmax((hidden weight' + bias) / temperature).
 
     Products run in the inputs' dtype, everything after them in fp32 (fp64 for fp64 inputs), as
     an engine does that samples from bf16 logits. The weight's gradient is summed in fp32.
@@ -76,9 +76,9 @@ def token_logprobs(
             piece by piece (an FP32 head on a bf16 model). Gradients keep the inputs' dtypes.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or a number out of its range.
+        ValueError: shapes or dtypes that do not fit, or a vocab_size beyond the head's.
     """
-    _check(hidden, weight, labels, temperature, chunk_tokens, head_dtype)
+    _check(hidden, weight, labels, head_dtype)
     size = weight.shape[0] if vocab_size is None else vocab_size
     if not 1 <= size <= weight.shape[0]:
         raise ValueError(f"vocab_size must lie in [1, {weight.shape[0]}], got {size}")
@@ -254,14 +254,7 @@ class _Head:
             yield rows, self._room[: rows.stop - start].copy_(self._weight[rows])
 
 
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float,
-    chunk_tokens: int | None,
-    head_dtype: torch.dtype | None,
-) -> None:
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, head_dtype: torch.dtype | None) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden must be [T, H] and weight [V, H], got {list(hidden.shape)} and "
@@ -278,10 +271,6 @@ def _check(
         raise ValueError(
             f"head_dtype must hold hidden's {hidden.dtype}, got {head_dtype}; leave it out"
         )
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
 
 
 def _grad_logits(

@@ -1,4 +1,4 @@
-"""The course of the learning rate over the steps of a run."""
+"""Schedules of the learning rate over the steps of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def lr_at(
     schedule: Literal["constant", "linear", "cosine"] = "constant",
     final_lr_ratio: float = 0.0,
 ) -> float:
-    """The learning rate of every update of `step`.
+    """Return the learning rate of every update of `step`.
 
     Warm-up step k runs at lr * k / warmup_steps, so the peak is at step max(warmup_steps, 1).
     From there linear and cosine fall to lr * final_lr_ratio, which they would reach one step after
@@ -25,14 +25,7 @@ def lr_at(
         step: counted from 1, in steps (not updates).
         total_steps: of the run; later steps have the final rate.
         lr: the peak.
-
-    Raises:
-        ValueError: a step below 1, or an unknown schedule.
     """
-    if step < 1:
-        raise ValueError(f"step must be at least 1, got {step}")
-    if schedule not in ("constant", "linear", "cosine"):
-        raise ValueError(f"schedule must be constant, linear or cosine, got {schedule!r}")
     if step <= warmup_steps:
         return lr * step / warmup_steps
     if schedule == "constant":

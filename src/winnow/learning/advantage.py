@@ -1,4 +1,4 @@
-"""Rewards of a step to advantages: KL taken off, then the estimator.
+"""The stage of a step that turns rewards into advantages: KL taken off, then the estimator.
 
 Shapes: `T` packed tokens, `B` samples of the step.
 """
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from winnow.algorithms.estimators import ESTIMATORS, AdvantageInputs, Advantages
+from winnow.algorithms.advantages import AdvantageInputs
+from winnow.algorithms.estimators import Advantages, Estimator, estimate
 from winnow.learning.batch import Batch
 from winnow.learning.kl_penalty import KlPenalty, sum_samples
 from winnow.observe.metrics import Metrics
@@ -19,64 +20,61 @@ from winnow.types import Group
 
 
 class AdvantageStage:
-    """Asks one estimator, giving it what it needs.
+    """Gives one estimator its inputs and puts its advantages into the batch.
 
     Args:
-        name: a key of `ESTIMATORS`.
         options: the estimator's own, by keyword.
         penalty: KL in the reward.
     """
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], penalty: KlPenalty | None = None
+        self, estimator: Estimator, options: Mapping[str, Any], penalty: KlPenalty | None = None
     ) -> None:
-        self._estimator, self._options, self._penalty = ESTIMATORS[name], options, penalty
+        self._estimator, self._options, self._penalty = estimator, options, penalty
 
     def __call__(self, groups: Sequence[Group], batch: Batch, metrics: Metrics) -> Advantages:
-        """The step's advantages, which also become columns of the batch.
+        """Return the step's advantages, which also become columns of the batch.
 
         Fills `advantages` [T], and `returns` [T] where there are values.
         """
         rewards_B, token_rewards_T = batch.rewards, outcome_rewards(batch)
-        components = _components(groups) if "components" in self._estimator.needs else {}
         if self._penalty is not None:
             penalty_T = self._penalty(batch, metrics)
             token_rewards_T = token_rewards_T - penalty_T
             rewards_B = rewards_B - sum_samples(penalty_T, batch)
         columns, needs = batch.columns, self._estimator.needs
-        found = self._estimator.function(
-            AdvantageInputs(
-                rewards=rewards_B,
-                groups=batch.groups,
-                offsets=batch.offsets,
-                gen_mask=batch.gen_mask,
-                loss_mask=batch.loss_mask,
-                token_rewards=token_rewards_T,
-                components=components,
-                greedy_rewards=_greedy(groups) if "greedy" in needs else None,
-                values=columns.get("values"),
-                prob=columns["old"].exp() if "probs" in needs else None,
-                prob_square_sum=columns.get("prob_square_sum"),
-            ),
-            **self._options,
+        inputs = AdvantageInputs(
+            rewards=rewards_B,
+            groups=batch.groups,
+            offsets=batch.offsets,
+            gen_mask=batch.gen_mask,
+            loss_mask=batch.loss_mask,
+            token_rewards=token_rewards_T,
+            components=_components(groups) if self._estimator.takes_components else {},
+            greedy_rewards=_greedy(groups) if "greedy" in needs else None,
+            values=columns.get("values"),
+            prob=columns["old"].exp() if "probs" in needs else None,
+            prob_square_sum=columns.get("prob_square_sum"),
+            weights=columns.get("weight"),
         )
+        found = estimate(self._estimator, inputs, self._options)
         columns["advantages"] = found.tokens
         if found.returns is not None:
             columns["returns"] = found.returns
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """The KL's weight, if there is one."""
+        """Return the KL's weight, if there is one."""
         return {} if self._penalty is None else {"penalty": self._penalty.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` described."""
+        """Take back what `state_dict` gave."""
         if self._penalty is not None:
             self._penalty.load_state_dict(state["penalty"])
 
 
 def outcome_rewards(batch: Batch) -> Tensor:
-    """[T] float64: each sample's reward on the last token that the policy wrote of it."""
+    """Return each sample's reward on its last written token [T], in float64."""
     written = batch.gen_mask.nonzero().squeeze(1)
     sample = torch.searchsorted(batch.offsets, written, right=True) - 1
     last = torch.full((batch.n_samples,), -1, dtype=torch.int64)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from winnow.algorithms.aggregation import aggregate
-from winnow.algorithms.losses.value import explained_variance, value_diagnostics, value_loss
+from winnow.algorithms.losses.value import explained_variance, value_loss
 from winnow.learning.batch import Batch, MicroBatch
 from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder
+from winnow.learning.objective import aggregate_share
 from winnow.learning.strategy import LossResult, Output, Outputs, Strategy
 from winnow.learning.update import run_update
 from winnow.observe.metrics import Metrics
@@ -21,40 +21,31 @@ from winnow.observe.metrics import Metrics
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """What an update of the critic minimizes; a loss function for a strategy.
+    """A loss function for the strategy of a critic.
 
     Micro-batches must bring the columns `values`, those before the step, and `returns`.
     """
 
-    clip: float | None = 0.5
-    """How far from its old value a value may move and still lower the loss."""
-    aggregation: str = "token-mean"
+    clip: float | None
+    """The distance from its old value up to which a value may move and still lower the loss."""
+    aggregation: str
     """A key of `AGGREGATIONS`."""
     norm_tokens: float | None = None
     """The constant length of seq-mean-token-sum-norm."""
 
     @property
     def outputs(self) -> frozenset[Output]:
-        """What the strategy must compute."""
+        """The outputs that the strategy must compute."""
         return frozenset({"value"})
 
     def __call__(self, micro: MicroBatch, outputs: Outputs) -> LossResult:
-        """The micro-batch's share of the update's loss, with `clip_share`, a sum over loss_mask."""
-        terms = (outputs["value"], micro.columns["values"], micro.columns["returns"])
-        counts = micro.counts
-        loss = aggregate(
-            value_loss(*terms, clip=self.clip),
-            micro.loss_mask,
-            micro.sample_index,
-            self.aggregation,
-            group_tokens=micro.group_tokens,
-            tokens=counts.tokens,
-            samples=counts.samples,
-            groups=counts.groups,
-            norm_tokens=self.norm_tokens,
+        """Return the micro-batch's share of the update's loss, with sums over loss_mask."""
+        old, returns = micro.columns["values"], micro.columns["returns"]
+        loss_T, figures = value_loss(
+            outputs["value"], old, returns, micro.loss_mask, clip=self.clip
         )
-        sums = value_diagnostics(*terms, micro.loss_mask, clip=self.clip)
-        return LossResult(loss, {"clip_share": sums["clip_share"]})
+        loss = aggregate_share(loss_T, micro, self.aggregation, self.norm_tokens)
+        return LossResult(loss, figures)
 
 
 class Critic:
@@ -73,7 +64,7 @@ class Critic:
         batch.columns["values"] = self._dealer.gather(batch, micro, values)
 
     def update(self, microbatches: Sequence[MicroBatch], lr: float) -> Metrics:
-        """One optimizer step on one mini-batch.
+        """Take one optimizer step on one mini-batch.
 
         Returns:
             `critic/…`; of an update that was skipped only the counts.
@@ -87,7 +78,7 @@ class Critic:
 
 
 def value_figures(batch: Batch) -> Metrics:
-    """What the critic knew of the returns before it learnt from them, over loss_mask.
+    """Measure how well the critic foretold the returns it is about to learn, over loss_mask.
 
     Values and returns are those of the whole step, as its advantages were made of them.
 
@@ -101,8 +92,6 @@ def value_figures(batch: Batch) -> Metrics:
     values, returns = batch.columns["values"], batch.columns["returns"]
     metrics.spread("critic/value", values[batch.loss_mask].numpy())
     metrics.spread("critic/return", returns[batch.loss_mask].numpy())
-    sums = value_diagnostics(values, values, returns, batch.loss_mask, clip=None)
-    del sums["clip_share"]
-    explained = explained_variance(tokens, **{name: float(x) for name, x in sums.items()})
+    explained = explained_variance(values, returns, batch.loss_mask)
     metrics.mean("critic/explained_variance", explained, tokens)
     return metrics

@@ -1,6 +1,6 @@
-"""Correction before the updates: what to reject and how to weigh, from `old` and `behav`.
+"""The stage of a step that rejects and weighs tokens before the updates, from `old` and `behav`.
 
-In fused and bypass mode this is the objective's affair instead (`workers.objective`).
+In fused and bypass mode `learning.objective` does it instead, in the update's own forward pass.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from winnow.algorithms.correction import correct, divided_by_mean
+from winnow.algorithms.correction import correct
 from winnow.learning.batch import Batch, sample_tokens
 from winnow.observe.metrics import Metrics
 
 
 class CorrectionStage:
-    """Narrows loss_mask and adds the column `weight`.
+    """Takes rejected tokens out of loss_mask and fills the column `weight`.
 
     Args:
         options: of `correct`, by keyword.
@@ -28,13 +28,14 @@ class CorrectionStage:
         self._options, self._normalize = options, normalize
 
     def __call__(self, batch: Batch, metrics: Metrics) -> Batch:
-        """The batch with what is left to learn from; books `correction/…`."""
+        """Return the batch with its narrower loss_mask; books `correction/…`."""
         found = correct(
             batch.columns["old"],
             batch.behav,
             batch.gen_mask,
             batch.loss_mask,
             batch.offsets,
+            normalize=self._normalize,
             **self._options,
         )
         book_correction(
@@ -44,18 +45,19 @@ class CorrectionStage:
             samples=int((sample_tokens(batch, np.arange(batch.n_samples)) > 0).sum()),
         )
         if found.weights is not None:
-            weights = found.weights
-            if self._normalize:
-                weights = divided_by_mean(weights, found.moments)
-            batch.columns["weight"] = weights
+            batch.columns["weight"] = found.weights
         return dataclasses.replace(batch, loss_mask=found.loss_mask)
 
 
 def book_correction(
     metrics: Metrics, sums: Mapping[str, float], *, tokens: int, samples: int
 ) -> None:
-    """Shares of what was rejected and weighed: of all tokens that learn, samples with such a
-    token, or of what is left."""
+    """Book the shares of rejected tokens and samples, and the mean weight of the tokens left.
+
+    Args:
+        sums: of `Corrected.sums`.
+        tokens, samples: how many were to learn before the correction.
+    """
     left = tokens - sums["rejected_tokens"]
     metrics.mean_of("correction/rejected_tokens", sums["rejected_tokens"], tokens)
     metrics.mean_of("correction/rejected_samples", sums["rejected_samples"], samples)

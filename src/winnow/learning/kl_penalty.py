@@ -21,7 +21,7 @@ from winnow.observe.metrics import Metrics
 
 @dataclass(frozen=True)
 class Adaptation:
-    """Where an adaptive weight moves to."""
+    """The aim of an adaptive weight."""
 
     target: float
     """nats a token"""
@@ -41,7 +41,7 @@ class KlPenalty:
         self._estimate, self._adaptation = KL_ESTIMATORS[estimator], adaptation
 
     def __call__(self, batch: Batch, metrics: Metrics) -> Tensor:
-        """The step's penalties [T] in float64, 0 off gen_mask; from `old` and `ref`.
+        """Return the step's penalties [T] in float64, 0 off gen_mask; from `old` and `ref`.
 
         Books `reward/kl`, the mean over samples of their mean, and `reward/kl_coef`; the weight
         moves afterwards, so the next step has the new one.
@@ -72,21 +72,21 @@ class KlPenalty:
         return penalty_T
 
     def state_dict(self) -> dict[str, Any]:
-        """The weight as it stands."""
+        """Return the weight as it stands."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` described."""
+        """Take back what `state_dict` gave."""
         self.coef = state["coef"]
 
 
 def sum_samples(values: Tensor, batch: Batch) -> Tensor:
-    """[B] the sum of values [T] over each sample's tokens."""
+    """Return the sum [B] of values [T] over each sample's tokens."""
     lengths = batch.offsets.diff()
     index = torch.repeat_interleave(torch.arange(batch.n_samples), lengths)
     return torch.zeros(batch.n_samples, dtype=values.dtype).index_add_(0, index, values)
 
 
 def written(batch: Batch) -> Tensor:
-    """[B] int64: tokens that the policy wrote in each sample."""
+    """Return how many tokens the policy wrote in each sample, [B] int64."""
     return sum_samples(batch.gen_mask.long(), batch)

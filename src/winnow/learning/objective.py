@@ -1,4 +1,4 @@
-"""What an update of the policy minimizes: policy loss, KL and entropy terms, and their figures.
+"""The loss of a policy's update: policy loss, KL and entropy terms, and their figures.
 
 Shapes: `T` packed tokens of a micro-batch, `B` its samples. Log-probs are in nats.
 """
@@ -6,17 +6,17 @@ Shapes: `T` packed tokens of a micro-batch, `B` its samples. Log-probs are in na
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from winnow.algorithms.aggregation import aggregate
-from winnow.algorithms.correction import correct
+from winnow.algorithms.correction import correct, max_delta, mismatch_sums
 from winnow.algorithms.kl import token_kl
-from winnow.algorithms.losses.registry import POLICY_LOSSES, LossTokens, PolicyLoss
-from winnow.algorithms.mismatch import max_delta, mismatch_sums
+from winnow.algorithms.losses import LossTokens
+from winnow.algorithms.losses.registry import PolicyLoss
 from winnow.learning.batch import MicroBatch
 from winnow.learning.strategy import LossResult, Output, Outputs
 
@@ -43,11 +43,10 @@ class PolicyObjective:
     KL term, `selected` for a loss that selects tokens; `weight` is taken where it is.
     """
 
-    policy_loss: str
-    """A key of `POLICY_LOSSES`."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    loss: PolicyLoss
+    options: Mapping[str, Any]
     """The loss's own, by keyword."""
-    aggregation: str = "token-mean"
+    aggregation: str
     """A key of `AGGREGATIONS`."""
     norm_tokens: float | None = None
     """The constant length of seq-mean-token-sum-norm."""
@@ -56,48 +55,32 @@ class PolicyObjective:
     kl: KlTerm | None = None
     """KL in the loss."""
     old: OldSource = "pass"
-    """Where `old` comes from: a pass before the updates, this very forward pass (exact where a
+    """The source of `old`: a pass before the updates, this very forward pass (exact where a
     step has one update), or the sampler (bypass)."""
     correction: Mapping[str, Any] | None = None
     """Options of `correct` for the current policy against the sampler's: fused and bypass mode.
-    What it rejects adds nothing to a mean and still counts in it."""
+    Rejected tokens add nothing to a mean and still count in it."""
     tells_mismatch: bool = True
-    """Whether its figures say how far the sampler was, where no pass has: for a step's first
+    """True if the figures say how far the sampler was, where no pass has: for a step's first
     update, since the later ones' policy has moved by itself."""
-
-    def __post_init__(self) -> None:
-        if self.policy_loss not in POLICY_LOSSES:
-            known = ", ".join(POLICY_LOSSES)
-            raise ValueError(f"policy_loss must be one of {known}, got {self.policy_loss!r}")
-        legal = self.loss.aggregations
-        if legal and self.aggregation not in legal:
-            raise ValueError(
-                f"{self.policy_loss} needs the aggregation {' or '.join(legal)}, "
-                f"got {self.aggregation!r}"
-            )
-
-    @property
-    def loss(self) -> PolicyLoss:
-        """The policy loss."""
-        return POLICY_LOSSES[self.policy_loss]
 
     @property
     def selects(self) -> bool:
-        """Whether tokens are chosen once an update."""
-        return self.loss.select is not None and self.options.get("selection") == "update"
+        """True if tokens are chosen once an update."""
+        return self.draws and self.options["selection"] == "update"
 
     @property
     def draws(self) -> bool:
-        """Whether the loss asks for a random number a token."""
+        """True if the loss asks for a random number a token."""
         return self.loss.select is not None
 
     @property
     def outputs(self) -> frozenset[Output]:
-        """What the strategy must compute."""
+        """The outputs that the strategy must compute."""
         return frozenset({"logprob", "entropy"})
 
     def __call__(self, micro: MicroBatch, outputs: Outputs) -> LossResult:
-        """The micro-batch's share of the update's loss, with figures beside it.
+        """Return the micro-batch's share of the update's loss, with figures beside it.
 
         `policy_loss` and `kl_loss` among the sums are shares of aggregated losses, the others
         sums over tokens; names with a slash are not the actor's.
@@ -120,12 +103,12 @@ class PolicyObjective:
             len(micro.lengths),
             selected=columns.get("selected"),
             draws=columns.get("draws"),
+            with_figures=self.old != "current",  # which is never far from itself
         )
-        terms = (logp, old, columns["advantages"], tokens)
-        loss_T = self.loss.function(*terms, **self.options)
+        loss_T, figures = self.loss(logp, old, columns["advantages"], tokens, self.options)
         if weight is not None:
             loss_T = loss_T * weight
-        policy_loss = loss = self._aggregate(loss_T, mask, micro)
+        policy_loss = loss = self._mean(loss_T, mask, micro)
         if self.kl is not None:
             # What stands outside the mask may be far off, and 0 times that would be NaN.
             kl_T = token_kl(
@@ -134,41 +117,47 @@ class PolicyObjective:
                 torch.where(mask, columns["ref"], 0.0),
                 torch.where(mask, old, 0.0) if self.kl.importance_weight else None,
             )
-            kl_loss = self._aggregate(kl_T, mask, micro)
+            kl_loss = self._mean(kl_T, mask, micro)
             loss = loss + self.kl.coef * kl_loss
             sums["kl_loss"] = kl_loss.detach()
         if self.entropy_coef:
-            loss = loss - self.entropy_coef * self._aggregate(entropy, mask, micro)
+            loss = loss - self.entropy_coef * self._mean(entropy, mask, micro)
         with torch.no_grad():
             sums |= {
                 "policy_loss": policy_loss,
                 "entropy": torch.where(micro.loss_mask, entropy, 0.0).sum(),
                 "mean_prob": torch.where(micro.loss_mask, logp.exp(), 0.0).sum(),
+                **figures,
             }
-            if self.old != "current":  # which is never far from itself
-                sums |= self.loss.diagnostics(*terms, **self.options)
         return LossResult(loss, sums, maxima)
 
     def _mismatch(
         self, now: Tensor, micro: MicroBatch
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Sampler against current policy, where no pass has told it before."""
+        """Compare sampler and current policy, where no pass has told it before."""
         if self.old == "pass" or not self.tells_mismatch:
             return {}, {}
         pair = (now, micro.behav, micro.gen_mask)
         sums = {f"{MISMATCH}{name}": total for name, total in mismatch_sums(*pair).items()}
         return sums, {f"{MISMATCH}max_delta": max_delta(*pair)}
 
-    def _aggregate(self, values: Tensor, mask: Tensor, micro: MicroBatch) -> Tensor:
-        counts = micro.counts
-        return aggregate(
-            torch.where(mask, values, 0.0),
-            micro.loss_mask,
-            micro.sample_index,
-            self.aggregation,
-            group_tokens=micro.group_tokens,
-            tokens=counts.tokens,
-            samples=counts.samples,
-            groups=counts.groups,
-            norm_tokens=self.norm_tokens,
-        )
+    def _mean(self, values: Tensor, mask: Tensor, micro: MicroBatch) -> Tensor:
+        values = torch.where(mask, values, 0.0)
+        return aggregate_share(values, micro, self.aggregation, self.norm_tokens)
+
+
+def aggregate_share(
+    values: Tensor, micro: MicroBatch, aggregation: str, norm_tokens: float | None
+) -> Tensor:
+    """Return the micro-batch's share of the update's aggregate of `values` [T] over loss_mask."""
+    return aggregate(
+        values,
+        micro.loss_mask,
+        micro.sample_index,
+        aggregation,
+        group_tokens=micro.group_tokens,
+        tokens=micro.counts.tokens,
+        samples=micro.counts.samples,
+        groups=micro.counts.groups,
+        norm_tokens=norm_tokens,
+    )

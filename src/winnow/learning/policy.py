@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from winnow.algorithms.losses.tokens import keyed_draws
-from winnow.algorithms.mismatch import max_delta, mismatch_figures, mismatch_sums
+from winnow.algorithms.correction import max_delta, mismatch_figures, mismatch_sums
+from winnow.algorithms.losses.covariance import keyed_draws
 from winnow.learning.batch import Batch, MicroBatch
 from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder
 from winnow.learning.importance_correction import book_correction

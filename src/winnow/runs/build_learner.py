@@ -12,12 +12,14 @@ from winnow.algorithms.schedule import lr_at
 from winnow.config.algorithm import (
     AdaptiveRewardKl,
     CorrectionConfig,
+    CustomAdvantage,
     LossKl,
     NoKl,
     NoRejection,
     NoWeight,
 )
 from winnow.config.model import NoAdapter
+from winnow.config.policy_loss import CustomPolicyLoss
 from winnow.config.root import Config
 from winnow.config.trainer import OptimConfig
 from winnow.learning.advantage import AdvantageStage
@@ -48,8 +50,11 @@ class Learning:
 
 
 def needs_of(config: Config) -> frozenset[Need]:
-    """What the recipe's estimator asks for beyond rewards."""
-    return ESTIMATORS[config.algorithm.advantage.name].needs
+    """What the recipe's estimator asks for beyond rewards; one of a user's own gets no more."""
+    advantage = config.algorithm.advantage
+    if isinstance(advantage, CustomAdvantage):
+        return frozenset()
+    return ESTIMATORS[advantage.name].needs
 
 
 def needs_start(config: Config) -> bool:
@@ -97,11 +102,10 @@ def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Lea
         critic_max_skipped_updates=config.critic.optim.max_skipped_updates,
         critic_warmup_steps=min(config.critic.warmup_steps, trainer.steps - 1) if critic else 0,
     )
-    advantage = algorithm.advantage
     learner = Learner(
         Roles(Policy(policy, make_objective(config), dealer), reference, critic),
         rates,
-        AdvantageStage(advantage.name, advantage.model_dump(exclude={"name"}), _kl_penalty(config)),
+        _advantage_stage(config),
         settings,
         _correction_stage(algorithm.correction),
         with_squares="probs" in needs_of(config),
@@ -122,9 +126,16 @@ def make_objective(config: Config) -> PolicyObjective:
     kl = algorithm.kl.loss
     correction = algorithm.correction
     in_loss = correction.mode != "recompute" and _corrects(correction)
+    section = algorithm.policy_loss
+    if isinstance(section, CustomPolicyLoss):
+        from winnow.learning.custom import load_policy_loss
+
+        loss, options = load_policy_loss(section), section.options
+    else:
+        loss, options = POLICY_LOSSES[section.name], section.model_dump(exclude={"name"})
     return PolicyObjective(
-        policy_loss=algorithm.policy_loss.name,
-        options=algorithm.policy_loss.model_dump(exclude={"name"}),
+        loss=loss,
+        options=options,
         aggregation=algorithm.aggregation,
         norm_tokens=algorithm.aggregation_norm_tokens or config.rollout.max_response_tokens,
         entropy_coef=algorithm.entropy_coef,
@@ -145,16 +156,16 @@ def old_source(config: Config) -> OldSource:
         return "behav"
     if algorithm.correction.mode == "fused":
         return "current"
-    loss, kl = POLICY_LOSSES[algorithm.policy_loss.name], algorithm.kl
+    loss, kl = POLICY_LOSSES.get(algorithm.policy_loss.name), algorithm.kl
     groups = config.sampling.groups_per_step
     one_update = trainer.epochs == 1 and (trainer.mini_batch_groups or groups) == groups
     weighs_kl = isinstance(kl.loss, LossKl) and kl.loss.importance_weight
-    in_updates = not one_update and (loss.uses_old or weighs_kl)
+    in_updates = not one_update and (loss is None or loss.uses_old or weighs_kl)
     before_updates = (
         _corrects(algorithm.correction)
         or not isinstance(kl.reward, NoKl)
         or "probs" in needs_of(config)
-        or loss.select is not None
+        or (loss is not None and loss.select is not None)
     )
     return "pass" if in_updates or before_updates else "current"
 
@@ -185,6 +196,16 @@ def _reference(
     path = own.path or start
     assert path is not None, "the caller was to give the start"
     return Reference(holder.reference(path), dealer=holder.dealer)
+
+
+def _advantage_stage(config: Config) -> AdvantageStage:
+    section = config.algorithm.advantage
+    if isinstance(section, CustomAdvantage):
+        from winnow.learning.custom import load_estimator
+
+        return AdvantageStage(load_estimator(section), section.options, _kl_penalty(config))
+    options = section.model_dump(exclude={"name"})
+    return AdvantageStage(ESTIMATORS[section.name], options, _kl_penalty(config))
 
 
 def _kl_penalty(config: Config) -> KlPenalty | None:

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.objectives import advantage_stage, advantages, policy_objective
 from tests.recorded import VOCABULARY, quickstart_model, recorded_groups
 from torch import Tensor, nn
 
-from winnow.algorithms.estimators import ESTIMATORS, AdvantageInputs
+from winnow.algorithms.advantages import AdvantageInputs
 from winnow.errors import TrainingError
 from winnow.learning.advantage import AdvantageStage, outcome_rewards
 from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, gather_tokens, pack
@@ -40,7 +41,7 @@ SETTINGS = LearnerSettings(
     max_skipped_updates=3,
     seed=1,
 )
-GAE = AdvantageStage("gae", {"gamma": 1.0, "lam": 0.95})
+GAE = advantage_stage("gae", {"gamma": 1.0, "lam": 0.95})
 
 
 class Listening(SingleStrategy):
@@ -106,12 +107,12 @@ def bench(
         critic = Listening(load_value_model(str(start), torch.float32, torch.device("cpu")))
     learner = Learner(
         Roles(
-            Policy(policy, objective or PolicyObjective("ppo_clip")),
+            Policy(policy, objective or policy_objective("ppo_clip")),
             None if reference is None else Reference(reference),
-            None if critic is None else Critic(critic, ValueObjective()),
+            None if critic is None else Critic(critic, ValueObjective(0.5, "token-mean")),
         ),
         Rates(lambda step: 1e-3, lambda step: critic_lr),
-        advantage or AdvantageStage("grpo", {}),
+        advantage or advantage_stage("grpo", {}),
         settings,
         correct,
         with_squares,
@@ -142,7 +143,7 @@ def rewarded(groups: list[Group], reward: float) -> list[Group]:
 
 
 def test_one_update_a_step_takes_no_pass_for_the_old_policy_and_says_so() -> None:
-    one = bench(objective=PolicyObjective("ppo_clip", old="current"))
+    one = bench(objective=policy_objective("ppo_clip", old="current"))
     before = bits(one.policy)
     _, record = one.step(recorded_groups(2))
     assert one.policy.passes == []
@@ -157,7 +158,7 @@ def test_each_pass_is_made_once_and_timed(start: Path) -> None:
     full = bench(
         start,
         has_reference=True,
-        advantage=AdvantageStage("gae", {"gamma": 1.0, "lam": 1.0}, KlPenalty(0.1, "k1")),
+        advantage=advantage_stage("gae", {"gamma": 1.0, "lam": 1.0}, KlPenalty(0.1, "k1")),
         settings=replace(SETTINGS, epochs=2),
     )
     _, record = full.step(recorded_groups(4))
@@ -177,10 +178,10 @@ def test_only_the_first_update_tells_how_far_the_sampler_was() -> None:
     found = {}
     for size in (4, 2):
         settings = replace(SETTINGS, groups_per_update=size, epochs=2)
-        many = bench(objective=PolicyObjective("reinforce", old="current"), settings=settings)
+        many = bench(objective=policy_objective("reinforce", old="current"), settings=settings)
         found[size] = many.step(groups)[1]
         assert found[size]["actor/updates"] == 2 * 4 // size
-    with_pass = bench(objective=PolicyObjective("reinforce")).step(groups)[1]
+    with_pass = bench(objective=policy_objective("reinforce")).step(groups)[1]
     # All groups are in the first update of the first; half of them in that of the second.
     assert found[4]["mismatch/abs_delta"] == pytest.approx(
         with_pass["mismatch/abs_delta"], rel=1e-5
@@ -192,7 +193,10 @@ def test_rejected_samples_are_a_share_of_those_that_learn() -> None:
     groups = recorded_groups(2)
     learning = [not a.trajectory.truncated for g in groups for a in g.answers]
     assert learning.count(False) > 0
-    everything = {"rejection": "k2", "rejection_options": {"level": "sample", "bound": 1e-9}}
+    everything = {
+        "rejection": "k2",
+        "rejection_options": {"level": "sample", "over": "mean", "bound": 1e-9},
+    }
     learner = bench(
         settings=replace(SETTINGS, overlong_filtering=True),
         correct=CorrectionStage(everything, normalize=False),
@@ -207,7 +211,7 @@ def test_an_adaptive_weight_of_the_kl_moves_and_outlives_a_checkpoint() -> None:
     aim = Adaptation(target=0.05, horizon_samples=64)
 
     def adaptive() -> Bench:
-        stage = AdvantageStage("rloo", {}, KlPenalty(0.1, "k2", aim))
+        stage = advantage_stage("rloo", {}, KlPenalty(0.1, "k2", aim))
         return bench(has_reference=True, advantage=stage)
 
     first = adaptive()
@@ -253,14 +257,15 @@ def test_a_critic_comes_to_explain_the_returns_of_the_same_answers(start: Path) 
 
 
 def test_the_token_baseline_gets_probabilities_and_their_squared_sums() -> None:
-    one = bench(advantage=AdvantageStage("optimal_token_baseline", {}), with_squares=True)
+    one = bench(advantage=advantage_stage("optimal_token_baseline", {}), with_squares=True)
     one.step(recorded_groups(3))
     assert one.policy.passes == [{"logprob", "prob_square_sum"}]
     batch = pack(recorded_groups(3))
     (fresh,) = SingleStrategy(quickstart_model(), vocab_size=VOCABULARY).forward(
         [_whole(batch)], frozenset({"logprob", "prob_square_sum"})
     )
-    wanted = ESTIMATORS["optimal_token_baseline"].function(
+    wanted = advantages(
+        "optimal_token_baseline",
         AdvantageInputs(
             rewards=batch.rewards,
             groups=batch.groups,
@@ -274,7 +279,7 @@ def test_the_token_baseline_gets_probabilities_and_their_squared_sums() -> None:
             prob_square_sum=torch.zeros(len(batch.token_ids)).index_copy(
                 0, _whole(batch).source, fresh["prob_square_sum"]
             ),
-        )
+        ),
     )
     given = [micro.columns["advantages"] for micro in one.policy.learnt]
     found = gather_tokens(batch, one.policy.learnt, given)

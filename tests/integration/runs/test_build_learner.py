@@ -10,6 +10,7 @@ import pytest
 import torch
 from benchmarks.kill import contents, figures, same
 from safetensors.torch import load_file
+from tests.objectives import legal_aggregation
 from tests.small_models import digits_folder
 from tests.winnow_command import Outcome, in_this_process
 from torch import Tensor
@@ -126,9 +127,13 @@ def _one_thread() -> None:
 
 
 def train(home: Path, name: str, *settings: str) -> Outcome:
+    return attempt(home, name, *settings).check()
+
+
+def attempt(home: Path, name: str, *settings: str) -> Outcome:
     model = f"model.path={home / 'model'}"
     command = ("train", "quickstart", *SMALL, model, f"run.name={name}", *settings)
-    return in_this_process(*command, folder=home).check()
+    return in_this_process(*command, folder=home)
 
 
 def weights(home: Path, name: str, step: int = 1) -> Mapping[str, Tensor]:
@@ -152,11 +157,53 @@ def test_a_run_switches_its_advantage_by_one_line(advantage: str, home: Path) ->
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_a_run_switches_its_policy_loss_by_one_line(loss: str, home: Path) -> None:
-    legal = POLICY_LOSSES[loss].aggregations
-    aggregation = [f"algorithm.aggregation={legal[0]}"] if legal else []
-    name = f"loss-{loss}"
-    train(home, name, "trainer.steps=1", f"algorithm/policy_loss={loss}", *aggregation)
+    aggregation, name = f"algorithm.aggregation={legal_aggregation(loss)}", f"loss-{loss}"
+    train(home, name, "trainer.steps=1", f"algorithm/policy_loss={loss}", aggregation)
     has_learnt(home, name)
+
+
+OWN = """
+import torch
+from winnow.algorithms.losses import ratio
+
+def topr(logp, old, advantage, tokens, *, high=1.0):
+    r = ratio(logp, old).clamp(max=high).detach()
+    weight = torch.where(advantage > 0, torch.ones_like(r), r)
+    return -weight * advantage * logp, {"cut_share": (tokens.mask & (r >= high)).sum()}
+
+def against_the_batch(inputs, *, scale=1.0):
+    return scale * (inputs.rewards - inputs.rewards.mean())
+"""
+
+
+def test_a_run_learns_with_a_loss_and_an_estimator_of_the_users_own(home: Path) -> None:
+    (home / "mine.py").write_text(OWN)
+    own = (
+        *("algorithm/policy_loss=custom", f"algorithm.policy_loss.path={home}/mine.py:topr"),
+        *("algorithm.policy_loss.options={high: 0.9}", "algorithm/advantage=custom"),
+        f"algorithm.advantage.path={home}/mine.py:against_the_batch",
+        "+algorithm.advantage.options.scale=2.0",
+    )
+    train(home, "own", "trainer.steps=1", *own)
+    has_learnt(home, "own")
+    (record,) = (r for r in read_metrics(home / "runs/own/metrics.jsonl") if r["step"] == 1)
+    assert 0 < record["actor/cut_share"] <= 1
+    assert record["actor/old_pass"] == 1, "two updates a step, and a loss that may read `old`"
+    train(home, "plain", "trainer.steps=1", "algorithm/policy_loss=reinforce")
+    assert any(
+        not torch.equal(a, weights(home, "plain")[k]) for k, a in weights(home, "own").items()
+    )
+
+
+def test_a_run_with_a_loss_that_cannot_train_ends_in_one_line(home: Path) -> None:
+    (home / "bad.py").write_text(
+        "def mean_of_all(logp, *_):\n    return logp * 0 + logp.mean(), {}"
+    )
+    own = ("algorithm/policy_loss=custom", f"algorithm.policy_loss.path={home}/bad.py:mean_of_all")
+    said = attempt(home, "bad", "trainer.steps=1", *own)
+    assert said.code == 2
+    assert "bad.py:mean_of_all: the loss of a token changes by" in said.err
+    assert "Traceback" not in said.err
 
 
 GAE = (

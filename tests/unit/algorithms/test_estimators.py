@@ -7,17 +7,18 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
 from tests.examples import examples
+from tests.objectives import ADVANTAGE_SECTIONS, advantages
 from tests.ragged_steps import COMPONENTS, SIXTEENTHS, Sample, Token, inputs_of, steps
 
-from winnow.algorithms.estimators import ESTIMATORS, AdvantageInputs, Advantages
-from winnow.config.algorithm import Advantage
+from winnow.algorithms.advantages import AdvantageInputs
+from winnow.algorithms.estimators import ESTIMATORS, Advantages
 
 Rows = list[list[float]]
 Reference = Callable[..., list[float] | Rows]
@@ -144,17 +145,18 @@ def loop_optimal_token_baseline(samples: Sequence[Sample]) -> Rows:
     to_go, energy = [], []
     for sample, row in zip(samples, loop_to_go(samples, 1.0), strict=True):
         to_go.append([g for g, token in zip(row, sample.tokens, strict=True) if token.written])
-        running = [1 - 2 * token.prob + token.square for token in sample.written]
+        running = [(1 - 2 * t.prob + t.square) * t.weight**2 for t in sample.written]
         energy.append([sum(running[: t + 1]) for t in range(len(running))])
     result = []
     for b, sample in enumerate(samples):
         own = [c for c, other in enumerate(samples) if other.group == sample.group]
-        advantages = []
+        own_advantages = []
         for t, g in enumerate(to_go[b]):
             there = [c for c in own if len(to_go[c]) > t]
             above = sum(to_go[c][t] * energy[c][t] for c in there)
-            advantages.append(g - above / (sum(energy[c][t] for c in there) + 1e-8))
-        result.append([advantages.pop(0) if t.written else 0.0 for t in sample.tokens])
+            baseline = above / (sum(energy[c][t] for c in there) + 1e-8)
+            own_advantages.append(g - (baseline if len(there) > 1 else 0.0))
+        result.append([own_advantages.pop(0) if t.written else 0.0 for t in sample.tokens])
     return result
 
 
@@ -209,7 +211,7 @@ every_case = pytest.mark.parametrize(
 
 
 def estimate(name: str, inputs: AdvantageInputs, options: dict[str, Any]) -> Advantages:
-    return ESTIMATORS[name].function(inputs, **options)
+    return advantages(name, inputs, options)
 
 
 def fitting(name: str) -> st.SearchStrategy[list[Sample]]:
@@ -348,7 +350,7 @@ def test_tokens_outside_the_masks_change_nothing(
     bad: float,
 ) -> None:
     samples = data.draw(fitting(name))
-    foreign = Token(False, reward=bad, value=bad, prob=bad, square=bad)
+    foreign = Token(False, reward=bad, value=bad, prob=bad, square=bad, weight=bad)
     noisy = []
     for sample in samples:
         tokens: list[Token] = []
@@ -437,6 +439,7 @@ def test_an_estimator_needs_what_it_says_and_no_more(name: str) -> None:
     ]
     full = inputs_of(samples)
     absent: dict[str, Any] = {f.name: f.default for f in fields(full) if f.default is None}
+    del absent["weights"]  # which there are where the recipe weighs
     absent["components"] = {}
     assert set(absent) == {field for names in INPUTS.values() for field in names}
     needed = [field for need in ESTIMATORS[name].needs for field in INPUTS[need]]
@@ -451,32 +454,10 @@ def test_an_estimator_needs_what_it_says_and_no_more(name: str) -> None:
 
 
 def test_every_estimator_has_its_section_in_a_recipe() -> None:
-    sections = {
-        section.model_fields["name"].default: section
-        for section in get_args(get_args(Advantage)[0])
-    }
-    assert list(sections)[:-1] == [
-        "grpo",
-        "grpo_passk",
-        "rloo",
-        "opo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "gpg",
-        "gdpo",
-        "optimal_token_baseline",
-        "gae",
-    ]
-    del sections["custom"]
-    assert set(ESTIMATORS) == set(sections)
-    samples = [
-        Sample(0, (Token(False), Token(True, True, r, 0.5, 0.5, 0.4)), 0.0, (r, 1.0))
-        for r in (1.0, 0.25, -1.0)
-    ]
-    for name, section in sections.items():
-        options = section().model_dump(exclude={"name"})
-        got = estimate(name, inputs_of(samples), options)
-        # A section's defaults are the function's own.
-        assert torch.equal(got.tokens, estimate(name, inputs_of(samples), {}).tokens)
-        assert got.tokens.any()
+    assert {*ESTIMATORS, "custom"} == ADVANTAGE_SECTIONS.keys()
+
+
+def test_gdpo_names_components_that_are_not_there() -> None:
+    samples = [Sample(0, (Token(False), Token(True, True, 1.0)), 0.0, (1.0, 0.0))] * 2
+    with pytest.raises(ValueError, match="name tidy, but the reward components are accuracy, form"):
+        estimate("gdpo", inputs_of(samples), {"weights": {"tidy": 1.0, "accuracy": 1.0}})

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from winnow.algorithms.mismatch import max_delta, mismatch_figures, mismatch_sums
+from winnow.algorithms.correction import max_delta, mismatch_figures, mismatch_sums
 
 
 def figures(old: Tensor, behav: Tensor, mask: Tensor | None = None) -> dict[str, float]:

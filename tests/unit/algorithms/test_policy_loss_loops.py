@@ -17,8 +17,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
+from tests.objectives import loss_options
 
-from winnow.algorithms.losses.registry import POLICY_LOSSES, LossTokens
+from winnow.algorithms.losses import LossTokens
+from winnow.algorithms.losses.registry import POLICY_LOSSES
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ def test_values_equal_the_loop(
 ) -> None:
     rows = rows_of(seed, lengths, scale)
     columns = [torch.tensor(c, dtype=torch.float64) for c in (rows.held, rows.old, rows.advantage)]
-    loss = POLICY_LOSSES[name].function(*columns, tokens_of(rows, lengths), **options)
+    loss, _ = POLICY_LOSSES[name](*columns, tokens_of(rows, lengths), loss_options(name, options))
     expected = [
         REFERENCES[name](rows.held, t, rows, options) if owner >= 0 else 0.0
         for t, owner in enumerate(rows.owner)
@@ -230,7 +232,8 @@ def test_gradients_equal_central_differences_of_the_loop(
 
     logp = torch.tensor(rows.held, dtype=torch.float64, requires_grad=True)
     columns = [torch.tensor(c, dtype=torch.float64) for c in (rows.old, rows.advantage)]
-    loss = POLICY_LOSSES[name].function(logp, *columns, tokens_of(rows, lengths), **options)
+    tokens = tokens_of(rows, lengths)
+    loss, _ = POLICY_LOSSES[name](logp, *columns, tokens, loss_options(name, options))
     (gradient,) = torch.autograd.grad((loss * torch.tensor(weights)).sum(), logp)
     h = 1e-5
     for t in range(len(rows.old)):

@@ -12,10 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
+from tests.objectives import LOSS_SECTIONS, loss_options
 from torch import Tensor
 
 from winnow.algorithms.aggregation import AGGREGATIONS, aggregate
-from winnow.algorithms.losses.registry import POLICY_LOSSES, LossTokens, keyed_draws
+from winnow.algorithms.losses import LossTokens
+from winnow.algorithms.losses.covariance import keyed_draws
+from winnow.algorithms.losses.registry import POLICY_LOSSES
 
 OPTIONS: dict[str, dict[str, Any]] = {
     # So that every few tokens are selected, and bounds are met at the scales below.
@@ -23,10 +26,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kl_cov": {"share": 0.2},
     "gspo": {"clip_low": 0.05, "clip_high": 0.1},
 }
+
+
+def options_of(name: str) -> dict[str, Any]:
+    return loss_options(name, OPTIONS.get(name))
+
+
 PAIRS = [
     (name, aggregation)
-    for name, loss in POLICY_LOSSES.items()
-    for aggregation in loss.aggregations or AGGREGATIONS
+    for name in POLICY_LOSSES
+    for aggregation in LOSS_SECTIONS[name].aggregations or AGGREGATIONS
 ]
 RAGGED = {
     "seed": st.integers(0, 2**31),
@@ -89,7 +98,7 @@ def selected(name: str, update: Update) -> Tensor | None:
     if select is None:
         return None
     draws = keyed_draws(7, update.key[update.sample_index], update.position)
-    return select(update.old, update.advantage, update.mask, draws, **OPTIONS.get(name, {}))
+    return select(update.old, update.advantage, update.mask, draws, **options_of(name))
 
 
 def per_token(
@@ -98,9 +107,8 @@ def per_token(
     """The loss [T], the leaf it came from, the diagnostics, and what was passed."""
     tokens = LossTokens(update.mask, update.sample_index, len(update.lengths), chosen)
     leaf = update.logp.clone().requires_grad_()
-    terms, options = (leaf, update.old, update.advantage, tokens), OPTIONS.get(name, {})
-    loss, entry = POLICY_LOSSES[name].function(*terms, **options), POLICY_LOSSES[name]
-    return loss, leaf, entry.diagnostics(*terms, **options), tokens
+    loss, sums = POLICY_LOSSES[name](leaf, update.old, update.advantage, tokens, options_of(name))
+    return loss, leaf, sums, tokens
 
 
 def share(

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.objectives import loss_options
 from torch import Tensor
 
-from winnow.algorithms.losses.covariance import covariance
-from winnow.algorithms.losses.registry import POLICY_LOSSES, LossTokens, keyed_draws
+from winnow.algorithms.losses import LossTokens
+from winnow.algorithms.losses import covariance as covariance_losses
+from winnow.algorithms.losses.covariance import covariance, keyed_draws
+from winnow.algorithms.losses.registry import POLICY_LOSSES
 from winnow.rollout.draw import uniform
 
-clip_cov_select = POLICY_LOSSES["clip_cov"].select
-kl_cov_select = POLICY_LOSSES["kl_cov"].select
-assert clip_cov_select is not None
-assert kl_cov_select is not None
+
+def clip_cov_select(*columns: Tensor, **options: Any) -> Tensor:
+    return covariance_losses.clip_cov_select(*columns, **loss_options("clip_cov", options))
+
+
+def kl_cov_select(*columns: Tensor, **options: Any) -> Tensor:
+    return covariance_losses.kl_cov_select(*columns, **loss_options("kl_cov", options))
 
 
 def columns(seed: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -146,12 +153,11 @@ def test_selection_in_a_micro_batch_reads_the_current_policy(name: str) -> None:
     if name == "clip_cov":
         options |= {"cov_low": 0.2}
     terms = (logp, old, advantage, tokens)
-    sums = POLICY_LOSSES[name].diagnostics(*terms, **options)
+    loss, sums = POLICY_LOSSES[name](*terms, loss_options(name, options))
     assert int(sums["selected_share"]) == int(0.05 * int(mask.sum()))
 
     cov = covariances(logp, advantage, mask)
     by_cov = sorted(cov, key=lambda t: -cov[t])
-    loss = POLICY_LOSSES[name].function(*terms, **options)
     r = (logp - old).exp()
     if name == "kl_cov":
         moved = (loss + advantage * r).abs() > 1e-9
@@ -168,7 +174,7 @@ def test_selection_in_a_micro_batch_reads_the_current_policy(name: str) -> None:
 def test_a_loss_without_its_selection_stops(name: str, selection: str) -> None:
     x, tokens = torch.ones(1), LossTokens(torch.tensor([True]), torch.tensor([0]), 1)
     with pytest.raises(AssertionError, match=r"draws|select"):
-        POLICY_LOSSES[name].function(x, x, x, tokens, selection=selection)
+        POLICY_LOSSES[name](x, x, x, tokens, loss_options(name, {"selection": selection}))
 
 
 def test_draws_depend_on_their_keys_alone() -> None:

@@ -74,10 +74,3 @@ def test_it_rises_to_the_peak_then_never_rises(
             final_lr_ratio=floor,
         )
         assert after == pytest.approx(floor)
-
-
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="step must be at least 1, got 0"):
-        lr_at(0, total_steps=1, lr=1.0)
-    with pytest.raises(ValueError, match="got 'step'"):
-        lr_at(1, total_steps=1, lr=1.0, schedule="step")  # type: ignore[arg-type]

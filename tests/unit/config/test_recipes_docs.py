@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from tests.objectives import legal_aggregation
 from tests.recipes import recipe
 
 from winnow.algorithms.aggregation import AGGREGATIONS
@@ -45,8 +46,8 @@ def keys_told(title: str) -> dict[str, set[str]]:
 
 
 def test_the_tables_name_every_estimator_loss_and_aggregation() -> None:
-    assert first_cells("Advantage") == list(ESTIMATORS)
-    assert sorted(first_cells("Policy loss")) == sorted(POLICY_LOSSES)
+    assert first_cells("Advantage") == [*ESTIMATORS, "custom"]
+    assert sorted(first_cells("Policy loss")) == sorted([*POLICY_LOSSES, "custom"])
     assert sorted(first_cells("What")) == sorted(AGGREGATIONS)
 
 
@@ -77,8 +78,8 @@ def test_each_estimator_is_chosen_as_the_docs_say(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_each_loss_is_chosen_as_the_docs_say(name: str) -> None:
-    aggregation = (POLICY_LOSSES[name].aggregations or ("token-mean",))[0]
-    chosen = [f"algorithm/policy_loss={name}", f"algorithm.aggregation={aggregation}"]
+    aggregation = f"algorithm.aggregation={legal_aggregation(name)}"
+    chosen = [f"algorithm/policy_loss={name}", aggregation]
     assert recipe("quickstart", *chosen).algorithm.policy_loss.name == name
 
 

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.objectives import advantage_stage
 from tests.recorded import recorded_groups
+from torch import Tensor
 
-from winnow.algorithms.estimators import ESTIMATORS
+from winnow.algorithms.advantages import AdvantageInputs
+from winnow.algorithms.estimators import ESTIMATORS, Estimator
 from winnow.learning.advantage import AdvantageStage, outcome_rewards
 from winnow.learning.batch import Batch, pack
 from winnow.learning.kl_penalty import KlPenalty
@@ -76,7 +79,7 @@ def column_batch(groups: list[Group]) -> Batch:
 def test_every_estimator_gets_what_it_needs_and_fills_the_batch(name: str) -> None:
     groups = [replace(g, baseline=g.answers[0]) for g in recorded_groups()]
     batch = column_batch(groups)
-    found = AdvantageStage(name, {})(groups, batch, Metrics())
+    found = advantage_stage(name)(groups, batch, Metrics())
     advantages = batch.columns["advantages"]
     assert advantages is found.tokens
     assert advantages.dtype == torch.float32
@@ -90,7 +93,7 @@ def test_every_estimator_gets_what_it_needs_and_fills_the_batch(name: str) -> No
 def test_kl_lowers_the_reward_of_a_sample_by_its_sum() -> None:
     groups = recorded_groups(2)
     batch, penalty = column_batch(groups), KlPenalty(0.2, "k1")
-    found = AdvantageStage("rloo", {}, penalty)(groups, batch, Metrics())
+    found = advantage_stage("rloo", {}, penalty)(groups, batch, Metrics())
     sums = []
     for b, reward in enumerate(batch.rewards.tolist()):
         span = slice(int(batch.offsets[b]), int(batch.offsets[b + 1]))
@@ -104,7 +107,7 @@ def test_kl_lowers_the_reward_of_a_sample_by_its_sum() -> None:
 def test_kl_comes_off_each_token_for_estimators_that_tell_tokens_apart() -> None:
     groups = recorded_groups(1)
     batch = column_batch([replace(g, baseline=answer(0.25, written([1]))) for g in groups])
-    stage = AdvantageStage("remax", {"gamma": 1.0}, KlPenalty(0.2, "k1"))
+    stage = advantage_stage("remax", {"gamma": 1.0}, KlPenalty(0.2, "k1"))
     stage([replace(g, baseline=answer(0.25, written([1]))) for g in groups], batch, Metrics())
     for b in range(batch.n_samples):
         to_go = float(batch.rewards[b]) - 0.25
@@ -117,18 +120,19 @@ def test_kl_comes_off_each_token_for_estimators_that_tell_tokens_apart() -> None
 def test_components_are_the_parts_of_the_scores() -> None:
     seen: dict[str, Any] = {}
 
-    def listening(inputs: Any, **options: Any) -> Any:
+    def noting(inputs: AdvantageInputs, **options: Any) -> Tensor:
         seen.update(inputs.components)
-        return ESTIMATORS["gdpo"].function(inputs, **options)
+        return inputs.rewards
 
     batch = column_batch([TURNS])
-    stage = AdvantageStage("gdpo", {"weights": {"task": 1.0, "form": 2.0}})
-    stage._estimator = replace(stage._estimator, function=listening)
-    found = stage([TURNS], batch, Metrics())
-    assert sorted(seen) == ["form", "task"]
-    assert seen["task"].tolist() == [1.0, -1.0, 3.0]
-    assert seen["form"].tolist() == [0.5, 0.0, 0.0], "a score that lacks a part has 0 of it"
-    assert bool(found.tokens.any())
+    for estimator in (Estimator("gdpo", noting, frozenset({"components"})), Estimator("x", noting)):
+        AdvantageStage(estimator, {})([TURNS], batch, Metrics())
+        if estimator.name == "gdpo":
+            assert sorted(seen) == ["form", "task"]
+            assert seen["task"].tolist() == [1.0, -1.0, 3.0]
+            assert seen["form"].tolist() == [0.5, 0.0, 0.0], "a score that lacks a part has 0 of it"
+            seen.clear()
+    assert not seen, "an estimator gets what it needs and no more"
 
 
 def test_a_component_counts_by_its_weight() -> None:
@@ -141,16 +145,30 @@ def test_a_component_counts_by_its_weight() -> None:
         groups.append(replace(group, answers=tuple(formed)))
     batch = column_batch(groups)
     found = [
-        AdvantageStage("gdpo", {"weights": weights})(groups, batch, Metrics()).samples
+        advantage_stage("gdpo", {"weights": weights})(groups, batch, Metrics()).samples
         for weights in ({"task": 1.0}, {"task": 1.0, "form": 1.0}, {"task": 1.0, "form": 3.0})
     ]
     for i, one in enumerate(found):
         assert not any(torch.allclose(one, other, rtol=1e-2) for other in found[:i])
 
 
+def test_the_weights_of_the_correction_reach_the_token_baseline() -> None:
+    groups, found = recorded_groups(), []
+    for weight in (None, 1.0, 0.5):
+        batch = column_batch(groups)
+        if weight is not None:
+            written_so_far = batch.positions - batch.prompt_lengths.repeat_interleave(
+                batch.offsets.diff()
+            )
+            batch.columns["weight"] = weight ** (written_so_far.clamp(min=0) % 3).float()
+        found.append(advantage_stage("optimal_token_baseline")(groups, batch, Metrics()).tokens)
+    assert torch.equal(found[0], found[1])
+    assert not torch.allclose(found[0], found[2], rtol=1e-2)
+
+
 def test_only_a_penalty_has_a_state() -> None:
-    assert AdvantageStage("grpo", {}).state_dict() == {}
-    stage = AdvantageStage("grpo", {}, KlPenalty(0.5, "k1"))
-    other = AdvantageStage("grpo", {}, KlPenalty(0.1, "k1"))
+    assert advantage_stage("grpo", {}).state_dict() == {}
+    stage = advantage_stage("grpo", {}, KlPenalty(0.5, "k1"))
+    other = advantage_stage("grpo", {}, KlPenalty(0.1, "k1"))
     other.load_state_dict(stage.state_dict())
     assert other.state_dict() == {"penalty": {"coef": 0.5}}

@@ -12,13 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
+from tests.objectives import loss_options
 from torch import Tensor
 
-from winnow.algorithms.advantages import grpo
 from winnow.algorithms.aggregation import AGGREGATIONS, aggregate
 from winnow.algorithms.kl import KL_ESTIMATORS
 from winnow.algorithms.logprobs import token_logprobs
-from winnow.algorithms.losses.registry import POLICY_LOSSES, LossTokens
+from winnow.algorithms.losses import LossTokens
+from winnow.algorithms.losses.registry import POLICY_LOSSES
 from winnow.learning.batch import (
     Batch,
     Counts,
@@ -246,7 +247,7 @@ def gradient(
     head = torch.randn(VOCABULARY, 4, generator=generator, dtype=torch.float64)
     leaves = [table.requires_grad_(), head.requires_grad_()]
     batch = pack(groups, overlong_filtering=filtering)
-    batch.columns["advantages"] = spread(grpo(batch.rewards, batch.groups), batch, torch.float64)
+    batch.columns["advantages"] = spread(batch.rewards - batch.rewards.mean(), batch, torch.float64)
     for original in micro_batches(batch, range(len(groups)), budget):
         micro = disturb(original)
         at = micro.scored_positions
@@ -258,7 +259,8 @@ def gradient(
         logp = zeros.index_put((at,), logprob)
         tokens = LossTokens(micro.loss_mask, micro.sample_index, len(micro.samples))
         terms = (logp, micro.behav.double(), micro.columns["advantages"], tokens)
-        loss = POLICY_LOSSES["ppo_clip"].function(*terms, clip_high=0.28)
+        options = loss_options("ppo_clip", {"clip_high": 0.28})
+        loss, _ = POLICY_LOSSES["ppo_clip"](*terms, options)
         loss = loss + 0.1 * KL_ESTIMATORS["k3+"](logp, micro.behav.double())
         loss = loss - 0.01 * zeros.index_put((at,), entropy)
         aggregate(

@@ -69,6 +69,7 @@ def filled(batch: Batch, values: Sequence[float], returns: Sequence[float]) -> B
 
 def critic_of(**options: Any) -> tuple[Critic, ScriptedCritic]:
     strategy = ScriptedCritic(options.pop("skipped", 0.0))
+    options = {"clip": 0.5, "aggregation": "token-mean", **options}
     return Critic(strategy, ValueObjective(**options)), strategy  # type: ignore[arg-type]
 
 

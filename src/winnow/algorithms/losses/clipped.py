@@ -1,10 +1,7 @@
-"""Policy losses that bound what one token's ratio may do: ppo_clip, CISPO, SAPO, DPPO.
+"""Policy losses that bound what one token's ratio may do, and those without a ratio.
 
-Each is called as `loss(logp, old, advantage, tokens, **options)` and returns [T], 0 outside
-`tokens.mask`; its diagnostics take the same and return sums over the mask, without gradient.
-
-Shapes: `T` packed tokens. logp is the current policy, old the one before the first update of
-the step, both in nats; r = exp(clamp(logp - old, +-20)); sg(x) is x without gradient.
+Signature, shapes and notation are those of `winnow.algorithms.losses`; only logp carries a
+gradient. Options have the names and meanings of the loss's section in `config/policy_loss.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from winnow.algorithms.losses.tokens import LossTokens, counted, drift_diagnostics, ratio
+from winnow.algorithms.losses import Loss, LossTokens, clip_figures, clip_terms, drift, ratio
 
 
 def ppo_clip(
@@ -21,75 +18,31 @@ def ppo_clip(
     advantage: Tensor,
     tokens: LossTokens,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = 3.0,
-) -> Tensor:
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> Loss:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), for A < 0 at most -A dual_clip.
 
     PPO (arXiv 1707.06347, eq. 7) with DAPO's clip-higher (arXiv 2503.14476, eq. 8: 0.28) and
     dual clip (arXiv 1912.09729, eq. 5).
 
-    Args:
-        logp, old, advantage: [T]; only logp should carry a gradient.
-        tokens: of the micro-batch.
-        clip_low, clip_high: how far the ratio may fall and rise.
-        dual_clip: bound > 1 on the ratio of a negative advantage; None leaves it out.
-
     Returns:
-        [T] loss.
+        The loss, and `clip_share`, tokens whose loss the ratio's clip decides; `clip_high_share`,
+        those of them above 1 + clip_high; `dual_clip_share`; `approx_kl`.
     """
-    logp, old, advantage = counted(tokens, logp, old, advantage)
-    loss, clipped = clip_terms(ratio(logp, old), advantage, clip_low, clip_high)
-    loss = torch.maximum(loss, clipped)
-    if dual_clip is None:
-        return loss
-    return torch.where(advantage < 0, torch.minimum(loss, -advantage * dual_clip), loss)
-
-
-def ppo_clip_diagnostics(
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    tokens: LossTokens,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = 3.0,
-) -> dict[str, Tensor]:
-    """Sums over the mask of: where a clip decides the loss, and old - logp.
-
-    Returns:
-        Scalars. `clip_share`: the ratio's clip binds; `clip_high_share`: those of them above
-        1 + clip_high; `dual_clip_share`: the dual clip binds; `approx_kl`: old - logp in nats.
-    """
-    with torch.no_grad():
-        logp, old, advantage = counted(tokens, logp, old, advantage)
-        r = ratio(logp, old)
-        sums = {
-            **clip_diagnostics(r, advantage, clip_low, clip_high),
-            **drift_diagnostics(logp, old, advantage, tokens),
-        }
-        if dual_clip is not None:
-            loss = torch.maximum(*clip_terms(r, advantage, clip_low, clip_high))
-            sums["dual_clip_share"] = ((loss > -advantage * dual_clip) & (advantage < 0)).sum()
-    return sums
-
-
-def clip_terms(
-    r: Tensor, advantage: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """-A r and -A clip(r, 1 - clip_low, 1 + clip_high), each [T]."""
-    return -advantage * r, -advantage * r.clamp(1 - clip_low, 1 + clip_high)
-
-
-def clip_diagnostics(
-    r: Tensor, advantage: Tensor, clip_low: float, clip_high: float
-) -> dict[str, Tensor]:
-    """How many tokens the clip of r decides, and how many of them above; advantage 0 is none."""
-    loss, clipped = clip_terms(r, advantage, clip_low, clip_high)
-    binds = clipped > loss
-    return {"clip_share": binds.sum(), "clip_high_share": (binds & (advantage > 0)).sum()}
+    plain, clipped = clip_terms(ratio(logp, old), advantage, clip_low, clip_high)
+    loss = single = torch.maximum(plain, clipped)
+    if dual_clip is not None:
+        bounded = torch.minimum(single, -advantage * dual_clip)
+        loss = torch.where(advantage < 0, bounded, single)
+    if not tokens.with_figures:
+        return loss, {}
+    figures = clip_figures(clipped > plain, advantage > 0, logp, old, tokens)
+    if dual_clip is not None:
+        binds = (single > -advantage * dual_clip) & (advantage < 0)
+        figures["dual_clip_share"] = binds.sum()
+    return loss, figures
 
 
 def cispo(
@@ -98,48 +51,21 @@ def cispo(
     advantage: Tensor,
     tokens: LossTokens,
     *,
-    r_max: float = 5.0,
-    two_sided: tuple[float, float] | None = None,
-) -> Tensor:
+    r_max: float,
+    two_sided: tuple[float, float] | None,
+) -> Loss:
     """-sg(min(r, r_max)) A logp: the weight is cut, no token loses its gradient.
 
-    CISPO (arXiv 2506.13585, eq. 4 and 5, with only the upper bound in use).
-
-    Args:
-        logp, old, advantage: [T].
-        tokens: of the micro-batch.
-        r_max: the largest weight.
-        two_sided: (low, high) holds r in [1 - low, 1 + high] in place of r_max, as verl does.
-
-    Returns:
-        [T] loss.
+    CISPO (arXiv 2506.13585, eq. 4 and 5, with only the upper bound in use). `two_sided` (low,
+    high) holds r in [1 - low, 1 + high] in place of r_max, as verl does.
     """
-    logp, old, advantage = counted(tokens, logp, old, advantage)
-    low, high = _cispo_bounds(r_max, two_sided)
-    return -ratio(logp, old).clamp(low, high).detach() * advantage * logp
-
-
-def cispo_diagnostics(
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    tokens: LossTokens,
-    *,
-    r_max: float = 5.0,
-    two_sided: tuple[float, float] | None = None,
-) -> dict[str, Tensor]:
-    """Sums over the mask: `clip_share`, weights cut; `clip_high_share`, those cut from above."""
-    with torch.no_grad():
-        logp, old = counted(tokens, logp, old)
-        r = ratio(logp, old)
-        low, high = _cispo_bounds(r_max, two_sided)
-        above = tokens.mask & (r > high)
-        below = tokens.mask & (r < low)
-        return {
-            "clip_share": above.sum() + below.sum(),
-            "clip_high_share": above.sum(),
-            **drift_diagnostics(logp, old, advantage, tokens),
-        }
+    low, high = (0.0, r_max) if two_sided is None else (1 - two_sided[0], 1 + two_sided[1])
+    r = ratio(logp, old).detach()
+    loss = -r.clamp(low, high) * advantage * logp
+    if not tokens.with_figures:
+        return loss, {}
+    above, below = tokens.mask & (r > high), tokens.mask & (r < low)
+    return loss, clip_figures(above | below, above, logp, old, tokens)
 
 
 def sapo(
@@ -148,24 +74,16 @@ def sapo(
     advantage: Tensor,
     tokens: LossTokens,
     *,
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
-) -> Tensor:
+    tau_positive: float,
+    tau_negative: float,
+) -> Loss:
     """-A (4/tau) sigmoid(tau (r - 1)): a soft gate, of slope 1 at r = 1, in place of a clip.
 
     SAPO (arXiv 2511.20347), a mean over samples of the mean over a sample's tokens.
-
-    Args:
-        logp, old, advantage: [T].
-        tokens: of the micro-batch.
-        tau_positive, tau_negative: sharpness of the gate where A > 0, and elsewhere.
-
-    Returns:
-        [T] loss.
     """
-    logp, old, advantage = counted(tokens, logp, old, advantage)
     tau = torch.full_like(logp, tau_negative).masked_fill(advantage > 0, tau_positive)
-    return -advantage * (4 / tau) * torch.sigmoid(tau * (ratio(logp, old) - 1))
+    loss = -advantage * (4 / tau) * torch.sigmoid(tau * (ratio(logp, old) - 1))
+    return loss, drift(logp, old, tokens)
 
 
 def dppo_tv(
@@ -174,44 +92,18 @@ def dppo_tv(
     advantage: Tensor,
     tokens: LossTokens,
     *,
-    divergence_low: float = 0.15,
-    divergence_high: float = 0.15,
-    r_max: float = 20.0,
-) -> Tensor:
+    divergence_low: float,
+    divergence_high: float,
+    r_max: float,
+) -> Loss:
     """-A sg(min(r, r_max)) logp, 0 where the token's probability has moved too far along A.
 
     DPPO with the binary total variation (arXiv 2602.04879). Thresholds as in verl's script.
-
-    Args:
-        logp, old, advantage: [T].
-        tokens: of the micro-batch.
-        divergence_low, divergence_high: by how much the probability may have fallen where
-            A <= 0, and risen where A > 0.
-        r_max: the largest weight.
-
-    Returns:
-        [T] loss.
     """
-    logp, old, advantage = counted(tokens, logp, old, advantage)
-    stopped = _tv_stopped(logp, old, advantage, divergence_low, divergence_high)
-    return _stopped_loss(logp, old, advantage, stopped, r_max)
-
-
-def dppo_tv_diagnostics(
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    tokens: LossTokens,
-    *,
-    divergence_low: float = 0.15,
-    divergence_high: float = 0.15,
-    r_max: float = 20.0,
-) -> dict[str, Tensor]:
-    """Sums over the mask: `clip_share`, tokens left out; `clip_high_share`, those of A > 0."""
-    with torch.no_grad():
-        logp, old, advantage = counted(tokens, logp, old, advantage)
-        stopped = _tv_stopped(logp, old, advantage, divergence_low, divergence_high)
-        return _stopped_diagnostics(logp, old, advantage, tokens, stopped)
+    # Rounding may lift a log-prob over 0, and exp must stay finite.
+    moved = logp.detach().clamp(max=0).exp() - old.clamp(max=0).exp()
+    stopped = torch.where(advantage > 0, moved > divergence_high, moved < -divergence_low)
+    return _stopped_loss(logp, old, advantage, tokens, stopped, r_max)
 
 
 def dppo_kl(
@@ -220,44 +112,19 @@ def dppo_kl(
     advantage: Tensor,
     tokens: LossTokens,
     *,
-    divergence_low: float = 0.05,
-    divergence_high: float = 0.05,
-    r_max: float = 20.0,
-) -> Tensor:
+    divergence_low: float,
+    divergence_high: float,
+    r_max: float,
+) -> Loss:
     """`dppo_tv` with the binary KL, in nats, in place of the difference of probabilities.
 
     A token is left out where KL(old || current), between "this token" and "any other", exceeds
     the bound and the probability has moved along A (arXiv 2602.04879).
-
-    Args:
-        logp, old, advantage: [T].
-        tokens: of the micro-batch.
-        divergence_low, divergence_high: bounds in nats where A <= 0, and where A > 0.
-        r_max: the largest weight.
-
-    Returns:
-        [T] loss.
     """
-    logp, old, advantage = counted(tokens, logp, old, advantage)
-    stopped = _kl_stopped(logp, old, advantage, divergence_low, divergence_high)
-    return _stopped_loss(logp, old, advantage, stopped, r_max)
-
-
-def dppo_kl_diagnostics(
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    tokens: LossTokens,
-    *,
-    divergence_low: float = 0.05,
-    divergence_high: float = 0.05,
-    r_max: float = 20.0,
-) -> dict[str, Tensor]:
-    """Sums over the mask: `clip_share`, tokens left out; `clip_high_share`, those of A > 0."""
-    with torch.no_grad():
-        logp, old, advantage = counted(tokens, logp, old, advantage)
-        stopped = _kl_stopped(logp, old, advantage, divergence_low, divergence_high)
-        return _stopped_diagnostics(logp, old, advantage, tokens, stopped)
+    far, moved = binary_kl(old, logp), logp.detach() - old
+    rising, falling = (far > divergence_high) & (moved > 0), (far > divergence_low) & (moved < 0)
+    stopped = torch.where(advantage > 0, rising, falling)
+    return _stopped_loss(logp, old, advantage, tokens, stopped, r_max)
 
 
 def binary_kl(old: Tensor, logp: Tensor) -> Tensor:
@@ -272,34 +139,33 @@ def binary_kl(old: Tensor, logp: Tensor) -> Tensor:
     return this + (1 - p_old) * (rest_old.log() - rest.log())
 
 
-def _cispo_bounds(r_max: float, two_sided: tuple[float, float] | None) -> tuple[float, float]:
-    return (0.0, r_max) if two_sided is None else (1 - two_sided[0], 1 + two_sided[1])
-
-
-def _tv_stopped(logp: Tensor, old: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
-    """[T] bool; rounding may lift a log-prob over 0, and exp must stay finite."""
-    moved = logp.detach().clamp(max=0).exp() - old.clamp(max=0).exp()
-    return torch.where(advantage > 0, moved > high, moved < -low)
-
-
-def _kl_stopped(logp: Tensor, old: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
-    """[T] bool; a move against A is never left out."""
-    far, moved = binary_kl(old, logp), logp.detach() - old
-    return torch.where(advantage > 0, (far > high) & (moved > 0), (far > low) & (moved < 0))
-
-
 def _stopped_loss(
-    logp: Tensor, old: Tensor, advantage: Tensor, stopped: Tensor, r_max: float
-) -> Tensor:
+    logp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    tokens: LossTokens,
+    stopped: Tensor,
+    r_max: float,
+) -> Loss:
     weight = ratio(logp, old).clamp(max=r_max).detach()
-    return torch.where(stopped, 0.0, -advantage * weight) * logp
+    loss = torch.where(stopped, 0.0, -advantage * weight) * logp
+    if not tokens.with_figures:
+        return loss, {}
+    return loss, clip_figures(stopped & (advantage != 0), advantage > 0, logp, old, tokens)
 
 
-def _stopped_diagnostics(
-    logp: Tensor, old: Tensor, advantage: Tensor, tokens: LossTokens, stopped: Tensor
-) -> dict[str, Tensor]:
-    return {
-        "clip_share": (stopped & (advantage != 0)).sum(),
-        "clip_high_share": (stopped & (advantage > 0)).sum(),
-        **drift_diagnostics(logp, old, advantage, tokens),
-    }
+def dro(logp: Tensor, old: Tensor, advantage: Tensor, tokens: LossTokens, *, beta: float) -> Loss:
+    """-(A logp - beta/2 (logp - old)^2): a quadratic pull towards old in place of a ratio.
+
+    DRO (arXiv 2405.19107); the log-ratio is not held, since its gradient is what pulls back.
+    """
+    loss = -(advantage * logp - 0.5 * beta * (logp - old).square())
+    return loss, drift(logp, old, tokens)
+
+
+def reinforce(logp: Tensor, old: Tensor, advantage: Tensor, tokens: LossTokens) -> Loss:
+    """-A logp: the plain policy gradient (Williams, 1992); `old` does not enter.
+
+    It is the loss of GPG (arXiv 2504.02546, eq. 4) too, which differs in its advantage.
+    """
+    return -advantage * logp, drift(logp, old, tokens)

@@ -6,26 +6,26 @@ A (`clip_cov_select`, `kl_cov_select`), and come with `LossTokens.selected`; mic
 order change nothing. `selection: microbatch` chooses within each micro-batch from the current
 log-probs, as verl does, and so depends on the split.
 
-Shapes: `T` packed tokens. logp is the current policy, old the one before the first update of
-the step, both in nats; cov = (A - mean A)(logp - mean logp), means over the mask;
-r = exp(clamp(logp - old, +-20)).
+Signature, shapes and notation are those of `winnow.algorithms.losses`;
+cov = (A - mean A)(logp - mean logp), means over the mask.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from winnow.algorithms.losses.clipped import clip_terms, ppo_clip, ppo_clip_diagnostics
-from winnow.algorithms.losses.tokens import LossTokens, counted, drift_diagnostics, ratio
-
-Selection = Literal["update", "microbatch"]
+from winnow.algorithms.losses import Loss, LossTokens, clip_figures, clip_terms, drift, ratio
 
 KL_COV_NOISE = 1e-4
 """Nats. A log-prob that is no further from `old` has not moved: it is the rounding of two passes,
 and in a step's first update its sign, which is the penalty's gradient, would be the split's."""
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def clip_cov(
@@ -34,58 +34,31 @@ def clip_cov(
     advantage: Tensor,
     tokens: LossTokens,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    share: float = 2e-4,
-    cov_low: float = 1.0,
-    cov_high: float = 5.0,
-    selection: Selection = "update",
-) -> Tensor:
+    clip_low: float,
+    clip_high: float,
+    share: float,
+    cov_low: float,
+    cov_high: float,
+    selection: str,
+) -> Loss:
     """ppo_clip without dual clip, 0 on the tokens that were selected.
 
-    Clip-Cov (arXiv 2505.22617, eq. 11 and 12).
-
-    Args:
-        logp, old, advantage: [T]; only logp should carry a gradient.
-        tokens: with `selected`, or with `draws` where `selection` is "microbatch".
-        clip_low, clip_high: how far the ratio may fall and rise.
-        share: of the counted tokens, how many are selected, at least one.
-        cov_low, cov_high: selected tokens have a cov strictly between these.
-        selection: once an update, or in each micro-batch.
-
-    Returns:
-        [T] loss.
+    Clip-Cov (arXiv 2505.22617, eq. 11 and 12). Its figures are ppo_clip's, whatever is selected,
+    and `selected_share`.
     """
-    loss = ppo_clip(
-        logp, old, advantage, tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=None
-    )
-    selected = _clip_cov_selected(
-        logp, old, advantage, tokens, clip_low, clip_high, share, cov_low, cov_high, selection
-    )
-    return torch.where(selected, 0.0, loss)
-
-
-def clip_cov_diagnostics(
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    tokens: LossTokens,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    share: float = 2e-4,
-    cov_low: float = 1.0,
-    cov_high: float = 5.0,
-    selection: Selection = "update",
-) -> dict[str, Tensor]:
-    """Those of ppo_clip, and `selected_share`: tokens of the mask that were selected."""
-    sums = ppo_clip_diagnostics(
-        logp, old, advantage, tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=None
-    )
-    selected = _clip_cov_selected(
-        logp, old, advantage, tokens, clip_low, clip_high, share, cov_low, cov_high, selection
-    )
-    return {**sums, "selected_share": (selected & tokens.mask).sum()}
+    plain, clipped = clip_terms(ratio(logp, old), advantage, clip_low, clip_high)
+    binds = clipped > plain
+    selected = tokens.selected
+    if selection == "microbatch":
+        assert tokens.draws is not None, "selection within a micro-batch needs draws"
+        within = _within(logp.detach(), advantage, tokens.mask, cov_low, cov_high) & ~binds
+        selected = _first(within, tokens.draws, _how_many(tokens.mask, share))
+    assert selected is not None, "the loss's `select` runs before the first backward pass"
+    loss = torch.where(selected, 0.0, torch.maximum(plain, clipped))
+    if not tokens.with_figures:
+        return loss, {}
+    figures = clip_figures(binds, advantage > 0, logp, old, tokens)
+    return loss, {**figures, "selected_share": (selected & tokens.mask).sum()}
 
 
 def clip_cov_select(
@@ -94,9 +67,9 @@ def clip_cov_select(
     mask: Tensor,
     draws: Tensor,
     *,
-    share: float = 2e-4,
-    cov_low: float = 1.0,
-    cov_high: float = 5.0,
+    share: float,
+    cov_low: float,
+    cov_high: float,
     **options: Any,
 ) -> Tensor:
     """Draw max(int(share N), 1) of the N counted tokens, among those of cov within the bounds.
@@ -107,14 +80,12 @@ def clip_cov_select(
         old, advantage: [T] of the whole mini-batch.
         mask: [T] bool.
         draws: [T] of `keyed_draws`; the tokens with the smallest are taken.
-        share, cov_low, cov_high: as in `clip_cov`.
         options: the loss's others; they do not matter here.
 
     Returns:
         [T] bool.
     """
-    cov = covariance(old, advantage, mask)
-    within = mask & (cov > cov_low) & (cov < cov_high)
+    within = _within(old, advantage, mask, cov_low, cov_high)
     return _first(within, draws, _how_many(mask, share))
 
 
@@ -124,69 +95,34 @@ def kl_cov(
     advantage: Tensor,
     tokens: LossTokens,
     *,
-    coef: float = 1.0,
-    share: float = 2e-4,
-    selection: Selection = "update",
-) -> Tensor:
+    coef: float,
+    share: float,
+    selection: str,
+) -> Loss:
     """-A r, plus coef |logp - old| on the tokens that were selected.
 
     KL-Cov (arXiv 2505.22617, eq. 13 and 14). Up to `KL_COV_NOISE` the distance counts as 0.
-
-    Args:
-        logp, old, advantage: [T]; only logp should carry a gradient.
-        tokens: with `selected`, or with `draws` where `selection` is "microbatch".
-        coef: weight of the penalty.
-        share: of the counted tokens, how many are selected, at least one.
-        selection: once an update, or in each micro-batch.
-
-    Returns:
-        [T] loss.
     """
-    selected = _kl_cov_selected(logp, advantage, tokens, share, selection)
-    logp, old, advantage = counted(tokens, logp, old, advantage)
+    selected = tokens.selected
+    if selection == "microbatch":
+        assert tokens.draws is not None, "selection within a micro-batch needs draws"
+        selected = kl_cov_select(logp.detach(), advantage, tokens.mask, tokens.draws, share=share)
+    assert selected is not None, "the loss's `select` runs before the first backward pass"
     loss = -advantage * ratio(logp, old)
     distance = (logp - old).abs()
-    return torch.where(selected & ~(distance <= KL_COV_NOISE), loss + coef * distance, loss)
-
-
-def kl_cov_diagnostics(
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    tokens: LossTokens,
-    *,
-    coef: float = 1.0,
-    share: float = 2e-4,
-    selection: Selection = "update",
-) -> dict[str, Tensor]:
-    """`selected_share`: tokens of the mask that were selected; and the drift."""
-    selected = _kl_cov_selected(logp, advantage, tokens, share, selection)
-    return {
-        "selected_share": (selected & tokens.mask).sum(),
-        **drift_diagnostics(logp, old, advantage, tokens),
-    }
+    loss = torch.where(selected & ~(distance <= KL_COV_NOISE), loss + coef * distance, loss)
+    if not tokens.with_figures:
+        return loss, {}
+    selected_share = (selected & tokens.mask).sum()
+    return loss, {"selected_share": selected_share, **drift(logp, old, tokens)}
 
 
 def kl_cov_select(
-    old: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    draws: Tensor,
-    *,
-    share: float = 2e-4,
-    **options: Any,
+    old: Tensor, advantage: Tensor, mask: Tensor, draws: Tensor, *, share: float, **options: Any
 ) -> Tensor:
-    """The max(int(share N), 1) of the N counted tokens of highest cov; draws settle ties.
+    """Select the max(int(share N), 1) of the N counted tokens of highest cov; draws settle ties.
 
-    Args:
-        old, advantage: [T] of the whole mini-batch.
-        mask: [T] bool.
-        draws: [T] of `keyed_draws`.
-        share: as in `kl_cov`.
-        options: the loss's others; they do not matter here.
-
-    Returns:
-        [T] bool.
+    Args and the result are those of `clip_cov_select`.
     """
     at = mask.nonzero().squeeze(1)
     at = at[draws[at].argsort(stable=True)]
@@ -196,60 +132,40 @@ def kl_cov_select(
     return selected
 
 
-def _clip_cov_selected(
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    tokens: LossTokens,
-    clip_low: float,
-    clip_high: float,
-    share: float,
-    cov_low: float,
-    cov_high: float,
-    selection: Selection,
-) -> Tensor:
-    """[T] bool: what was selected for the update, or what is selected here."""
-    if selection == "update":
-        return _of_update(tokens)
-    held_logp, held_old, held_advantage = counted(tokens, logp.detach(), old, advantage)
-    loss, clipped = clip_terms(ratio(held_logp, held_old), held_advantage, clip_low, clip_high)
-    cov = covariance(held_logp, held_advantage, tokens.mask)
-    within = tokens.mask & (clipped <= loss) & (cov > cov_low) & (cov < cov_high)
-    return _first(within, _draws(tokens), _how_many(tokens.mask, share))
-
-
-def _kl_cov_selected(
-    logp: Tensor, advantage: Tensor, tokens: LossTokens, share: float, selection: Selection
-) -> Tensor:
-    if selection == "update":
-        return _of_update(tokens)
-    return kl_cov_select(logp.detach(), advantage, tokens.mask, _draws(tokens), share=share)
-
-
-def _of_update(tokens: LossTokens) -> Tensor:
-    assert tokens.selected is not None, "the loss's `select` runs before the first backward pass"
-    return tokens.selected
-
-
-def _draws(tokens: LossTokens) -> Tensor:
-    assert tokens.draws is not None, "selection within a micro-batch needs draws"
-    return tokens.draws
-
-
 def covariance(logp: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-    """cov [T] in float64, -inf outside the mask and where it is not defined.
+    """Return cov [T] in float64, -inf outside the mask and where it is not defined.
 
     The sums run over sorted values, so that the order of the tokens does not touch a bit.
     """
     x, y = logp[mask].double(), advantage[mask].double()
     found = torch.full(mask.shape, -torch.inf, dtype=torch.float64, device=mask.device)
-    cov = (y - _mean(y)) * (x - _mean(x))
+    cov = (y - y.sort().values.mean()) * (x - x.sort().values.mean())
     found[mask] = torch.where(cov.isnan(), -torch.inf, cov)
     return found
 
 
-def _mean(values: Tensor) -> Tensor:
-    return values.sort().values.mean()
+def keyed_draws(seed: int, sample_keys: Tensor, positions: Tensor) -> Tensor:
+    """Draw random numbers in [0, 1), float64 [T], that depend on (seed, sample, position) alone.
+
+    So neither the order of the samples nor their split into micro-batches or ranks changes the
+    number of a token. The finaliser of SplitMix64 (Steele, Lea, Flood 2014), once for each key.
+
+    Args:
+        seed: any integer; another one for each update.
+        sample_keys: [T] int64, a key of the token's sample, unique within the update.
+        positions: [T] int64, position of the token in its sample.
+    """
+    start = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    state = _mixed(_mixed(torch.full_like(sample_keys, start)) + (sample_keys + 1) * _GOLDEN)
+    bits = _mixed(state + (positions + 1) * _GOLDEN)
+    return _shifted(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def _within(
+    logp: Tensor, advantage: Tensor, mask: Tensor, cov_low: float, cov_high: float
+) -> Tensor:
+    cov = covariance(logp, advantage, mask)
+    return mask & (cov > cov_low) & (cov < cov_high)
 
 
 def _how_many(mask: Tensor, share: float) -> int:
@@ -263,3 +179,14 @@ def _first(candidates: Tensor, draws: Tensor, n: int) -> Tensor:
     selected = torch.zeros_like(candidates)
     selected[at[draws[at].argsort(stable=True)[:n]]] = True
     return selected
+
+
+def _mixed(z: Tensor) -> Tensor:
+    z = (z ^ _shifted(z, 30)) * _MIX_1
+    z = (z ^ _shifted(z, 27)) * _MIX_2
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,9 +1,6 @@
-"""What a critic's values lose, and what the metrics say about them.
+"""The value loss of a critic, and the share of the returns' variance that its values explain.
 
-The loss is one number a token; `aggregation` makes a mean of it. Diagnostics are sums, so that
-those of micro-batches and ranks add up.
-
-Shapes: `T` packed tokens. V are values before a token, `old` those before the step's first
+Shapes: `T` packed tokens. Values are those before a token, `old` those before the step's first
 update; all are in units of the reward.
 """
 
@@ -12,11 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from winnow.algorithms.losses import Loss
+
 FLAT_TOLERANCE = 1e-12
 """A variance below this share of the mean square is float noise: values equal to 1e-6."""
 
 
-def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None = 0.5) -> Tensor:
+def value_loss(
+    values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None
+) -> Loss:
     """0.5 max((V - ret)^2, (clip(V, old - clip, old + clip) - ret)^2) [T].
 
     A value that has moved further than `clip` from `old`, towards the return, has no gradient;
@@ -25,81 +26,42 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None 
 
     Args:
         values, old, returns: [T]; only `values` should carry a gradient.
+        mask: [T] bool, the counted tokens.
         clip: above 0; None leaves the clipped term out.
 
-    Raises:
-        ValueError: a clip that is not above 0.
-    """
-    plain, clipped = _terms(values, old, returns, clip)
-    return 0.5 * (plain if clipped is None else torch.maximum(plain, clipped))
-
-
-def value_diagnostics(
-    values: Tensor,
-    old: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    clip: float | None = 0.5,
-) -> dict[str, Tensor]:
-    """Sums over `mask` [T], in float64 and without gradient.
-
     Returns:
-        Scalars. `clip_share`: the clipped term is the larger one. And what
-        `explained_variance` takes: `returns`, `return_squares`, `errors` and `error_squares`,
-        an error being return - value.
+        The loss, and `clip_share`, the tokens whose clipped term is the larger one.
     """
-    with torch.no_grad():
-        plain, clipped = _terms(values, old, returns, clip)
-        share = mask.new_zeros(()) if clipped is None else (mask & (clipped > plain)).sum()
-        # Before the difference, so that what stands outside the mask cannot make a NaN.
-        returns_T = torch.where(mask, returns, 0.0).double()
-        errors_T = returns_T - torch.where(mask, values, 0.0).double()
-        return {
-            "clip_share": share.double(),
-            "returns": returns_T.sum(),
-            "return_squares": returns_T.square().sum(),
-            "errors": errors_T.sum(),
-            "error_squares": errors_T.square().sum(),
-        }
+    plain = (values - returns).square()
+    if clip is None:
+        return 0.5 * plain, {"clip_share": mask.new_zeros(()).double()}
+    near = torch.minimum(torch.maximum(values, old - clip), old + clip)
+    clipped = (near - returns).square()
+    clip_share = (mask & (clipped > plain)).sum().double()
+    return 0.5 * torch.maximum(plain, clipped), {"clip_share": clip_share}
 
 
-def explained_variance(
-    tokens: int, returns: float, return_squares: float, errors: float, error_squares: float
-) -> float:
-    """1 - Var(ret - V) / Var(ret) from the sums of `value_diagnostics`, over all parts together.
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """Return 1 - Var(ret - V) / Var(ret) over the tokens in `mask` [T], in float64.
 
-    1 for perfect values, 0 for a constant, negative for worse than that. Of returns that do not
-    vary (`FLAT_TOLERANCE`) it is 1 where the errors do not vary either, else 0; of no tokens 0.
-
-    Args:
-        tokens: how many were summed.
-        returns, return_squares, errors, error_squares: their sums, in float64.
+    1 for perfect values, 0 for a constant, negative for worse than that. Where returns do not
+    vary (`FLAT_TOLERANCE`) it is 1 if the errors do not vary either, else 0; 0 for no tokens.
     """
+    tokens = int(mask.sum())
     if tokens == 0:
         return 0.0
-    spread = _variance(tokens, returns, return_squares)
-    left = _variance(tokens, errors, error_squares)
+    # Masked before the difference: what stands outside the mask may be infinite.
+    returns_T = torch.where(mask, returns, 0.0).double()
+    errors_T = returns_T - torch.where(mask, values, 0.0).double()
+    spread, left = _variance(returns_T, tokens), _variance(errors_T, tokens)
     if spread == 0.0:
         # A constant error is noise beside the returns that it was taken from.
-        return float(left <= FLAT_TOLERANCE * return_squares / tokens)
+        return float(left <= FLAT_TOLERANCE * float(returns_T.square().sum()) / tokens)
     return 1 - left / spread
 
 
-def _terms(
-    values: Tensor, old: Tensor, returns: Tensor, clip: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """Squared errors [T] of the values and of the clipped values."""
-    plain = (values - returns).square()
-    if clip is None:
-        return plain, None
-    if not clip > 0:
-        raise ValueError(f"clip must be above 0, got {clip}")
-    near = torch.minimum(torch.maximum(values, old - clip), old + clip)
-    return plain, (near - returns).square()
-
-
-def _variance(n: int, total: float, squares: float) -> float:
-    """The population's variance; 0 where it is float noise."""
-    mean_square = squares / n
-    variance = mean_square - (total / n) ** 2
+def _variance(values: Tensor, n: int) -> float:
+    """The population's variance of n numbers [T], 0 elsewhere; 0 where it is float noise."""
+    mean_square = float(values.square().sum()) / n
+    variance = mean_square - (float(values.sum()) / n) ** 2
     return variance if variance > FLAT_TOLERANCE * mean_square else 0.0

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Mapping
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from tests.objectives import LOSS_SECTIONS, loss_options
 from torch import Tensor
 
 from winnow.algorithms.aggregation import AGGREGATIONS
-from winnow.algorithms.losses.registry import POLICY_LOSSES, LossTokens
-from winnow.config.policy_loss import PolicyLoss, PolicyLossSection
+from winnow.algorithms.losses import LossTokens
+from winnow.algorithms.losses.registry import POLICY_LOSSES
 
-SECTIONS: dict[str, type[PolicyLossSection]] = {
-    section.model_fields["name"].default: section for section in get_args(get_args(PolicyLoss)[0])
-}
 COVARIANCE = ("clip_cov", "kl_cov")
 LOSSES = pytest.mark.parametrize("name", POLICY_LOSSES)
 
@@ -37,18 +34,25 @@ def all_counted(lengths: list[int], selected: list[int] | None = None) -> LossTo
     return LossTokens(torch.ones(n, dtype=torch.bool), index, len(lengths), chosen)
 
 
+def called(
+    name: str, logp: Tensor, old: Tensor, a: Tensor, tokens: LossTokens, **options: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and its figures, where a recipe says nothing but `options`."""
+    return POLICY_LOSSES[name](logp, old, a, tokens, loss_options(name, options))
+
+
 def found(
     name: str, d: Tensor, old: Tensor, a: Tensor, tokens: LossTokens, **options: Any
 ) -> list[float]:
     """The loss of log-ratios d."""
-    loss: Tensor = POLICY_LOSSES[name].function(old + d, old, a, tokens, **options)
-    return loss.tolist()
+    loss: list[float] = called(name, old + d, old, a, tokens, **options)[0].tolist()
+    return loss
 
 
 def figures(
     name: str, d: Tensor, old: Tensor, a: Tensor, tokens: LossTokens, **options: Any
 ) -> dict[str, float]:
-    sums: Mapping[str, Tensor] = POLICY_LOSSES[name].diagnostics(old + d, old, a, tokens, **options)
+    _, sums = called(name, old + d, old, a, tokens, **options)
     return {key: float(value) for key, value in sums.items()}
 
 
@@ -83,9 +87,8 @@ def test_gspo_clips_a_sample_by_its_mean_log_ratio() -> None:
 
 def test_gspo_carries_the_samples_ratio_on_each_token_s_own_gradient() -> None:
     logp = f64(-1.0, -2.0).requires_grad_()
-    loss = POLICY_LOSSES["gspo"].function(
-        logp, logp.detach() - f64(3e-4, -1e-4), f64(2.0, 2.0), all_counted([2])
-    )
+    old, a = logp.detach() - f64(3e-4, -1e-4), f64(2.0, 2.0)
+    loss, _ = called("gspo", logp, old, a, all_counted([2]))
     (gradient,) = torch.autograd.grad(loss, logp, f64(1.0, 0.0))
     assert gradient.tolist() == pytest.approx([-2 * math.exp(1e-4), 0.0], rel=1e-12)
 
@@ -103,7 +106,7 @@ def test_cispo_cuts_the_weight_and_keeps_the_gradient() -> None:
         **drift,
     }
     logp = (terms[0] + terms[1]).requires_grad_()
-    loss = POLICY_LOSSES["cispo"].function(logp, terms[1], terms[2], tokens)
+    loss, _ = called("cispo", logp, terms[1], terms[2], tokens)
     assert torch.autograd.grad(loss.sum(), logp)[0].tolist() == pytest.approx([-10.0, 0.5])
 
 
@@ -188,7 +191,7 @@ def test_dro_pulls_by_the_square() -> None:
 @pytest.mark.parametrize("name", ["gpg", "reinforce"])
 def test_the_plain_gradient_does_not_read_old(name: str) -> None:
     old = f64(math.nan, math.inf)
-    loss = POLICY_LOSSES[name].function(f64(-1, -2), old, f64(2, -1), all_counted([2]))
+    loss, _ = called(name, f64(-1, -2), old, f64(2, -1), all_counted([2]))
     assert loss.tolist() == [2.0, -2.0]
     assert not POLICY_LOSSES[name].uses_old
 
@@ -196,7 +199,7 @@ def test_the_plain_gradient_does_not_read_old(name: str) -> None:
 @LOSSES
 def test_only_losses_that_say_so_do_without_old(name: str) -> None:
     logp, a, tokens = f64(-1.0, -2.0), f64(1.0, -1.0), all_counted([1, 1], [0])
-    losses = [POLICY_LOSSES[name].function(logp, logp - shift, a, tokens) for shift in (0.1, 0.11)]
+    losses = [called(name, logp, logp - shift, a, tokens)[0] for shift in (0.1, 0.11)]
     assert torch.equal(*losses) is not POLICY_LOSSES[name].uses_old
 
 
@@ -205,7 +208,7 @@ def test_at_the_first_update_the_gradient_is_that_of_reinforce(name: str) -> Non
     a = f64(1.0, 1.0, -2.0, 0.0)
     logp = f64(-1.0, -2.0, -3.0, -0.5).requires_grad_()
     tokens = all_counted([2, 1, 1])
-    loss = POLICY_LOSSES[name].function(logp, logp.detach(), a, tokens)
+    loss, _ = called(name, logp, logp.detach(), a, tokens)
     (gradient,) = torch.autograd.grad(loss.sum(), logp)
     torch.testing.assert_close(gradient, -a)
 
@@ -231,7 +234,7 @@ def test_no_extreme_ratio_makes_a_nan(
     tokens = all_counted([1, 1], [0])
     x = torch.tensor([logp, -1.0], dtype=dtype, requires_grad=True)
     terms = (x, torch.tensor([old, -1.0], dtype=dtype), torch.tensor([advantage, 1.0], dtype=dtype))
-    loss = POLICY_LOSSES[name].function(*terms, tokens)
+    loss, sums = called(name, *terms, tokens)
     assert loss.dtype == dtype
     (gradient,) = torch.autograd.grad(loss.sum(), x)
     # A penalty without bound is infinite where old is; nothing else may be.
@@ -241,17 +244,14 @@ def test_no_extreme_ratio_makes_a_nan(
     if not unbounded:
         assert loss.isfinite().all()
         assert gradient.isfinite().all()
-    assert not any(
-        value.isnan().any() for value in POLICY_LOSSES[name].diagnostics(*terms, tokens).values()
-    )
+    assert not any(value.isnan() for value in sums.values())
 
 
 @LOSSES
 def test_infinities_within_the_mask_of_a_neighbour_change_nothing(name: str) -> None:
     a, tokens = f64(1.0, -1.0), all_counted([1, 1], [])
     alone, beside = (
-        POLICY_LOSSES[name].function(f64(-1.0, -2.0), f64(-1.1, other), a, tokens)
-        for other in (-2.1, -math.inf)
+        called(name, f64(-1.0, -2.0), f64(-1.1, other), a, tokens)[0] for other in (-2.1, -math.inf)
     )
     assert alone[0] == beside[0]
 
@@ -265,47 +265,39 @@ def test_nothing_counted_is_zero(name: str, lengths: list[int]) -> None:
         torch.zeros(n, dtype=torch.bool), tokens.sample_index, len(lengths), tokens.selected
     )
     x = torch.full((n,), math.nan, requires_grad=True)
-    loss = POLICY_LOSSES[name].function(x, x.detach(), x.detach(), nothing)
+    loss, sums = called(name, x, x.detach(), x.detach(), nothing)
     (gradient,) = torch.autograd.grad(loss.sum(), x)
     assert loss.tolist() == [0.0] * n
     assert gradient.tolist() == [0.0] * n
-    sums = POLICY_LOSSES[name].diagnostics(x, x.detach(), x.detach(), nothing)
     assert all(float(value) == 0 for value in sums.values())
 
 
 @LOSSES
-def test_a_section_of_the_recipe_holds_the_options_and_defaults_of_its_loss(name: str) -> None:
-    options = SECTIONS[name]().model_dump(exclude={"name"})
-    signature = inspect.signature(POLICY_LOSSES[name].function)
-    keywords = {
-        key: parameter.default
-        for key, parameter in signature.parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    assert options == keywords
+def test_figures_carry_no_gradient_and_are_left_out_where_nobody_reads_them(name: str) -> None:
+    logp = f64(-1.0, -2.0).requires_grad_()
+    terms, tokens = (logp, f64(-1.5, -1.9), f64(1.0, -1.0)), all_counted([2], [1])
+    loss, sums = called(name, *terms, tokens)
+    assert "approx_kl" in sums
+    assert all(value.shape == () and not value.requires_grad for value in sums.values())
+    bare, nothing = called(name, *terms, replace(tokens, with_figures=False))
+    assert nothing == {}
+    assert torch.equal(bare, loss)
 
 
 @LOSSES
-def test_a_loss_its_figures_and_its_selection_take_its_section(name: str) -> None:
-    loss, options = POLICY_LOSSES[name], SECTIONS[name]().model_dump(exclude={"name"})
-    x, tokens = f64(-1.0, -2.0), all_counted([2])
-    assert loss.function(x, x, x, tokens, **options).shape == (2,)
-    assert "approx_kl" in loss.diagnostics(x, x, x, tokens, **options)
-    assert (loss.select is not None) is (name in COVARIANCE)
-    if loss.select is not None:
-        assert loss.select(x, x, tokens.mask, f64(0.1, 0.2), **options).dtype == torch.bool
+def test_a_selection_takes_the_options_of_its_loss(name: str) -> None:
+    select, x = POLICY_LOSSES[name].select, f64(-1.0, -2.0)
+    assert (select is not None) is (name in COVARIANCE)
+    if select is not None:
+        chosen = select(x, x, all_counted([2]).mask, f64(0.1, 0.2), **loss_options(name))
+        assert chosen.dtype == torch.bool
 
 
 def test_the_recipe_knows_every_loss_and_its_legal_aggregations() -> None:
-    assert SECTIONS.keys() == {*POLICY_LOSSES, "custom"}
-    for name, loss in POLICY_LOSSES.items():
-        assert SECTIONS[name].aggregations == loss.aggregations
-        assert set(loss.aggregations) <= AGGREGATIONS.keys()
-    assert {name for name, loss in POLICY_LOSSES.items() if loss.aggregations} == {
-        "gspo",
-        "sapo",
-        "gmpo",
-    }
+    assert {*POLICY_LOSSES, "custom"} == LOSS_SECTIONS.keys()
+    bound = {name: s.aggregations for name, s in LOSS_SECTIONS.items() if s.aggregations}
+    assert bound == dict.fromkeys(("gspo", "sapo", "gmpo"), ("seq-mean-token-mean",))
+    assert "seq-mean-token-mean" in AGGREGATIONS
 
 
 @pytest.mark.parametrize(
@@ -328,5 +320,5 @@ def test_the_recipe_knows_every_loss_and_its_legal_aggregations() -> None:
     ],
 )
 def test_options_out_of_range_are_refused(name: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"1 validation error for {SECTIONS[name].__name__}"):
-        SECTIONS[name](**options)
+    with pytest.raises(ValueError, match=f"1 validation error for {LOSS_SECTIONS[name].__name__}"):
+        LOSS_SECTIONS[name](**options)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from winnow.algorithms.losses.value import explained_variance, value_diagnostics, value_loss
+from winnow.algorithms.losses.value import explained_variance, value_loss
 
 numbers = st.floats(-1000, 1000, width=32)
 rows = st.lists(st.tuples(numbers, numbers, numbers, st.booleans()), min_size=1, max_size=12)
@@ -20,24 +20,25 @@ def tensors(*columns: list[float]) -> list[Tensor]:
     return [torch.tensor(column, dtype=torch.float64) for column in columns]
 
 
-def variance(sums: dict[str, Tensor], tokens: int) -> float:
-    names = ("returns", "return_squares", "errors", "error_squares")
-    return explained_variance(tokens, *(float(sums[name]) for name in names))
+def every(values: Tensor) -> Tensor:
+    return torch.ones(len(values), dtype=torch.bool)
 
 
 def test_values_worked_by_hand() -> None:
     # Old value 1, return 3. At 1.2 within reach; at 2 clipped to 1.5; at 0 to 0.5, further away.
     values, old, returns = tensors([1.2, 2.0, 0.0], [1.0] * 3, [3.0] * 3)
-    losses = value_loss(values, old, returns, clip=0.5).tolist()
+    losses = value_loss(values, old, returns, every(values), clip=0.5)[0].tolist()
     assert losses == pytest.approx([0.5 * 1.8**2, 0.5 * 1.5**2, 0.5 * 3.0**2])
-    unclipped = value_loss(values, old, returns, clip=None).tolist()
+    unclipped = value_loss(values, old, returns, every(values), clip=None)[0].tolist()
     assert unclipped == pytest.approx([0.5 * 1.8**2, 0.5 * 1.0, 0.5 * 9.0])
 
 
 def test_only_a_value_that_went_too_far_towards_its_return_has_no_gradient() -> None:
     values, old, returns = tensors([1.2, 2.0, 0.0], [1.0] * 3, [3.0] * 3)
     values.requires_grad_()
-    (grad,) = torch.autograd.grad(value_loss(values, old, returns, clip=0.5).sum(), values)
+    loss, figures = value_loss(values, old, returns, every(values), clip=0.5)
+    assert float(figures["clip_share"]) == 1
+    (grad,) = torch.autograd.grad(loss.sum(), values)
     assert grad.tolist() == pytest.approx([1.2 - 3, 0.0, 0.0 - 3])
 
 
@@ -48,8 +49,7 @@ def test_a_loop_over_tokens_agrees_and_nothing_is_nan(
     values, old, returns = tensors(*(list(c) for c in list(zip(*rows, strict=True))[:3]))
     mask = torch.tensor([row[3] for row in rows])
     values.requires_grad_()
-    loss = value_loss(values, old, returns, clip)
-    sums = value_diagnostics(values, old, returns, mask, clip)
+    loss, sums = value_loss(values, old, returns, mask, clip=clip)
     clipped = 0
     for i, (value, before, target, counted) in enumerate(rows):
         plain = (value - target) ** 2
@@ -59,32 +59,31 @@ def test_a_loop_over_tokens_agrees_and_nothing_is_nan(
         assert float(loss[i]) == pytest.approx(max(plain, bounded) / 2)
         clipped += counted and bounded > plain
     assert float(sums["clip_share"]) == clipped
-    kept = [(row[2], row[2] - row[0]) for row in rows if row[3]]
-    assert float(sums["returns"]) == pytest.approx(sum(r for r, _ in kept))
-    assert float(sums["error_squares"]) == pytest.approx(sum(e * e for _, e in kept))
     (grad,) = torch.autograd.grad(loss.sum(), values)
     assert torch.isfinite(grad).all()
-    assert math.isfinite(variance(sums, len(kept)))
+    assert math.isfinite(explained_variance(values.detach(), returns, mask))
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_gradient_equals_finite_differences(clip: float | None) -> None:
     g = torch.Generator().manual_seed(0)
     values, old, returns = torch.randn(3, 40, dtype=torch.float64, generator=g).unbind()
+    mask = every(values)
     values.requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, clip), (values,))
+    assert torch.autograd.gradcheck(
+        lambda v: value_loss(v, old, returns, mask, clip=clip)[0], (values,)
+    )
 
 
 def test_what_stands_outside_the_mask_is_not_read() -> None:
-    values, old, returns = tensors([1.0, math.inf], [1.0, -math.inf], [2.0, math.nan])
-    sums = value_diagnostics(values, old, returns, torch.tensor([True, False]))
-    assert {name: float(total) for name, total in sums.items()} == {
-        "clip_share": 0.0,
-        "returns": 2.0,
-        "return_squares": 4.0,
-        "errors": 1.0,
-        "error_squares": 1.0,
-    }
+    values, old, returns = tensors(
+        [1.0, 2.5, math.inf, 9.0], [1.0, 9.0, -math.inf, 0.0], [2.0, 3.0, math.nan, math.inf]
+    )
+    mask = torch.tensor([True, True, False, False])
+    _, figures = value_loss(values, old, returns, mask, clip=0.5)
+    assert float(figures["clip_share"]) == 1
+    # Errors 1 and 0.5 have the variance 1/16; returns 2 and 3 have 1/4.
+    assert explained_variance(values, returns, mask) == pytest.approx(1 - (1 / 16) / (1 / 4))
 
 
 def test_explained_variance_by_hand_is_one_for_perfect_values_and_zero_for_a_constant() -> None:
@@ -97,8 +96,7 @@ def test_explained_variance_by_hand_is_one_for_perfect_values_and_zero_for_a_con
         ([-r for r in returns], 1 - 4.0),
     ):
         v, r = tensors(values, returns)
-        sums = value_diagnostics(v, v, r, torch.ones(4, dtype=torch.bool))
-        assert variance(sums, 4) == pytest.approx(wanted)
+        assert explained_variance(v, r, every(v)) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("level", [0.0, 0.1, -1000.3])
@@ -106,30 +104,8 @@ def test_explained_variance_is_defined_where_returns_do_not_vary(level: float) -
     mask = torch.ones(7, dtype=torch.bool)
     returns = torch.full((7,), level)
     flat = returns + 3.0
-    assert variance(value_diagnostics(flat, flat, returns, mask), 7) == 1.0
+    assert explained_variance(flat, returns, mask) == 1.0
     uneven = returns + torch.arange(7.0)
-    assert variance(value_diagnostics(uneven, uneven, returns, mask), 7) == 0.0
-    assert explained_variance(0, 0.0, 0.0, 0.0, 0.0) == 0.0
-    one = value_diagnostics(uneven[:1], uneven[:1], returns[:1], mask[:1])
-    assert variance(one, 1) == 1.0
-
-
-@given(rows=rows, cut=st.integers(0, 12))
-def test_sums_of_parts_add_up_to_those_of_the_whole(
-    rows: list[tuple[float, float, float, bool]], cut: int
-) -> None:
-    values, old, returns = tensors(*(list(c) for c in list(zip(*rows, strict=True))[:3]))
-    mask = torch.tensor([row[3] for row in rows])
-    whole = value_diagnostics(values, old, returns, mask)
-    parts = [
-        value_diagnostics(values[s], old[s], returns[s], mask[s])
-        for s in (slice(None, cut), slice(cut, None))
-    ]
-    for name, total in whole.items():
-        found = float(sum(part[name] for part in parts))
-        assert found == pytest.approx(float(total), rel=1e-12, abs=1e-9)
-
-
-def test_a_clip_that_is_not_positive_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"clip must be above 0, got 0\.0"):
-        value_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), clip=0.0)
+    assert explained_variance(uneven, returns, mask) == 0.0
+    assert explained_variance(uneven, returns, ~mask) == 0.0
+    assert explained_variance(uneven[:1], returns[:1], mask[:1]) == 1.0
