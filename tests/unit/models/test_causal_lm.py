@@ -1,18 +1,22 @@
-"""What a tokenizer writes, and a folder for temporary files that takes none of it."""
+"""Saving models and tokenizers: their files, and a temporary folder that takes none of them."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.small_models import digits_model
 
+from winnow.config.model import LoraAdapter
 from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.errors import ModelError
-from winnow.models.causal_lm import tokenizer_files, write_files
+from winnow.models.causal_lm import add_files, save_model, tokenizer_files
+from winnow.models.lora import adapter_weights, adapter_writer, add_lora
 
 
 @contextlib.contextmanager
@@ -28,12 +32,32 @@ def largest_file(size: int) -> Iterator[None]:
 def test_a_tokenizer_is_written_as_it_saves_itself(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     files = tokenizer_files(tokenizer)
-    write_files(files, tmp_path / "ours")
+    add_files(files, tmp_path / "ours")
     tokenizer.save_pretrained(tmp_path / "its")
     names = {path.name for path in (tmp_path / "its").iterdir()}
     assert {path.name for path in (tmp_path / "ours").iterdir()} == names >= {"tokenizer.json"}
     for name in names:
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "its" / name).read_bytes()
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_saved_weights_may_be_read_by_those_who_may_read_any_new_file(
+    umask: int, mode: int, adapter: bool, tmp_path: Path
+) -> None:
+    model = digits_model()
+    before = os.umask(umask)
+    try:
+        if adapter:
+            add_lora(model, LoraAdapter(rank=2), seed=0)
+            weights = dict(adapter_weights(model))
+            adapter_writer(model, build_tokenizer())(weights, tmp_path)
+        else:
+            save_model(model, build_tokenizer(), tmp_path)
+    finally:
+        os.umask(before)
+    (file,) = tmp_path.glob("*.safetensors")
+    assert oct(file.stat().st_mode & 0o777) == oct(mode)
 
 
 @pytest.mark.parametrize("size", [0, 300])  # Python's own file is refused, then the library's
