@@ -48,7 +48,7 @@ from winnow.learning.single import SingleStrategy
 from winnow.learning.strategy import LossResult
 from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.lora import add_lora
-from winnow.models.value import load_reward_model, load_value_model
+from winnow.models.value import load_value_model
 
 EXACT = torch.float64
 CPU = torch.device("cpu")
@@ -258,7 +258,7 @@ def test_a_frozen_model_answers_on_ranks_as_it_does_alone(ranks: Ranks, kind: st
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models as folders, of one file or several."""
     root = tmp_path_factory.mktemp("folders")
-    for kind in ("tied", "untied", "critic", "reward model"):
+    for kind in ("tied", "untied", "critic"):
         model: Any = model_of(kind, torch.float32)
         size = "20KB" if kind == "untied" else "5GB"
         model.save_pretrained(root / kind, max_shard_size=size)
@@ -270,7 +270,6 @@ LOADERS: dict[str, tuple[Any, str]] = {
     "untied": (load_causal_lm, "untied"),
     "critic": (load_value_model, "critic"),
     "new critic": (load_value_model, "tied"),
-    "reward model": (load_reward_model, "reward model"),
 }
 
 
@@ -300,8 +299,7 @@ def both_ways(
     for strategy in made:
         found = strategy.forward(micro, asked)
         outputs.append(arrays({f"{i} {n}": v for i, f in enumerate(found) for n, v in f.items()}))
-        if kind != "reward model":
-            stats.append(update(strategy, micro, name))
+        stats.append(update(strategy, micro, name))
         weights.append(exported(strategy))
     return weights, outputs, stats
 
@@ -314,7 +312,6 @@ def both_ways(
         ("untied", torch.bfloat16, "frozen", True),
         ("critic", torch.bfloat16, "", False),
         ("new critic", torch.float32, "", True),
-        ("reward model", torch.float32, "", False),
     ],
 )
 def test_a_model_read_in_shards_is_the_one_that_is_loaded_whole(

@@ -57,7 +57,7 @@ class Batch:
     rewards: Tensor
     """[B] float64."""
     extras: tuple[Extras, ...]
-    """[B] other things that a trajectory brought; carried unread."""
+    """[B] named arrays that came with each trajectory; carried unread."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """[T] each: results that stay with the batch (`old`, `advantages`, …); put in by the loop."""
 
@@ -116,7 +116,7 @@ class MicroBatch:
     lengths: tuple[int, ...]
     """[B] tokens of each sample, known to the host without asking the device."""
     extras: tuple[Extras, ...]
-    """[B] carried unread."""
+    """[B] named arrays of each sample's trajectory; carried unread."""
     counts: Counts
     """Counts of the whole update."""
 
@@ -329,7 +329,7 @@ def gather_tokens(
 
 
 def spread(values: Tensor, batch: Batch, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Give each written token [T] its sample's number [B]; 0 off gen_mask."""
+    """Give each written token [T] the value [B] of its sample; 0 off gen_mask."""
     lengths = batch.offsets.diff()
     return values.to(dtype).repeat_interleave(lengths).masked_fill_(~batch.gen_mask, 0.0)
 

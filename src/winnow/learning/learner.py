@@ -41,15 +41,15 @@ class LearnerSettings:
     max_skipped_updates: int
     seed: int
     critic_microbatch_tokens: int | None = None
-    """None is microbatch_tokens."""
+    """None takes `microbatch_tokens`."""
     critic_max_skipped_updates: int = 5
     critic_warmup_steps: int = 0
-    """First steps, in which only the critic learns."""
+    """The number of first steps in which only the critic learns."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The models that a step asks; each holds a strategy."""
+    """The roles of a step; each holds the strategy of a model."""
 
     policy: Policy
     reference: Reference | None = None
@@ -91,7 +91,7 @@ class AnyLearner(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what outlives a step, without models and optimizers."""
+        """Return the state that outlives a step, without models and optimizers."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -123,10 +123,10 @@ class Learner:
         self._settings, self._correct, self._with_squares = settings, correct, with_squares
         self._skipped_in_a_row = {"actor": 0, "critic": 0}
         self.progress = 0
-        """Moves with each pass and update."""
+        """A number that moves with each pass and update."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what outlives a step; models and optimizers are the strategies'."""
+        """Return the state that outlives a step; models and optimizers are the strategies'."""
         return {
             "skipped_in_a_row": dict(self._skipped_in_a_row),
             "advantage": self._advantage.state_dict(),

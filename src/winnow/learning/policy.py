@@ -46,7 +46,7 @@ class Policy:
     def old_logprobs(
         self, batch: Batch, microbatch_tokens: int, with_squares: bool = False
     ) -> Metrics:
-        """Fill the column `old` [T] as the objective wants it, and say if that took a pass.
+        """Fill the column `old` [T] as the objective wants it, with a pass if it takes one.
 
         After a pass it is known how far the sampler was from it; else the first update tells.
 
@@ -148,7 +148,7 @@ def _book(metrics: Metrics, sums: Stats, tokens: int, samples: int) -> None:
 
 
 def _taken(sums: dict[str, float], prefix: str) -> dict[str, float]:
-    """Take the sums out whose names begin so; without the prefix."""
+    """Take out the sums whose names begin with `prefix`, and drop the prefix."""
     names = [name for name in sums if name.startswith(prefix)]
     return {name.removeprefix(prefix): sums.pop(name) for name in names}
 

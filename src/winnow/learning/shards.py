@@ -33,7 +33,7 @@ State = dict[str, Any]
 
 
 def own_rows(rows: int, mesh: DeviceMesh) -> slice:
-    """Return which of so many rows are this rank's."""
+    """Return the rows of a tensor that are this rank's."""
     axis = mesh.ndim - 1
     each = -(-rows // mesh.size(axis))
     start = min(each * mesh.get_local_rank(axis), rows)
@@ -154,7 +154,7 @@ def on_host(state: Mapping[str, Any], mesh: DeviceMesh) -> State:
 
 
 class _Writer(FileSystemWriter):
-    """Tells what the system refused, which pickling for the other ranks would lose."""
+    """A writer that raises the system's own error, which pickling for other ranks would lose."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:

@@ -152,13 +152,8 @@ def read_config(where: Source, trust_remote_code: bool) -> Any:
     """
     from transformers import AutoConfig
 
-    try:
+    with failures_told(f"{where}: cannot read its config"):
         return AutoConfig.from_pretrained(where.path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{where}: cannot read its config: {str(error).splitlines()[0]}; "
-            "give a complete Hugging Face folder"
-        ) from error
 
 
 LOADING = {
@@ -177,15 +172,20 @@ def load_pretrained(auto_class: Any, where: Source, what: str, **options: Any) -
     Args:
         what: the kind of model, for messages.
     """
+    with failures_told(f"{where}: cannot load {what}"), quiet_transformers():
+        return cast(Loaded, auto_class.from_pretrained(where.path, **LOADING, **options))
+
+
+@contextlib.contextmanager
+def failures_told(
+    fault: str, remedy: str = "give a complete Hugging Face folder"
+) -> Iterator[None]:
+    """Turn failures to read a folder into a ModelError of one line."""
     try:
-        with quiet_transformers():
-            return cast(Loaded, auto_class.from_pretrained(where.path, **LOADING, **options))
+        yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = shorten(str(error), 200, placeholder=" …") or type(error).__name__
-        raise ModelError(
-            f"{where}: cannot load {what}: {reason.rstrip('.')}; "
-            "give a complete Hugging Face folder"
-        ) from error
+        raise ModelError(f"{fault}: {reason.rstrip('.')}; {remedy}") from error
 
 
 def settled(model: PreTrainedModel, where: Source, device: torch.device) -> PreTrainedModel:

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from winnow.config.model import LoraAdapter
 from winnow.errors import ModelError
-from winnow.models.causal_lm import Writer, add_files, tokenizer_files
+from winnow.models.causal_lm import Writer, add_files, failures_told, tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -66,10 +65,8 @@ def load_lora(model: PreTrainedModel, folder: Path) -> None:
         config = _peft().LoraConfig.from_pretrained(str(folder))
         config.inference_mode = False
         _inject(model, config, seed=0)
-    try:
+    with failures_told(f"{folder}: cannot load its adapter", "use another one"):
         given = load_file(folder / ADAPTER_WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{folder}: cannot load its adapter: {error}; use another one") from error
     own = dict(adapter_weights(model))
     shapes = {name: tensor.shape for name, tensor in own.items()}
     if {name: tensor.shape for name, tensor in given.items()} != shapes:
@@ -213,7 +210,7 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise ModelError(
-            "model/adapter=lora needs peft, which is not installed; pip install 'winnow[peft]'"
+            "model/adapter=lora needs peft, which is not installed; pip install 'winnow-rl[peft]'"
         ) from error
     return peft
 

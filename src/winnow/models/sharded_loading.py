@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.models.causal_lm import LOADING, Loaded, Source, quiet_transformers
+from winnow.models.causal_lm import LOADING, Loaded, Source, failures_told, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,18 +37,13 @@ def load_hollow(build: Callable[[], Any], where: Source, config: Any, dtype: tor
     from transformers import GenerationConfig
     from transformers.utils import GENERATION_CONFIG_NAME
 
-    try:
-        with quiet_transformers():
-            with torch.device("meta"):
-                blank = build()
-            weights = SavedWeights(where, blank, dtype)
-            given = {"config": config, "state_dict": weights.stand_ins, "dtype": dtype}
-            model, _ = type(blank).from_pretrained(None, **LOADING, **given)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"{where}: cannot build its model: {str(error).splitlines()[0]}; "
-            "use a model of another architecture"
-        ) from error
+    remedy = "use a model of another architecture"
+    with failures_told(f"{where}: cannot build its model", remedy), quiet_transformers():
+        with torch.device("meta"):
+            blank = build()
+        weights = SavedWeights(where, blank, dtype)
+        given = {"config": config, "state_dict": weights.stand_ins, "dtype": dtype}
+        model, _ = type(blank).from_pretrained(None, **LOADING, **given)
     model.name_or_path = model.config.name_or_path = where.path
     if (Path(where.path) / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(where.path)
@@ -77,14 +72,9 @@ class SavedWeights:
         self._where = where
         self._files: dict[str, Any] = {}
         for path in _files(where):
-            try:
+            with failures_told(f"{where}: cannot read {path.name}"):
                 opened: Any = safe_open(path, framework="pt")
                 self._files |= dict.fromkeys(opened.keys(), opened)
-            except (OSError, SafetensorError) as error:
-                raise ModelError(
-                    f"{where}: cannot read {path.name}: {error}; "
-                    "give a complete Hugging Face folder"
-                ) from error
         self._saved: dict[str, str] = {}
         self.stand_ins, misshapen = {}, []
         for name, parameter in blank.named_parameters():
@@ -115,13 +105,8 @@ class SavedWeights:
         Raises:
             ModelError: the file cannot be read.
         """
-        try:
+        with failures_told(f"{self._where}: cannot read {self._saved[name]}"):
             return cast(Tensor, self._slice(name)[rows.start : rows.stop])
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"{self._where}: cannot read {self._saved[name]}: {error}; "
-                "give a complete Hugging Face folder"
-            ) from error
 
     def _slice(self, name: str) -> Any:
         saved = self._saved[name]

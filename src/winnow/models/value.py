@@ -77,12 +77,8 @@ def load_reward_model(
     device: torch.device,
     trust_remote_code: bool = False,
     field: str = "reward.model.path",
-    hollow: bool = False,
 ) -> PreTrainedModel:
     """Load a sequence classifier with one label, frozen, with Winnow's attention.
-
-    Args:
-        field, hollow: as `load_causal_lm` takes them.
 
     Raises:
         ModelError: no such folder, no usable or not all weights (the head is one of them),
@@ -91,8 +87,7 @@ def load_reward_model(
     from transformers.modeling_layers import GenericForSequenceClassification
 
     where = find_model(path, field)
-    generic = GenericForSequenceClassification
-    model, loading = _load(where, generic, dtype, trust_remote_code, hollow)
+    model, loading = _load(where, GenericForSequenceClassification, dtype, trust_remote_code)
     check_weights(where, loading)
     return cast("PreTrainedModel", settled(model, where, device).requires_grad_(False))
 
@@ -117,7 +112,7 @@ def scalar_head(model: nn.Module) -> nn.Linear:
 
 
 def _load(
-    where: Source, generic: type, dtype: torch.dtype, trust_remote_code: bool, hollow: bool
+    where: Source, generic: type, dtype: torch.dtype, trust_remote_code: bool, hollow: bool = False
 ) -> Loaded:
     made, config = _with_head(where, generic, trust_remote_code)
     if hollow:

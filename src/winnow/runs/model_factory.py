@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from winnow.config.optim import OptimConfig
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2
+from winnow.learning.base_strategy import local
 from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder, RankSharding
 from winnow.learning.single import SingleStrategy
 from winnow.learning.strategy import Strategy
@@ -19,103 +20,119 @@ from winnow.runs.loading import check_finite, load_policy_model
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedModel
-
-    from winnow.learning.fsdp2 import FSDP2Strategy
 
 
-class ModelFactory(Protocol):
-    """Makes the roles' strategies. Folders are Hugging Face models.
+class ModelFactory:
+    """Make the roles' strategies; a method raises a ModelError where its model cannot be loaded.
 
-    Each method raises a ModelError where its model cannot be loaded.
+    A subclass holds models in strategies of its kind, and begins with the policy.
+
+    Args:
+        vocabulary: ids that the tokenizer has.
+        hollow: whether ranks read their own rows of the models' folders.
     """
 
-    @property
-    def sharder(self) -> MicroBatchSharder:
-        """The split of samples over ranks; ask for the policy first."""
-        ...
+    sharder: MicroBatchSharder = NO_SHARDING
+    """The split of samples over ranks; ask for the policy first."""
+
+    def __init__(self, config: Config, vocabulary: int, device: torch.device, hollow: bool) -> None:
+        self._config, self._vocabulary = config, vocabulary
+        self._device, self._hollow = device, hollow
 
     def policy(self) -> Strategy:
         """Hold the policy."""
-        ...
+        raise NotImplementedError
 
     def critic(self, path: str) -> Strategy:
-        """Hold a value model that begins with the model in `path`."""
-        ...
+        """Hold a value model that begins with the model in the folder `path`."""
+        critic, model = self._config.critic, self._config.model
+        loaded = load_value_model(
+            path,
+            torch_dtype(critic.dtype or model.dtype),
+            self._device,
+            model.trust_remote_code,
+            "model.path" if critic.path is None else "critic.path",
+            self._hollow,
+        )
+        checkpointing = critic.gradient_checkpointing
+        return self._hold(loaded, gradient_checkpointing=checkpointing, **_adamw(critic.optim))
 
     def reference(self, path: str) -> Strategy:
-        """Hold a frozen copy of the model in `path`."""
-        ...
+        """Hold a frozen copy of the model in the folder `path`."""
+        reference, model = self._config.reference, self._config.model
+        loaded = load_causal_lm(
+            path,
+            torch_dtype(reference.dtype or model.dtype),
+            self._device,
+            model.trust_remote_code,
+            "model.path" if reference.path is None else "reference.path",
+            self._hollow,
+        )
+        return self._hold(loaded.requires_grad_(False), **self._readout_options())
+
+    def _hold(self, model: nn.Module, **options: Any) -> Strategy:
+        raise NotImplementedError
+
+    def _hold_policy(self, model: nn.Module) -> Strategy:
+        checkpointing = self._config.model.gradient_checkpointing
+        options = self._readout_options() | _adamw(self._config.optim)
+        return self._hold(model, gradient_checkpointing=checkpointing, **options)
+
+    def _readout_options(self) -> dict[str, Any]:
+        config = self._config
+        return {
+            "temperature": config.rollout.temperature,
+            "vocab_size": self._vocabulary,
+            "logprob_chunk_tokens": config.trainer.logprob_chunk_tokens,
+            "fp32_head": config.model.fp32_head,
+        }
 
 
-class LocalModels:
-    """The `ModelFactory` of whole models in this process.
+class LocalModels(ModelFactory):
+    """Hold whole models in this process.
 
     Args:
         model: the policy's, which an engine may share.
-        vocabulary: ids that the tokenizer has.
+        vocabulary: as for `ModelFactory`.
     """
 
-    sharder = NO_SHARDING
-
     def __init__(self, config: Config, model: nn.Module, vocabulary: int) -> None:
-        self._config, self._model, self._vocabulary = config, model, vocabulary
-        self._device = next(model.parameters()).device
+        super().__init__(config, vocabulary, next(model.parameters()).device, hollow=False)
+        self._model = model
 
-    def policy(self) -> SingleStrategy:
-        return SingleStrategy(self._model, **_policy_options(self._config, self._vocabulary))
+    def policy(self) -> Strategy:
+        return self._hold_policy(self._model)
 
-    def critic(self, path: str) -> SingleStrategy:
-        model = _critic_model(self._config, path, self._device)
-        return SingleStrategy(model, **_critic_options(self._config))
-
-    def reference(self, path: str) -> SingleStrategy:
-        model = _reference_model(self._config, path, self._device)
-        return SingleStrategy(model, **_readout_options(self._config, self._vocabulary))
+    def _hold(self, model: nn.Module, **options: Any) -> Strategy:
+        return SingleStrategy(model, **options)
 
 
-class ShardedModels:
-    """The `ModelFactory` of models sharded over a mesh; each rank reads its own rows.
+class ShardedModels(ModelFactory):
+    """Hold models sharded over a mesh; each rank reads its own rows of the folders.
 
     Args:
         path: the policy's folder, a model's or a checkpoint's with an adapter.
         start: where the model lies now that an adapter in `path` belongs to, if that has moved.
-        vocabulary: ids that the tokenizer has.
+        vocabulary: as for `ModelFactory`.
     """
 
     def __init__(
         self, config: Config, path: str, start: str | None, mesh: DeviceMesh, vocabulary: int
     ) -> None:
-        self._config, self._path, self._start = config, path, start
-        self._mesh, self._vocabulary = mesh, vocabulary
-        self._width = 0
+        super().__init__(config, vocabulary, torch.device("cpu"), hollow=True)
+        self._path, self._start, self._mesh = path, start, mesh
 
-    @property
-    def sharder(self) -> RankSharding:
-        assert self._width, "the policy comes first"
-        return RankSharding(self._mesh, self._width)
-
-    def policy(self) -> FSDP2Strategy:
-        from winnow.learning.base_strategy import local
-
+    def policy(self) -> Strategy:
         config = self._config
         model = load_policy_model(
-            config.model, self._path, _CPU, config.run.seed, self._start, hollow=True
+            config.model, self._path, self._device, config.run.seed, self._start, hollow=True
         )
-        self._width = int(model.config.hidden_size)
-        policy = self._held(model, _policy_options(config, self._vocabulary))
+        self.sharder = RankSharding(self._mesh, int(model.config.hidden_size))
+        policy = self._hold_policy(model)
         check_finite(self._path, ((n, local(weight)) for n, weight in model.named_parameters()))
         return policy
 
-    def critic(self, path: str) -> FSDP2Strategy:
-        model = _critic_model(self._config, path, _CPU, hollow=True)
-        return self._held(model, _critic_options(self._config))
-
-    def reference(self, path: str) -> FSDP2Strategy:
-        model = _reference_model(self._config, path, _CPU, hollow=True)
-        return self._held(model, _readout_options(self._config, self._vocabulary))
-
-    def _held(self, model: nn.Module, options: dict[str, Any]) -> FSDP2Strategy:
+    def _hold(self, model: nn.Module, **options: Any) -> Strategy:
         from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
 
         chosen = self._config.trainer.strategy
@@ -123,54 +140,6 @@ class ShardedModels:
         bucket_bytes = chosen.bucket_mb << 20
         sharding = Sharding(chosen.reshard_after_forward, chosen.offload, bucket_bytes)
         return FSDP2Strategy(model, self._mesh, sharding, **options)
-
-
-_CPU = torch.device("cpu")
-
-
-def _critic_model(
-    config: Config, path: str, device: torch.device, hollow: bool = False
-) -> PreTrainedModel:
-    critic = config.critic
-    field = "model.path" if critic.path is None else "critic.path"
-    dtype = torch_dtype(critic.dtype or config.model.dtype)
-    return load_value_model(
-        path, dtype, device, config.model.trust_remote_code, field, hollow=hollow
-    )
-
-
-def _reference_model(
-    config: Config, path: str, device: torch.device, hollow: bool = False
-) -> PreTrainedModel:
-    own = config.reference
-    field = "model.path" if own.path is None else "reference.path"
-    dtype = torch_dtype(own.dtype or config.model.dtype)
-    model = load_causal_lm(
-        path, dtype, device, config.model.trust_remote_code, field, hollow=hollow
-    )
-    return cast("PreTrainedModel", model.requires_grad_(False))
-
-
-def _policy_options(config: Config, vocabulary: int) -> dict[str, Any]:
-    return {
-        **_adamw(config.optim),
-        **_readout_options(config, vocabulary),
-        "gradient_checkpointing": config.model.gradient_checkpointing,
-    }
-
-
-def _critic_options(config: Config) -> dict[str, Any]:
-    critic = config.critic
-    return {**_adamw(critic.optim), "gradient_checkpointing": critic.gradient_checkpointing}
-
-
-def _readout_options(config: Config, vocabulary: int) -> dict[str, Any]:
-    return {
-        "temperature": config.rollout.temperature,
-        "vocab_size": vocabulary,
-        "logprob_chunk_tokens": config.trainer.logprob_chunk_tokens,
-        "fp32_head": config.model.fp32_head,
-    }
 
 
 def _adamw(optim: OptimConfig) -> dict[str, Any]:
