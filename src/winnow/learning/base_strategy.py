@@ -64,7 +64,7 @@ class ModelRunner(nn.Module):
             self._kind = _REWARD
 
     def check(self, outputs: frozenset[Output]) -> None:
-        """Refuse outputs that this kind of model does not have."""
+        """Refuse outputs that this kind of model does not have with a ValueError."""
         offered = _OFFERED[self._kind]
         if not outputs <= offered:
             raise ValueError(
@@ -116,6 +116,7 @@ class ModelRunner(nn.Module):
 class BaseStrategy:
     """Hold a model of `winnow.models`, and AdamW for the parameters that require gradients.
 
+    The methods are those of `Strategy`; the private ones before them are a subclass's to override.
     A frozen model has no optimizer state. The model stays in evaluation mode (no dropout but an
     adapter's own) and is changed in place. On the CPU its norms and feed-forward layers are fused.
 

@@ -104,7 +104,8 @@ def load_policy(
             f"model.path {path}: the tokenizer has {vocabulary} tokens, the model only {embedded}; "
             "give the tokenizer that belongs to the model in model.tokenizer"
         )
-    check_finite(path, model.named_parameters())
+    if not hollow:
+        check_finite(path, model.named_parameters())
     check_positions(config, path, model)
     generation = getattr(model, "generation_config", None)
     stop_ids = stop_token_ids(tokenizer, path, getattr(generation, "eos_token_id", None))

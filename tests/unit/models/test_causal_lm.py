@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tests.small_models import digits_model
 
 from winnow.config.model import LoraAdapter
 from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.errors import ModelError
-from winnow.models.causal_lm import add_files, save_model, tokenizer_files
+from winnow.models.causal_lm import add_files, load_causal_lm, save_model, tokenizer_files
 from winnow.models.lora import adapter_weights, adapter_writer, add_lora
 
 
@@ -38,6 +39,24 @@ def test_a_tokenizer_is_written_as_it_saves_itself(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "ours").iterdir()} == names >= {"tokenizer.json"}
     for name in names:
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "its" / name).read_bytes()
+
+
+def test_a_hollow_model_is_the_whole_one_without_its_weights(tmp_path: Path) -> None:
+    made = digits_model()
+    made.generation_config.eos_token_id = [1, 5]
+    made.save_pretrained(tmp_path)
+    whole, hollow = (
+        load_causal_lm(str(tmp_path), torch.bfloat16, torch.device("cpu"), hollow=flag)
+        for flag in (False, True)
+    )
+    assert hollow.generation_config.eos_token_id == [1, 5]
+    assert hollow.name_or_path == whole.name_or_path == str(tmp_path)
+    assert hollow.config.to_dict() == whole.config.to_dict()
+    shapes = [{n: (p.shape, p.dtype) for n, p in m.named_parameters()} for m in (whole, hollow)]
+    assert shapes[0] == shapes[1]
+    assert {p.untyped_storage().nbytes() for p in hollow.parameters()} == {2}
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(hollow.get_buffer(name), buffer)
 
 
 @pytest.mark.parametrize("adapter", [False, True])
