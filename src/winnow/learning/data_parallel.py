@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -47,43 +47,25 @@ _ATTENTION = 12
 sample's length in the mean), so that a sample of n tokens costs as n + n^2 / (12 H)."""
 
 
-class MicroBatchSharder(Protocol):
-    """Cuts micro-batches for this process, and gathers what all processes found."""
+class NoSharding:
+    """Cut micro-batches for the one process that runs everything."""
 
     def update(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
         """Cut this process's micro-batches of an update; counts are those of the whole update."""
-        ...
-
-    def everything(self, batch: Batch, max_tokens: int) -> list[MicroBatch]:
-        """Cut this process's micro-batches of the whole batch, for passes that learn nothing."""
-        ...
-
-    def gather(
-        self, batch: Batch, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]
-    ) -> Tensor:
-        """Return [T] on the CPU: the values of every process's micro-batches in batch order."""
-        ...
-
-    def figures(self) -> Metrics:
-        """Report how even the shares were since the last call."""
-        ...
-
-
-class NoSharding:
-    """The `MicroBatchSharder` of one process, which runs everything."""
-
-    def update(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
         return micro_batches(batch, groups, max_tokens)
 
     def everything(self, batch: Batch, max_tokens: int) -> list[MicroBatch]:
+        """Cut this process's micro-batches of the whole batch, for passes that learn nothing."""
         return all_micro_batches(batch, max_tokens)
 
     def gather(
         self, batch: Batch, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]
     ) -> Tensor:
+        """Return [T] on the CPU: the values of every process's micro-batches in batch order."""
         return gather_tokens(batch, microbatches, values)
 
     def figures(self) -> Metrics:
+        """Report how even the shares were since the last call."""
         return Metrics()
 
 
@@ -91,7 +73,9 @@ NO_SHARDING = NoSharding()
 
 
 class RankSharding:
-    """The `MicroBatchSharder` of a mesh; all ranks call all methods but `figures`.
+    """Cut and gather as `NoSharding`, each rank of a mesh its share of the samples.
+
+    All ranks call all methods but `figures`.
 
     Args:
         mesh: of one axis, or of two.
@@ -130,6 +114,9 @@ class RankSharding:
         share of empty micro-batches, both of the updates."""
         found, self._figures = self._figures, Metrics()
         return found
+
+
+MicroBatchSharder = NoSharding | RankSharding
 
 
 def run_pass(

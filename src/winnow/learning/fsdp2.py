@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -90,10 +90,26 @@ class FSDP2Strategy(BaseStrategy):
                 parameter.data = parameter.data.float()
         _shard(self._runner, model, compute, self.mesh, self._sharding)
         if weights is not None:
-            home = torch.device("cpu") if self._sharding.offload else self.device
-            _read_rows(model, weights, self._rounded, home)
+            self._read_rows(weights)
             cast(Any, model).saved_weights = None
         return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+    def _read_rows(self, weights: SavedWeights) -> None:
+        """Read this rank's rows of the weights that the sharded model lacks, in place."""
+        home = torch.device("cpu") if self._sharding.offload else self.device
+
+        def make(name: str, parameter: nn.Parameter) -> nn.Parameter:
+            if not parameter.is_meta:
+                return parameter
+            found = torch.empty_like(parameter.detach(), device=home)
+            rows = own_rows(parameter.shape[0], self.mesh)
+            if rows.stop > rows.start:
+                # As if it had been loaded in the type that the recipe asks for.
+                asked = self._rounded.get(name, parameter.dtype)
+                local(found).copy_(weights.rows(plain_name(name), rows).to(asked))
+            return nn.Parameter(found, requires_grad=parameter.requires_grad)
+
+        replace_parameters(self.model, make)
 
     @contextlib.contextmanager
     def _pass(self, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
@@ -197,31 +213,5 @@ def _empty(model: nn.Module, weights: SavedWeights) -> None:
             return parameter
         shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         return nn.Parameter(shape, requires_grad=parameter.requires_grad)
-
-    replace_parameters(model, make)
-
-
-def _read_rows(
-    model: nn.Module,
-    weights: SavedWeights,
-    rounded: Mapping[str, torch.dtype],
-    home: torch.device,
-) -> None:
-    """Read this rank's rows of the weights that a sharded model lacks, in place.
-
-    Args:
-        rounded: types that masters are rounded to, by name, as if they had been loaded in them.
-        home: where sharded weights lie.
-    """
-
-    def make(name: str, parameter: nn.Parameter) -> nn.Parameter:
-        if not parameter.is_meta:
-            return parameter
-        found = torch.empty_like(parameter.detach(), device=home)
-        rows = own_rows(parameter.shape[0], cast(Any, parameter).device_mesh)
-        if rows.stop > rows.start:
-            read = weights.rows(plain_name(name), rows)
-            local(found).copy_(read.to(rounded.get(name, parameter.dtype)))
-        return nn.Parameter(found, requires_grad=parameter.requires_grad)
 
     replace_parameters(model, make)
