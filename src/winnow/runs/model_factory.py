@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from winnow.config.optim import OptimConfig
 from winnow.config.root import Config
-from winnow.config.trainer import Fsdp2
+from winnow.config.trainer import Fsdp2, OptimConfig
 from winnow.learning.base_strategy import local
 from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder, RankSharding
 from winnow.learning.single import SingleStrategy
