@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from winnow.config.model import LoraAdapter
-from winnow.learning.balance import share
+from winnow.learning.base_strategy import BaseStrategy
 from winnow.learning.batch import (
     Batch,
     MicroBatch,
@@ -41,11 +41,11 @@ from winnow.learning.batch import (
     spread,
     update_of,
 )
-from winnow.learning.fsdp2 import FSDP2Strategy
+from winnow.learning.data_parallel import share
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
 from winnow.learning.shards import gathered
 from winnow.learning.single import SingleStrategy
 from winnow.learning.strategy import LossResult, Output, Outputs
-from winnow.learning.units import Sharding
 from winnow.models.causal_lm import freeze, use_layout_attention
 from winnow.models.lora import add_lora
 
@@ -167,9 +167,7 @@ def numbers_loss(micro: MicroBatch, outputs: Outputs) -> LossResult:
     return LossResult(total, {"sum": terms.detach().sum()}, {"most": terms.detach().max()})
 
 
-def learn(
-    strategy: Any, micro: Sequence[MicroBatch], kind: str, dtype: torch.dtype, gradients: Any
-) -> Learnt:
+def learn(strategy: Any, micro: Sequence[MicroBatch], kind: str, dtype: torch.dtype) -> Learnt:
     batch, asked = batch_of(kind, dtype), OUTPUTS.get(kind, POLICY)
     start = exported(strategy)
     answered = asked if kind in OUTPUTS else asked | MORE
@@ -184,7 +182,7 @@ def learn(
     objective = objective_of(kind)
     for _ in range(2):
         stats = strategy.forward_backward(micro, asked, objective)
-        learnt.gradients.append(arrays(gradients(strategy)))
+        learnt.gradients.append(arrays(gradients_of(strategy)))
         learnt.stats.append(stats | strategy.optimizer_step(LR))
     learnt.weights = exported(strategy)
     return learnt
@@ -199,12 +197,8 @@ def arrays(tensors: dict[str, Tensor]) -> Arrays:
     return {n: t.detach().to(torch.float64, copy=True).numpy() for n, t in tensors.items()}
 
 
-def single_gradients(strategy: SingleStrategy) -> dict[str, Tensor]:
-    return {n: m.grad for n, m in strategy._masters.items() if m.grad is not None}
-
-
-def fsdp_gradients(strategy: FSDP2Strategy) -> dict[str, Tensor]:
-    own = ((n, p.grad) for n, p in strategy._trained.items() if p.grad is not None)
+def gradients_of(strategy: BaseStrategy) -> dict[str, Tensor]:
+    own = ((n, m.grad) for n, m in strategy._masters.items() if m.grad is not None)
     return dict(gathered(own, 1 << 30, strategy.device))
 
 
@@ -220,7 +214,7 @@ def undivided(kind: str, dtype: torch.dtype, ranks: int, fp32_head: bool) -> Lea
     if dtype == torch.bfloat16:
         micro = [each for own in shares_of(batch, ranks) for each in own if each.lengths]
     strategy = alone(kind, dtype, fp32_head=fp32_head)
-    return learn(strategy, micro, kind, dtype, single_gradients)
+    return learn(strategy, micro, kind, dtype)
 
 
 def shares_of(batch: Batch, ranks: int) -> list[list[MicroBatch]]:
@@ -273,7 +267,7 @@ def learn_on_rank(kind: str, cases: Sequence[Case]) -> dict[int, Learnt]:
         dtype, layout = cases[number]
         strategy = strategy_on_rank(kind, dtype, layout)
         micro = shares_of(batch_of(kind, dtype), strategy.mesh.size())[place(strategy.mesh)]
-        found[number] = learn(strategy, micro, kind, dtype, fsdp_gradients)
+        found[number] = learn(strategy, micro, kind, dtype)
     return found
 
 

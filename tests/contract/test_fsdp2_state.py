@@ -26,7 +26,7 @@ from tests.contract.test_fsdp2 import (
     arrays,
     batch_of,
     exported,
-    fsdp_gradients,
+    gradients_of,
     mesh_of,
     model_of,
     objective_of,
@@ -41,18 +41,17 @@ from torch import Tensor, nn
 
 from winnow.config.model import LoraAdapter
 from winnow.errors import ModelError
+from winnow.learning.base_strategy import local
 from winnow.learning.batch import MicroBatch, gather_tokens, micro_batches
-from winnow.learning.fsdp2 import FSDP2Strategy
-from winnow.learning.shards import local
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
 from winnow.learning.single import SingleStrategy
 from winnow.learning.strategy import LossResult
-from winnow.learning.units import Sharding
 from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.lora import add_lora
-from winnow.models.sharded_loading import hollow_causal_lm, hollow_reward_model, hollow_value_model
-from winnow.models.value import load_reward_model, load_value_model
+from winnow.models.value import load_value_model
 
 EXACT = torch.float64
+CPU = torch.device("cpu")
 
 
 def mine(strategy: FSDP2Strategy, kind: str = "tied") -> list[MicroBatch]:
@@ -212,7 +211,7 @@ def without_adapter_first() -> tuple[Arrays, Arrays, list[bool]]:
                 off = strategy.forward(micro, POLICY)
             on = strategy.forward(micro, POLICY)
         strategy.forward_backward(micro, POLICY, objective_of("lora"))
-        found.append(arrays(fsdp_gradients(strategy)))
+        found.append(arrays(gradients_of(strategy)))
     moved = [bool((a["logprob"] != b["logprob"]).any()) for a, b in zip(off, on, strict=True)]
     return found[0], found[1], moved
 
@@ -259,19 +258,18 @@ def test_a_frozen_model_answers_on_ranks_as_it_does_alone(ranks: Ranks, kind: st
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models as folders, of one file or several."""
     root = tmp_path_factory.mktemp("folders")
-    for kind in ("tied", "untied", "critic", "reward model"):
+    for kind in ("tied", "untied", "critic"):
         model: Any = model_of(kind, torch.float32)
         size = "20KB" if kind == "untied" else "5GB"
         model.save_pretrained(root / kind, max_shard_size=size)
     return {path.name: path for path in root.iterdir()}
 
 
-LOADERS: dict[str, tuple[Any, Any, str]] = {
-    "tied": (load_causal_lm, hollow_causal_lm, "tied"),
-    "untied": (load_causal_lm, hollow_causal_lm, "untied"),
-    "critic": (load_value_model, hollow_value_model, "critic"),
-    "new critic": (load_value_model, hollow_value_model, "tied"),
-    "reward model": (load_reward_model, hollow_reward_model, "reward model"),
+LOADERS: dict[str, tuple[Any, str]] = {
+    "tied": (load_causal_lm, "tied"),
+    "untied": (load_causal_lm, "untied"),
+    "critic": (load_value_model, "critic"),
+    "new critic": (load_value_model, "tied"),
 }
 
 
@@ -287,15 +285,13 @@ def both_ways(
     kind: str, folder: str, dtype: torch.dtype, change: str, offload: bool
 ) -> tuple[list[Arrays], list[Arrays], list[Any]]:
     """Weights and outputs of a model loaded whole, and of one read in shards."""
-    load, hollow, _ = LOADERS[kind]
+    load, _ = LOADERS[kind]
     mesh = mesh_of((2, 2) if offload else (1, 4))
-    whole = prepared(load(folder, dtype, torch.device("cpu")), kind, change)
-    empty, saved = hollow(folder, dtype)
     sharding = Sharding(offload=offload)
-    made = [
-        FSDP2Strategy(whole, mesh, sharding, vocab_size=VOCABULARY),
-        FSDP2Strategy(prepared(empty, kind, change), mesh, sharding, weights=saved),
-    ]
+    made = []
+    for hollow in (False, True):
+        model = prepared(load(folder, dtype, CPU, hollow=hollow), kind, change)
+        made.append(FSDP2Strategy(model, mesh, sharding, vocab_size=VOCABULARY))
     name = {"new critic": "critic"}.get(kind, kind)
     asked = OUTPUTS.get(name, POLICY)
     micro = shares_of(batch_of(name, dtype), 4)[place(mesh)]
@@ -303,8 +299,7 @@ def both_ways(
     for strategy in made:
         found = strategy.forward(micro, asked)
         outputs.append(arrays({f"{i} {n}": v for i, f in enumerate(found) for n, v in f.items()}))
-        if kind != "reward model":
-            stats.append(update(strategy, micro, name))
+        stats.append(update(strategy, micro, name))
         weights.append(exported(strategy))
     return weights, outputs, stats
 
@@ -317,7 +312,6 @@ def both_ways(
         ("untied", torch.bfloat16, "frozen", True),
         ("critic", torch.bfloat16, "", False),
         ("new critic", torch.float32, "", True),
-        ("reward model", torch.float32, "", False),
     ],
 )
 def test_a_model_read_in_shards_is_the_one_that_is_loaded_whole(
@@ -328,7 +322,7 @@ def test_a_model_read_in_shards_is_the_one_that_is_loaded_whole(
     change: str,
     offload: bool,
 ) -> None:
-    folder = folders[LOADERS[kind][2]]
+    folder = folders[LOADERS[kind][1]]
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (kind == "untied")
     arguments = (kind, str(folder), dtype, change, offload)
     for weights, outputs, stats in ranks.run(both_ways, *arguments):
@@ -342,8 +336,8 @@ def memory_of_loading(folder: str) -> tuple[float, float]:
     mesh = mesh_of((1, 4))
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
     before = resident("VmRSS")
-    hollow, saved = hollow_causal_lm(folder, torch.float32)
-    strategy = FSDP2Strategy(hollow, mesh, Sharding(), weights=saved)
+    hollow = load_causal_lm(folder, torch.float32, CPU, hollow=True)
+    strategy = FSDP2Strategy(hollow, mesh, Sharding())
     kept = sum(local(parameter).nbytes for parameter in strategy.model.parameters())
     return resident("VmHWM") - before, kept / 2**20
 
@@ -417,9 +411,9 @@ def test_a_folder_that_cannot_be_read_in_shards_is_told_in_one_line(
     folders: dict[str, Path], tmp_path: Path, damage: Callable[[Path], Any], told: str
 ) -> None:
     shutil.copytree(folders["tied"], tmp_path / "model")
-    hollow_causal_lm(str(tmp_path / "model"), torch.float32)
+    load_causal_lm(str(tmp_path / "model"), torch.float32, CPU, hollow=True)
     damage(tmp_path / "model")
     with pytest.raises(ModelError, match=told) as raised:
-        hollow_causal_lm(str(tmp_path / "model"), torch.float32)
+        load_causal_lm(str(tmp_path / "model"), torch.float32, CPU, hollow=True)
     assert "\n" not in str(raised.value)
     assert "model.path" in str(raised.value)

@@ -24,11 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from winnow.errors import CheckpointError, ModelError
 from winnow.learning.batch import Batch, all_micro_batches, gather_tokens, micro_batches, pack
-from winnow.learning.fsdp2 import FSDP2Strategy
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
 from winnow.learning.shards import whole
 from winnow.learning.single import SingleStrategy
 from winnow.learning.strategy import LossResult, Strategy
-from winnow.learning.units import Sharding
 from winnow.models.causal_lm import load_causal_lm
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 

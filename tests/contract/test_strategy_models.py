@@ -17,6 +17,17 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from tests.contract.test_strategy import (
+    CPU,
+    RAGGED,
+    SIZES,
+    TEMPERATURE,
+    TOLERANCE,
+    assert_close,
+    groups_of,
+    own_norms,
+    relative,
+)
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -35,21 +46,6 @@ from winnow.learning.strategy import LossResult, Output, Outputs
 from winnow.models.causal_lm import freeze, load_causal_lm, quiet_transformers
 from winnow.models.lora import adapter_weights, adapter_writer, add_lora, load_lora
 from winnow.models.value import load_reward_model, load_value_model
-from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
-
-CPU = torch.device("cpu")
-TEMPERATURE = 0.8
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-SIZES: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-RAGGED = [[(3, 9), (3, 1), (3, 14)], [(1, 2), (1, 30)], [(6, 7), (6, 8), (6, 9), (6, 10)]]
 
 
 @dataclass(frozen=True)
@@ -170,17 +166,9 @@ def strategy_of(
 
 def batch_of(lengths: Sequence[Sequence[tuple[int, int]]], dtype: torch.dtype) -> Batch:
     """Answers by (prompt, answer) lengths, each token with a weight of its own."""
-    rng = np.random.default_rng(0)
-    groups = []
-    for i, answers in enumerate(lengths):
-        prompt = rng.integers(0, 40, answers[0][0])
-        made = []
-        for _, n in answers:
-            segment = Segment(rng.integers(0, 40, n), np.zeros(n, np.float32), (VersionSpan(0, n),))
-            made.append(Answer(Trajectory((segment,), "stop"), Score(0.0, 0.0)))
-        groups.append(Group(i, Prompt(str(i), prompt, "", "", None), tuple(made)))
-    batch = pack(groups)
-    batch.columns["weight"] = torch.from_numpy(rng.normal(size=len(batch.token_ids))).to(dtype)
+    batch = pack(groups_of(lengths))
+    weights = np.random.default_rng(1).normal(size=len(batch.token_ids))
+    batch.columns["weight"] = torch.from_numpy(weights).to(dtype)
     return batch
 
 
@@ -195,18 +183,6 @@ def loss(micro: MicroBatch, outputs: Outputs) -> LossResult:
         terms = weight * outputs["score"].square()
     total = terms.sum() / micro.counts.tokens
     return LossResult(total, {"sum": total.detach() * micro.counts.tokens})
-
-
-def own_norms(model: nn.Module) -> None:
-    """Norms in the model's own precision: transformers computes them in fp32 whatever it is."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-
-            def forward(x: Tensor, norm: Any = module) -> Tensor:
-                square = x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon
-                return norm.weight * x / square.sqrt()
-
-            module.forward = forward  # type: ignore[method-assign]
 
 
 def theirs_of(case: Case, families: dict[str, Path], dtype: torch.dtype) -> Any:
@@ -276,16 +252,6 @@ def gradients_of(
 
 def whole(batch: Batch, budget: int = 10_000) -> list[MicroBatch]:
     return micro_batches(batch, range(batch.n_groups), budget)
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
-
-
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
-    assert found.keys() == wanted.keys()
-    errors = {name: relative(found[name], wanted[name]) for name in wanted}
-    assert max(errors.values()) <= tolerance, errors
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

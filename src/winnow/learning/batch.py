@@ -1,4 +1,4 @@
-"""From groups to what a worker runs: packing, mini-batches, micro-batches, counts.
+"""Pack groups into batches, and cut batches into mini-batches and micro-batches.
 
     groups ─pack─► Batch ─cut_updates─► groups of an update ─micro_batches─► [MicroBatch, …]
                      ▲                                                            │
@@ -7,7 +7,7 @@
 Samples are packed end to end, never padded. Everything per token is aligned with `token_ids`:
 entry t is about token t given those before it, so the log-prob of token t comes from the hidden
 state at t - 1, and the first token of a sample, which nothing precedes, is never in a mask.
-What a loss divides by is counted once an update, so that micro-batches just add up.
+The divisors of a loss are counted once an update, so that micro-batches just add up.
 
 Shapes: `T` packed tokens, `B` samples of the object at hand (the whole batch or a micro-batch),
 `S` scored tokens (gen_mask true) of a micro-batch. A token is one int64 id; log-probs are nats.
@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from winnow.types import Group
+from winnow.types import Answer, Group, IntArray, Prompt, Score, Segment, Trajectory
 
 Extras = Mapping[str, NDArray[Any]]
 
@@ -51,30 +51,30 @@ class Batch:
     gen_mask: Tensor
     """[T] bool: the policy wrote this token."""
     loss_mask: Tensor
-    """[T] bool: what of gen_mask learns."""
+    """[T] bool: the part of gen_mask that learns."""
     behav: Tensor
     """[T] fp32, nats: log-prob under the policy that sampled the token; 0 off gen_mask."""
     rewards: Tensor
     """[B] float64."""
     extras: tuple[Extras, ...]
-    """[B] what else a trajectory brought; carried unread."""
+    """[B] named arrays that came with each trajectory; carried unread."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """[T] each: results that stay with the batch (`old`, `advantages`, …); put in by the loop."""
 
     @property
     def n_samples(self) -> int:
-        """B."""
+        """The number of samples (B)."""
         return len(self.rewards)
 
     @property
     def n_groups(self) -> int:
-        """How many groups were packed."""
+        """The number of groups that were packed."""
         return int(self.groups[-1]) + 1 if self.n_samples else 0
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What the losses of one update divide by: integers, over all its micro-batches and ranks."""
+    """The divisors of an update's losses: integers over all its micro-batches and ranks."""
 
     tokens: int
     """Tokens in loss_mask."""
@@ -86,7 +86,7 @@ class Counts:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Whole samples that are run at once, with what their loss needs. Immutable snapshot."""
+    """Whole samples that are run at once, with all that their loss needs. Immutable snapshot."""
 
     token_ids: Tensor
     """[T] int64"""
@@ -95,7 +95,7 @@ class MicroBatch:
     offsets: Tensor
     """[B+1] int64: sample b is [offsets[b], offsets[b+1])."""
     sample_index: Tensor
-    """[T] int64: which of the B samples here the token belongs to."""
+    """[T] int64: the token's sample, of the B here."""
     gen_mask: Tensor
     """[T] bool"""
     loss_mask: Tensor
@@ -110,18 +110,18 @@ class MicroBatch:
     group_tokens: Tensor
     """[B] int64: tokens in loss_mask of the sample's group over the whole update."""
     samples: Tensor
-    """[B] int64: which samples of the batch these are."""
+    """[B] int64: the samples' places in the batch."""
     source: Tensor
-    """[T] int64: which tokens of the batch these are."""
+    """[T] int64: the tokens' places in the batch."""
     lengths: tuple[int, ...]
     """[B] tokens of each sample, known to the host without asking the device."""
     extras: tuple[Extras, ...]
-    """[B] carried unread."""
+    """[B] named arrays of each sample's trajectory; carried unread."""
     counts: Counts
-    """Of the whole update."""
+    """Counts of the whole update."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same with every tensor on `device`; itself when it is there already."""
+        """Return a copy with every tensor on `device`; itself when it is there already."""
         if self.token_ids.device == device:
             return self
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -176,7 +176,9 @@ def pack(groups: Sequence[Group], overlong_filtering: bool = False) -> Batch:
     behav_T = np.zeros(len(gen_mask), dtype=np.float32)
     behav_T[gen_mask] = np.concatenate(behav) if behav else 0.0
     return Batch(
-        token_ids=torch.from_numpy(_concatenate(pieces)),
+        token_ids=torch.from_numpy(
+            np.concatenate([np.empty(0, np.int64), *pieces], dtype=np.int64)
+        ),
         positions=torch.from_numpy(np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)),
         offsets=torch.from_numpy(offsets),
         prompt_lengths=torch.from_numpy(piece_lengths[first_piece[:-1]]),
@@ -187,6 +189,20 @@ def pack(groups: Sequence[Group], overlong_filtering: bool = False) -> Batch:
         rewards=torch.tensor([a.score.reward for _, _, a in rows], dtype=torch.float64),
         extras=tuple(answer.trajectory.extras for _, _, answer in rows),
     )
+
+
+def pack_sequences(sequences: Iterable[IntArray]) -> Batch:
+    """Pack bare sequences, each as a prompt of one token with the rest as its answer.
+
+    Raises:
+        ValueError: a sequence without a token.
+    """
+    groups = []
+    for place, ids in enumerate(sequences):
+        rest = Segment(ids[1:], np.zeros(len(ids[1:]), np.float32), ())
+        answer = Answer(Trajectory((rest,), "stop"), Score(0.0, 0.0))
+        groups.append(Group(place, Prompt(str(place), ids[:1], "", "", None), (answer,)))
+    return pack(groups)
 
 
 def cut_updates(
@@ -236,17 +252,17 @@ def micro_batches(batch: Batch, groups: Iterable[int], max_tokens: int) -> list[
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """The samples of an update, and what its losses divide by."""
+    """The samples of an update, and the divisors of its losses."""
 
     samples: NDArray[np.int64]
-    """[B] which samples of the batch, longest first."""
+    """[B] the samples' places in the batch, longest first."""
     group_tokens: NDArray[np.int64]
     """[groups of the batch] tokens in loss_mask over the update."""
     counts: Counts
 
 
 def update_of(batch: Batch, groups: Iterable[int]) -> Update:
-    """The samples of these groups; ties in length keep the batch's order.
+    """Collect the samples of some groups; ties in length keep the batch's order.
 
     Args:
         groups: ordinals, each once, in any order.
@@ -273,7 +289,7 @@ def update_of(batch: Batch, groups: Iterable[int]) -> Update:
 def cut(
     batch: Batch, update: Update, samples: NDArray[np.int64], max_tokens: int
 ) -> list[MicroBatch]:
-    """Micro-batches of some of an update's samples, taken in their order; none for no samples.
+    """Cut some of an update's samples, in their order, into micro-batches; none for no samples.
 
     Raises:
         ValueError: `max_tokens` below 1.
@@ -286,13 +302,13 @@ def cut(
 
 
 def idle(batch: Batch, update: Update) -> MicroBatch:
-    """A micro-batch of no samples, for a rank that waits for the others."""
+    """Return a micro-batch of no samples, for a rank that waits for the others."""
     lengths_B = np.diff(batch.offsets.numpy())
     return _slice(batch, np.empty(0, np.int64), lengths_B, update)
 
 
 def all_micro_batches(batch: Batch, max_tokens: int) -> list[MicroBatch]:
-    """Micro-batches of the whole batch, for passes that learn nothing (`old`, `ref`)."""
+    """Cut the whole batch into micro-batches, for passes that learn nothing (`old`, `ref`)."""
     return micro_batches(batch, range(batch.n_groups), max_tokens)
 
 
@@ -313,13 +329,13 @@ def gather_tokens(
 
 
 def spread(values: Tensor, batch: Batch, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Give each written token [T] its sample's number [B]; 0 off gen_mask."""
+    """Give each written token [T] the value [B] of its sample; 0 off gen_mask."""
     lengths = batch.offsets.diff()
     return values.to(dtype).repeat_interleave(lengths).masked_fill_(~batch.gen_mask, 0.0)
 
 
 def sample_tokens(batch: Batch, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[len(samples)] how many tokens of each of these samples are in loss_mask."""
+    """Count the tokens of each of these samples in loss_mask: [len(samples)]."""
     source, offsets = _tokens_of(batch, samples, np.diff(batch.offsets.numpy())[samples])
     before = np.zeros(len(source) + 1, dtype=np.int64)
     np.cumsum(batch.loss_mask.numpy()[source], out=before[1:])
@@ -343,7 +359,7 @@ def _by_budget(
 def _tokens_of(
     batch: Batch, samples: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[T] where the tokens of these samples are in the batch, and [B+1] their offsets there."""
+    """Return [T] the places of these samples' tokens in the batch, and [B+1] their own offsets."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     starts = batch.offsets.numpy()[samples]
     return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths), offsets
@@ -376,7 +392,3 @@ def _slice(
         extras=tuple(batch.extras[i] for i in samples.tolist()),
         counts=update.counts,
     )
-
-
-def _concatenate(pieces: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate(pieces, dtype=np.int64) if pieces else np.empty(0, np.int64)

@@ -1,4 +1,4 @@
-"""The canary of a publication: do engines answer as the trainer does?
+"""The canary of a publication: a check that engines answer as the trainer does.
 
 A checksum says that an engine's memory holds what was sent. It does not say that it was sent under
 the right names, nor that the engine decodes with that memory and not with a copy made earlier (one
@@ -21,52 +21,53 @@ import numpy as np
 import torch
 
 from winnow.errors import PublicationError, WorkerError
-from winnow.learning.batch import all_micro_batches, gather_tokens, pack
+from winnow.learning.batch import pack_sequences
+from winnow.learning.data_parallel import run_pass
 from winnow.learning.strategy import Strategy
-from winnow.types import Answer, FloatArray, Group, IntArray, Prompt, Score, Segment, Trajectory
+from winnow.types import FloatArray, IntArray
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Nats by which log-probs of the same token may differ."""
+    """The nats by which log-probs of the same token may differ."""
 
     largest: float
     mean: float
-    """Over all tokens: finer than `largest`, as rounding errors of single tokens stand out."""
+    """Bounds the mean over all tokens, where rounding errors of single tokens do not stand out."""
 
 
 LENGTHS = (2, 16, 64, 512)
-"""Tokens of the sequences, as far as the model has positions: what attention and rotary embeddings
-do wrong far from the start does not show near it. 594 tokens in all."""
+"""Tokens of the sequences, as far as the model has positions: faults of attention and rotary
+embeddings far from the start do not show near it. 594 tokens in all."""
 TOLERANCE: Mapping[torch.dtype, Limits] = {
     torch.float64: Limits(1e-5, 1e-6),  # log-probs are fp32 in any case
     torch.float32: Limits(5e-4, 5e-5),
     torch.bfloat16: Limits(0.5, 0.02),
 }
-"""By dtype of the weights: five to ten times the most that was seen on a CPU over Qwen3, Qwen2 and
-Llama of 4 and 8 layers with flat and peaked outputs (fp32: 4.6e-5 and 4.6e-6, bf16: 0.093 and
-0.0037; the two sides attend and multiply in other shapes). `pytest tests/unit/workers/
-test_weights.py` says what that catches."""
+"""Limits by dtype of the weights: five to ten times the most that was seen on a CPU over Qwen3,
+Qwen2 and Llama of 4 and 8 layers with flat and peaked outputs (fp32: 4.6e-5 and 4.6e-6, bf16: 0.093
+and 0.0037; the two sides attend and multiply in other shapes). `pytest
+tests/unit/learning/test_canary.py` shows the faults that this catches."""
 _MICROBATCH_TOKENS = 2048
 
 
 class Scoring(Protocol):
-    """An engine that can be asked what it thinks of a text."""
+    """An engine that gives the log-probs of a text."""
 
     async def logprobs_of(
         self, sequences: Sequence[IntArray], temperature: float = 1.0
     ) -> list[FloatArray]:
-        """See `TorchEngine.logprobs_of`."""
+        """Return the log-probs [L - 1] of each sequence [L]."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Canary:
-    """Fixed sequences, and how well two log-probs of a token must agree."""
+    """Fixed sequences, and the limits within which two log-probs of a token must agree."""
 
     sequences: tuple[IntArray, ...]
     temperature: float
-    """Of the strategy that is compared with."""
+    """The temperature of the strategy that is compared with."""
     limits: Limits
 
     @classmethod
@@ -78,7 +79,7 @@ class Canary:
         temperature: float = 1.0,
         seed: int = 0,
     ) -> Canary:
-        """Random tokens of all the vocabulary: each row of the embeddings counts alike.
+        """Draw random tokens of all the vocabulary: each row of the embeddings counts alike.
 
         Args:
             vocabulary: ids that the tokenizer has.
@@ -93,30 +94,27 @@ class Canary:
         return cls(sequences, temperature, TOLERANCE[dtype])
 
     def expected(self, strategy: Strategy) -> list[FloatArray]:
-        """The trainer's log-probs [L - 1] of each sequence [L]; on several ranks, all call it."""
-        batch = pack([_group(place, ids) for place, ids in enumerate(self.sequences)])
-        micro = all_micro_batches(batch, _MICROBATCH_TOKENS)
-        found = strategy.forward(micro, frozenset({"logprob"}))
-        logprobs = gather_tokens(batch, micro, [each["logprob"] for each in found])
-        parts = np.split(
-            logprobs.float().cpu().numpy(), np.cumsum([len(s) for s in self.sequences])
-        )
+        """Compute the trainer's log-probs [L - 1] of each sequence [L]; all ranks call it."""
+        batch = pack_sequences(self.sequences)
+        found = run_pass(strategy, batch, frozenset({"logprob"}), _MICROBATCH_TOKENS)
+        ends = np.cumsum([len(s) for s in self.sequences])
+        parts = np.split(found["logprob"].float().numpy(), ends)
         return [part[1:] for part in parts[:-1]]
 
     async def check(
         self, expected: Sequence[FloatArray], version: int, engines: Mapping[str, Scoring]
     ) -> float:
-        """The largest difference in nats, over all tokens and engines.
+        """Compare the engines' log-probs; returns the largest difference in nats.
 
         Args:
-            expected: what `expected` gave with these weights.
+            expected: the result of `expected` with these weights.
             version: of the weights, for the message.
             engines: by name.
 
         Raises:
             PublicationError: one differs by more than `limits`, or is not a number.
-            WorkerError: no engine answers. Of several, one that died is left out: whoever uses
-                them learns of it at its next call.
+            WorkerError: no engine answers. Of several, one that died is left out: its next call
+                tells of it.
         """
         asked = [e.logprobs_of(self.sequences, self.temperature) for e in engines.values()]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -140,10 +138,3 @@ class Canary:
                 )
             largest = max(largest, most)
         return largest
-
-
-def _group(place: int, ids: IntArray) -> Group:
-    """A sequence as the trainer gets one: a prompt of one token, and the rest as its answer."""
-    rest = Segment(ids[1:], np.zeros(len(ids) - 1, np.float32), ())
-    prompt = Prompt(str(place), ids[:1], "", "", None)
-    return Group(place, prompt, (Answer(Trajectory((rest,), "stop"), Score(0.0, 0.0)),))

@@ -1,12 +1,11 @@
-"""What one step learns from its groups: passes, advantages, updates.
+"""One step of learning from its groups: passes, advantages, updates.
 
     groups ─pack─► batch ─► passes: old │ ref │ values [T]
                      ├─► correction: weights [T], loss_mask
                      ├─► rewards less KL ─► advantages, returns [T]
                      └─► updates: mini-batch → micro-batches → one step of critic and policy
 
-Which of these there are is settled when the learner is built: a step computes only what its
-algorithm needs.
+The parts are chosen when the learner is built: a step computes only what its algorithm needs.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from winnow.types import FloatArray, Group, IntArray
 
 @dataclass(frozen=True)
 class LearnerSettings:
-    """How a step is cut, and when learning has failed."""
+    """The cut of a step into updates, and the limits at which learning has failed."""
 
     groups_per_update: int
     epochs: int
@@ -42,15 +41,15 @@ class LearnerSettings:
     max_skipped_updates: int
     seed: int
     critic_microbatch_tokens: int | None = None
-    """None is microbatch_tokens."""
+    """None takes `microbatch_tokens`."""
     critic_max_skipped_updates: int = 5
     critic_warmup_steps: int = 0
-    """First steps, in which only the critic learns."""
+    """The number of first steps in which only the critic learns."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The models that a step asks; each holds a strategy."""
+    """The roles of a step; each holds the strategy of a model."""
 
     policy: Policy
     reference: Reference | None = None
@@ -67,37 +66,36 @@ class Rates:
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What a step's record tells of its batch; `B` samples, in the order of the groups and their
-    answers."""
+    """Facts of a batch for its step's record; `B` samples, in the order of groups and answers."""
 
     advantages: FloatArray
     """[B]"""
     prompt_lengths: IntArray
     """[B] tokens."""
     packed_tokens: int
-    """Of prompts and answers."""
+    """Tokens of prompts and answers."""
 
 
 class AnyLearner(Protocol):
-    """A `Learner`, or who speaks for those of several ranks."""
+    """A `Learner`, or a stand-in for those of several ranks."""
 
     @property
     def progress(self) -> int:
-        """Moves while it gets on."""
+        """A number that moves with each pass and update."""
         ...
 
     def learn(
         self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
     ) -> Learned:
-        """See `Learner.learn`."""
+        """Train on the groups of a step."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Learner.state_dict`."""
+        """Return the state that outlives a step, without models and optimizers."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Learner.load_state_dict`."""
+        """Become what `state_dict` described."""
         ...
 
 
@@ -107,7 +105,7 @@ class Learner:
     Args:
         correct: narrows and weighs a batch before anything is counted; None leaves it.
         with_squares: the estimator asks for squared probabilities.
-        dealer: who runs which samples.
+        sharder: splits micro-batches over ranks.
     """
 
     def __init__(
@@ -118,24 +116,23 @@ class Learner:
         settings: LearnerSettings,
         correct: CorrectionStage | None = None,
         with_squares: bool = False,
-        dealer: MicroBatchSharder = NO_SHARDING,
+        sharder: MicroBatchSharder = NO_SHARDING,
     ) -> None:
         self._roles, self._rates, self._advantage = roles, rates, advantage
-        self._dealer = dealer
+        self._sharder = sharder
         self._settings, self._correct, self._with_squares = settings, correct, with_squares
         self._skipped_in_a_row = {"actor": 0, "critic": 0}
         self.progress = 0
-        """Moves with each pass and update."""
+        """A number that moves with each pass and update."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What outlives a step; models and optimizers are the strategies'."""
+        """Return the state that outlives a step; models and optimizers are the strategies'."""
         return {
             "skipped_in_a_row": dict(self._skipped_in_a_row),
             "advantage": self._advantage.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` described."""
         self._skipped_in_a_row = dict(state["skipped_in_a_row"])
         self._advantage.load_state_dict(state["advantage"])
 
@@ -159,7 +156,7 @@ class Learner:
                 metrics.merge(value_figures(batch))
         with watch.phase("update"):
             self._updates(groups, batch, step, metrics)
-        metrics.merge(self._dealer.figures())
+        metrics.merge(self._sharder.figures())
         samples_B = advantages.samples.numpy()
         metrics.spread("score/advantage", samples_B)
         return Learned(
@@ -167,7 +164,7 @@ class Learner:
         )
 
     def _passes(self, batch: Batch, step: int, metrics: Metrics, watch: Stopwatch) -> None:
-        """The columns that models fill: `old`, `ref`, `values`."""
+        """Fill the columns that models compute: `old`, `ref`, `values`."""
         roles, settings = self._roles, self._settings
         tokens = settings.microbatch_tokens
         with watch.phase("old_logprobs" if roles.policy.has_pass else "batch"):
@@ -197,11 +194,11 @@ class Learner:
             updates = cut_updates(len(groups), settings.groups_per_update, seed)
             for place, update in enumerate(updates):
                 roles.policy.choose(batch, update, keys, _draw_seed(*seed, place))
-                micro = self._dealer.update(batch, update, tokens)
+                micro = self._sharder.update(batch, update, tokens)
                 if roles.critic is not None:
                     assert self._rates.critic is not None
                     own = settings.critic_microbatch_tokens
-                    parts = micro if own is None else self._dealer.update(batch, update, own)
+                    parts = micro if own is None else self._sharder.update(batch, update, own)
                     stats = roles.critic.update(parts, self._rates.critic(step))
                     metrics.merge(stats)
                     self._count_skips("critic", stats, step)
@@ -213,7 +210,7 @@ class Learner:
                 self.progress += 1
 
     def _count_skips(self, role: str, stats: Metrics, step: int) -> bool:
-        """Whether the update changed the weights; one without a counted token was none."""
+        """Return whether the update changed the weights; one without a counted token does not."""
         figures = stats.record()
         if not figures.get(f"{role}/updates"):
             return False
@@ -234,11 +231,11 @@ class Learner:
 
 
 def _sample_keys(groups: Sequence[Group]) -> Tensor:
-    """[B] int64: a number for each sample that does not depend on its place in the batch."""
+    """Number each sample [B], int64, independently of its place in the batch."""
     keys = [group.id << 16 | index for group in groups for index in range(len(group.answers))]
     return torch.tensor(keys, dtype=torch.int64)
 
 
 def _draw_seed(*parts: int) -> int:
-    """One 64-bit seed from several numbers."""
+    """Make one 64-bit seed from several numbers."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])

@@ -17,7 +17,7 @@ from torch import Tensor
 from winnow.algorithms.correction import max_delta, mismatch_figures, mismatch_sums
 from winnow.algorithms.losses.covariance import keyed_draws
 from winnow.learning.batch import Batch, MicroBatch
-from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder
+from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder, run_pass
 from winnow.learning.importance_correction import book_correction
 from winnow.learning.objective import MISMATCH, PolicyObjective
 from winnow.learning.strategy import Output, Stats, Strategy
@@ -34,19 +34,19 @@ class Policy:
         self,
         strategy: Strategy,
         objective: PolicyObjective,
-        dealer: MicroBatchSharder = NO_SHARDING,
+        sharder: MicroBatchSharder = NO_SHARDING,
     ) -> None:
-        self.strategy, self.objective, self._dealer = strategy, objective, dealer
+        self.strategy, self.objective, self._sharder = strategy, objective, sharder
 
     @property
     def has_pass(self) -> bool:
-        """Whether a step begins with a pass of its own for the old log-probs."""
+        """True if a step begins with a pass of its own for the old log-probs."""
         return self.objective.old == "pass"
 
     def old_logprobs(
         self, batch: Batch, microbatch_tokens: int, with_squares: bool = False
     ) -> Metrics:
-        """Fill the column `old` [T] as the objective wants it, and say if that took a pass.
+        """Fill the column `old` [T] as the objective wants it, with a pass if it takes one.
 
         After a pass it is known how far the sampler was from it; else the first update tells.
 
@@ -65,24 +65,21 @@ class Policy:
         outputs: frozenset[Output] = frozenset({"logprob"})
         if with_squares:
             outputs |= {"prob_square_sum"}
-        micro = self._dealer.everything(batch, microbatch_tokens)
-        found = self.strategy.forward(micro, outputs)
-        old = self._dealer.gather(batch, micro, [values["logprob"] for values in found])
-        batch.columns["old"] = old
+        found = run_pass(self.strategy, batch, outputs, microbatch_tokens, self._sharder)
+        old = batch.columns["old"] = found["logprob"]
         if with_squares:
-            squares = [values["prob_square_sum"] for values in found]
-            batch.columns["prob_square_sum"] = self._dealer.gather(batch, micro, squares)
+            batch.columns["prob_square_sum"] = found["prob_square_sum"]
         pair = (old, batch.behav, batch.gen_mask)
         sums = {name: float(total) for name, total in mismatch_sums(*pair).items()}
         _book_mismatch(metrics, sums, float(max_delta(*pair)))
         return metrics
 
     def choose(self, batch: Batch, groups: Sequence[int], sample_keys: Tensor, seed: int) -> None:
-        """Fill what a loss that selects tokens asks for, for the tokens of one update.
+        """Fill the columns of a loss that selects tokens, for the tokens of one update.
 
         Args:
             groups: ordinals of the update's groups.
-            sample_keys: [B] int64, what names a sample whatever its place in the batch.
+            sample_keys: [B] int64, a name of each sample whatever its place in the batch.
             seed: of the draws; another one for each update.
         """
         objective = self.objective
@@ -105,7 +102,7 @@ class Policy:
     def update(
         self, microbatches: Sequence[MicroBatch], lr: float, has_moved: bool = False
     ) -> Metrics:
-        """One optimizer step on one mini-batch.
+        """Make one optimizer step on one mini-batch.
 
         Args:
             has_moved: an update of this step has changed the weights, so that they no longer
@@ -124,7 +121,7 @@ class Policy:
 
 
 def _book(metrics: Metrics, sums: Stats, tokens: int, samples: int) -> None:
-    """The figures of an update from its sums."""
+    """Book the figures of an update from its sums."""
     sums = dict(sums)
     apart = _taken(sums, MISMATCH)
     if apart:
@@ -151,7 +148,7 @@ def _book(metrics: Metrics, sums: Stats, tokens: int, samples: int) -> None:
 
 
 def _taken(sums: dict[str, float], prefix: str) -> dict[str, float]:
-    """Take the sums out whose names begin so; without the prefix."""
+    """Take out the sums whose names begin with `prefix`, and drop the prefix."""
     names = [name for name in sums if name.startswith(prefix)]
     return {name.removeprefix(prefix): sums.pop(name) for name in names}
 

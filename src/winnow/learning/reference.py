@@ -1,4 +1,4 @@
-"""Models that only answer: the reference policy and a reward model. They hold no optimizer.
+"""Roles that only answer and hold no optimizer: the reference policy and a reward model.
 
 Shapes: `T` packed tokens, `B` samples.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from winnow.learning.batch import Batch, all_micro_batches, gather_tokens, pack
-from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder
-from winnow.learning.strategy import Strategy
-from winnow.types import Answer, Group, IntArray, Prompt, Score, Trajectory
+from winnow.learning.batch import Batch, pack_sequences
+from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder, run_pass
+from winnow.learning.strategy import Output, Strategy
+from winnow.types import IntArray
 
 Switch = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -32,21 +31,20 @@ class Reference:
         self,
         strategy: Strategy,
         during: Switch = contextlib.nullcontext,
-        dealer: MicroBatchSharder = NO_SHARDING,
+        sharder: MicroBatchSharder = NO_SHARDING,
     ) -> None:
-        self._strategy, self._during, self._dealer = strategy, during, dealer
+        self._strategy, self._during, self._sharder = strategy, during, sharder
 
     def logprobs(self, batch: Batch, microbatch_tokens: int) -> None:
         """Fill `batch.columns["ref"]` [T], nats; 0 off gen_mask."""
-        micro = self._dealer.everything(batch, microbatch_tokens)
+        asked: frozenset[Output] = frozenset({"logprob"})
         with self._during():
-            found = self._strategy.forward(micro, frozenset({"logprob"}))
-        logprobs = [each["logprob"] for each in found]
-        batch.columns["ref"] = self._dealer.gather(batch, micro, logprobs)
+            found = run_pass(self._strategy, batch, asked, microbatch_tokens, self._sharder)
+        batch.columns["ref"] = found["logprob"]
 
 
 class RewardModel:
-    """Scores whole sequences.
+    """Score whole sequences.
 
     Args:
         strategy: of a model that gives `score`.
@@ -56,19 +54,11 @@ class RewardModel:
         self._strategy = strategy
 
     def scores(self, sequences: Sequence[IntArray], microbatch_tokens: int) -> Tensor:
-        """[B] fp32 on the CPU: one number for the token ids of each sequence.
+        """Return [B] fp32 on the CPU: one number for the token ids of each sequence.
 
         Raises:
             ValueError: a sequence without a token.
         """
-        empty = Answer(Trajectory((), "stop"), Score(0.0, 0.0))
-        batch = pack(
-            [
-                Group(i, Prompt(str(i), np.asarray(ids, np.int64), "", "", None), (empty,))
-                for i, ids in enumerate(sequences)
-            ]
-        )
-        micro = all_micro_batches(batch, microbatch_tokens)
-        found = self._strategy.forward(micro, frozenset({"score"}))
-        score = gather_tokens(batch, micro, [each["score"] for each in found])
-        return score[batch.offsets[1:] - 1].to(torch.float32)
+        batch = pack_sequences(sequences)
+        found = run_pass(self._strategy, batch, frozenset({"score"}), microbatch_tokens)
+        return found["score"][batch.offsets[1:] - 1].to(torch.float32)

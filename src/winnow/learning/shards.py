@@ -1,39 +1,47 @@
-"""Sharded tensors: which rows are this rank's, filling them, gathering them, their norm.
+"""Sharded tensors: a rank's rows, filling and gathering them, their norm, and their checkpoints.
 
 A parameter of `n` rows lies on the `S` ranks of a mesh's last axis, ceil(n / S) rows each and the
 last ones fewer or none; along a first axis, where there is one, it is replicated.
+
+On disk (`torch.distributed.checkpoint`) each rank writes its own rows, once. What was saved on some
+ranks can be read on any other number of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from winnow.errors import CheckpointError
+from winnow.learning.base_strategy import local
+
 Named = tuple[str, Tensor]
+State = dict[str, Any]
+"""Tensors in nested dicts."""
 
 
 def own_rows(rows: int, mesh: DeviceMesh) -> slice:
-    """Which of so many rows are this rank's."""
+    """Return the rows of a tensor that are this rank's."""
     axis = mesh.ndim - 1
     each = -(-rows // mesh.size(axis))
     start = min(each * mesh.get_local_rank(axis), rows)
     return slice(start, min(start + each, rows))
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part, live; a tensor that is not sharded is its own."""
-    return cast(Any, tensor).to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def whole(tensor: Tensor) -> Tensor:
-    """All of it, on every rank; all ranks must ask."""
+    """Gather a tensor on every rank; all ranks must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -41,18 +49,18 @@ def copy_into(own: Tensor, given: Tensor) -> None:
     """Fill a sharded tensor from one that is sharded too, in any way, or that has all rows."""
     if not isinstance(own, DTensor):
         own.copy_(whole(given))
-        return
-    same = isinstance(given, DTensor) and (
-        given.device_mesh == own.device_mesh and given.placements == own.placements
-    )
-    if same:
+    elif (
+        isinstance(given, DTensor)
+        and given.device_mesh == own.device_mesh
+        and given.placements == own.placements
+    ):
         local(own).copy_(local(given))
-        return
-    local(own).copy_(whole(given)[own_rows(own.shape[0], own.device_mesh)])
+    else:
+        local(own).copy_(whole(given)[own_rows(own.shape[0], own.device_mesh)])
 
 
 def global_norm(tensors: Sequence[Tensor], mesh: DeviceMesh, device: torch.device) -> float:
-    """The 2-norm of all elements of sharded tensors together; the same number on every rank.
+    """Return the 2-norm of all elements of sharded tensors together, the same on every rank.
 
     Args:
         device: where the ranks' sums meet; the tensors may lie on the host.
@@ -68,7 +76,7 @@ def global_norm(tensors: Sequence[Tensor], mesh: DeviceMesh, device: torch.devic
 
 
 def gather_values(value: Any, mesh: DeviceMesh) -> list[Any]:
-    """A plain value of each rank, in the same order on all of them."""
+    """Gather a plain value of each rank, in the same order on all of them."""
     values = [value]
     for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
@@ -81,7 +89,7 @@ def gather_values(value: Any, mesh: DeviceMesh) -> list[Any]:
 def gathered(
     tensors: Iterable[Named], bucket_bytes: int, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and whole tensors; those of a bucket travel together, and one bucket is held at a time.
+    """Gather tensors; those of a bucket travel together, and one bucket is held at a time.
 
     All ranks must ask for all of them. A tensor larger than `bucket_bytes` is a bucket of its own.
     """
@@ -117,3 +125,88 @@ def _gather(bucket: Sequence[tuple[str, DTensor]], device: torch.device) -> Iter
         # Every rank before the last that has rows is full, so padding is at the end alone.
         rows = part.reshape(-1, *tensor.shape[1:])
         yield name, rows[: tensor.shape[0]]
+
+
+def on_host(state: Mapping[str, Any], mesh: DeviceMesh) -> State:
+    """Copy a state to the host, where later updates do not change it.
+
+    Args:
+        mesh: of the same ranks, for the host.
+    """
+
+    def copied(tensor: Tensor) -> Tensor:
+        own = local(tensor).detach().to("cpu", copy=True)
+        if not isinstance(tensor, DTensor):
+            return own
+        return DTensor.from_local(
+            own,
+            mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+    return {
+        key: on_host(value, mesh) if isinstance(value, Mapping) else copied(value)
+        for key, value in state.items()
+    }
+
+
+class _Writer(FileSystemWriter):
+    """A writer that raises the system's own error, which pickling for other ranks would lose."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # After a write that failed, torch's zip writer fails at its closing, too.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def write_shards(state: State, folder: Path, group: dist.ProcessGroup) -> None:
+    """Write a state that is on the host; all ranks call this, in a thread if they like.
+
+    Args:
+        group: a gloo group that nothing else uses meanwhile.
+
+    Raises:
+        OSError: the disk is full, or not writable; on every rank.
+    """
+    try:
+        writer = _Writer(folder, single_file_per_rank=True, sync_files=False)
+        save(state, storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        raise _first(error) from error
+
+
+def read_shards(states: State, folder: Path) -> None:
+    """Read what `write_shards` wrote into states with room for it, by role; all ranks call this.
+
+    A model that has made no step yet has no optimizer state: entries that were not saved are taken
+    out of `optimizer`.
+
+    Raises:
+        CheckpointError: the folder is damaged, or of another model.
+    """
+    try:
+        reader = FileSystemReader(folder)
+        saved = reader.read_metadata().state_dict_metadata
+        for role, state in states.items():
+            for name in list(state["optimizer"]):
+                if f"{role}.optimizer.{name}.step" not in saved:
+                    del state["optimizer"][name]
+        load(states, storage_reader=reader)
+    except (CheckpointException, OSError, EOFError, ValueError) as error:
+        cause = _first(error) if isinstance(error, CheckpointException) else error
+        reason = str(cause).partition("\n")[0]
+        raise CheckpointError(
+            f"{folder} cannot be read: {reason}; use another checkpoint"
+        ) from error
+
+
+def _first(error: CheckpointException) -> BaseException:
+    """Return the failure of the first rank that has one."""
+    return error.failures[min(error.failures)][0]

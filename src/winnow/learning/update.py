@@ -1,4 +1,4 @@
-"""What an update is for any role that learns: gradients of its micro-batches, then one step."""
+"""One update of any role that learns: gradients of its micro-batches, then an optimizer step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from winnow.observe.metrics import Metrics
 
 
 class Objective(Protocol):
-    """What a role minimizes."""
+    """The loss that a role minimizes, with the outputs it needs."""
 
     @property
     def outputs(self) -> frozenset[Output]:
-        """What the strategy must compute for it."""
+        """The outputs that the strategy must compute for it."""
         ...
 
     def __call__(self, micro: MicroBatch, outputs: Outputs) -> LossResult:
-        """The micro-batch's share of the update's loss, with sums beside it."""
+        """Return the micro-batch's share of the update's loss, with sums beside it."""
         ...
 
 
@@ -30,7 +30,7 @@ def run_update(
     lr: float,
     role: str,
 ) -> tuple[Metrics, Stats | None]:
-    """One optimizer step on one mini-batch.
+    """Make one optimizer step on one mini-batch.
 
     Returns:
         `role/updates`, `role/skipped_updates`, `role/lr` and `role/grad_norm`; and the summed

@@ -1,9 +1,9 @@
-"""Hugging Face causal language models, seen as a backbone, a head and an attention seam.
+"""Hugging Face causal language models: loading, running and saving them.
 
-Training packs sequences, decoding reads a cache; both run the same modules. What differs is
-how a layer attends, so every model is loaded with an attention function that hands queries,
-keys and values to an `AttentionLayout` given to the forward call. Masks, caches and packing
-are the layout's affair, and no Hugging Face cache or mask is ever built.
+Training packs sequences, decoding reads a cache; both run the same modules. They differ in how a
+layer attends, so every model is loaded with an attention function that hands queries, keys and
+values to an `AttentionLayout` given to the forward call. Masks, caches and packing are up to the
+layout, and no Hugging Face cache or mask is ever built.
 
 Shapes: `T` tokens of a forward call, `H` width, `N` query heads, `K` key/value heads, `D` head.
 """
@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
+import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
@@ -43,7 +45,7 @@ class AttentionLayout(Protocol):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """q [T, N, D], k and v [T, K, D] of the tokens of this call; returns [T, N, D].
+        """Attend with q [T, N, D] to k and v [T, K, D] of this call's tokens; returns [T, N, D].
 
         `window` is the sliding window of this layer in tokens, None for full attention.
         """
@@ -61,7 +63,7 @@ def _attend(
     layout: AttentionLayout | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered with transformers; query is [1, N, T, D]."""
+    """Attend as transformers asks for it; query is [1, N, T, D]."""
     assert layout is not None, "a model loaded by winnow needs a layout in each forward call"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = layout.attend(
@@ -89,11 +91,14 @@ def load_causal_lm(
     device: torch.device,
     trust_remote_code: bool = False,
     field: str = "model.path",
+    hollow: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM from a Hugging Face folder (or hub name), in evaluation mode, with our attention.
+    """Load a causal LM in evaluation mode, with Winnow's attention.
 
     Args:
+        path: a Hugging Face folder, or a hub name.
         field: the key of the recipe that gave `path`, for messages.
+        hollow: leave the weights in their folder (`winnow.models.sharded_loading`).
 
     Raises:
         ModelError: no such folder, no usable or not all weights, or an attention or a head that
@@ -101,33 +106,27 @@ def load_causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
-    where = checked_folder(path, field)
-    model, loading = load_pretrained(
-        AutoModelForCausalLM,
-        where,
-        "a causal language model",
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
+    where = find_model(path, field)
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if hollow:
+        from winnow.models.sharded_loading import load_hollow
+
+        config = read_config(where, trust_remote_code)
+        build = partial(AutoModelForCausalLM.from_config, config, **trust)
+        model, loading = load_hollow(build, where, config, dtype)
+    else:
+        what = "a causal language model"
+        model, loading = load_pretrained(AutoModelForCausalLM, where, what, dtype=dtype, **trust)
     check_weights(where, loading)
-    check_head(where, model)
-    return settled(model, where, device)
-
-
-def check_head(where: Source, model: PreTrainedModel) -> None:
-    """Logits are a linear layer's.
-
-    Raises:
-        ModelError: they are computed on.
-    """
     for name in _UNSUPPORTED_HEADS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ModelError(f"{where}: its config sets {name}, which the log-prob kernel lacks")
+    return settled(model, where, device)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from, and which key of the recipe says so."""
+    """A model's place, and the key of the recipe that names it."""
 
     path: str
     field: str
@@ -136,12 +135,8 @@ class Source:
         return f"{self.field} {self.path}"
 
 
-def checked_folder(path: str, field: str) -> Source:
-    """A Hugging Face folder or hub name.
-
-    Raises:
-        ModelError: a folder without config.json.
-    """
+def find_model(path: str, field: str) -> Source:
+    """Return the place of a Hugging Face folder or hub name; a folder must have a config.json."""
     folder = Path(path).expanduser()
     where = Source(str(folder) if folder.is_dir() else path, field)
     if folder.exists() and not (folder / "config.json").exists():
@@ -150,70 +145,54 @@ def checked_folder(path: str, field: str) -> Source:
 
 
 def read_config(where: Source, trust_remote_code: bool) -> Any:
-    """What config.json says.
+    """Read a model's config.json.
 
     Raises:
         ModelError: it is not there, or damaged.
     """
     from transformers import AutoConfig
 
-    try:
+    with failures_told(f"{where}: cannot read its config"):
         return AutoConfig.from_pretrained(where.path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{where}: cannot read its config: {str(error).splitlines()[0]}; "
-            "give a complete Hugging Face folder"
-        ) from error
 
 
-def load_pretrained(
-    auto_class: Any, where: Source, what: str, **options: Any
-) -> tuple[PreTrainedModel, Mapping[str, Collection[Any]]]:
-    """`auto_class.from_pretrained`, and what it says of weights that do not fit.
+LOADING = {
+    "attn_implementation": "eager",
+    "ignore_mismatched_sizes": True,  # refused by `check_weights`, with a name
+    "output_loading_info": True,
+}
+"""Options of transformers' loaders."""
+Loaded = tuple["PreTrainedModel", Mapping[str, Collection[Any]]]
+"""A model, and what transformers says of weights that do not fit."""
+
+
+def load_pretrained(auto_class: Any, where: Source, what: str, **options: Any) -> Loaded:
+    """Call `auto_class.from_pretrained`; whatever it raises becomes a ModelError.
 
     Args:
-        what: is loaded, for messages.
-
-    Raises:
-        ModelError: whatever transformers raises.
+        what: the kind of model, for messages.
     """
+    with failures_told(f"{where}: cannot load {what}"), quiet_transformers():
+        return cast(Loaded, auto_class.from_pretrained(where.path, **LOADING, **options))
+
+
+@contextlib.contextmanager
+def failures_told(
+    fault: str, remedy: str = "give a complete Hugging Face folder"
+) -> Iterator[None]:
+    """Turn failures to read a folder into a ModelError of one line."""
     try:
-        with quiet_transformers():
-            model, loading = auto_class.from_pretrained(
-                where.path,
-                attn_implementation="eager",
-                ignore_mismatched_sizes=True,  # refused by `check_weights`, with a name
-                output_loading_info=True,
-                **options,
-            )
+        yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = shorten(str(error), 200, placeholder=" …") or type(error).__name__
-        raise ModelError(
-            f"{where}: cannot load {what}: {reason.rstrip('.')}; "
-            "give a complete Hugging Face folder"
-        ) from error
-    return model, loading
+        raise ModelError(f"{fault}: {reason.rstrip('.')}; {remedy}") from error
 
 
 def settled(model: PreTrainedModel, where: Source, device: torch.device) -> PreTrainedModel:
-    """The model with our attention, in evaluation mode, on its device.
+    """Give the model Winnow's attention, evaluation mode and its device.
 
     Raises:
         ModelError: its attention cannot be replaced.
-    """
-    replace_attention(model, where)
-    # Weights come as views of a file, placed as its header happens to end. In memory of torch's
-    # own they are aligned alike in every run, which the order of a product's sums may depend on.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    return cast("PreTrainedModel", model.to(device).eval())
-
-
-def replace_attention(model: PreTrainedModel, where: Source) -> None:
-    """`use_layout_attention`, for a model of which it is not known whether that is possible.
-
-    Raises:
-        ModelError: it is not.
     """
     if not model._supports_attention_backend:
         raise ModelError(
@@ -221,13 +200,20 @@ def replace_attention(model: PreTrainedModel, where: Source) -> None:
             "packing and the embedded engine need; use a model of another architecture"
         )
     use_layout_attention(model)
+    if not hasattr(model, "saved_weights"):
+        # Weights come as views of a file, placed as its header happens to end. In memory of torch's
+        # own they are aligned alike in every run, as the order of a product's sums may ask for.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        model.to(device)
+    return cast("PreTrainedModel", model.eval())
 
 
 def check_weights(where: Source, loading: Mapping[str, Collection[Any]]) -> None:
-    """What a checkpoint lacks was drawn at random, which nobody would notice.
+    """Refuse weights that are missing or of another shape: they would be drawn at random.
 
     Raises:
-        ModelError: weights are missing, or of another shape.
+        ModelError: there are any.
     """
     misshapen = [key if isinstance(key, str) else key[0] for key in loading["mismatched_keys"]]
     for names, fault in ((misshapen, "of another shape"), (loading["missing_keys"], "missing")):
@@ -243,7 +229,7 @@ def check_weights(where: Source, loading: Mapping[str, Collection[Any]]) -> None
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars, and of what transformers logs the errors only: we say what matters."""
+    """Switch transformers' progress bars off, and within the block all that it logs but errors."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -258,7 +244,7 @@ def quiet_transformers() -> Iterator[None]:
 def hidden_states(
     model: nn.Module, token_ids: Tensor, positions: Tensor, layout: AttentionLayout
 ) -> Tensor:
-    """Final hidden states [T, H] of flat tokens [T] at their positions [T] in their sequences."""
+    """Return final hidden states [T, H] of flat tokens [T] at their positions [T] in sequences."""
     backbone = cast(Any, model).base_model
     output = backbone(
         input_ids=token_ids.unsqueeze(0),
@@ -270,7 +256,7 @@ def hidden_states(
 
 
 def output_head(model: nn.Module) -> nn.Linear:
-    """The layer from hidden states to logits; may be tied to the embeddings."""
+    """Return the layer from hidden states to logits, which may be tied to the embeddings."""
     head = cast(Any, model).get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(
@@ -281,7 +267,7 @@ def output_head(model: nn.Module) -> nn.Linear:
 
 
 def head_logits(head: nn.Linear, hidden: Tensor, fp32: bool = False) -> Tensor:
-    """Logits [T, V] in fp32 of hidden states [T, H].
+    """Compute logits [T, V] in fp32 from hidden states [T, H].
 
     Args:
         fp32: of a half-precision model, compute the product in fp32 too, from the same weights.
@@ -293,7 +279,7 @@ def head_logits(head: nn.Linear, hidden: Tensor, fp32: bool = False) -> Tensor:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Train none of the parameters whose names match; a tied one has two names.
+    """Freeze the parameters whose names match a pattern; a tied one has two names.
 
     Raises:
         ModelError: a pattern matches no name, or nothing is left to train.
@@ -316,8 +302,12 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def torch_dtype(name: Literal["float32", "bfloat16"]) -> torch.dtype:
-    """The dtype a recipe names."""
+    """Return the dtype that a recipe names."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+Writer = Callable[[dict[str, Tensor], Path], None]
+"""Writes weights, given by name, and all that belongs to them into a folder."""
 
 
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -326,16 +316,12 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Pat
     Raises:
         OSError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     with quiet_transformers():
-        cast(Any, model).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        model_writer(model, tokenizer)(cast(Any, model).state_dict(), folder)
 
 
-def model_writer(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[dict[str, Tensor], Path], None]:
-    """Like `save_model`, with weights given by name, for a thread beside training.
+def model_writer(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Writer:
+    """Make a writer of Hugging Face folders, for a thread beside training.
 
     The tokenizer is written now and only copied later: a fast one must not be saved while
     another thread encodes with it.
@@ -345,13 +331,13 @@ def model_writer(
     def write(weights: dict[str, Tensor], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         cast(Any, model).save_pretrained(folder, state_dict=weights)
-        write_files(files, folder)
+        add_files(files, folder)
 
     return write
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[Path, bytes]:
-    """What saving a tokenizer writes, by path within its folder.
+    """Return the files that a tokenizer saves, by path within its folder.
 
     Raises:
         ModelError: the system's temporary folder takes no such files.
@@ -374,8 +360,14 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[Path, bytes]:
         ) from error
 
 
-def write_files(files: Mapping[Path, bytes], folder: Path) -> None:
-    """Write files by their paths within `folder`."""
+def add_files(files: Mapping[Path, bytes], folder: Path) -> None:
+    """Write a tokenizer's files beside a model's, by their paths within `folder`.
+
+    The weights get the mode of a new file, as the umask has it: safetensors lets only their owner
+    read them.
+    """
     for path, content in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
+        for weights in folder.glob("*.safetensors"):
+            weights.chmod(stat.S_IMODE((folder / path).stat().st_mode))

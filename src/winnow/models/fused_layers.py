@@ -42,7 +42,7 @@ def fuse(model: nn.Module) -> int:
 
 
 class _FusedNorm(nn.Module):
-    """Goes before a Hugging Face RMSNorm in its method order."""
+    """A base of fused norms that stands before a Hugging Face RMSNorm in the method order."""
 
     weight: Tensor
     variance_epsilon: float
@@ -56,7 +56,7 @@ class _FusedNorm(nn.Module):
 
 
 class _FusedGatedMLP(nn.Module):
-    """Goes before a Hugging Face gated MLP in its method order."""
+    """A base of fused layers that stands before a Hugging Face gated MLP in the method order."""
 
     def forward(self, x: Tensor) -> Tensor:
         # Adapters may have taken the place of a linear layer since.
@@ -70,7 +70,7 @@ class _FusedGatedMLP(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = x / rms(x) * weight."""
+    """Compute y = x / rms(x) * weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -90,7 +90,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _GatedMLP(torch.autograd.Function):
-    """y = (silu(x gate') * (x up')) down'."""
+    """Compute y = (silu(x gate') * (x up')) down'."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class _GatedMLP(torch.autograd.Function):
 
 
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / rms(x), and 1 / rms(x)."""
+    """Return x / rms(x), and 1 / rms(x)."""
     scale: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return x * scale, scale
@@ -134,7 +134,7 @@ def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _gated_mlp(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, between: list[Tensor] | None = None
 ) -> Tensor:
-    """The layer's output; `between` takes what `gate` and `up` said of each chunk [C, M]."""
+    """Compute the layer's output; `between` takes each chunk's `gate` and `up` values [C, M]."""
     x_TH = x.reshape(-1, x.shape[-1])
     y_TH = torch.empty_like(x_TH)
     for x_c, y_c in zip(_chunks(x_TH), _chunks(y_TH), strict=True):

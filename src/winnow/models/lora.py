@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: trained beside frozen weights, saved as PEFT folders.
+"""Low-rank adapters through peft, trained beside frozen weights and saved as PEFT folders.
 
 peft's layers take the place of linear ones inside the model itself, so the trainer, the embedded
 engine and the reference policy run one module; with the adapter switched off it is the model that
@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from winnow.config.model import LoraAdapter
 from winnow.errors import ModelError
-from winnow.models.causal_lm import tokenizer_files, write_files
+from winnow.models.causal_lm import Writer, add_files, failures_told, tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -66,10 +65,8 @@ def load_lora(model: PreTrainedModel, folder: Path) -> None:
         config = _peft().LoraConfig.from_pretrained(str(folder))
         config.inference_mode = False
         _inject(model, config, seed=0)
-    try:
+    with failures_told(f"{folder}: cannot load its adapter", "use another one"):
         given = load_file(folder / ADAPTER_WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{folder}: cannot load its adapter: {error}; use another one") from error
     own = dict(adapter_weights(model))
     shapes = {name: tensor.shape for name, tensor in own.items()}
     if {name: tensor.shape for name, tensor in given.items()} != shapes:
@@ -85,7 +82,7 @@ def load_lora(model: PreTrainedModel, folder: Path) -> None:
 
 
 def adapter_base(folder: Path, instead: str | None = None) -> str | None:
-    """The model that the adapter of a PEFT folder belongs to; None where there is no adapter.
+    """Return the model that a PEFT folder's adapter belongs to; None where there is no adapter.
 
     Args:
         instead: another place of the same model, for when it is no longer where it was.
@@ -110,13 +107,13 @@ def adapter_base(folder: Path, instead: str | None = None) -> str | None:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether one was put in."""
+    """Return whether an adapter was put into the model."""
     return bool(getattr(model, "peft_config", None))
 
 
 @contextlib.contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """The model answers without its adapter within the block.
+    """Let the model answer without its adapter within the block.
 
     Raises:
         ModelError: it has none.
@@ -139,17 +136,17 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def is_adapters(name: str) -> bool:
-    """Whether a parameter of this name is the adapter's."""
+    """Return whether a parameter of this name is the adapter's."""
     return ".lora_" in name
 
 
 def plain_name(name: str) -> str:
-    """What a parameter of an adapted model is called without the adapter."""
+    """Return the name that a parameter of an adapted model has without the adapter."""
     return name.replace(".base_layer.", ".")
 
 
 def adapter_dropouts(model: nn.Module) -> list[nn.Module]:
-    """Dropout layers of the adapter, which act when `training` is set on them."""
+    """Return the adapter's dropout layers, which act when `training` is set on them."""
     if not has_adapter(model):
         return []
     found = (layer.lora_dropout[_NAME] for layer, _ in _layers(model))
@@ -157,14 +154,14 @@ def adapter_dropouts(model: nn.Module) -> list[nn.Module]:
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The adapter's tensors by PEFT's names; they are live."""
+    """Yield the adapter's tensors by PEFT's names; they are live."""
     for name, parameter in model.named_parameters():
         if is_adapters(name):
             yield _PEFT_PREFIX + name.replace(f".{_NAME}", ""), parameter.detach()
 
 
 def merged_weights(tensors: dict[str, Tensor], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an adapted model under the names it had without; the update is added.
+    """Yield a model's tensors under the names it has without its adapter, the update added.
 
     The sum is taken in fp32 (or fp64) and rounded to the weight's dtype; all others are live.
     """
@@ -187,33 +184,25 @@ def merge(model: PreTrainedModel) -> None:
     del model.peft_config
 
 
-def adapter_writer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[dict[str, Tensor], Path], None]:
-    """Writes a PEFT folder with tokenizer, given the tensors of `adapter_weights`.
-
-    Like `models.model_writer`, for a thread beside training.
-    """
+def adapter_writer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Writer:
+    """Make a writer of PEFT folders, as `model_writer`, for the tensors of `adapter_weights`."""
     files = tokenizer_files(tokenizer)
     config = cast(Any, model).peft_config[_NAME]
 
     def write(weights: dict[str, Tensor], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(str(folder))
-        _sort_targets(folder / ADAPTER_CONFIG)
+        content = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        if isinstance(content["target_modules"], list):
+            # peft writes a set, whose order is another one in each process.
+            content["target_modules"].sort()
+        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+        (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
         plain = {name: tensor.contiguous() for name, tensor in weights.items()}
         save_file(plain, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        write_files(files, folder)
+        add_files(files, folder)
 
     return write
-
-
-def _sort_targets(path: Path) -> None:
-    """peft writes a set, whose order is another one in each process."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(content["target_modules"], list):
-        content["target_modules"].sort()
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _peft() -> Any:
@@ -252,7 +241,7 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """The layers that have the adapter, with their names."""
+    """Yield the layers that have the adapter, with their names."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield module, name

@@ -1,4 +1,4 @@
-"""Attention over packed sequences, none of which sees another.
+"""Attention over packed sequences, each of which sees itself alone.
 
 On the CPU (and in fp32 on CUDA) sequences of like length are gathered into padded blocks, one
 causal attention call each, and scattered back. Padding stands to the right, where causality hides
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from winnow.types import IntArray
 
 _CALL_COST = 1 << 19
-"""What one more attention call costs, in padded query-key-channel products (measured)."""
+"""The cost of one more attention call, in padded query-key-channel products (measured)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,11 +33,11 @@ class _Blocks:
     """Sequences of like length side by side: rows of a padded table."""
 
     shapes: tuple[tuple[int, int], ...]
-    """Of each block: sequences, padded length."""
+    """The sequences and the padded length of each block."""
     token_of_row: Tensor
-    """[R] the packed token in a row; padding repeats its sequence's last token."""
+    """[R] the packed token in each row; padding repeats its sequence's last token."""
     row_of_token: Tensor
-    """[T]"""
+    """[T] the row of each packed token."""
 
 
 class PackedLayout:
@@ -57,7 +57,7 @@ class PackedLayout:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Causal attention within each sequence: q [T, N, D], k and v [T, K, D] to [T, N, D]."""
+        """Attend causally within each sequence: q [T, N, D], k and v [T, K, D] to [T, N, D]."""
         if len(q) == 0:
             return q
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
@@ -91,7 +91,7 @@ class PackedLayout:
         return cast(Tensor, packed).view(T, N, D)
 
     def _band(self, window: int | None, length: int) -> Tensor | None:
-        """[length, length] true where a query sees a key; None where causality says it all."""
+        """Return [length, length], true where a query sees a key; None if causality is enough."""
         if window is None or window >= length:
             return None
         if (window, length) not in self._bands:
@@ -126,7 +126,7 @@ class PackedLayout:
 
 
 class _ToRows(torch.autograd.Function):
-    """Packed tokens [T, C] to padded rows [R, C].
+    """Copy packed tokens [T, C] to padded rows [R, C].
 
     Backward reads rows instead of adding them up: a padded row's gradient is zero, because its
     output goes nowhere and no real query sees its key.
@@ -145,7 +145,7 @@ class _ToRows(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Padded rows [R, C] to packed tokens [T, C]; padding drops out."""
+    """Copy padded rows [R, C] to packed tokens [T, C]; padding drops out."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, row_of_token: Tensor) -> Tensor:

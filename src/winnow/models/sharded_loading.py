@@ -1,33 +1,23 @@
-"""Models without their weights, and the weights slice by slice: for those that no rank can hold.
+"""Models without their weights, and the weights slice by slice: for models that no rank can hold.
 
 A hollow model has each weight's shape and the memory of one number. Adapters are put in and weights
 frozen as in a real one; `FSDP2Strategy` then shards it, and each rank reads its own rows from the
-folder's safetensors.
+folder's safetensors. The loaders of `winnow.models` make one when they are asked for `hollow`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.models.causal_lm import (
-    Source,
-    check_head,
-    check_weights,
-    checked_folder,
-    quiet_transformers,
-    read_config,
-    replace_attention,
-)
-from winnow.models.parameters import replace_parameters
-from winnow.models.value import new_head, scalar_head, with_head
+from winnow.models.causal_lm import LOADING, Loaded, Source, failures_told, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,200 +25,112 @@ if TYPE_CHECKING:
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
+def load_hollow(build: Callable[[], Any], where: Source, config: Any, dtype: torch.dtype) -> Loaded:
+    """Make a folder's model without its weights, but with its buffers, which no folder has.
+
+    Args:
+        build: makes the model on the default device.
+
+    Raises:
+        ModelError: the folder cannot be read, or its model cannot be built.
+    """
+    from transformers import GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
+
+    remedy = "use a model of another architecture"
+    with failures_told(f"{where}: cannot build its model", remedy), quiet_transformers():
+        with torch.device("meta"):
+            blank = build()
+        weights = SavedWeights(where, blank, dtype)
+        given = {"config": config, "state_dict": weights.stand_ins, "dtype": dtype}
+        model, _ = type(blank).from_pretrained(None, **LOADING, **given)
+    model.name_or_path = model.config.name_or_path = where.path
+    if (Path(where.path) / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(where.path)
+    model.saved_weights = weights
+    return model, weights.misfits
+
+
 class SavedWeights:
-    """The tensors of a Hugging Face folder, by name, read in slices.
+    """The tensors of a Hugging Face folder, matched to a model's parameters and read in slices.
 
     Args:
         where: a folder with safetensors.
-        prefix: that names may lack in the folder, such as `model.` where a backbone was saved.
+        blank: the folder's model on no device.
+        dtype: of the stand-ins.
 
     Raises:
         ModelError: no such folder, or its files cannot be read.
     """
 
-    def __init__(self, where: Source, prefix: str) -> None:
-        self._where, self._prefix = where, prefix
+    stand_ins: dict[str, Tensor]
+    """A tensor of each parameter's shape, in the memory of one number."""
+    misfits: dict[str, Collection[Any]]
+    """Names that do not fit, in the lists that transformers tells them in."""
+
+    def __init__(self, where: Source, blank: PreTrainedModel, dtype: torch.dtype) -> None:
+        self._where = where
         self._files: dict[str, Any] = {}
-        self._shapes: dict[str, torch.Size] = {}
-        self._own: dict[str, nn.Parameter] = {}
-        self._zero: set[str] = set()
         for path in _files(where):
-            try:
+            with failures_told(f"{where}: cannot read {path.name}"):
                 opened: Any = safe_open(path, framework="pt")
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                    self._files[name] = opened
-                    self._shapes[name] = torch.Size(opened.get_slice(name).get_shape())
-            except (OSError, SafetensorError) as error:
-                raise ModelError(
-                    f"{where}: cannot read {path.name}: {error}; "
-                    "give a complete Hugging Face folder"
-                ) from error
-
-    def belong_to(self, model: nn.Module, new: Callable[[set[str]], set[str]]) -> None:
-        """Take these for the weights of a model, all of which must be here.
-
-        Args:
-            new: of the names that are missing those that start at zero instead.
-
-        Raises:
-            ModelError: weights are missing, or of another shape.
-        """
-        own = dict(model.named_parameters())
-        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        known |= {name for name, _ in model.named_buffers()}
-        missing = {name for name in own if self._saved(name) is None}
-        self._zero = new(missing)
-        found = {name: self._saved(name) for name in own}
-        misshapen = [n for n, at in found.items() if at and self._shapes[at] != own[n].shape]
-        unused = set(self._files) - {at for at in found.values() if at} - known
-        loading = {
+                self._files |= dict.fromkeys(opened.keys(), opened)
+        self._saved: dict[str, str] = {}
+        self.stand_ins, misshapen = {}, []
+        for name, parameter in blank.named_parameters():
+            # A backbone that was saved alone lacks the prefix.
+            for saved in (name.removeprefix(f"{blank.base_model_prefix}."), name):
+                if saved in self._files:
+                    self._saved[name] = saved
+            if name in self and self._slice(name).get_shape() != [*parameter.shape]:
+                misshapen.append(name)
+            # As large as a weight is, for the probes of fused layers to answer.
+            value = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            self.stand_ins[name] = torch.full((), value, dtype=dtype).expand(parameter.shape)
+        known = {name for name, _ in blank.named_parameters(remove_duplicate=False)}
+        known |= {name for name, _ in blank.named_buffers()} | set(self._saved.values())
+        self.misfits = {
+            "missing_keys": self.stand_ins.keys() - self._saved.keys(),
             "mismatched_keys": misshapen,
-            "missing_keys": missing - self._zero,
-            "unexpected_keys": {name for name in unused if not name.startswith("lm_head.")},
+            "unexpected_keys": self._files.keys() - known,
         }
-        check_weights(self._where, loading)
-        # On no device, for their shapes and types.
-        self._own = own
 
     def __contains__(self, name: str) -> bool:
-        """Whether the model's parameter of this name is read from here."""
-        return name in self._own
+        """Return whether the parameter of this name is read from the folder."""
+        return name in self._saved
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        """Rows of a weight, rounded to the dtype the model was asked for in; on the CPU.
+        """Read some rows of a weight, at least one, in the dtype of the file.
 
         Raises:
             ModelError: the file cannot be read.
         """
-        own, saved = self._own[name], self._saved(name)
-        if saved is None or rows.stop <= rows.start:
-            assert saved is not None or name in self._zero
-            return torch.zeros(rows.stop - rows.start, *own.shape[1:], dtype=own.dtype)
-        try:
-            part = self._files[saved].get_slice(saved)[rows.start : rows.stop]
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"{self._where}: cannot read {saved}: {error}; give a complete Hugging Face folder"
-            ) from error
-        return cast(Tensor, part).to(own.dtype)
+        with failures_told(f"{self._where}: cannot read {self._saved[name]}"):
+            return cast(Tensor, self._slice(name)[rows.start : rows.stop])
 
-    def _saved(self, name: str) -> str | None:
-        """The name in the folder."""
-        short = name.removeprefix(self._prefix)
-        return next((each for each in (name, short) if each in self._files), None)
+    def _slice(self, name: str) -> Any:
+        saved = self._saved[name]
+        return self._files[saved].get_slice(saved)
 
 
-def hollow_causal_lm(
-    path: str, dtype: torch.dtype, trust_remote_code: bool = False, field: str = "model.path"
-) -> tuple[PreTrainedModel, SavedWeights]:
-    """As `winnow.models.causal_lm.load_causal_lm`, without the weights, and where they are.
+def saved_weights(model: nn.Module) -> SavedWeights | None:
+    """Return where a hollow model's weights are; None for a model that has them."""
+    return cast("SavedWeights | None", getattr(model, "saved_weights", None))
 
-    Raises:
-        ModelError: as there; or the folder is not on this machine or has no safetensors.
+
+def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+    """Put other parameters in the place of all, in place; tied ones stay tied.
+
+    Args:
+        make: gets a parameter and its (first) name.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.utils import GENERATION_CONFIG_NAME
-
-    where = checked_folder(path, field)
-    config = read_config(where, trust_remote_code)
-
-    def build() -> Any:
-        return AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="eager"
-        )
-
-    model = _built(where, build)
-    check_head(where, model)
-    if (Path(where.path) / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(where.path)
-    return _with_weights(model, where, lambda missing: set())
-
-
-def hollow_value_model(
-    path: str, dtype: torch.dtype, trust_remote_code: bool = False, field: str = "critic.path"
-) -> tuple[PreTrainedModel, SavedWeights]:
-    """As `winnow.models.value.load_value_model`, without the weights, and where they are.
-
-    Raises:
-        ModelError: as there; or the folder is not on this machine or has no safetensors.
-    """
-    from transformers.modeling_layers import GenericForTokenClassification
-
-    where = checked_folder(path, field)
-    model = _with_number(where, GenericForTokenClassification, dtype, trust_remote_code)
-    return _with_weights(model, where, lambda missing: new_head(model.config, missing))
-
-
-def hollow_reward_model(
-    path: str,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-    field: str = "reward.model.path",
-) -> tuple[PreTrainedModel, SavedWeights]:
-    """As `winnow.models.value.load_reward_model`, without the weights, and where they are.
-
-    Raises:
-        ModelError: as there; or the folder is not on this machine or has no safetensors.
-    """
-    from transformers.modeling_layers import GenericForSequenceClassification
-
-    where = checked_folder(path, field)
-    model = _with_number(where, GenericForSequenceClassification, dtype, trust_remote_code)
-    model, weights = _with_weights(model, where, lambda missing: set())
-    return cast("PreTrainedModel", model.requires_grad_(False)), weights
-
-
-def _with_number(
-    where: Source, generic: type, dtype: torch.dtype, trust_remote_code: bool
-) -> PreTrainedModel:
-    made, config = with_head(where, generic, trust_remote_code)
-
-    def build() -> Any:
-        return cast(Any, made)._from_config(config, dtype=dtype, attn_implementation="eager")
-
-    model = _built(where, build)
-    scalar_head(model).to(torch.promote_types(dtype, torch.float32))
-    return model
-
-
-def _built(where: Source, build: Callable[[], Any]) -> PreTrainedModel:
-    """The model on no device, but with its buffers, which no folder has."""
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            model = build()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"{where}: cannot build its model: {str(error).splitlines()[0]}; "
-            "use a model of another architecture"
-        ) from error
-    for name, module in list(model.named_modules()):
-        if "Rotary" in type(module).__name__ and hasattr(module, "config"):
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, type(module)(module.config))
-    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if lost:
-        raise ModelError(
-            f"{where}: its buffer {lost[0]} cannot be made without loading the whole model; "
-            "use a model of another architecture"
-        )
-    return cast("PreTrainedModel", model)
-
-
-def _with_weights(
-    model: PreTrainedModel, where: Source, new: Callable[[set[str]], set[str]]
-) -> tuple[PreTrainedModel, SavedWeights]:
-    replace_attention(model, where)
-    weights = SavedWeights(where, f"{model.base_model_prefix}.")
-    weights.belong_to(model, new)
-
-    def hollow(_: str, parameter: nn.Parameter) -> nn.Parameter:
-        # As large as a weight is, for the probes of fused layers to answer.
-        value = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
-        number = torch.full((), value, dtype=parameter.dtype)
-        return nn.Parameter(number.expand(parameter.shape))
-
-    replace_parameters(model, hollow)
-    return model.eval(), weights
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in made:
+                new = make(f"{path}.{name}" if path else name, parameter)
+                made[id(parameter)] = parameter, new
+            setattr(module, name, made[id(parameter)][1])
 
 
 def _files(where: Source) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Models with one number a token or a sequence for a head: critics and reward models.
+"""Critics and reward models, whose head gives one number a token or a sequence.
 
 Both are a Hugging Face backbone with a linear layer `score`, as transformers' own classes for
 token and sequence classification are, so what is saved here loads there. Any architecture of a
@@ -8,6 +8,7 @@ where the backbone has half precision.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,9 +16,10 @@ from torch import nn
 
 from winnow.errors import ModelError
 from winnow.models.causal_lm import (
+    Loaded,
     Source,
     check_weights,
-    checked_folder,
+    find_model,
     load_pretrained,
     read_config,
     settled,
@@ -35,13 +37,17 @@ def load_value_model(
     device: torch.device,
     trust_remote_code: bool = False,
     field: str = "critic.path",
+    hollow: bool = False,
 ) -> PreTrainedModel:
-    """A backbone with a value head, in evaluation mode, with our attention.
+    """Load a backbone with a value head in evaluation mode, with Winnow's attention.
 
     A causal LM's folder gives the backbone; its head starts at zero: every value is 0, the
     middle of rewards of +-1, whatever the seed, and the backbone first moves once the head has
     found a direction. The head of a folder that has one is taken: of a token classifier with one
     label, such as a checkpoint of a critic, or of a reward model (which has no bias: it is 0).
+
+    Args:
+        field, hollow: as `load_causal_lm` takes them.
 
     Raises:
         ModelError: no such folder, no usable or not all weights, several labels, or an
@@ -49,15 +55,18 @@ def load_value_model(
     """
     from transformers.modeling_layers import GenericForTokenClassification
 
-    where = checked_folder(path, field)
-    model, loading = _load(where, GenericForTokenClassification, dtype, trust_remote_code)
+    where = find_model(path, field)
+    model, loading = _load(where, GenericForTokenClassification, dtype, trust_remote_code, hollow)
     missing = set(loading["missing_keys"])
-    new = new_head(model.config, missing)
-    for name, parameter in _head(model).named_parameters():
-        if f"{_HEAD}.{name}" in new:
-            nn.init.zeros_(parameter)
-    missing -= new
-    unused = _without_lm_head(loading)
+    architecture = (model.config.architectures or [""])[0]
+    head = {f"{_HEAD}.weight", f"{_HEAD}.bias"}
+    head_is_new = head <= missing and "Classification" not in architecture
+    if head_is_new or ("SequenceClassification" in architecture and missing == {f"{_HEAD}.bias"}):
+        for name, parameter in scalar_head(model).named_parameters():
+            if f"{_HEAD}.{name}" in missing:
+                parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        missing -= head
+    unused = {name for name in loading["unexpected_keys"] if not name.startswith("lm_head.")}
     check_weights(where, {**loading, "missing_keys": missing, "unexpected_keys": unused})
     return settled(model, where, device)
 
@@ -69,7 +78,7 @@ def load_reward_model(
     trust_remote_code: bool = False,
     field: str = "reward.model.path",
 ) -> PreTrainedModel:
-    """A sequence classifier with one label, in evaluation mode, with our attention, frozen.
+    """Load a sequence classifier with one label, frozen, with Winnow's attention.
 
     Raises:
         ModelError: no such folder, no usable or not all weights (the head is one of them),
@@ -77,56 +86,51 @@ def load_reward_model(
     """
     from transformers.modeling_layers import GenericForSequenceClassification
 
-    where = checked_folder(path, field)
+    where = find_model(path, field)
     model, loading = _load(where, GenericForSequenceClassification, dtype, trust_remote_code)
     check_weights(where, loading)
     return cast("PreTrainedModel", settled(model, where, device).requires_grad_(False))
 
 
-def new_head(config: Any, missing: set[str]) -> set[str]:
-    """Of the weights that a folder lacks those of a value head that start at zero."""
-    architecture = (config.architectures or [""])[0]
-    head = {f"{_HEAD}.weight", f"{_HEAD}.bias"}
-    head_is_new = head <= missing and "Classification" not in architecture
-    has_no_bias = "SequenceClassification" in architecture and missing == {f"{_HEAD}.bias"}
-    return head & missing if head_is_new or has_no_bias else set()
-
-
 def is_value_model(model: nn.Module) -> bool:
-    """Whether the head gives a value a token."""
+    """Return whether the head gives a value a token."""
     from transformers.modeling_layers import GenericForTokenClassification
 
     return isinstance(model, GenericForTokenClassification)
 
 
 def is_reward_model(model: nn.Module) -> bool:
-    """Whether the head gives a score a sequence."""
+    """Return whether the head gives a score a sequence."""
     from transformers.modeling_layers import GenericForSequenceClassification
 
     return isinstance(model, GenericForSequenceClassification)
 
 
 def scalar_head(model: nn.Module) -> nn.Linear:
-    """The layer from hidden states to the one number."""
-    return _head(model)
+    """Return the layer from hidden states to the one number."""
+    return cast(nn.Linear, getattr(model, _HEAD))
 
 
 def _load(
-    where: Source, generic: type, dtype: torch.dtype, trust_remote_code: bool
-) -> tuple[PreTrainedModel, Any]:
-    made, config = with_head(where, generic, trust_remote_code)
-    model, loading = load_pretrained(
-        made, where, "a model with a head of one number", config=config, dtype=dtype
-    )
-    # A head that was loaded has fp32 already (see `with_head`), one that is new has not.
-    _head(model).to(torch.promote_types(dtype, torch.float32))
+    where: Source, generic: type, dtype: torch.dtype, trust_remote_code: bool, hollow: bool = False
+) -> Loaded:
+    made, config = _with_head(where, generic, trust_remote_code)
+    if hollow:
+        from winnow.models.sharded_loading import load_hollow
+
+        model, loading = load_hollow(partial(cast(Any, made), config), where, config, dtype)
+    else:
+        what = "a model with a head of one number"
+        model, loading = load_pretrained(made, where, what, config=config, dtype=dtype)
+    # A head that was loaded has fp32 already (`_with_head` asks for it), one that is new has not.
+    scalar_head(model).to(torch.promote_types(dtype, torch.float32))
     return model, loading
 
 
-def with_head(
+def _with_head(
     where: Source, generic: type, trust_remote_code: bool
 ) -> tuple[type[PreTrainedModel], Any]:
-    """The class of a folder's architecture with transformers' generic head, and its config.
+    """Make the class of a folder's architecture with transformers' generic head; and its config.
 
     The class has transformers' name.
 
@@ -158,11 +162,3 @@ def with_head(
         "__module__": __name__,
     }
     return cast("type[PreTrainedModel]", type(name, (generic, family), own)), config
-
-
-def _head(model: nn.Module) -> nn.Linear:
-    return cast(nn.Linear, getattr(model, _HEAD))
-
-
-def _without_lm_head(loading: Any) -> set[str]:
-    return {name for name in loading["unexpected_keys"] if not name.startswith("lm_head.")}

@@ -77,7 +77,7 @@ def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Lea
         ModelError: a model of the recipe cannot be loaded.
     """
     policy = holder.policy()
-    dealer = holder.dealer
+    sharder = holder.sharder
     rates = Rates(_rate(config, config.optim))
     critic, others = None, {}
     if "values" in needs_of(config):
@@ -87,7 +87,7 @@ def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Lea
         loss = config.critic.value_loss
         limit = config.rollout.max_response_tokens
         objective = ValueObjective(loss.clip, loss.aggregation, limit)
-        critic = Critic(others["critic"], objective, dealer)
+        critic = Critic(others["critic"], objective, sharder)
         rates = Rates(rates.policy, _rate(config, config.critic.optim))
     reference = _reference(config, start, policy, holder) if _needs_reference(config) else None
     trainer, algorithm = config.trainer, config.algorithm
@@ -103,13 +103,13 @@ def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Lea
         critic_warmup_steps=min(config.critic.warmup_steps, trainer.steps - 1) if critic else 0,
     )
     learner = Learner(
-        Roles(Policy(policy, make_objective(config), dealer), reference, critic),
+        Roles(Policy(policy, make_objective(config), sharder), reference, critic),
         rates,
         _advantage_stage(config),
         settings,
         _correction_stage(algorithm.correction),
         with_squares="probs" in needs_of(config),
-        dealer=dealer,
+        sharder=sharder,
     )
     passes = Passes(
         policy.parameters,
@@ -192,10 +192,10 @@ def _reference(
     """A frozen copy; with an adapter, unless another folder is named, the model without it."""
     own = config.reference
     if own.path is None and not isinstance(config.model.adapter, NoAdapter):
-        return Reference(policy, policy.adapter_off, holder.dealer)
+        return Reference(policy, policy.adapter_off, holder.sharder)
     path = own.path or start
     assert path is not None, "the caller was to give the start"
-    return Reference(holder.reference(path), dealer=holder.dealer)
+    return Reference(holder.reference(path), sharder=holder.sharder)
 
 
 def _advantage_stage(config: Config) -> AdvantageStage:

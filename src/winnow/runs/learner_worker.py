@@ -25,7 +25,7 @@ from winnow.data.tokenizer import load_tokenizer
 from winnow.learning.canary import Canary
 from winnow.learning.fsdp2 import FSDP2Strategy
 from winnow.learning.learner import Learned
-from winnow.learning.saved_shards import State, on_host, read_shards, write_shards
+from winnow.learning.shards import State, on_host, read_shards, write_shards
 from winnow.models.causal_lm import model_writer
 from winnow.models.lora import adapter_writer
 from winnow.observe.files import system_error
@@ -194,10 +194,9 @@ class LearnerWorker:
         """
         strategies = self._strategies()
         blank = {role: on_host(s.blank_state(), self._host_mesh) for role, s in strategies.items()}
-        found = read_shards(blank, Path(folder))
+        read_shards(blank, Path(folder))
         for role, strategy in strategies.items():
-            state = found[role]
-            strategy.load_state_dict({**state, "optimizer": state.get("optimizer", {})})
+            strategy.load_state_dict(blank[role])
 
     def close(self) -> None:
         """Leave the process group."""

@@ -1,8 +1,8 @@
-"""The policy's model and tokenizer as a recipe asks for them: base, adapter, frozen weights."""
+"""Load the policy's model and tokenizer as a recipe asks: base, adapter, frozen weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -18,7 +18,6 @@ from winnow.data.tokenizer import load_tokenizer, stop_token_ids
 from winnow.errors import ModelError
 from winnow.models.causal_lm import freeze, load_causal_lm, torch_dtype
 from winnow.models.lora import adapter_base, add_lora, load_lora
-from winnow.models.sharded_loading import hollow_causal_lm
 from winnow.observe.rollouts import Decode
 
 if TYPE_CHECKING:
@@ -31,15 +30,15 @@ def load_policy_model(
     device: torch.device,
     seed: int,
     start: str | None = None,
-    read: Callable[[str, torch.dtype, torch.device, bool], PreTrainedModel] = load_causal_lm,
+    hollow: bool = False,
 ) -> PreTrainedModel:
-    """The model to train, from a model's folder or from a checkpoint's with an adapter.
+    """Load the model to train, from a model's folder or from a checkpoint's with an adapter.
 
     Args:
         path: not `config.path` where a warm start or a checkpoint gives the model.
         seed: of a new adapter.
         start: where the model lies now that an adapter belongs to, if that has moved.
-        read: a model's folder, given dtype, device, and whether code in it may run.
+        hollow: leave the weights in their folder, for each rank to read its own rows.
 
     Raises:
         ModelError: model, adapter or frozen weights are not what the recipe says.
@@ -52,7 +51,7 @@ def load_policy_model(
             "does for a run, and give that"
         )
     dtype = torch_dtype(config.dtype)
-    model = read(base or path, dtype, device, config.trust_remote_code)
+    model = load_causal_lm(base or path, dtype, device, config.trust_remote_code, hollow=hollow)
     if base is not None:
         load_lora(model, Path(path))
     elif isinstance(config.adapter, LoraAdapter):
@@ -64,12 +63,12 @@ def load_policy_model(
 
 @dataclass(frozen=True)
 class Policies:
-    """A model in memory with all that reads and writes its tokens."""
+    """A model in memory, with its tokenizer and what follows from it."""
 
     path: str
     device: torch.device
     model: PreTrainedModel
-    """Hollow where others hold the weights."""
+    """Hollow where other processes hold the weights."""
     tokenizer: PreTrainedTokenizerBase
     decode: Decode
     vocabulary: int
@@ -85,10 +84,10 @@ def load_policy(
     start: str | None = None,
     hollow: bool = False,
 ) -> Policies:
-    """The model and tokenizer of a folder.
+    """Load the model and tokenizer of a folder.
 
     Args:
-        hollow: without the model's weights.
+        hollow: leave the model's weights in their folder.
         start: where the model lies now that an adapter in `path` belongs to, if that has moved.
 
     Raises:
@@ -97,8 +96,7 @@ def load_policy(
     given = config.model.tokenizer
     field = "model.tokenizer" if given else "model.path"
     tokenizer = load_tokenizer(given or path, config.model.trust_remote_code, field)
-    read = _hollow if hollow else load_causal_lm
-    model = load_policy_model(config.model, path, device, config.run.seed, start, read)
+    model = load_policy_model(config.model, path, device, config.run.seed, start, hollow)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     embedded = cast(int, model.config.vocab_size)
     if vocabulary > embedded:
@@ -106,7 +104,8 @@ def load_policy(
             f"model.path {path}: the tokenizer has {vocabulary} tokens, the model only {embedded}; "
             "give the tokenizer that belongs to the model in model.tokenizer"
         )
-    check_finite(path, model.named_parameters())
+    if not hollow:
+        check_finite(path, model.named_parameters())
     check_positions(config, path, model)
     generation = getattr(model, "generation_config", None)
     stop_ids = stop_token_ids(tokenizer, path, getattr(generation, "eos_token_id", None))
@@ -115,22 +114,16 @@ def load_policy(
 
 
 def check_finite(path: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse weights of which nothing can be learnt."""
+    """Refuse weights that are NaN or infinite."""
     for name, parameter in parameters:
         if not bool(torch.isfinite(parameter).all()):
             raise ModelError(f"model.path {path}: {name} holds NaN or infinity; use another model")
 
 
-def _hollow(
-    path: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
-) -> PreTrainedModel:
-    return hollow_causal_lm(path, dtype, trust_remote_code)[0]
-
-
 def check_positions(
     config: Config, path: str, model: PreTrainedModel, longest_prompt: int = 0
 ) -> None:
-    """Refuse what cannot fit: an answer alone, or, with learned positions, after a prompt."""
+    """Refuse answers that cannot fit: alone, or, with learned positions, after a prompt."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(positions, int):
         return
@@ -147,7 +140,7 @@ def check_positions(
 
 
 def longest_prompt(config: Config, prompts: object) -> int:
-    """In tokens: of those that are left; of generated ones, which never end, the limit."""
+    """Return the longest prompt in tokens; for generated prompts, which never end, the limit."""
     if not isinstance(prompts, PromptSet):
         return config.data.max_prompt_tokens
     return max((len(prompt.token_ids) for prompt in prompts.prompts), default=0)

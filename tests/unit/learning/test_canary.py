@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
@@ -237,6 +238,24 @@ def test_a_small_update_that_did_not_arrive_is_seen(dtype: torch.dtype, size: fl
     before = model_of(dtype)
     with pytest.raises(PublicationError, match=CANARY):
         listen(canary_of(dtype), strategy_of(learned(before, size)), engine_of(before))
+
+
+@pytest.mark.parametrize(("away", "is_refused"), [(4e-4, False), (8e-4, True)])
+def test_one_token_alone_may_be_off_by_the_larger_limit_and_no_more(
+    away: float, is_refused: bool
+) -> None:
+    policy, canary = strategy_of(model_of(torch.float32)), canary_of(torch.float32)
+    expected = canary.expected(policy)
+
+    class OffByOne:
+        async def logprobs_of(self, *_: Any) -> list[Any]:
+            found = [values.copy() for values in expected]
+            found[2][7] += away
+            return found
+
+    refused = pytest.raises(PublicationError, match="does not answer as the trainer")
+    with refused if is_refused else contextlib.nullcontext():
+        asyncio.run(canary.check(expected, 1, {"one": OffByOne()}))
 
 
 def test_of_several_engines_the_one_that_differs_is_named() -> None:

@@ -1,18 +1,23 @@
-"""What a tokenizer writes, and a folder for temporary files that takes none of it."""
+"""Saving models and tokenizers: their files, and a temporary folder that takes none of them."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from tests.small_models import digits_model
 
+from winnow.config.model import LoraAdapter
 from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.errors import ModelError
-from winnow.models.causal_lm import tokenizer_files, write_files
+from winnow.models.causal_lm import add_files, load_causal_lm, save_model, tokenizer_files
+from winnow.models.lora import adapter_weights, adapter_writer, add_lora
 
 
 @contextlib.contextmanager
@@ -28,12 +33,50 @@ def largest_file(size: int) -> Iterator[None]:
 def test_a_tokenizer_is_written_as_it_saves_itself(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     files = tokenizer_files(tokenizer)
-    write_files(files, tmp_path / "ours")
+    add_files(files, tmp_path / "ours")
     tokenizer.save_pretrained(tmp_path / "its")
     names = {path.name for path in (tmp_path / "its").iterdir()}
     assert {path.name for path in (tmp_path / "ours").iterdir()} == names >= {"tokenizer.json"}
     for name in names:
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "its" / name).read_bytes()
+
+
+def test_a_hollow_model_is_the_whole_one_without_its_weights(tmp_path: Path) -> None:
+    made = digits_model()
+    made.generation_config.eos_token_id = [1, 5]
+    made.save_pretrained(tmp_path)
+    whole, hollow = (
+        load_causal_lm(str(tmp_path), torch.bfloat16, torch.device("cpu"), hollow=flag)
+        for flag in (False, True)
+    )
+    assert hollow.generation_config.eos_token_id == [1, 5]
+    assert hollow.name_or_path == whole.name_or_path == str(tmp_path)
+    assert hollow.config.to_dict() == whole.config.to_dict()
+    shapes = [{n: (p.shape, p.dtype) for n, p in m.named_parameters()} for m in (whole, hollow)]
+    assert shapes[0] == shapes[1]
+    assert {p.untyped_storage().nbytes() for p in hollow.parameters()} == {2}
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(hollow.get_buffer(name), buffer)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_saved_weights_may_be_read_by_those_who_may_read_any_new_file(
+    umask: int, mode: int, adapter: bool, tmp_path: Path
+) -> None:
+    model = digits_model()
+    before = os.umask(umask)
+    try:
+        if adapter:
+            add_lora(model, LoraAdapter(rank=2), seed=0)
+            weights = dict(adapter_weights(model))
+            adapter_writer(model, build_tokenizer())(weights, tmp_path)
+        else:
+            save_model(model, build_tokenizer(), tmp_path)
+    finally:
+        os.umask(before)
+    (file,) = tmp_path.glob("*.safetensors")
+    assert oct(file.stat().st_mode & 0o777) == oct(mode)
 
 
 @pytest.mark.parametrize("size", [0, 300])  # Python's own file is refused, then the library's

@@ -149,5 +149,5 @@ def test_parts_of_an_adapter_can_be_frozen(base: Path) -> None:
 
 def test_without_peft_the_remedy_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ModelError, match=r"needs peft.*pip install 'winnow\[peft\]'"):
+    with pytest.raises(ModelError, match=r"needs peft.*pip install 'winnow-rl\[peft\]'"):
         add_lora(model_of(base), LoraAdapter(), 0)

@@ -1,0 +1,416 @@
+"""Code that all strategies share: running a model, AdamW on its masters, exports and states.
+
+A subclass of `BaseStrategy` says how the weights are held. `ModelRunner` runs any kind of model of
+`winnow.models` on packed tokens.
+
+Shapes: `T` packed tokens of a micro-batch, `S` of them scored, `B` its samples, `H` width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from winnow.algorithms.logprobs import token_logprobs
+from winnow.errors import CheckpointError, ModelError
+from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
+from winnow.learning.strategy import LossFn, Output, Stats
+from winnow.models import lora
+from winnow.models.causal_lm import hidden_states, output_head
+from winnow.models.fused_layers import fuse
+from winnow.models.packed_attention import PackedLayout
+from winnow.models.value import is_reward_model, is_value_model, scalar_head
+
+HALF = (torch.bfloat16, torch.float16)
+"""Types whose weights are stepped as fp32 masters."""
+_CAUSAL, _VALUE, _REWARD = "a causal LM", "a value model", "a reward model"
+_OFFERED: Mapping[str, frozenset[Output]] = {
+    _CAUSAL: frozenset({"logprob", "entropy", "prob_square_sum"}),
+    _VALUE: frozenset({"value"}),
+    _REWARD: frozenset({"score"}),
+}
+
+
+class ModelRunner(nn.Module):
+    """Run a model on a micro-batch and read the outputs off its hidden states.
+
+    Both happen in the forward pass of one module: a sharded model's head is gathered by then, and
+    the log-prob kernel can read its weight.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        temperature: float,
+        vocab_size: int | None,
+        chunk_tokens: int | None,
+        fp32_head: bool,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._temperature, self._vocab_size = temperature, vocab_size
+        self._chunk_tokens, self._fp32_head = chunk_tokens, fp32_head
+        self._kind = _CAUSAL
+        if is_value_model(model):
+            self._kind = _VALUE
+        elif is_reward_model(model):
+            self._kind = _REWARD
+
+    def check(self, outputs: frozenset[Output]) -> None:
+        """Refuse outputs that this kind of model does not have with a ValueError."""
+        offered = _OFFERED[self._kind]
+        if not outputs <= offered:
+            raise ValueError(
+                f"{self._kind} gives {', '.join(sorted(offered))}; "
+                f"asked for {', '.join(sorted(outputs))}"
+            )
+
+    def forward(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
+        """Return the outputs asked for, each [T] and 0 where the model says nothing."""
+        layout = PackedLayout(micro.lengths, micro.token_ids.device)
+        hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout)
+        # A log-prob of token t, or the value before it, comes from the state at t - 1.
+        at, shift = micro.scored_positions, 1
+        if self._kind == _REWARD:
+            at, shift = micro.offsets[1:] - 1, 0
+        states = hidden.index_select(0, at - shift)
+        if self._kind == _CAUSAL:
+            found = self._logprobs(states, micro.token_ids[at], outputs)
+        else:
+            head = scalar_head(self.model)
+            # Called, not read: where the head is a unit of its own, the call gathers its weight.
+            numbers = head(states.to(head.weight.dtype))[:, 0]
+            found = {"score" if self._kind == _REWARD else "value": numbers}
+        return {name: _placed(values, at, micro) for name, values in found.items()}
+
+    def _logprobs(
+        self, states: Tensor, token_ids: Tensor, outputs: frozenset[Output]
+    ) -> dict[Output, Tensor]:
+        head = output_head(self.model)
+        exact = torch.promote_types(states.dtype, torch.float32)
+        logprob, entropy, squares = token_logprobs(
+            states,
+            head.weight,
+            token_ids,
+            self._temperature,
+            head.bias,
+            self._vocab_size,
+            with_entropy="entropy" in outputs,
+            chunk_tokens=self._chunk_tokens,
+            with_prob_square_sum="prob_square_sum" in outputs,
+            head_dtype=exact if self._fp32_head else None,
+        )
+        found: dict[Output, Tensor | None] = {"entropy": entropy, "prob_square_sum": squares}
+        if "logprob" in outputs:
+            found["logprob"] = logprob
+        return {name: values for name, values in found.items() if values is not None}
+
+
+class BaseStrategy:
+    """Hold a model of `winnow.models`, and AdamW for the parameters that require gradients.
+
+    The methods are those of `Strategy`; the private ones before them are a subclass's to override.
+    A frozen model has no optimizer state. The model stays in evaluation mode (no dropout but an
+    adapter's own) and is changed in place. On the CPU its norms and feed-forward layers are fused.
+
+    A causal LM offers `logprob`, `entropy` and `prob_square_sum`, a value model `value`, a reward
+    model `score`.
+
+    Args:
+        device: where it computes.
+        temperature: of the policy whose log-probs are asked for.
+        betas, eps, weight_decay: AdamW's; every trained parameter decays, as in torch.
+        grad_clip: bound on the norm of the whole gradient; None leaves it.
+        vocab_size: ids the tokenizer has, the rest of the head gets no probability; None means all.
+        logprob_chunk_tokens: tokens whose logits exist at once; None chooses by the vocabulary.
+        gradient_checkpointing: recompute activations in the backward pass.
+        fp32_head: compute a half-precision model's logits in fp32.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        temperature: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        grad_clip: float | None = 1.0,
+        vocab_size: int | None = None,
+        logprob_chunk_tokens: int | None = None,
+        gradient_checkpointing: bool = False,
+        fp32_head: bool = False,
+    ) -> None:
+        self.model, self.device = model, device
+        self._grad_clip = grad_clip
+        self._runner = ModelRunner(model, temperature, vocab_size, logprob_chunk_tokens, fp32_head)
+        if device.type == "cpu":
+            fuse(model)
+        self._training_only = lora.adapter_dropouts(model)
+        if gradient_checkpointing:
+            cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
+            self._training_only += decoder_layers(model)
+        self._rounded: dict[str, torch.dtype] = {}
+        """Types that exported masters are rounded to, by parameter."""
+        self._masters = self._hold()
+        self._optimizer = torch.optim.AdamW(
+            # An optimizer of nothing wants a group, and steps it in vain.
+            [{"params": list(self._masters.values())}],
+            lr=0.0,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=True,
+        )
+
+    def _hold(self) -> dict[str, nn.Parameter]:
+        """Place the weights, and return what the optimizer steps, by parameter name."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _pass(self, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
+        """Surround the forward passes of some micro-batches."""
+        yield
+
+    def _backward(self, loss: Tensor, is_last: bool) -> None:
+        """Add up a loss's gradients; `is_last` for the last micro-batch of a call."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
+        """Join the figures of all ranks."""
+        return sums | maxima
+
+    def _norm(self, gradients: Sequence[Tensor]) -> float:
+        """Return the 2-norm of all gradients together."""
+        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    def _fill(self, own: Tensor, given: Tensor) -> None:
+        """Copy a tensor of a state into one of this strategy's."""
+        own.copy_(given)
+
+    def _whole(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Bring each tensor's parts together."""
+        return named
+
+    def forward(
+        self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output]
+    ) -> list[dict[Output, Tensor]]:
+        self._runner.check(outputs)
+        found = []
+        with torch.no_grad(), self._pass(microbatches):
+            for micro in microbatches:
+                values = self._run(self._here(micro), outputs)
+                found.append(values if micro.lengths else {n: v[:0] for n, v in values.items()})
+        return found
+
+    def forward_backward(
+        self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output], loss_fn: LossFn
+    ) -> Stats:
+        self._runner.check(outputs)
+        sums: dict[str, Tensor] = {}
+        maxima: dict[str, Tensor] = {}
+        with self._pass(microbatches):
+            for number, micro in enumerate(microbatches, start=1):
+                is_last = number == len(microbatches)
+                here = self._here(micro)
+                with in_training(self._training_only):
+                    values = self._run(here, outputs)
+                    if not micro.lengths:
+                        # A loss of 0 reaches every weight: sums over ranks need all their parts.
+                        learnt = [v.sum() for v in values.values() if v.requires_grad]
+                        self._backward(torch.stack(learnt).sum() * 0.0, is_last)
+                        continue
+                    result = loss_fn(here, values)
+                    self._backward(result.loss, is_last)
+                for name, value in {"loss": result.loss, **result.sums}.items():
+                    value = value.detach().double()
+                    sums[name] = sums[name] + value if name in sums else value
+                for name, value in result.maxima.items():
+                    maxima[name] = torch.maximum(maxima.get(name, value), value)
+        own = ({name: float(value) for name, value in part.items()} for part in (sums, maxima))
+        return self._over_ranks(*own)
+
+    def _here(self, micro: MicroBatch) -> MicroBatch:
+        """Return the micro-batch, or a filler in the place of an empty one, on the device."""
+        return (micro if micro.lengths else _filler()).to(self.device)
+
+    def _run(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
+        return cast(dict[Output, Tensor], self._runner(micro, outputs))
+
+    def optimizer_step(self, lr: float) -> Stats:
+        gradients = [m.grad for m in self._masters.values() if m.grad is not None]
+        norm = self._norm(gradients)
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            if self._grad_clip is not None and norm > self._grad_clip:
+                torch._foreach_mul_([local(g) for g in gradients], self._grad_clip / norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self._round_masters()
+        self._optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": norm, "skipped": float(skipped)}
+
+    def export_weights(
+        self, dtype: torch.dtype | None = None, adapter_only: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        if adapter_only and not self.has_adapter:
+            raise ModelError("the adapter alone was asked for, but the model has none; export all")
+        if adapter_only:
+            return self._exported(lora.adapter_weights(self.model), dtype)
+        return self._exported(lora.merged_weights(tensors_of(self.model), self.model), dtype)
+
+    def _exported(
+        self, named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        def rounded() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in named:
+                wanted = dtype if tensor.is_floating_point() else None
+                yield name, tensor.to(wanted or self._rounded.get(name, tensor.dtype))
+
+        return self._whole(rounded())
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def has_adapter(self) -> bool:
+        return lora.has_adapter(self.model)
+
+    def adapter_off(self) -> contextlib.AbstractContextManager[None]:
+        return lora.adapter_off(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return fp32 masters or weights, and optimizer state, by parameter name.
+
+        An adapted model gives the adapter's weights alone. The tensors are live: write or copy them
+        before the next step. Hyperparameters are not in it; they come from the recipe.
+        """
+        weights = {
+            name: self._masters.get(name, tensor).detach()
+            for name, tensor in tensors_of(self.model).items()
+            if not self.has_adapter or lora.is_adapters(name)
+        }
+        states = self._optimizer.state
+        moments = {n: dict(states[m]) for n, m in self._masters.items() if m in states}
+        return {"weights": weights, "optimizer": moments}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave; gradients gathered so far are dropped.
+
+        Raises:
+            CheckpointError: names, shapes or dtypes are not those of this model.
+        """
+        own = self.state_dict()["weights"]
+        _check_state(state, own, self._masters)
+        for name, tensor in own.items():
+            self._fill(tensor, state["weights"][name])
+        self._round_masters()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.state.clear()
+        for name, moments in state["optimizer"].items():
+            master = self._masters[name]
+            taken = self._optimizer.state[master] = {}
+            for key, value in moments.items():
+                if key == "step":
+                    taken[key] = value.to(local(master).device, copy=True)
+                else:
+                    taken[key] = torch.zeros_like(master.detach())
+                    self._fill(taken[key], value)
+
+    def _round_masters(self) -> None:
+        """Bring masters into the model, where the two are not the same tensors."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                master = self._masters.get(name, parameter)
+                if master is not parameter:
+                    parameter.copy_(master)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, live; any other tensor is its own."""
+    return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters, tied ones under their first name, and buffers that are saved with them."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return parameters | {n: t for n, t in model.state_dict().items() if n not in known}
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that a model is a stack of, in order."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+
+
+@contextlib.contextmanager
+def in_training(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Let layers recompute their activations, or drop inputs, within the block and nowhere else.
+
+    The flag is set on the layers alone, not on what they hold, so that dropout stays off.
+    """
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
+@cache
+def _filler() -> MicroBatch:
+    """Return a sequence of two tokens, for a rank to keep in step with those that have more."""
+    return all_micro_batches(pack_sequences([np.zeros(2, np.int64)]), 2)[0]
+
+
+def _placed(values: Tensor, positions: Tensor, micro: MicroBatch) -> Tensor:
+    """Spread the values of some positions over [T], with 0 elsewhere."""
+    blank = torch.zeros(len(micro.token_ids), dtype=values.dtype, device=values.device)
+    return blank.index_copy(0, positions, values)
+
+
+def _check_state(
+    state: Mapping[str, Any], own: Mapping[str, Tensor], trained: Mapping[str, Tensor]
+) -> None:
+    """Refuse a state that another model's strategy gave."""
+    _check_same("weights", state["weights"], own)
+    for name, moments in state["optimizer"].items():
+        if name not in trained:
+            raise CheckpointError(
+                f"the checkpoint has optimizer state for {name}, which is not trained here; "
+                "resume with the model and the trained parameters of the run that saved it"
+            )
+        for key, value in moments.items():
+            if key != "step":
+                _check_same(f"optimizer state {key}", {name: value}, {name: own[name]})
+
+
+def _check_same(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Refuse tensors whose names, shapes or dtypes are not those of the model."""
+    remedy = "resume with the model of the run that saved it"
+    if given.keys() != own.keys():
+        missing, extra = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+        raise CheckpointError(
+            f"the checkpoint's {what} are not this model's: it lacks {missing[:3] or 'none'} "
+            f"({len(missing)}) and has {extra[:3] or 'none'} ({len(extra)}) too many; {remedy}"
+        )
+    for name, tensor in own.items():
+        other = given[name]
+        if other.shape != tensor.shape or other.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"the checkpoint's {what}, {name}: {list(other.shape)} {other.dtype}, "
+                f"but the model has {list(tensor.shape)} {tensor.dtype}; {remedy}"
+            )
