@@ -25,9 +25,8 @@ from winnow.rollout.engine import (
     WeightUpdate,
 )
 from winnow.rollout.engine_group import EngineGroup
-from winnow.rollout.remote_engine import RemoteEngine
+from winnow.rollout.remote_engine import EngineWorker, RemoteEngine, Reply
 from winnow.rollout.torch_engine import TorchEngine
-from winnow.rollout.worker import EngineWorker
 from winnow.types import Segment
 
 VOCAB = 40
@@ -94,7 +93,7 @@ class Wire:
 
 def remote_engine(model: PreTrainedModel, **options: object) -> Engine:
     engine = torch_engine(model, **options)
-    return RemoteEngine(Wire(EngineWorker(engine)), 0, engine.status())
+    return RemoteEngine(Wire(EngineWorker(engine)), 0, Reply(None, engine.status(), 0))
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {

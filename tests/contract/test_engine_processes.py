@@ -35,7 +35,7 @@ from winnow.rollout.torch_engine import TorchEngine
 from winnow.workers.local import start_local
 from winnow.workers.protocol import WorkerGroup
 
-PATH = "winnow.rollout.worker:TorchEngineWorker"
+PATH = "winnow.rollout.remote_engine:TorchEngineWorker"
 SLOTS, ENGINES = 4, 2
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 

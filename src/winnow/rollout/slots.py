@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from winnow.rollout.draw import RowParams
-from winnow.rollout.engine import AnswerRequest, GroupRequest
+from winnow.rollout.engine import EMPTY, AnswerRequest, GroupRequest
 from winnow.rollout.kv_cache import PromptBlock
 from winnow.types import IntArray, Segment, VersionSpan
-
-EMPTY = Segment(np.zeros(0, np.int64), np.zeros(0, np.float32), ())
 
 
 @dataclass(eq=False)

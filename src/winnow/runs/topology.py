@@ -267,7 +267,7 @@ def _engine_arguments(config: Config, policy: Policies, start: str | None) -> di
 
 def _engines(config: Config, crew: WorkerGroups, groups: Sequence[WorkerGroup]) -> Engine:
     engines = [
-        RemoteEngine(crew.reached(group), 0, crew.call(group, "ask", "").status) for group in groups
+        RemoteEngine(crew.reached(group), 0, crew.call(group, "ask", "")) for group in groups
     ]
     if len(engines) == 1:
         return engines[0]

@@ -16,7 +16,7 @@ from tests.examples import examples
 
 from engines import prompt, written
 from winnow.config.sampling import NoFilter, SamplingConfig, VarianceFilter
-from winnow.rollout.single_turn import answer_seed
+from winnow.rollout.engine import answer_seed
 from winnow.sampling.ledger import Ledger
 from winnow.sampling.report import StepGroups
 from winnow.sampling.states import Settled
