@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from winnow.rollout.engine import (
     GroupRequest,
     SamplingParams,
     WeightUpdate,
+    load_custom_engine,
 )
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine, Reply
@@ -103,6 +105,24 @@ ENGINES: dict[str, Callable[..., Engine]] = {
     "group-of-3": engine_group(3),
     "remote": remote_engine,
 }
+
+
+if place := os.environ.get("WINNOW_ENGINE"):  # a user's own
+
+    def users_engine(
+        model: PreTrainedModel,
+        vocab_size: int = VOCAB,
+        decode: Callable[[Sequence[int]], str] = repr,
+        live_updates: bool = False,
+        **options: Any,
+    ) -> Engine:
+        """Slots and other options of our own engine go along, for those that have them."""
+        use_layout_attention(model)
+        given = {"vocab_size": vocab_size, "decode": decode, "live_updates": live_updates}
+        assert place
+        return load_custom_engine(place, {"slots": 8, **options}, model=model, **given)
+
+    ENGINES = {"custom": users_engine}
 
 
 @pytest.fixture(params=ENGINES)

@@ -19,6 +19,9 @@ class TorchEngineConfig(Section):
     """Answers that an engine writes at once."""
     prefill_tokens: int = Field(8192, ge=1)
     """Most prompt tokens prefilled between two decode ticks."""
+    cache_gib: float | None = Field(None, gt=0)
+    """Most GiB of keys and values an engine holds; where `slots` answers of the longest prompt and
+    response need more, it writes fewer at once. null sets no bound."""
 
 
 Engine = TorchEngineConfig

@@ -1,4 +1,4 @@
-"""The canary of a publication: do engines answer as the trainer does?
+"""The canary of a publication: a check that engines answer as the trainer does.
 
 A checksum says that an engine's memory holds what was sent. It does not say that it was sent under
 the right names, nor that the engine decodes with that memory and not with a copy made earlier (one
@@ -28,11 +28,11 @@ from winnow.types import Answer, FloatArray, Group, IntArray, Prompt, Score, Seg
 
 @dataclass(frozen=True)
 class Limits:
-    """Nats by which log-probs of the same token may differ."""
+    """Most nats by which log-probs of the same token may differ."""
 
     largest: float
     mean: float
-    """Over all tokens: finer than `largest`, as rounding errors of single tokens stand out."""
+    """Over all tokens; finer than `largest`, as rounding errors of single tokens stand out."""
 
 
 LENGTHS = (2, 16, 64, 512)
@@ -43,30 +43,30 @@ TOLERANCE: Mapping[torch.dtype, Limits] = {
     torch.float32: Limits(5e-4, 5e-5),
     torch.bfloat16: Limits(0.5, 0.02),
 }
-"""By dtype of the weights: five to ten times the most that was seen on a CPU over Qwen3, Qwen2 and
-Llama of 4 and 8 layers with flat and peaked outputs (fp32: 4.6e-5 and 4.6e-6, bf16: 0.093 and
-0.0037; the two sides attend and multiply in other shapes). `pytest tests/unit/workers/
-test_weights.py` says what that catches."""
+"""Limits by dtype of the weights: five to ten times the most that was seen on a CPU over Qwen3,
+Qwen2 and Llama of 4 and 8 layers with flat and peaked outputs (fp32: 4.6e-5 and 4.6e-6, bf16: 0.093
+and 0.0037; the two sides attend and multiply in other shapes). `pytest tests/unit/learning/
+test_canary.py` says what that catches."""
 _MICROBATCH_TOKENS = 2048
 
 
 class Scoring(Protocol):
-    """An engine that can be asked what it thinks of a text."""
+    """An engine that computes log-probs of given tokens."""
 
     async def logprobs_of(
         self, sequences: Sequence[IntArray], temperature: float = 1.0
     ) -> list[FloatArray]:
-        """See `TorchEngine.logprobs_of`."""
+        """Return log-probs [L - 1] in nats of each sequence [L]."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Canary:
-    """Fixed sequences, and how well two log-probs of a token must agree."""
+    """Fixed sequences, and the limits within which two log-probs of a token must agree."""
 
     sequences: tuple[IntArray, ...]
     temperature: float
-    """Of the strategy that is compared with."""
+    """The temperature of the strategy that is compared with."""
     limits: Limits
 
     @classmethod
@@ -78,14 +78,14 @@ class Canary:
         temperature: float = 1.0,
         seed: int = 0,
     ) -> Canary:
-        """Random tokens of all the vocabulary: each row of the embeddings counts alike.
+        """Draw random tokens of all the vocabulary: each row of the embeddings counts alike.
 
         Args:
-            vocabulary: ids that the tokenizer has.
-            positions: that the model has.
-            dtype: of the weights that engines hold.
-            temperature: of the policy.
-            seed: of the tokens; the same sequences serve the whole run.
+            vocabulary: number of ids that the tokenizer has.
+            positions: number of positions that the model has.
+            dtype: type of the weights that engines hold.
+            temperature: temperature of the policy.
+            seed: seed of the tokens; the same sequences serve the whole run.
         """
         rng = np.random.default_rng(seed)
         lengths = sorted({min(length, positions) for length in LENGTHS})
@@ -93,7 +93,7 @@ class Canary:
         return cls(sequences, temperature, TOLERANCE[dtype])
 
     def expected(self, strategy: Strategy) -> list[FloatArray]:
-        """The trainer's log-probs [L - 1] of each sequence [L]; on several ranks, all call it."""
+        """Compute the trainer's log-probs [L - 1] of each sequence [L]; every rank calls it."""
         batch = pack([_group(place, ids) for place, ids in enumerate(self.sequences)])
         micro = all_micro_batches(batch, _MICROBATCH_TOKENS)
         found = strategy.forward(micro, frozenset({"logprob"}))
@@ -106,7 +106,7 @@ class Canary:
     async def check(
         self, expected: Sequence[FloatArray], version: int, engines: Mapping[str, Scoring]
     ) -> float:
-        """The largest difference in nats, over all tokens and engines.
+        """Return the largest difference in nats, over all tokens and engines.
 
         Args:
             expected: what `expected` gave with these weights.
@@ -115,8 +115,8 @@ class Canary:
 
         Raises:
             PublicationError: one differs by more than `limits`, or is not a number.
-            WorkerError: no engine answers. Of several, one that died is left out: whoever uses
-                them learns of it at its next call.
+            WorkerError: no engine answers. Of several, one that died is left out: its next use
+                raises that.
         """
         asked = [e.logprobs_of(self.sequences, self.temperature) for e in engines.values()]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -143,7 +143,7 @@ class Canary:
 
 
 def _group(place: int, ids: IntArray) -> Group:
-    """A sequence as the trainer gets one: a prompt of one token, and the rest as its answer."""
+    """Make a group of a sequence: a prompt of one token, and the rest as its answer."""
     rest = Segment(ids[1:], np.zeros(len(ids) - 1, np.float32), ())
     prompt = Prompt(str(place), ids[:1], "", "", None)
     return Group(place, prompt, (Answer(Trajectory((rest,), "stop"), Score(0.0, 0.0)),))

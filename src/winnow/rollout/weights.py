@@ -54,7 +54,7 @@ class Piece:
     dtype: str
     """As torch names it."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: int
     """Place of the first element in the flattened tensor."""
     array: Array

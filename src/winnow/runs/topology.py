@@ -250,6 +250,9 @@ def _engine_options(config: Config, policy: Policies) -> dict[str, Any]:
         "vocab_size": policy.vocabulary,
         "live_updates": not config.run.deterministic,
         "fp32_head": config.model.fp32_head,
+        "longest": config.data.max_prompt_tokens
+        + max(config.rollout.max_response_tokens, config.evaluation.max_response_tokens or 0),
+        "cache_gib": engine.cache_gib,
     }
 
 
