@@ -26,7 +26,9 @@ log = logging.getLogger(__name__)
 _GROWTH = 64
 
 
-def slots_that_fit(config: Any, dtype: torch.dtype, slots: int, longest: int, gib: float) -> int:
+def slots_that_fit(
+    config: Any, dtype: torch.dtype, slots: int, longest: int, gib: float | None
+) -> int:
     """Return how many rows of the longest context the cache can hold in `gib`, at most `slots`.
 
     Args:
@@ -46,6 +48,8 @@ def slots_that_fit(config: Any, dtype: torch.dtype, slots: int, longest: int, gi
         "the KV cache takes up to %.3g GiB: %d slots of %d tokens, %.3g KiB a token",
         *(slots * row_gib, slots, longest, token / 1024),
     )
+    if gib is None:
+        return slots
     fit = min(slots, int(gib / row_gib))
     if fit < 1:
         raise ConfigError(

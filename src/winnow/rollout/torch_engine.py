@@ -81,8 +81,7 @@ class TorchEngine:
         weight = self._head.weight
         self._device = weight.device
         if longest is not None:
-            bound = float("inf") if cache_gib is None else cache_gib
-            slots = slots_that_fit(model.config, weight.dtype, slots, longest, bound)
+            slots = slots_that_fit(model.config, weight.dtype, slots, longest, cache_gib)
         self._slots = Slots(slots, self._device)
         self._cache = SlotCache(slots, weight.dtype, self._device, longest)
         self._queue: list[_QueueEntry] = []

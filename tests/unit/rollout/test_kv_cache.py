@@ -22,7 +22,7 @@ ROW_GIB = 128 * 64 * 4 / 2**30
 """Of 100 tokens, which take 128, in fp32."""
 
 
-def fit(slots: int, gib: float, **other: Any) -> int:
+def fit(slots: int, gib: float | None, **other: Any) -> int:
     config = Qwen3Config(**{**SHAPE, "head_dim": 8, **other})
     return slots_that_fit(config, torch.float32, slots, 100, gib)
 
@@ -31,6 +31,7 @@ def test_as_many_slots_are_kept_as_fit(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.INFO):
         assert fit(8, 8 * ROW_GIB) == 8
         assert "takes up to 0.000244 GiB: 8 slots of 100 tokens, 0.25 KiB a token" in caplog.text
+        assert fit(8, None) == 8
         assert "reduced" not in caplog.text
         assert fit(8, 3.9 * ROW_GIB) == 3
     assert "rollout.engine.slots 8 is reduced to 3" in caplog.text
@@ -44,14 +45,14 @@ def test_a_cache_that_holds_no_answer_is_refused() -> None:
         fit(8, 1e-5)
 
 
-@pytest.mark.parametrize("slots_that_fit", [1, 3])
-def test_an_engine_within_its_bound_writes_the_same_answers(slots_that_fit: int) -> None:
+@pytest.mark.parametrize("fitting", [1, 3])
+def test_an_engine_within_its_bound_writes_the_same_answers(fitting: int) -> None:
     groups = groups_of(sampling=SamplingParams(max_tokens=60, stop_token_ids=(2,)))
     groups = [replace(g, sampling=SamplingParams(70 + 5 * g.group_id)) for g in groups]
     free = drain(torch_engine(model_of("qwen3", torch.float32)), groups)
-    gib = slots_that_fit * ROW_GIB
+    gib = fitting * ROW_GIB
     engine = torch_engine(model_of("qwen3", torch.float32), longest=100, cache_gib=gib)
-    assert engine.status().slots == slots_that_fit
+    assert engine.status().slots == fitting
     bounded = drain(engine, groups)
     assert {k: e.segment.token_ids.tolist() for k, e in free.items()} == {
         k: e.segment.token_ids.tolist() for k, e in bounded.items()
