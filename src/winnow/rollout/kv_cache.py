@@ -126,7 +126,6 @@ class SlotCache:
         self.bias = bias
         for index, (k, v) in enumerate(self.layers):  # the old one of a layer is given back at once
             self.layers[index] = self._grown(k, length), self._grown(v, length)
-            del k, v
         self.length = length
 
     def _grown(self, old: Tensor, length: int) -> Tensor:

@@ -11,7 +11,6 @@ all it knows was true in the worker at one moment.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -352,8 +351,6 @@ class RemoteEngine:
         for turn in self._turns.values():
             if not turn.done():
                 turn.set_exception(error)
-                with contextlib.suppress(BaseException):
-                    turn.exception()
         self._turns.clear()
 
     def _take_inbox(self) -> list[CompletionEvent]:
