@@ -47,9 +47,8 @@ from winnow.rewards.panel_worker import PipelineWorker
 from winnow.rewards.remote_panel import RemotePipeline
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
-from winnow.rollout.remote_engine import RemoteEngine
+from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
 from winnow.rollout.router import quantum_for
-from winnow.rollout.worker import EngineWorker
 from winnow.runs.checkpoint import Content, Retention
 from winnow.runs.learner_worker import RankFacts, StepReply
 from winnow.runs.loop import Course, Parts, Schedule, train
@@ -62,7 +61,7 @@ from winnow.runs.throughput import Passes, Throughput
 from winnow.runs.worker_groups import WorkerGroups
 from winnow.sampling.stream import Sampler
 from winnow.types import Group, IntArray, Prompt, Score, Trajectory
-from winnow.workers.array_refs import ArrayBlock, LocalRef, fetch
+from winnow.workers.array_refs import ArrayBlock, fetch
 from winnow.workers.local import start_local
 from winnow.workers.pools import Layout, Pool
 from winnow.workers.protocol import RankInfo
@@ -252,8 +251,7 @@ class Run:
     ) -> Parts:
         *writing, scoring, learning = groups
         engines = [
-            RemoteEngine(crew.reached(each), 0, crew.call(each, "ask", "").status)
-            for each in writing
+            RemoteEngine(crew.reached(each), 0, crew.call(each, "ask", "")) for each in writing
         ]
         engine = EngineGroup(engines, True, quantum_for(self.limit))
         panel = RemotePipeline(crew.reached(scoring))
@@ -306,12 +304,12 @@ class Run:
 
 @contextlib.contextmanager
 def counting(run: Run) -> Iterator[None]:
-    """See each shelf of arrays that this process reads."""
+    """Count the blocks of arrays that this process fetches."""
     original = ArrayBlock.array
 
-    def array(shelf: ArrayBlock, index: int) -> Any:
-        run.fetched += not shelf.is_fetched and not isinstance(shelf.handle, LocalRef)
-        return original(shelf, index)
+    def array(block: ArrayBlock, index: int) -> Any:
+        run.fetched += not block.is_fetched
+        return original(block, index)
 
     ArrayBlock.array = array  # type: ignore[method-assign]
     try:

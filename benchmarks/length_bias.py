@@ -25,9 +25,7 @@ from winnow.config.root import Config
 from winnow.data.build import training_prompts
 from winnow.data.loader import PromptLoader
 from winnow.rewards.service import RewardService
-from winnow.rollout.engine import WeightUpdate
-from winnow.rollout.generate import generate
-from winnow.rollout.single_turn import group_request
+from winnow.rollout.engine import WeightUpdate, generate, group_request
 from winnow.runs.build import rollout_sampling, use_machine
 from winnow.runs.loading import Policies, load_policy
 from winnow.runs.topology import make_engine

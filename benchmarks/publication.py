@@ -36,7 +36,7 @@ from winnow.rollout.torch_engine import TorchEngine
 from winnow.rollout.weights import array_of
 from winnow.workers.local import start_local
 
-WORKER = "winnow.rollout.worker:TorchEngineWorker"
+WORKER = "winnow.rollout.remote_engine:TorchEngineWorker"
 POSITIONS = 2048
 SETTINGS: dict[str, Any] = {"slots": 4, "prefill_tokens": 2048}
 HEAD = "| what | s | GB/s | times a copy (least, most) |\n|---|---|---|---|"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from winnow.errors import ConfigError, RewardError
-from winnow.workers.array_refs import ArrayRef, LocalRef, SplitResult
+from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
 from winnow.workers.protocol import RankInfo
 
 log = logging.getLogger("winnow.tests")
@@ -69,7 +69,7 @@ class Probe:
         """Tells how many numbers it drew, and keeps them; each rank has others."""
         rng = np.random.default_rng([seed, self.info.rank])
         return SplitResult(
-            {"count": count}, LocalRef((rng.integers(9, size=count), rng.random(count)))
+            {"count": count}, ArrayBlock((rng.integers(9, size=count), rng.random(count)))
         )
 
     def read(self, *stored: ArrayRef) -> list[np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,11 +24,11 @@ from winnow.rollout.engine import (
     GroupRequest,
     SamplingParams,
     WeightUpdate,
+    load_custom_engine,
 )
 from winnow.rollout.engine_group import EngineGroup
-from winnow.rollout.remote_engine import RemoteEngine
+from winnow.rollout.remote_engine import EngineWorker, RemoteEngine, Reply
 from winnow.rollout.torch_engine import TorchEngine
-from winnow.rollout.worker import EngineWorker
 from winnow.types import Segment
 
 VOCAB = 40
@@ -94,7 +95,7 @@ class Wire:
 
 def remote_engine(model: PreTrainedModel, **options: object) -> Engine:
     engine = torch_engine(model, **options)
-    return RemoteEngine(Wire(EngineWorker(engine)), 0, engine.status())
+    return RemoteEngine(Wire(EngineWorker(engine)), 0, Reply(None, engine.status(), 0))
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {
@@ -104,6 +105,24 @@ ENGINES: dict[str, Callable[..., Engine]] = {
     "group-of-3": engine_group(3),
     "remote": remote_engine,
 }
+
+
+if place := os.environ.get("WINNOW_ENGINE"):  # a user's own
+
+    def users_engine(
+        model: PreTrainedModel,
+        vocab_size: int = VOCAB,
+        decode: Callable[[Sequence[int]], str] = repr,
+        live_updates: bool = False,
+        **options: Any,
+    ) -> Engine:
+        """Slots and other options of our own engine go along, for those that have them."""
+        use_layout_attention(model)
+        given = {"vocab_size": vocab_size, "decode": decode, "live_updates": live_updates}
+        assert place
+        return load_custom_engine(place, {"slots": 8, **options}, model=model, **given)
+
+    ENGINES = {"custom": users_engine}
 
 
 @pytest.fixture(params=ENGINES)

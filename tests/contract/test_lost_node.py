@@ -11,7 +11,7 @@ import pytest
 from tests.ray_nodes import parent_of, ray_nodes
 
 from winnow.errors import WorkerError
-from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
+from winnow.workers.array_refs import ArrayRef, SplitResult
 from winnow.workers.pools import Layout, Pool
 from winnow.workers.ray.group import start_ray
 from winnow.workers.ray.session import ray_session, reserve
@@ -28,10 +28,10 @@ async def lose_a_node() -> None:
     reader = await start_ray("reader", PATH, {}, reserved.placement("b"))
     try:
         kept: SplitResult = await writer.call_rank(0, "keep", COUNT, 4)
-        stored = ArrayRef(ArrayBlock(kept.kept), 0, 0, 3, np.int64)
+        stored = ArrayRef(kept.block, 0, 0, 3, np.int64)
         expected = np.random.default_rng([4, 0]).integers(9, size=COUNT)[:3]
         other: SplitResult = await writer.call_rank(0, "keep", COUNT, 5)
-        late = ArrayRef(ArrayBlock(other.kept), 0, 0, 3, np.int64)
+        late = ArrayRef(other.block, 0, 0, 3, np.int64)
         ((found,),) = await reader.call("read", stored)
         np.testing.assert_array_equal(found, expected)
         os.kill(parent_of(writer.processes()[0]), signal.SIGKILL)

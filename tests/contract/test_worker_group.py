@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from winnow.errors import ConfigError, RewardError, WinnowError, WorkerError
-from winnow.workers.array_refs import ArrayBlock, ArrayRef, LocalRef, SplitResult
+from winnow.workers.array_refs import ArrayRef, SplitResult
 from winnow.workers.local import start_in_process, start_local
 from winnow.workers.pools import Layout, Pool
 from winnow.workers.protocol import WorkerGroup, WorkerLine
@@ -240,22 +240,22 @@ def test_arrays_of_any_form_come_and_go(group: WorkerGroup, run: Any, array: np.
 def test_what_is_kept_goes_to_whoever_reads_it(group: WorkerGroup, run: Any, count: int) -> None:
     kept: list[SplitResult] = run(group.call("keep", count, 4))
     assert [each.told for each in kept] == [{"count": count}] * group.size
-    on_a_cluster = group.processes() and not isinstance(kept[0].kept, LocalRef)
+    on_a_cluster = kept[0].block.handle is not None
     for rank, each in enumerate(kept):
         rng = np.random.default_rng([4, rank])
         ids, numbers = rng.integers(9, size=count), rng.random(count)
-        shelf = ArrayBlock(each.kept)
+        block = each.block
         stored = [
-            ArrayRef(shelf, 0, 1, count, np.int32),
-            ArrayRef(shelf, 1, 0, 2, np.float64),
+            ArrayRef(block, 0, 1, count, np.int32),
+            ArrayRef(block, 1, 0, 2, np.float64),
         ]
         for found in run(group.call("read", *stored)):
             assert found[0].dtype == np.int32
             np.testing.assert_array_equal(found[0], ids[1:])
             np.testing.assert_array_equal(found[1], numbers[:2])
-        assert not (on_a_cluster and shelf.is_fetched), "it came by the driver"
+        assert not (on_a_cluster and block.is_fetched), "it came by the driver"
         np.testing.assert_array_equal(stored[0], ids[1:])
-        assert shelf.is_fetched
+        assert block.is_fetched
 
 
 @pytest.mark.parametrize("count", [3, 200_000], ids=["small", "large"])
@@ -271,9 +271,9 @@ def test_what_is_kept_outlives_its_worker(start_apart: Start, run: Any, count: i
             await group.close()
         return kept
 
-    shelf = ArrayBlock(run(work()).kept)
+    block = run(work()).block
     expected = np.random.default_rng([4, 1]).integers(9, size=count)
-    np.testing.assert_array_equal(ArrayRef(shelf, 0, 0, count, np.int64), expected)
+    np.testing.assert_array_equal(ArrayRef(block, 0, 0, count, np.int64), expected)
 
 
 def test_variables_of_the_environment_arrive(group: WorkerGroup, run: Any) -> None:

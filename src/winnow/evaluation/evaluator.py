@@ -26,9 +26,7 @@ from winnow.observe.rollouts import (
 )
 from winnow.rewards.blending import TASK
 from winnow.rewards.service import Rewards
-from winnow.rollout.engine import Engine, SamplingParams
-from winnow.rollout.generate import generate
-from winnow.rollout.single_turn import group_request
+from winnow.rollout.engine import Engine, SamplingParams, generate, group_request
 from winnow.types import Answer, Group, Prompt, Trajectory
 
 _SEED_STREAM = 0x0E7A1

@@ -1,26 +1,37 @@
-"""The seam between sampling and whatever writes tokens: token ids in, ids and log-probs out.
+"""The engine that writes answers: its protocol, its requests and its events.
 
-An engine knows groups only as a shared prompt with several answers. It does not score,
-filter or wait for anyone; who needs an answer, and when, is the scheduler's affair.
+Token ids go in, token ids and log-probs come out. An engine knows a group only as a shared prompt
+with several answers; scoring, filtering and waiting are left to the sampler. The random numbers of
+an answer depend on the run's seed, the group's id and the answer's index alone, so that an answer
+is the same however often it is interrupted, and wherever it is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from hashlib import blake2b
+from struct import Struct
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from winnow.types import FinishReason, IntArray, Segment
+import numpy as np
+
+from winnow.errors import ConfigError, TrainingError
+from winnow.types import FinishReason, IntArray, Prompt, Segment, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from winnow.rollout.weights import Bucket
+
+EMPTY = Segment(np.zeros(0, np.int64), np.zeros(0, np.float32), ())
+_SEED_KEY = Struct("<qqq")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is drawn from softmax(logits / temperature)."""
+    """Settings by which tokens are drawn from softmax(logits / temperature)."""
 
     max_tokens: int
     """Response limit; a prefix counts towards it."""
@@ -31,28 +42,28 @@ class SamplingParams:
     """0 keeps every token."""
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
-    """Ends an answer; the token is kept as its last."""
+    """Tokens that end an answer, and are kept as its last."""
     stop: tuple[str, ...] = ()
     """Strings that end an answer; the tokens that complete them are kept."""
 
 
 @dataclass(frozen=True, eq=False)
 class AnswerRequest:
-    """One answer to write, or to finish."""
+    """An answer to write, or to finish."""
 
     index: int
     seed: int
     """Key of this answer's random numbers, 64 bits; the number of a token is a hash of
     (seed, position), so a prefix resumes exactly where it stopped."""
     prefix: Segment | None = None
-    """What was written before an abort; the engine goes on behind it."""
+    """Tokens that were written before an abort; the engine goes on behind them."""
     greedy: bool = False
     """Temperature 0 for this answer alone, whatever its group's is."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroupRequest:
-    """A prompt and the answers wanted; the prompt is prefilled once for all of them."""
+    """A prompt and the answers wanted to it; the prompt is prefilled once for all of them."""
 
     group_id: int
     prompt_ids: IntArray
@@ -62,13 +73,13 @@ class GroupRequest:
     """Lower goes first: the admission index."""
 
     def sampling_of(self, answer: AnswerRequest) -> SamplingParams:
-        """How the tokens of one of its answers are drawn."""
+        """Return the settings of one of its answers."""
         return replace(self.sampling, temperature=0.0) if answer.greedy else self.sampling
 
 
 @dataclass(frozen=True, eq=False)
 class CompletionEvent:
-    """What became of one answer, or, asked by `Engine.progress`, how far it is."""
+    """The end of an answer or, as told by `Engine.progress`, its state so far."""
 
     group_id: int
     answer: int
@@ -84,7 +95,7 @@ class CompletionEvent:
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """A look at an engine; cheap enough for each turn of the scheduler."""
+    """Counters of an engine, cheap enough to be read in each turn of the sampler."""
 
     slots: int
     """Answers it can write at once."""
@@ -97,23 +108,28 @@ class EngineStatus:
     """Probability of ids beyond the tokenizer, which are never drawn, summed over tokens."""
     tick: int
     live_updates: bool = False
-    """Whether new weights may come while answers run, which then go on with the keys and values
+    """True if new weights may come while answers run, which then go on with the keys and values
     they have."""
     healthy: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class WeightUpdate:
-    """New weights for an engine; nothing beside the version where it shares the trainer's."""
+    """New weights for an engine; the version alone where it shares the trainer's tensors."""
 
     version: int
     tensors: Iterable[tuple[str, Tensor]] | None = None
     buckets: Iterable[Bucket] | None = None
-    """The same, packed already by those who hold it; for an engine in another process."""
+    """The same, packed already by the rank that holds them; for an engine in another process."""
 
 
 class Engine(Protocol):
-    """Writes answers. Contract tests in `tests/contract/test_engine.py`."""
+    """Writes answers.
+
+    A user's own engine (`rollout/engine=custom`) is a class with these methods; `EngineFactory`
+    says how it is made. The contract's tests run against it with
+    `WINNOW_ENGINE=FILE.py:NAME pytest tests/contract/test_engine.py` from a checkout.
+    """
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         """Queue groups; lowest priority number first, prefixes before fresh answers."""
@@ -128,7 +144,7 @@ class Engine(Protocol):
         ...
 
     async def progress(self) -> Sequence[CompletionEvent]:
-        """What happened and is not reported yet, then a `running` event for each answer under way.
+        """Return events not reported yet, then a `running` event for each answer under way.
 
         Does not wait, and interrupts nothing. Answers that wait in the queue are left out.
         """
@@ -141,14 +157,136 @@ class Engine(Protocol):
     async def load_weights(self, update: WeightUpdate) -> None:
         """Take new weights.
 
-        Whatever runs must have been aborted before, unless `status` says `live_updates`.
+        Answers under way must have been aborted before, unless `status` says `live_updates`.
         """
         ...
 
     def status(self) -> EngineStatus:
-        """Slots, queue, version and counters, without waiting."""
+        """Return slots, queue, version and counters, without waiting."""
         ...
 
     async def close(self) -> None:
-        """Give back what it holds."""
+        """Release what the engine holds."""
         ...
+
+
+class EngineFactory(Protocol):
+    """The class or function that a recipe names for `rollout/engine=custom`; it makes an engine."""
+
+    def __call__(
+        self,
+        *,
+        model: PreTrainedModel,
+        vocab_size: int,
+        decode: Callable[[Sequence[int]], str],
+        live_updates: bool,
+        **options: Any,
+    ) -> Engine:
+        """Make the engine, in the run's process.
+
+        Args:
+            model: the policy. Where it is trained in this process its own tensors have the new
+                values when `load_weights` brings a version without tensors; where it is trained on
+                ranks, `load_weights` brings tensors by name, and the engine needs `logprobs_of` as
+                `TorchEngine` has it, for the check after each publication.
+            vocab_size: ids at or beyond it must never be drawn.
+            decode: token ids to text, special tokens included, for stop strings.
+            live_updates: True if the run may publish while answers run; an engine that cannot
+                take that says so in its status.
+            options: the recipe's `rollout.engine.options`.
+        """
+        ...
+
+
+def load_custom_engine(path: str, options: Mapping[str, Any], **given: Any) -> Engine:
+    """Make the engine that a recipe names by its place.
+
+    Args:
+        path: `FILE.py:NAME` or `package.module:NAME`.
+        options: keyword arguments of the recipe.
+        given: the other arguments of `EngineFactory`.
+
+    Raises:
+        ConfigError: there is no such callable, it refuses its arguments, or what it makes lacks a
+            method of `Engine`.
+    """
+    from winnow.user_code import load_user_object
+
+    field = "rollout.engine.path"
+    make = cast("EngineFactory", load_user_object(path, field, ConfigError))
+    try:
+        engine = make(**given, **options)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"{field} {path}: making the engine fails with {reason}; it gets "
+            f"{', '.join(sorted({*given, *options}))} as keywords"
+        ) from error
+    methods = ("submit", "events", "progress", "abort", "load_weights", "status", "close")
+    missing = [name for name in methods if not callable(getattr(engine, name, None))]
+    if missing:
+        raise ConfigError(
+            f"{field} {path}: its engine has no method {', '.join(missing)}; implement "
+            "winnow.rollout.engine.Engine"
+        )
+    return engine
+
+
+def answer_seed(run_seed: int, group_id: int, answer: int) -> int:
+    """Hash three numbers to 64 bits, unsigned, alike in every process and on every machine."""
+    digest = blake2b(_SEED_KEY.pack(run_seed, group_id, answer), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def group_request(
+    group_id: int,
+    prompt: Prompt,
+    prefixes: Mapping[int, Segment | None],
+    sampling: SamplingParams,
+    run_seed: int,
+    greedy: int | None = None,
+) -> GroupRequest:
+    """Make the request for answers of a group.
+
+    Args:
+        prefixes: by the answer's index, what is written of it already.
+        greedy: index of the one answer that is not sampled, if the group has one.
+    """
+    answers = tuple(
+        AnswerRequest(index, answer_seed(run_seed, group_id, index), prefix, index == greedy)
+        for index, prefix in prefixes.items()
+    )
+    return GroupRequest(group_id, prompt.token_ids, answers, sampling, priority=group_id)
+
+
+def trajectory_of(event: CompletionEvent) -> Trajectory:
+    """Return the trajectory of one segment that a finished answer makes."""
+    assert event.kind == "finished"
+    return Trajectory((event.segment,), event.finish_reason)
+
+
+async def generate(
+    engine: Engine, requests: Sequence[GroupRequest]
+) -> dict[tuple[int, int], Trajectory]:
+    """Write answers to the end; returns trajectories by (group id, answer index).
+
+    Nothing else may be running on the engine.
+
+    Raises:
+        TrainingError: the engine gave an answer up, or fell idle before all were written.
+    """
+    wanted = sum(len(request.answers) for request in requests)
+    done: dict[tuple[int, int], Trajectory] = {}
+    await engine.submit(requests)
+    while len(done) < wanted:
+        events = await engine.events()
+        if not events:
+            raise TrainingError(f"the engine fell idle with {wanted - len(done)} answers missing")
+        for event in events:
+            if event.kind != "finished":
+                raise TrainingError(
+                    f"the engine {event.kind} answer {event.answer} of prompt {event.group_id}"
+                    f"{': ' if event.error else ''}{event.error}"
+                )
+            done[event.group_id, event.answer] = trajectory_of(event)
+    return done

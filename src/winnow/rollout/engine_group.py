@@ -1,32 +1,33 @@
-"""Several engines as one: groups of answers are dealt out by free slots, and outlive an engine.
+"""Several engines as one: answers are dealt out by free slots, and outlive an engine.
 
-    submit ──► line of what waits ──place──► engine 0, engine 1, … ──events──► one stream of events
-                     ▲                            │ dies
-                     └──── behind the last known prefix ◄┘
+    submit ──► queue ──place──► engine 0, engine 1, … ──events──► one stream of events
+                 ▲                      │ dies
+                 └─ behind the last known prefix ◄┘
 
-Deterministic: engines advance together, in quanta of ticks. What waits is dealt out between quanta,
+Deterministic: engines advance together, in quanta of ticks. Answers are dealt out between quanta,
 and events come in the order of tick, group and answer, so that nothing depends on how fast an
-engine is. Free: a task of its own talks with each engine, and whoever has news is heard at once;
-what an engine that died had not finished goes to the others.
+engine is. Free: a task talks with each engine, and news are told at once; what an engine that died
+had not finished goes to the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 from winnow.errors import PublicationError, WorkerError
 from winnow.rollout.engine import (
+    EMPTY,
     CompletionEvent,
     Engine,
     EngineStatus,
     GroupRequest,
     WeightUpdate,
 )
-from winnow.rollout.engine_client import EngineClient, came_back
-from winnow.rollout.router import QUANTUM_TICKS, PendingRequest, RequestQueue
+from winnow.rollout.router import QUANTUM_TICKS, Key, PendingRequest, RequestQueue, requests_of
 from winnow.rollout.weights import Receiver, send
 
 log = logging.getLogger(__name__)
@@ -34,14 +35,107 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def _given_back(
+    ask: PendingRequest, kind: Literal["aborted", "failed"], tick: int, error: str = ""
+) -> CompletionEvent:
+    """The end of an answer that no engine reports: with the prefix known of it."""
+    return CompletionEvent(*ask.key, kind, ask.request.prefix or EMPTY, "aborted", tick, error)
+
+
+@dataclass(eq=False)
+class EngineClient:
+    """An engine of a group, and the answers it was given."""
+
+    engine: Engine
+    name: str
+    asks: dict[Key, PendingRequest] = field(default_factory=dict)
+    """Given to it, and not back yet."""
+    inbox: list[CompletionEvent] = field(default_factory=list)
+    offset: int = 0
+    """The group's tick less its own: an engine without work does not tick."""
+    is_dead: bool = False
+    sending: asyncio.Task[None] | None = None
+    talking: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self._status = self.engine.status()
+
+    @property
+    def status(self) -> EngineStatus:
+        """Its status; of a dead engine the last one."""
+        if not self.is_dead:
+            self._status = self.engine.status()
+        return self._status
+
+    async def submit(
+        self, asks: Sequence[PendingRequest], before: asyncio.Task[None] | None
+    ) -> None:
+        """Hand answers to the engine when those before have arrived there."""
+        await _ended(before)
+        await self.engine.submit(requests_of(asks))
+
+    async def sent(self) -> None:
+        """Wait until the engine has all it was given; errors are raised by the sending task."""
+        await _ended(self.sending)
+
+    def receive(self, events: Iterable[CompletionEvent]) -> list[CompletionEvent]:
+        """Enter events; ends go to the inbox, `running` ones are returned."""
+        if self.is_dead:  # too late: its answers are others' by now
+            return []
+        running = []
+        for event in events:
+            shifted = replace(event, tick=event.tick + self.offset) if self.offset else event
+            key = event.group_id, event.answer
+            if event.kind == "running":
+                self.asks[key].learn(event.segment)
+                running.append(shifted)
+            else:
+                del self.asks[key]
+                self.inbox.append(shifted)
+        return running
+
+    def take_inbox(self) -> list[CompletionEvent]:
+        """Return the ends of answers that were not taken yet."""
+        events, self.inbox = self.inbox, []
+        return events
+
+    def check_lost(self) -> None:
+        """Fail its answers where the engine, which has told nothing, says that it is idle."""
+        sends = self.sending is not None and not self.sending.done()
+        status = self.status
+        if not sends and not status.running + status.queued:
+            lost, tick = self.asks.values(), status.tick + self.offset
+            error = "the engine lost the answer"
+            self.inbox += [_given_back(ask, "failed", tick, error) for ask in lost]
+            self.asks.clear()
+
+    async def run_to(self, tick: int) -> None:
+        """Let it write until the group's `tick`, or until it has nothing left.
+
+        Raises:
+            WorkerError: it died.
+        """
+        own = tick - self.offset
+        # A `RemoteEngine` tells much in one call where nobody is to act before.
+        wait = getattr(self.engine, "events_to", self.engine.events)
+        while self.asks:
+            events = await wait(own)
+            self.receive(events)
+            if self.status.tick >= own:
+                return
+            if not events:
+                self.check_lost()
+                await asyncio.sleep(0)
+
+
 class EngineGroup:
     """Implements `Engine` over engines that hold the same weights.
 
     Args:
         engines: at least one.
-        deterministic: what happens depends on submissions and ticks alone. An engine's death is
-            then raised; else it is logged, and raised when none is left.
-        quantum_ticks: that deterministic engines advance between two looks at all of them.
+        deterministic: events depend on submissions and ticks alone. An engine's death is then
+            raised; else it is logged, and raised when none is left.
+        quantum_ticks: ticks that deterministic engines advance between two looks at all of them.
 
     Raises:
         ValueError: there are no engines.
@@ -55,32 +149,32 @@ class EngineGroup:
     ) -> None:
         if not engines:
             raise ValueError("a group of engines needs at least one")
-        self._members = [EngineClient(engine, f"engine {i}") for i, engine in enumerate(engines)]
+        self._clients = [EngineClient(engine, f"engine {i}") for i, engine in enumerate(engines)]
         self._deterministic = deterministic
         self.quantum_ticks = quantum_ticks
-        self._line = RequestQueue()
-        self._inbox: list[CompletionEvent] = []  # what no engine reported
+        self._queue = RequestQueue()
+        self._inbox: list[CompletionEvent] = []  # of answers that no engine has
         self._tick = 0
         self._quantum: asyncio.Task[None] | None = None  # outlives a wait that is cancelled
         self._news: asyncio.Future[None] | None = None  # while the free mode waits
-        self._fault: Exception | None = None  # what ended a talk, to be raised
+        self._fault: Exception | None = None  # what ended a task, to be raised
         self._last_death: WorkerError | None = None
         self._old_version: int | None = None  # while new weights come
         self._counted: int | None = None  # tokens at the last `progress`
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """Those that live, by name."""
-        return {member.name: member.engine for member in self._alive()}
+        """The engines that live, by name."""
+        return {client.name: client.engine for client in self._alive()}
 
     @property
     def dead(self) -> list[str]:
-        """Names of those that died."""
-        return [member.name for member in self._members if member.is_dead]
+        """Names of engines that died."""
+        return [client.name for client in self._clients if client.is_dead]
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
-        """See `Engine.submit`. What an engine refuses is raised by `events`."""
-        self._line.add(
+        """Queue groups; what an engine refuses is raised by `events`."""
+        self._queue.add(
             PendingRequest(group, request) for group in groups for request in group.answers
         )
         if not self._deterministic:
@@ -88,7 +182,7 @@ class EngineGroup:
             self._wake()
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
-        """See `Engine.events`; in free mode `until` means nothing.
+        """Wait for events; the free mode takes no notice of `until`.
 
         When the wait is cancelled the engines go on: to the end of their quantum, or in free mode
         with all they were given.
@@ -101,49 +195,46 @@ class EngineGroup:
         return self._take_inboxes()
 
     async def progress(self) -> Sequence[CompletionEvent]:
-        """See `Engine.progress`; in deterministic mode a quantum under way ends first.
+        """Return events and answers under way; in deterministic mode a quantum ends first.
 
         Until the next `events`, `status` tells the tokens that had been written at this moment, so
         that the token account agrees with it though engines write on.
         """
         await self._end_quantum()
         told, running = self._take_inboxes(), list[CompletionEvent]()
-        counts = {member.name: member.status.generated_tokens for member in self._members}
+        counts = {client.name: client.status.generated_tokens for client in self._clients}
 
-        async def look(member: EngineClient) -> None:
-            running.extend(member.hear(await member.engine.progress()))
+        async def look(client: EngineClient) -> None:
+            running.extend(client.receive(await client.engine.progress()))
             # Here, not later: an answer may end while another engine is asked.
-            told.extend(member.take_inbox())
-            counts[member.name] = member.status.generated_tokens
+            told.extend(client.take_inbox())
+            counts[client.name] = client.status.generated_tokens
 
-        await self._each([m for m in self._alive() if m.asks], look)
+        await self._each([client for client in self._alive() if client.asks], look)
         self._counted = sum(counts.values())
         return [*self._ordered(told), *sorted(running, key=lambda e: (e.group_id, e.answer))]
 
     async def abort(self, group_ids: Collection[int]) -> None:
-        """See `Engine.abort`."""
         ids = set(group_ids)
-        unsent = self._line.take(ids)
-        for member in self._alive():
-            unsent += member.withdraw(ids)
-        self._come_back(unsent)
+        self._give_back(self._queue.take(ids))
         self._wake()
+        held = {
+            client.name: [ask for ask in client.asks.values() if ask.key[0] in ids]
+            for client in self._alive()
+        }
+        for ask in (ask for asks in held.values() for ask in asks):
+            ask.aborting = True
 
-        holders = [member for member in self._alive() if member.held(ids)]
-        for member in holders:
-            for ask in member.held(ids):
-                ask.aborting = True
-
-        async def take_back(member: EngineClient) -> None:
-            await member.sent()
-            await member.engine.abort(sorted({ask.key[0] for ask in member.held(ids)}))
+        async def take_back(client: EngineClient) -> None:
+            await client.sent()
+            await client.engine.abort(sorted({ask.key[0] for ask in held[client.name]}))
             if self._deterministic and self._quantum is None:
-                member.hear(await member.engine.events(member.look().tick))
+                client.receive(await client.engine.events(client.status.tick))
 
-        await self._each(holders, take_back)
+        await self._each([client for client in self._alive() if held[client.name]], take_back)
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """See `Engine.load_weights`. Tensors go out in buckets, to all engines at once.
+        """Take new weights; tensors go out in buckets, to all engines at once.
 
         Raises:
             ValueError: answers are under way, and not all engines take weights live.
@@ -151,19 +242,19 @@ class EngineGroup:
             WorkerError: as for `events`.
         """
         alive = self._alive()
-        wanted = len(self._line) or any(member.asks for member in alive)
-        if wanted and not all(member.look().live_updates for member in alive):
+        wanted = len(self._queue) or any(client.asks for client in alive)
+        if wanted and not all(client.status.live_updates for client in alive):
             raise ValueError("abort what runs before new weights: its cache is of the old ones")
         await self._end_quantum()
-        self._old_version = alive[0].look().weight_version
+        self._old_version = alive[0].status.weight_version
         try:
             if update.tensors is None and update.buckets is None:
-                await self._each(self._alive(), lambda m: m.engine.load_weights(update))
+                await self._each(self._alive(), lambda c: c.engine.load_weights(update))
             else:
                 await send(update, self._ask)
         finally:
             self._old_version = None
-        wrong = [m.name for m in self._alive() if m.look().weight_version != update.version]
+        wrong = [c.name for c in self._alive() if c.status.weight_version != update.version]
         if wrong:
             raise PublicationError(
                 f"{', '.join(wrong)} did not take weights of version {update.version}; "
@@ -171,23 +262,22 @@ class EngineGroup:
             )
 
     def status(self) -> EngineStatus:
-        """See `Engine.status`: sums, those of dead engines' tokens included.
+        """Return sums over the engines; tokens of dead ones count.
 
         Raises:
             PublicationError: the engines hold different versions.
         """
-        every = [member.look() for member in self._members]
-        alive = [m.status for m in self._members if not m.is_dead] or every
+        every = [client.status for client in self._clients]
+        alive = [s for s, c in zip(every, self._clients, strict=True) if not c.is_dead] or every
         versions = sorted({status.weight_version for status in alive})
         if len(versions) > 1 and self._old_version is None:
             raise PublicationError(f"engines hold weights of versions {versions}; publish again")
         version = versions[0] if self._old_version is None else self._old_version
-        unsent = len(self._line) + sum(len(m.outbox) for m in self._members)
         written = sum(status.generated_tokens for status in every)
         return EngineStatus(
             slots=sum(status.slots for status in alive),
             running=sum(status.running for status in alive),
-            queued=sum(status.queued for status in alive) + unsent,
+            queued=sum(status.queued for status in alive) + len(self._queue),
             weight_version=version,
             generated_tokens=written if self._counted is None else self._counted,
             masked_probability=sum(status.masked_probability for status in every),
@@ -197,22 +287,21 @@ class EngineGroup:
         )
 
     async def close(self) -> None:
-        """Stop talking, and close all engines that live."""
-        tasks: list[asyncio.Task[Any]] = [t for m in self._members for t in m.tasks()]
-        tasks += [self._quantum] if self._quantum is not None else []
-        await _cancelled(tasks)
-        engines = [member.engine.close() for member in self._members if not member.is_dead]
-        for found in await asyncio.gather(*engines, return_exceptions=True):
+        """End all talk, and close the engines that live."""
+        await _cancelled([t for c in self._clients for t in (c.sending, c.talking)])
+        await _cancelled([self._quantum])
+        closing = [client.engine.close() for client in self._clients if not client.is_dead]
+        for found in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(found, BaseException) and not isinstance(found, WorkerError):
                 raise found
 
     # -- deterministic: all together ----------------------------------------------------------
 
     async def _advance(self, until: int | None) -> None:
-        """Quantum after quantum until something happened, `until`, or the end of all work."""
+        """Run quantum after quantum until something happened, `until`, or the end of all work."""
         while True:
             await self._end_quantum()
-            wanted = len(self._line) or any(member.asks for member in self._members)
+            wanted = len(self._queue) or any(client.asks for client in self._clients)
             late = until is not None and self._tick >= until
             if self._has_news() or late or not wanted:
                 return
@@ -234,12 +323,12 @@ class EngineGroup:
 
     async def _run_quantum(self, target: int) -> None:
         self._deal()
-        await asyncio.gather(*(m.sending for m in self._members if m.sending is not None))
-        busy = [member for member in self._members if member.asks]
+        await asyncio.gather(*(client.sent() for client in self._clients))
         self._raise_fault()
+        busy = [client for client in self._clients if client.asks]
         if not busy:  # all was taken back meanwhile
             return
-        tasks = [asyncio.create_task(member.run_to(target)) for member in busy]
+        tasks = [asyncio.create_task(client.run_to(target)) for client in busy]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
@@ -255,9 +344,9 @@ class EngineGroup:
         """Wait until an engine says something, or nothing is wanted of any."""
         while not self._has_news():
             self._raise_fault()
-            members = self._alive()
+            clients = self._alive()
             self._deal()
-            if not any(member.asks for member in members):
+            if not any(client.asks for client in clients):
                 return
             self._news = asyncio.get_running_loop().create_future()
             try:
@@ -269,30 +358,59 @@ class EngineGroup:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    async def _talk(self, member: EngineClient) -> None:
-        """All there is to hear from one engine while it has something to write."""
-        while member.asks:
-            await member.sent()
-            events = await member.engine.events()
-            member.hear(events)
-            if not events and member.asks and member.is_idle:
-                member.give_up("the engine lost the answer")
-            elif not events:
+    async def _talk(self, client: EngineClient) -> None:
+        """Enter all events of one engine while it has something to write."""
+        while client.asks:
+            await client.sent()
+            events = await client.engine.events()
+            client.receive(events)
+            if not events:
+                client.check_lost()
                 await asyncio.sleep(0)
             self._deal()
             self._wake()
 
+    # -- both ---------------------------------------------------------------------------------
+
+    def _alive(self) -> list[EngineClient]:
+        alive = [client for client in self._clients if not client.is_dead]
+        if not alive:
+            assert self._last_death is not None
+            raise self._last_death
+        return alive
+
+    def _deal(self) -> None:
+        """Give the engines what they have room for, and see that it is sent."""
+        alive = [client for client in self._clients if not client.is_dead]
+        if alive and len(self._queue):
+            slots, loads = [c.status.slots for c in alive], [len(c.asks) for c in alive]
+            for client, asks in zip(alive, self._queue.place(slots, loads), strict=True):
+                if not asks:
+                    continue
+                if self._deterministic and not client.asks:
+                    client.offset = self._tick - client.status.tick
+                client.asks.update((ask.key, ask) for ask in asks)
+                client.sending = self._task(client, client.submit, asks, client.sending)
+        for client in alive if not self._deterministic else ():
+            if client.asks and (client.talking is None or client.talking.done()):
+                client.talking = self._task(client, self._talk, client)
+
+    def _task(
+        self, client: EngineClient, work: Callable[..., Awaitable[None]], *args: Any
+    ) -> asyncio.Task[None]:
+        return asyncio.create_task(self._guarded(client, work, *args))
+
     async def _guarded(
-        self, member: EngineClient, work: Callable[[EngineClient], Awaitable[None]]
+        self, client: EngineClient, work: Callable[..., Awaitable[None]], *args: Any
     ) -> None:
-        """A task's work; what goes wrong is heard by whoever waits for events."""
+        """Work with a client; the next wait for events raises what goes wrong."""
         try:
-            await work(member)
+            await work(*args)
         except WorkerError as error:
             if self._deterministic:
                 self._fault = error
             else:
-                self._bury(member, error)
+                self._bury(client, error)
         except Exception as error:
             self._fault = error
         self._wake()
@@ -302,88 +420,60 @@ class EngineGroup:
             fault, self._fault = self._fault, None
             raise fault
 
-    # -- both ---------------------------------------------------------------------------------
-
-    def _alive(self) -> list[EngineClient]:
-        alive = [member for member in self._members if not member.is_dead]
-        if not alive:
-            assert self._last_death is not None
-            raise self._last_death
-        return alive
-
-    def _deal(self) -> None:
-        """Give the engines what they have room for, and see that it is sent."""
-        alive = [member for member in self._members if not member.is_dead]
-        if not alive:
-            return
-        slots, loads = [m.status.slots for m in alive], [len(m.asks) for m in alive]
-        for member, asks in zip(alive, self._line.place(slots, loads), strict=True):
-            if self._deterministic and not member.asks:
-                member.offset = self._tick - member.look().tick
-            member.give(asks)
-            waits = self._deterministic and member.takes_along
-            is_free = member.sending is None or member.sending.done()
-            if member.outbox and is_free and not waits:
-                member.sending = asyncio.create_task(self._guarded(member, EngineClient.send))
-            talks = member.talking is not None and not member.talking.done()
-            if not self._deterministic and member.asks and not talks:
-                member.talking = asyncio.create_task(self._guarded(member, self._talk))
-
     async def _each(
-        self, members: Sequence[EngineClient], do: Callable[[EngineClient], Awaitable[None]]
+        self, clients: Sequence[EngineClient], do: Callable[[EngineClient], Awaitable[None]]
     ) -> None:
-        """Do the same with all at once; whoever dies of it is buried."""
-        found = await asyncio.gather(*map(do, members), return_exceptions=True)
-        for member, error in zip(members, found, strict=True):
+        """Do the same with several engines at once; one that dies of it is buried."""
+        found = await asyncio.gather(*map(do, clients), return_exceptions=True)
+        for client, error in zip(clients, found, strict=True):
             if isinstance(error, WorkerError):
-                self._bury(member, error)
+                self._bury(client, error)
             elif error is not None:
                 raise error
 
     async def _ask(self, do: Callable[[Receiver], Awaitable[T]]) -> Mapping[str, T]:
-        """`weights.PendingRequest` of all that live."""
+        """Ask all engines that live the same, for `weights.send`."""
         answers: dict[str, T] = {}
 
-        async def one(member: EngineClient) -> None:
-            assert isinstance(member.engine, Receiver), f"{member.name} takes no buckets"
-            answers[member.name] = await do(member.engine)
+        async def one(client: EngineClient) -> None:
+            assert isinstance(client.engine, Receiver), f"{client.name} takes no buckets"
+            answers[client.name] = await do(client.engine)
 
         await self._each(self._alive(), one)
         return answers
 
-    def _bury(self, member: EngineClient, error: WorkerError) -> None:
-        """An engine died: what it had goes to the others, what was asked back comes back."""
+    def _bury(self, client: EngineClient, error: WorkerError) -> None:
+        """Hand a dead engine's answers to the others, and give back those being aborted."""
         if self._deterministic:
             raise error
-        if member.is_dead:
+        if client.is_dead:
             return
-        member.is_dead, self._last_death = True, error
-        for task in member.tasks():
-            if task is not asyncio.current_task():
+        client.is_dead, self._last_death = True, error
+        for task in (client.sending, client.talking):
+            if task is not None and task is not asyncio.current_task():
                 task.cancel()
-        asks, member.asks, member.outbox = list(member.asks.values()), {}, []
-        self._come_back([ask for ask in asks if ask.aborting])
+        asks, client.asks = list(client.asks.values()), {}
+        self._give_back([ask for ask in asks if ask.aborting])
         others = [ask for ask in asks if not ask.aborting]
-        self._line.add(others)
-        left = len(self._members) - len(self.dead)
+        self._queue.add(others)
+        left = len(self._clients) - len(self.dead)
         log.warning(
             "%s died, %d of %d are left: %s; %d answers go on elsewhere",
-            *(member.name, left, len(self._members), error, len(others)),
+            *(client.name, left, len(self._clients), error, len(others)),
         )
         self._deal()
         self._wake()
 
-    def _come_back(self, asks: Sequence[PendingRequest]) -> None:
-        tick = self._tick
-        self._inbox += [came_back(ask, "aborted", tick) for ask in asks]
+    def _give_back(self, asks: Sequence[PendingRequest]) -> None:
+        self._inbox += [_given_back(ask, "aborted", self._tick) for ask in asks]
 
     def _has_news(self) -> bool:
-        return bool(self._inbox) or any(member.inbox for member in self._members)
+        return bool(self._inbox) or any(client.inbox for client in self._clients)
 
     def _take_inboxes(self) -> list[CompletionEvent]:
         events, self._inbox = self._inbox, []
-        for member in self._members:
-            events += member.take_inbox()
+        for client in self._clients:
+            events += client.take_inbox()
         return self._ordered(events)
 
     def _ordered(self, events: list[CompletionEvent]) -> list[CompletionEvent]:
@@ -391,8 +481,15 @@ class EngineGroup:
         return sorted(events, key=lambda e: (e.tick if ticks else 0, e.group_id, e.answer))
 
 
-async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def _ended(task: asyncio.Task[Any] | None) -> None:
+    """Wait until a task is over, whatever became of it."""
+    if task is not None and not task.done():
+        await asyncio.wait([task])
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[Any] | None]) -> None:
     """Cancel tasks and wait until they are gone."""
-    for task in tasks:
+    under_way = [task for task in tasks if task is not None and not task.done()]
+    for task in under_way:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*under_way, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The static key/value cache of the embedded engine, and how decoding and prefill read it.
+"""The static key/value cache of the embedded engine, and the attention of decoding and prefill.
 
 Rows are answers being written. A tick feeds one token a row; prefill runs whole prompts,
 padded to one length, and leaves their keys and values in a block from which any number of
@@ -10,14 +10,59 @@ length, `N` query heads, `K` key/value heads, `D` head width.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from winnow.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
 _GROWTH = 64
+
+
+def slots_that_fit(
+    config: Any, dtype: torch.dtype, slots: int, longest: int, gib: float | None
+) -> int:
+    """Return how many rows of the longest context the cache can hold in `gib`, at most `slots`.
+
+    Args:
+        config: of a Hugging Face model.
+        longest: most tokens of a prompt and its answer.
+
+    Raises:
+        ConfigError: not one fits.
+    """
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    token = 2 * config.num_hidden_layers * kv_heads * width * dtype.itemsize
+    longest = min(longest, getattr(config, "max_position_embeddings", None) or longest)
+    row_gib = -(-longest // _GROWTH) * _GROWTH * token / 2**30
+    log.info(
+        "the KV cache takes up to %.3g GiB: %d slots of %d tokens, %.3g KiB a token",
+        *(slots * row_gib, slots, longest, token / 1024),
+    )
+    if gib is None:
+        return slots
+    fit = min(slots, int(gib / row_gib))
+    if fit < 1:
+        raise ConfigError(
+            f"rollout.engine.cache_gib {gib:g} holds not one answer: {longest:,} tokens take "
+            f"{row_gib:.3g} GiB; raise it, or lower rollout.max_response_tokens"
+        )
+    if fit < slots:
+        log.warning(
+            "rollout.engine.slots %d is reduced to %d, as many as rollout.engine.cache_gib %g "
+            "holds; raise that, or lower the slots or rollout.max_response_tokens",
+            *(slots, fit, gib),
+        )
+    return fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +74,7 @@ class PromptBlock:
 
 @dataclass(eq=False)
 class PrefillLayout:
-    """Causal attention over P right-padded sequences of one length; keeps keys and values."""
+    """An `AttentionLayout`: causal over P right-padded sequences; keeps keys and values."""
 
     prompts: int
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -37,7 +82,7 @@ class PrefillLayout:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """See `models.AttentionLayout`. Padding lies behind every real token: no mask needed."""
+        # Padding lies behind every real token: it needs no mask.
         assert layer == len(self.layers)
         q, k, v = (x.view(self.prompts, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         self.layers.append((k, v))
@@ -54,10 +99,16 @@ class PrefillLayout:
 
 
 class SlotCache:
-    """Keys and values of `slots` rows, growing in length as answers need it."""
+    """Keys and values of `slots` rows, growing in length as answers need it.
 
-    def __init__(self, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.slots, self.dtype, self.device = slots, dtype, device
+    Args:
+        longest: length beyond which no answer will need it, if that is known.
+    """
+
+    def __init__(
+        self, slots: int, dtype: torch.dtype, device: torch.device, longest: int | None = None
+    ) -> None:
+        self.slots, self.dtype, self.device, self.longest = slots, dtype, device, longest
         self.length = 0
         self.layers: list[tuple[Tensor, Tensor]] = []
         self.bias = torch.zeros(slots, 0, dtype=dtype, device=device)
@@ -67,12 +118,14 @@ class SlotCache:
         """Make room for positions below `length`; grows at least by half, in steps of 64."""
         if length <= self.length:
             return
-        length = max(length, self.length * 3 // 2)
+        ahead = self.length * 3 // 2
+        length = max(length, ahead if self.longest is None else min(ahead, self.longest))
         length = -(-length // _GROWTH) * _GROWTH
         bias = torch.full((self.slots, length), -torch.inf, dtype=self.dtype, device=self.device)
         bias[:, : self.length] = self.bias
         self.bias = bias
-        self.layers = [(self._grown(k, length), self._grown(v, length)) for k, v in self.layers]
+        for index, (k, v) in enumerate(self.layers):  # the old one of a layer is given back at once
+            self.layers[index] = self._grown(k, length), self._grown(v, length)
         self.length = length
 
     def _grown(self, old: Tensor, length: int) -> Tensor:
@@ -83,9 +136,12 @@ class SlotCache:
     def fill(
         self, block: PromptBlock, prompts: Tensor, rows: slice, lengths: Tensor, longest: int
     ) -> None:
-        """Put prompts `prompts` of a block into rows `rows`; `lengths` of them are real.
+        """Copy prompts of a block into rows.
 
-        Nothing at or beyond `longest` is: the rest of the block is padding of these rows.
+        Args:
+            prompts: [rows] place of each row's prompt in the block.
+            lengths: [rows] real tokens of each; the rest is padding.
+            longest: the largest of `lengths`.
         """
         if not self.layers:
             # Zeros, not garbage: masked keys still enter a product with weight 0.
@@ -113,7 +169,7 @@ class SlotCache:
 
 @dataclass(frozen=True, eq=False)
 class DecodeLayout:
-    """One query a row against that row's keys; writes the new key and value first."""
+    """An `AttentionLayout`: a query a row against that row's keys, the new one included."""
 
     cache: SlotCache
     rows: Tensor
@@ -133,7 +189,6 @@ class DecodeLayout:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """See `models.AttentionLayout`."""
         cache_k, cache_v = self.cache.layers[layer]
         rows, heads, width = q.shape
         # On a flat view: indexing around the axis of heads takes twice as long.

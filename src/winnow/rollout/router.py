@@ -1,6 +1,6 @@
-"""Which of several engines writes which answers: a line of what waits, and a rule that places it.
+"""Routing of answers to several engines: the queue of those that wait, and the rule of placement.
 
-Pure: the same line, slots and loads give the same placement.
+Pure: the same queue, slots and loads give the same placement.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from winnow.types import Segment
 Key = tuple[int, int]
 """Group, answer."""
 QUANTUM_TICKS = 8
-"""Ticks that engines advance at least between two looks at all of them.
+"""Least ticks that engines advance between two looks at all of them.
 
 A look costs a call to each engine (1 to 3 ms to another process) and waits for the slowest; eight
 ticks of a model worth distributing take 50 ms and more. On the other hand a slot whose engine has
@@ -26,32 +26,32 @@ _LOOKS = 32
 
 @dataclass(eq=False)
 class PendingRequest:
-    """An answer that is wanted, and what is known of it."""
+    """An answer that is wanted, with the prefix known of it."""
 
     group: GroupRequest
     request: AnswerRequest
-    """Its prefix is the last that an engine told of."""
+    """The request; its prefix is the last that an engine told of."""
     aborting: bool = False
-    """Whether it was asked back; it is not sent to another engine then."""
+    """True if it was asked back; it is not sent to another engine then."""
 
     @property
     def key(self) -> Key:
-        """Which answer it is."""
+        """Group and answer."""
         return self.group.group_id, self.request.index
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing of it is written: it shares its prompt's prefill with others."""
+        """True if nothing of it is written: it shares its prompt's prefill with others."""
         return not self.request.prefix
 
     def learn(self, segment: Segment) -> None:
-        """So much of it is written; whoever writes on begins behind it."""
+        """Take note that so much of it is written; the next engine begins behind it."""
         if len(segment) > len(self.request.prefix or ()):
             self.request = replace(self.request, prefix=segment)
 
 
 def requests_of(asks: Iterable[PendingRequest]) -> list[GroupRequest]:
-    """What to submit to one engine; answers of one group in one request."""
+    """Make the requests for one engine, answers of a group in one request."""
     groups: dict[int, list[PendingRequest]] = {}
     for ask in asks:
         groups.setdefault(id(ask.group), []).append(ask)
@@ -62,7 +62,7 @@ def requests_of(asks: Iterable[PendingRequest]) -> list[GroupRequest]:
 
 
 def quantum_for(max_tokens: int) -> int:
-    """Ticks between two looks for answers of so many tokens at most.
+    """Return the ticks between two looks for answers of so many tokens at most.
 
     About `_LOOKS` looks while a longest answer is written: far fewer slots end in between than may
     wait in an engine (`ahead`), unless nearly all answers are short.
@@ -71,10 +71,10 @@ def quantum_for(max_tokens: int) -> int:
 
 
 def ahead(slots: int) -> int:
-    """Answers that may wait in an engine for its next free slot.
+    """Return how many answers may wait in an engine for its next free slot.
 
-    A quarter of the slots: as many as end in eight ticks where answers have 32 tokens. What waits
-    here instead can go to whoever is free first.
+    A quarter of the slots: as many as end in eight ticks where answers have 32 tokens. Answers that
+    wait in the queue instead can go to the engine that is free first.
     """
     return max(1, slots // 4)
 
@@ -94,7 +94,7 @@ class RequestQueue:
         return self._waiting
 
     def add(self, asks: Iterable[PendingRequest]) -> None:
-        """Let answers wait."""
+        """Queue answers."""
         bundles: dict[int, list[PendingRequest]] = {}
         for ask in asks:
             bundles.setdefault(id(ask.group if ask.is_fresh else ask), []).append(ask)
@@ -106,7 +106,7 @@ class RequestQueue:
             heappush(self._heap, (*order, self._entered, bundle))
 
     def take(self, group_ids: Collection[int]) -> list[PendingRequest]:
-        """Take out what waits of these groups."""
+        """Take out the answers of these groups."""
         kept, taken = [], []
         for entry in sorted(self._heap):
             if entry[-1][0].group.group_id in group_ids:
@@ -119,9 +119,9 @@ class RequestQueue:
         return taken
 
     def place(self, slots: Sequence[int], loads: Sequence[int]) -> list[list[PendingRequest]]:
-        """Take out what engines should be given now; one list an engine.
+        """Take out the answers that engines should be given now, one list an engine.
 
-        Whoever comes first goes where most slots are free. A group is split only over slots that
+        The first in the queue goes where most slots are free. A group is split only over slots that
         are free at once elsewhere: that costs a prefill, and saves waiting. Beyond the slots a
         group stays whole and joins the shortest queue, while that is shorter than `ahead`.
 

@@ -1,4 +1,4 @@
-"""The rows of the embedded engine: what each has written and how it goes on.
+"""The rows of the embedded engine: token ids, log-probs and sampling settings of each answer.
 
 Live rows are always [0, R): a tick works on slices, and a row that leaves is replaced by the
 last one. Shapes: `S` longest context and answer of a row, in tokens.
@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from winnow.rollout.draw import RowParams
-from winnow.rollout.engine import AnswerRequest, GroupRequest
+from winnow.rollout.engine import EMPTY, AnswerRequest, GroupRequest
 from winnow.rollout.kv_cache import PromptBlock
 from winnow.types import IntArray, Segment, VersionSpan
-
-EMPTY = Segment(np.zeros(0, np.int64), np.zeros(0, np.float32), ())
 
 
 @dataclass(eq=False)
@@ -29,22 +27,22 @@ class PendingAnswer:
     group: GroupRequest
     request: AnswerRequest
     block: PromptBlock | None = None
-    """Where its context was prefilled, until it has a row."""
+    """The block in which its context was prefilled, until it has a row."""
     block_row: int = 0
     spans: tuple[VersionSpan, ...] = field(init=False)
-    """Of what earlier weights wrote of it."""
+    """Spans of tokens that earlier weights wrote."""
 
     def __post_init__(self) -> None:
         self.spans = self.prefix.spans
 
     @property
     def prefix(self) -> Segment:
-        """What was written before."""
+        """Tokens that were written before."""
         return self.request.prefix or EMPTY
 
     @property
     def context(self) -> IntArray:
-        """Prompt and prefix: what the next token is drawn from."""
+        """Prompt and prefix, from which the next token is drawn."""
         if self.request.prefix is None:
             return self.group.prompt_ids
         return np.concatenate([self.group.prompt_ids, self.prefix.token_ids])
@@ -80,7 +78,7 @@ class Slots:
         return self.count - len(self.answers)
 
     def place(self, answers: Sequence[PendingAnswer]) -> slice:
-        """Give answers the next rows; returns which."""
+        """Give answers the next rows; returns these."""
         first = len(self.answers)
         here = slice(first, first + len(answers))
         contexts = [answer.context for answer in answers]
@@ -136,7 +134,7 @@ class Slots:
         return int(self.lengths[row]) - len(self.answers[row].group.prompt_ids)
 
     def written(self, rows: Sequence[int], version: int) -> list[Segment]:
-        """All that rows' answers have so far, prefixes included; what is new is `version`'s."""
+        """Return rows' answers so far, prefixes included; new tokens are `version`'s."""
         here = torch.tensor(rows, dtype=torch.long, device=self.device)
         ids, logprobs = self.ids[here].cpu().numpy(), self.logprobs[here].cpu().numpy()
         segments = []
@@ -149,7 +147,7 @@ class Slots:
         return segments
 
     def close_spans(self, version: int) -> None:
-        """What is written by now is `version`'s; what follows is another's."""
+        """Book all tokens written so far as `version`'s, before another version follows."""
         for row, answer in enumerate(self.answers):
             answer.spans = self._spans(row, version)
 

@@ -8,7 +8,7 @@
 
 Time is the decode tick. Nothing here depends on a clock, so the same submissions give the
 same tokens at the same ticks. Weights are the trainer's own tensors unless an update brings
-some. Whatever runs must be aborted before they change, unless the engine was made for live
+some. Answers under way must be aborted before they change, unless the engine was made for live
 updates: then answers go on with the keys and values that the older weights left.
 """
 
@@ -26,7 +26,13 @@ from torch import Tensor
 from winnow.models.causal_lm import head_logits, hidden_states, output_head
 from winnow.rollout.draw import draw, logprobs_along, uniform
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest, WeightUpdate
-from winnow.rollout.kv_cache import DecodeLayout, PrefillLayout, PromptBlock, SlotCache
+from winnow.rollout.kv_cache import (
+    DecodeLayout,
+    PrefillLayout,
+    PromptBlock,
+    SlotCache,
+    slots_that_fit,
+)
 from winnow.rollout.slots import PendingAnswer, Slots
 from winnow.rollout.weights import Bucket, WeightReceipt, WeightReceiver
 from winnow.types import FinishReason, FloatArray, IntArray, Segment
@@ -38,16 +44,21 @@ _QueueEntry = tuple[bool, int, int, int, PendingAnswer]
 
 
 class TorchEngine:
-    """Writes answers with a model in this process; see `rollout.engine.Engine`.
+    """Implements `Engine`, and `weights.Receiver`, with a model in this process.
 
     Args:
         model: loaded by `models.load_causal_lm`; may be the trainer's own.
-        slots: answers written at once.
+        slots: answers written at once; fewer where `cache_gib` holds no more.
         prefill_tokens: most padded prompt tokens in one prefill.
         vocab_size: ids at or beyond it are never drawn (padding of the embedding).
         decode: token ids to text; needed only where requests carry stop strings.
         live_updates: take new weights while answers run.
         fp32_head: compute a half-precision model's logits in fp32.
+        longest: most tokens of a prompt and its answer; only `cache_gib` needs it.
+        cache_gib: most GiB of keys and values; None sets no bound.
+
+    Raises:
+        ConfigError: the cache holds not one answer.
     """
 
     def __init__(
@@ -59,6 +70,8 @@ class TorchEngine:
         decode: Callable[[Sequence[int]], str] | None = None,
         live_updates: bool = False,
         fp32_head: bool = False,
+        longest: int | None = None,
+        cache_gib: float | None = None,
     ) -> None:
         self._model = model
         self._head = output_head(model)
@@ -67,8 +80,10 @@ class TorchEngine:
         self._fp32_head = fp32_head
         weight = self._head.weight
         self._device = weight.device
+        if longest is not None:
+            slots = slots_that_fit(model.config, weight.dtype, slots, longest, cache_gib)
         self._slots = Slots(slots, self._device)
-        self._cache = SlotCache(slots, weight.dtype, self._device)
+        self._cache = SlotCache(slots, weight.dtype, self._device, longest)
         self._queue: list[_QueueEntry] = []
         self._events: list[CompletionEvent] = []  # that nobody has taken yet
         self._live_updates = live_updates
@@ -79,7 +94,7 @@ class TorchEngine:
         self._masked = 0.0
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
-        """See `Engine.submit`.
+        """Queue groups.
 
         Raises:
             ValueError: other stop ids than those of answers under way, stop strings without
@@ -111,7 +126,7 @@ class TorchEngine:
         self._is_stop[[i for i in stop_ids if i < self._vocab]] = True
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
-        """See `Engine.events`: ticks until an answer is finished."""
+        """Tick until an answer is finished; returns the events since the last call."""
         while not self._events and (len(self._slots) or self._queue):
             if until is not None and self._tick >= until:
                 break
@@ -127,7 +142,6 @@ class TorchEngine:
         return events
 
     async def progress(self) -> Sequence[CompletionEvent]:
-        """See `Engine.progress`."""
         events, self._events = self._events, []
         segments = self._slots.written(range(len(self._slots)), self._version)
         running = [
@@ -137,7 +151,6 @@ class TorchEngine:
         return [*events, *sorted(running, key=lambda e: (e.group_id, e.answer))]
 
     async def abort(self, group_ids: Collection[int]) -> None:
-        """See `Engine.abort`; answers not yet begun come back with the prefix they brought."""
         wanted = set(group_ids)
         running = [r for r, a in enumerate(self._slots.answers) if a.group.group_id in wanted]
         queued = [entry[-1] for entry in self._queue if entry[-1].group.group_id in wanted]
@@ -153,7 +166,7 @@ class TorchEngine:
         self._events += sorted(events, key=lambda e: (e.group_id, e.answer))
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """See `Engine.load_weights`.
+        """Take new weights, whole.
 
         Raises:
             ValueError: answers are still running in an engine without live updates, or a tensor
@@ -173,14 +186,14 @@ class TorchEngine:
             raise ValueError("abort what runs before new weights: its cache is of the old ones")
 
     def _use(self, version: int) -> None:
-        """What is written from now on is this version's."""
+        """Book tokens from now on as this version's."""
         self._slots.close_spans(self._version)
         for *_, answer in self._queue:
-            answer.block = None  # whoever has not begun begins with the new weights
+            answer.block = None  # what has not begun begins with the new weights
         self._version = version
 
     async def begin_update(self, version: int) -> None:
-        """See `weights.Receiver`; answers under way wait.
+        """Begin to take new weights; answers under way wait.
 
         Raises:
             ValueError: there are some, in an engine without live updates.
@@ -191,7 +204,7 @@ class TorchEngine:
             before.settled.set_result(None)
 
     async def take_bucket(self, bucket: Bucket) -> int:
-        """See `weights.Receiver`.
+        """Copy a bucket into the model; returns the checksum of what the model then holds.
 
         Raises:
             PublicationError: it does not fit.
@@ -200,10 +213,10 @@ class TorchEngine:
         return self._arriving.take(bucket)
 
     async def finish_update(self) -> WeightReceipt:
-        """See `weights.Receiver`.
+        """Decode with the new weights.
 
         Raises:
-            PublicationError: something is missing; nothing is decoded then.
+            PublicationError: a tensor is missing; nothing is decoded then.
         """
         assert self._arriving is not None, "begin_update comes first"
         held = self._arriving.finish()
@@ -215,7 +228,7 @@ class TorchEngine:
     async def logprobs_of(
         self, sequences: Sequence[IntArray], temperature: float = 1.0
     ) -> list[FloatArray]:
-        """Log-probs in nats of each token given those before it, [L - 1] of each sequence [L].
+        """Return log-probs in nats of each token given those before it, [L - 1] a sequence [L].
 
         Under softmax(logits / temperature), by the engine's own prefill and output layer.
         """
@@ -232,7 +245,6 @@ class TorchEngine:
         return head_logits(self._head, hidden, self._fp32_head)[:, : self._vocab]
 
     def status(self) -> EngineStatus:
-        """See `Engine.status`."""
         return EngineStatus(
             slots=self._slots.count,
             running=len(self._slots),
@@ -249,12 +261,14 @@ class TorchEngine:
         self._queue.clear()
         self._events.clear()
         self._slots = Slots(self._slots.count, self._device)
-        self._cache = SlotCache(self._slots.count, self._cache.dtype, self._device)
+        self._cache = SlotCache(
+            self._slots.count, self._cache.dtype, self._device, self._cache.longest
+        )
 
     # -- filling rows -------------------------------------------------------------------------
 
     def _refill(self) -> None:
-        """Put queued answers into free rows; a block of prefilled contexts at a time."""
+        """Put queued answers into free rows, a block of prefilled contexts at a time."""
         while self._queue and self._slots.free:
             if self._queue[0][-1].block is None:
                 self._prefill()
@@ -299,7 +313,7 @@ class TorchEngine:
     def _run_prefill(
         self, contexts: Sequence[IntArray]
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Hidden states [P, L, H] of contexts without their last tokens, keys and values.
+        """Return hidden states [P, L, H] of contexts without their last tokens, keys and values.
 
         The last token of a context is fed by the first tick, which draws the next one.
         """
@@ -345,7 +359,7 @@ class TorchEngine:
         return sorted(events, key=lambda e: (e.group_id, e.answer))
 
     def _finished(self, ids: Tensor) -> dict[int, FinishReason]:
-        """Rows whose newest token ended them, and why."""
+        """Return rows whose newest token ended them, with the reason."""
         count = len(self._slots)
         stopped = self._is_stop[ids]
         ended = stopped | (self._slots.at[:count] >= self._slots.limit[:count])
@@ -358,7 +372,7 @@ class TorchEngine:
         return reasons
 
     def _with_stop_string(self) -> list[int]:
-        """Rows whose newest tokens complete one of their stop strings."""
+        """Return rows whose newest tokens complete one of their stop strings."""
         rows = self._slots.with_stop_strings
         if not rows:
             return []

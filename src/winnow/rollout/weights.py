@@ -1,13 +1,13 @@
-"""Weights on their way to engines: buckets of bounded size, each acknowledged with what arrived.
+"""Publication of weights to engines: buckets of bounded size, each acknowledged by a checksum.
 
     tensors ─► bucket ─► every engine copies it, reads it back from its own model, answers with a
                          checksum of that ─► the next bucket … ─► the list of all names and shapes
 
-The checksum (CRC-32, of a bucket's names, shapes and bytes) is of what an engine holds after
-copying, so that transport and copy are covered by one reading. A bucket's arrays are views of the
+The checksum (CRC-32 of a bucket's names, shapes and bytes) is taken of the engine's own memory
+after copying, so that one reading covers transport and copy. A bucket's arrays are views of the
 trainer's tensors where those lie on the host; two buckets are alive at a time. Ranks pack buckets
-of their own and keep the arrays (`winnow.workers.array_refs`), so that only names and checksums
-pass through the driver.
+themselves and keep the arrays (`winnow.workers.array_refs`), so that only names and checksums pass
+through the driver.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from torch import Tensor, nn
 
 from winnow.errors import PublicationError
 from winnow.rollout.engine import WeightUpdate
-from winnow.workers.array_refs import ArrayBlock, LocalRef, Placeholder, SplitResult
+from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
 
 log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 64 << 20
 """Large enough that a call's own time (milliseconds) does not count, small beside any model."""
 _NOTHING: Any = np.zeros(0, np.uint8)
-"""In the place of elements that another rank hands out."""
+"""Stands for elements that another rank hands out."""
 _UNDER_WAY = 2
 """Buckets: one is being copied there while the next is packed here."""
 Array = NDArray[Any]
@@ -54,7 +54,7 @@ class Piece:
     dtype: str
     """As torch names it."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: int
     """Place of the first element in the flattened tensor."""
     array: Array
@@ -62,27 +62,27 @@ class Piece:
 
     @property
     def heading(self) -> bytes:
-        """What is said of it beside its bytes."""
+        """Everything but the bytes."""
         return repr((self.name, self.dtype, self.shape, self.start, len(self.array))).encode()
 
     def checksum(self, before: int) -> int:
-        """CRC-32 of heading and bytes, behind what has checksum `before`."""
+        """Return the CRC-32 of heading and bytes, continued from `before`."""
         data: Any = np.ascontiguousarray(self.array).view(np.uint8)
         return zlib.crc32(data, zlib.crc32(self.heading, before))
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """What travels at once."""
+    """Pieces that travel together."""
 
     version: int
     index: int
     pieces: tuple[Piece, ...]
     known: int | None = None
-    """Its checksum, where that was taken by whoever packed it."""
+    """Its checksum, where the rank that packed it has taken that."""
 
     def checksum(self) -> int:
-        """CRC-32 of all pieces, in order."""
+        """Return the CRC-32 of all pieces, in order."""
         if self.known is not None:
             return self.known
         found = self.index
@@ -91,7 +91,7 @@ class Bucket:
         return found
 
     def listing(self, before: int) -> int:
-        """CRC-32 of names, dtypes and shapes alone, behind what has checksum `before`."""
+        """Return the CRC-32 of names, dtypes and shapes alone, continued from `before`."""
         for piece in self.pieces:
             before = zlib.crc32(piece.heading, before)
         return before
@@ -99,30 +99,22 @@ class Bucket:
 
 @dataclass(frozen=True)
 class WeightReceipt:
-    """What an engine says it decodes with, at the end of an update."""
+    """An engine's statement, at the end of an update, of the weights that it decodes with."""
 
     version: int
     listing: int
     """`Bucket.listing` over all buckets, from the version on."""
 
 
-def kept(bucket: Bucket) -> SplitResult:
-    """A bucket of which the arrays stay behind; `found` puts it together again."""
-    arrays = tuple(piece.array for piece in bucket.pieces)
-    bare = [replace(p, array=Placeholder.of(p.array, p.array.dtype)) for p in bucket.pieces]
-    return SplitResult(
-        replace(bucket, pieces=tuple(bare), known=bucket.checksum()), LocalRef(arrays)
-    )
-
-
-def found(said: SplitResult) -> Bucket:
-    """A bucket, its arrays here or stored."""
-    bare: Bucket = said.told
-    shelf = ArrayBlock(said.kept)
-    gaps: list[Any] = [piece.array for piece in bare.pieces]
-    arrays = [gap.filled(shelf, index) for index, gap in enumerate(gaps)]
-    pieces = [replace(p, array=a) for p, a in zip(bare.pieces, arrays, strict=True)]
-    return replace(bare, pieces=tuple(pieces))
+def split_bucket(bucket: Bucket) -> SplitResult:
+    """Put a bucket's arrays in a block, which may stay on this node, and take its checksum."""
+    block = ArrayBlock(tuple(piece.array for piece in bucket.pieces))
+    refs: list[Any] = [
+        ArrayRef(block, index, 0, len(piece.array), piece.array.dtype)
+        for index, piece in enumerate(bucket.pieces)
+    ]
+    pieces = tuple(replace(p, array=ref) for p, ref in zip(bucket.pieces, refs, strict=True))
+    return SplitResult(replace(bucket, pieces=pieces, known=bucket.checksum()), block)
 
 
 @runtime_checkable
@@ -130,24 +122,24 @@ class Receiver(Protocol):
     """An engine that takes weights in buckets. No token is drawn between begin and finish."""
 
     async def begin_update(self, version: int) -> None:
-        """New weights are about to come."""
+        """Make ready for new weights."""
         ...
 
     async def take_bucket(self, bucket: Bucket) -> int:
-        """Copy it into the model; returns the checksum of what the model then holds."""
+        """Copy a bucket into the model; returns the checksum of what the model then holds."""
         ...
 
     async def finish_update(self) -> WeightReceipt:
-        """All buckets came: decode with them."""
+        """Decode with the new weights: all buckets have come."""
         ...
 
 
 Ask = Callable[[Callable[[Receiver], Awaitable[T]]], Awaitable[Mapping[str, T]]]
-"""Asks each receiver the same, at once; answers by name."""
+"""Asks all receivers the same, at once; returns their answers by name."""
 
 
 def array_of(tensor: Tensor) -> Array:
-    """Its elements [n] on the host, a view where they lie there; bfloat16 as uint16."""
+    """Return a tensor's elements [n] on the host, a view if possible; bfloat16 as uint16."""
     flat = tensor.detach().contiguous().view(-1).cpu()
     if flat.dtype == torch.bfloat16:
         return flat.view(torch.int16).numpy().view(np.uint16)
@@ -156,8 +148,8 @@ def array_of(tensor: Tensor) -> Array:
 
 
 def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
-    """The inverse of `array_of`, a view."""
-    array = np.asarray(array)  # it may be stored
+    """Return a view of an array as `array_of` made it."""
+    array = np.asarray(array)  # it may be stored elsewhere
     if dtype == torch.bfloat16:
         array = array.view(np.int16)
     with warnings.catch_warnings():  # an array from another process is read-only, as we use it
@@ -168,10 +160,10 @@ def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
 def buckets(
     update: WeightUpdate, bucket_bytes: int = BUCKET_BYTES, is_here: bool = True
 ) -> Iterator[Bucket]:
-    """An update's tensors in order; a bucket holds `bucket_bytes` at most, or one element.
+    """Pack an update's tensors in order; a bucket holds `bucket_bytes` at most, or one element.
 
     Args:
-        is_here: else the arrays are left out, for a rank that only takes part in gathering them.
+        is_here: False leaves the arrays out, for a rank that only takes part in gathering them.
     """
     pieces: list[Piece] = []
     index = room = 0
@@ -196,7 +188,7 @@ def buckets(
 
 
 def tensors(packed: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of buckets, put together where they were cut."""
+    """Unpack the tensors of buckets, put together where they were cut."""
     parts: list[Array] = []
     for piece in (piece for bucket in packed for piece in bucket.pieces):
         parts.append(np.asarray(piece.array))
@@ -211,11 +203,11 @@ async def send(update: WeightUpdate, ask: Ask[Any], bucket_bytes: int = BUCKET_B
 
     Args:
         update: with tensors, or buckets.
-        ask: reaches all receivers; what is asked first must reach them first.
-        bucket_bytes: most that a bucket has; two are on their way at once.
+        ask: reaches all receivers; calls must reach them in the order in which they are made.
+        bucket_bytes: most bytes of a bucket; two are on their way at once.
 
     Raises:
-        PublicationError: a receiver holds something else than was sent. It draws no more token.
+        PublicationError: a receiver holds other bytes than were sent. It draws no more tokens.
     """
     version = update.version
     await ask(lambda receiver: receiver.begin_update(version))
@@ -262,10 +254,9 @@ def _take(bucket: Bucket, receiver: Receiver) -> Awaitable[int]:
 
 
 class WeightReceiver:
-    """An update on its way into a model, on the receiver's side."""
+    """Copies an update into a model bucket by bucket, on the engine's side."""
 
     def __init__(self, model: nn.Module, version: int) -> None:
-        """Begin; nothing of the model has come yet."""
         self.version = version
         self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the model may be used again."""
@@ -281,7 +272,7 @@ class WeightReceiver:
         """Copy a bucket; returns the checksum of what the model then holds.
 
         Raises:
-            PublicationError: it is not the next one, or something in it has no place.
+            PublicationError: it is not the next one, or a piece has no place in the model.
         """
         if (bucket.version, bucket.index) != (self.version, self._next):
             raise PublicationError(
@@ -295,7 +286,7 @@ class WeightReceiver:
         ).checksum()
 
     def _copy(self, piece: Piece) -> Piece:
-        """Put a piece into its place; returns it as the model holds it now."""
+        """Copy a piece into its place; returns it as the model holds it now."""
         own = self._own.get(piece.name)
         dtype = "" if own is None else str(own.dtype).removeprefix("torch.")
         if own is None or (tuple(own.shape), dtype) != (piece.shape, piece.dtype):
@@ -316,10 +307,10 @@ class WeightReceiver:
         return Piece(piece.name, piece.dtype, piece.shape, piece.start, array_of(here))
 
     def finish(self) -> WeightReceipt:
-        """Everything came.
+        """Check that all tensors of the model came, and acknowledge them.
 
         Raises:
-            PublicationError: something of the model did not.
+            PublicationError: one did not.
         """
         missing = [name for name, own in self._own.items() if self._filled[name] < own.numel()]
         if missing:

@@ -23,7 +23,7 @@ from winnow.workers.ray.session import Reserved, offers, ray_session, reserve
 Starting = Coroutine[Any, Any, WorkerGroup]
 LEARNER = "learner"
 _RANK = "winnow.runs.learner_worker:LearnerWorker"
-_ENGINE = "winnow.rollout.worker:TorchEngineWorker"
+_ENGINE = "winnow.rollout.remote_engine:TorchEngineWorker"
 REWARD = "reward"
 _REWARD = "winnow.runs.reward_worker:RewardWorker"
 

@@ -32,7 +32,7 @@ from winnow.observe.files import system_error
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.observe.names import Number
 from winnow.rollout.engine import WeightUpdate
-from winnow.rollout.weights import BUCKET_BYTES, Bucket, buckets, kept
+from winnow.rollout.weights import BUCKET_BYTES, Bucket, buckets, split_bucket
 from winnow.runs.build_learner import make_learner
 from winnow.runs.checkpoint import this_machine
 from winnow.runs.model_factory import ShardedModels
@@ -152,7 +152,7 @@ class LearnerWorker:
     def next_bucket(self) -> SplitResult | None:
         """Some of the weights, on rank 0; nothing elsewhere and after the last."""
         bucket = next(self._export, None)
-        return kept(bucket) if self._is_first and bucket is not None else None
+        return split_bucket(bucket) if self._is_first and bucket is not None else None
 
     def copy(self) -> None:
         """Copy all that learns, for `write`, so that the next step may change it."""

@@ -1,4 +1,4 @@
-"""What an engine is told after a step: new weights, and whether it answers as the trainer does."""
+"""Publication of a step's weights to the engine, with a check that it answers with them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ Weights = Callable[[int], WeightUpdate]
 
 
 class Sharing:
-    """Engine and trainer have one model: a new version is only told."""
+    """Publishes the version alone: engine and trainer share one model."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     async def __call__(self, version: int) -> Mapping[str, Number]:
-        """Publish; no figures."""
         await self._engine.load_weights(WeightUpdate(version))
         return {}
 
 
 class Sending:
-    """Weights go to the engine, and a canary sees whether it uses them.
+    """Publishes weights, and has a canary check that the engine uses them.
 
     Args:
-        weights: of the policy, for an engine of this kind, as a version.
-        expected: the trainer's log-probs of the canary's sequences.
+        weights: makes the update of a version, for an engine of this kind.
+        expected: computes the trainer's log-probs of the canary's sequences.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Sending:
         self._canary, self._expected = canary, expected
 
     async def __call__(self, version: int) -> Mapping[str, Number]:
-        """Publish; `publish/max_delta` in nats.
+        """Publish and return `publish/max_delta` in nats.
 
         Raises:
             PublicationError: an engine holds other weights, or does not answer with them.

@@ -12,7 +12,7 @@ from winnow.learning.canary import Canary
 from winnow.learning.learner import Learned
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.rollout.engine import WeightUpdate
-from winnow.rollout.weights import Bucket, found, tensors
+from winnow.rollout.weights import Bucket, tensors
 from winnow.runs.learner_worker import RANKS, RankFacts, StepReply
 from winnow.runs.snapshot import Snapshot
 from winnow.runs.worker_groups import WorkerGroups
@@ -81,7 +81,7 @@ class RemoteLearner:
     def _buckets(self, version: int, whole: bool) -> Iterator[Bucket]:
         self.call("begin_export", version, whole)
         while (said := self.call("next_bucket")) is not None:
-            yield found(said)
+            yield said.told
 
     def canary(self, canary: Canary) -> list[FloatArray]:
         """See `Canary.expected`."""

@@ -252,6 +252,9 @@ def _engine_options(config: Config, policy: Policies) -> dict[str, Any]:
         "vocab_size": policy.vocabulary,
         "live_updates": not config.run.deterministic,
         "fp32_head": config.model.fp32_head,
+        "longest": config.data.max_prompt_tokens
+        + max(config.rollout.max_response_tokens, config.evaluation.max_response_tokens or 0),
+        "cache_gib": engine.cache_gib,
     }
 
 
@@ -269,7 +272,7 @@ def _engine_arguments(config: Config, policy: Policies, start: str | None) -> di
 
 def _engines(config: Config, crew: WorkerGroups, groups: Sequence[WorkerGroup]) -> Engine:
     engines = [
-        RemoteEngine(crew.reached(group), 0, crew.call(group, "ask", "").status) for group in groups
+        RemoteEngine(crew.reached(group), 0, crew.call(group, "ask", "")) for group in groups
     ]
     if len(engines) == 1:
         return engines[0]

@@ -19,8 +19,13 @@ from typing import Any
 
 from winnow.config.rollout import SamplingConfig
 from winnow.errors import NoSignalError
-from winnow.rollout.engine import CompletionEvent, Engine, SamplingParams
-from winnow.rollout.single_turn import group_request, trajectory_of
+from winnow.rollout.engine import (
+    CompletionEvent,
+    Engine,
+    SamplingParams,
+    group_request,
+    trajectory_of,
+)
 from winnow.sampling.ledger import Ledger
 from winnow.sampling.report import (
     Progress,

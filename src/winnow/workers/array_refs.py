@@ -1,11 +1,11 @@
-"""Arrays that stay on the node that made them, and the handles that travel in their stead.
+"""References to arrays that stay on the node that made them, for those who need only their length.
 
-    engine    segments ─► their arrays, end to end ──────► the node's store
-    driver    lengths, spans, and a `ArrayRef` each     │
-    rank, scorer     np.asarray(segment.token_ids) ◄───────┘ fetched, once a shelf
+    engine    segments ─► their arrays end to end, one `ArrayBlock` ──► the node's store
+    driver    lengths, spans, and an `ArrayRef` each                          │
+    rank, scorer     np.asarray(segment.token_ids) ◄──────────────────────────┘ fetched once a block
 
-How something is kept is a handle's affair (Ray's: `winnow.workers.ray.handle`). Between processes
-of one machine, and within one, the handle is the thing itself.
+Ray keeps a block in the store of the worker's node (`winnow.workers.ray.handle`). Between processes
+of one machine the arrays travel with the block, and its references arrive as arrays.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from numpy.typing import DTypeLike, NDArray
 
 from winnow.types import Group, Trajectory
 
+Arrays = tuple[NDArray[Any], ...]
+
 
 class Handle(Protocol):
-    """Stands for something that may lie elsewhere; small, and free to travel."""
+    """A small stand-in for something that lies elsewhere; it may travel freely."""
 
     def begin(self) -> None:
-        """Have it fetched, so that `get` waits for less."""
+        """Start fetching it, so that `get` waits for less."""
         ...
 
     def get(self) -> Any:
-        """What it stands for, fetched if it is not here; arrays in it are read-only.
+        """Return what it stands for, fetched if it is not here; arrays in it are read-only.
 
         Raises:
             WorkerError: it is lost.
@@ -36,116 +38,99 @@ class Handle(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class LocalRef:
-    """The handle that is the thing itself."""
+class ArrayBlock:
+    """Several arrays that are stored and fetched together.
 
-    value: Any
-
-    def begin(self) -> None:
-        """It is here."""
-
-    def get(self) -> Any:
-        """See `Handle.get`."""
-        return self.value
-
-
-@dataclass(frozen=True, eq=False)
-class SplitResult:
-    """What a worker's method returns of which the caller is to have only a part.
-
-    `told` travels. `kept` is a `LocalRef` where it is returned; the caller gets a handle. On a
-    cluster that stays in the store of the worker's node, and outlives the worker.
+    Args:
+        arrays: the arrays themselves, where they are in this process.
+        handle: else a handle of the tuple of them.
     """
 
-    told: Any
-    kept: Handle
-
-
-class ArrayBlock:
-    """Arrays behind one handle, which is of a tuple of them."""
-
-    def __init__(self, handle: Handle) -> None:
-        self.handle = handle
-        self._found: tuple[NDArray[Any], ...] | None = None
+    def __init__(self, arrays: Arrays | None = None, handle: Handle | None = None) -> None:
+        self._arrays, self.handle = arrays, handle
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ArrayBlock, (self.handle,)
+        # What was fetched stays behind: the receiver fetches for itself.
+        return ArrayBlock, (None if self.handle else self._arrays, self.handle)
 
     @property
     def is_fetched(self) -> bool:
-        """Whether its arrays are in this process."""
-        return self._found is not None
+        """True if the arrays are in this process."""
+        return self._arrays is not None
+
+    def take(self) -> Arrays | None:
+        """Return the arrays and forget them, so that they can travel apart from references."""
+        arrays, self._arrays = self._arrays, None
+        return arrays
 
     def array(self, index: int) -> NDArray[Any]:
-        """One of them; all are fetched the first time.
+        """Return one of the arrays; the first call fetches all.
 
         Raises:
             WorkerError: they are lost.
         """
-        if self._found is None:
-            self._found = self.handle.get()
-        return self._found[index]
+        if self._arrays is None:
+            assert self.handle is not None
+            self._arrays = self.handle.get()
+        assert self._arrays is not None
+        return self._arrays[index]
 
 
 class ArrayRef:
-    """A piece of an array on a shelf: its length is here, the rest is fetched when it is read.
+    """A slice of an array of a block: its length is here, the rest is fetched when it is read.
 
-    Takes the place of a numpy array where that is only counted, sent on or given to numpy.
+    It takes the place of a numpy array that is only counted, sent on or given to numpy. Where the
+    block's arrays travel with it, the slice itself arrives.
 
     Args:
-        index: which array of the shelf.
-        start, stop: which entries of it.
-        dtype: as which they are read.
+        index: position of the array in the block.
+        start, stop: the entries of it.
+        dtype: the type as which they are read.
     """
 
-    __slots__ = ("_dtype", "_index", "_start", "_stop", "shelf")
+    __slots__ = ("_dtype", "_index", "_start", "_stop", "block")
 
     def __init__(
-        self, shelf: ArrayBlock, index: int, start: int, stop: int, dtype: DTypeLike
+        self, block: ArrayBlock, index: int, start: int, stop: int, dtype: DTypeLike
     ) -> None:
-        self.shelf = shelf
+        self.block = block
         self._index, self._start, self._stop = index, start, stop
         self._dtype = np.dtype(dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        place = self.shelf, self._index, self._start, self._stop, self._dtype
-        return ArrayRef, place
+        return _arrived, (self.block, self._index, self._start, self._stop, self._dtype)
 
     def __len__(self) -> int:
         return self._stop - self._start
 
     def __array__(self, dtype: DTypeLike = None, copy: bool | None = None) -> NDArray[Any]:
-        piece = self.shelf.array(self._index)[self._start : self._stop]
+        piece = self.block.array(self._index)[self._start : self._stop]
         wanted = self._dtype if dtype is None else np.dtype(dtype)
         if copy is False and piece.dtype != wanted:
             raise ValueError(f"stored as {piece.dtype}: {wanted} is a copy")
         return piece.astype(wanted, copy=bool(copy))
 
 
-@dataclass(frozen=True)
-class Placeholder:
-    """Where an array was taken out, to be put on a shelf."""
+def _arrived(block: ArrayBlock, index: int, start: int, stop: int, dtype: DTypeLike) -> Any:
+    """Rebuild a reference in another process: an array where the block's arrays came along."""
+    ref = ArrayRef(block, index, start, stop, dtype)
+    return np.asarray(ref) if block.is_fetched else ref
 
-    length: int
-    dtype: str
 
-    @classmethod
-    def of(cls, array: NDArray[Any] | ArrayRef, dtype: DTypeLike) -> Any:
-        """In the place of an array, which will be read as `dtype`."""
-        return cls(len(array), np.dtype(dtype).str)
+@dataclass(frozen=True, eq=False)
+class SplitResult:
+    """A worker's result of which the arrays may stay on the worker's node.
 
-    def __len__(self) -> int:
-        return self.length
+    On a cluster only `told` travels to the caller, with references to the block, which stays in the
+    store of the worker's node and outlives the worker.
+    """
 
-    def filled(self, shelf: ArrayBlock, index: int, start: int = 0) -> Any:
-        """The array of that length from `start` on: itself where it is here, else stored."""
-        stored = ArrayRef(shelf, index, start, start + self.length, self.dtype)
-        return np.asarray(stored) if isinstance(shelf.handle, LocalRef) else stored
+    told: Any
+    block: ArrayBlock
 
 
 class PickleAsArray:
-    """A stored array that is an array when it is pickled: for a checkpoint, which is to last."""
+    """A reference that is an array when it is pickled: for a checkpoint, which is to last."""
 
     def __init__(self, array: ArrayRef) -> None:
         self._array = array
@@ -158,21 +143,22 @@ class PickleAsArray:
 
 
 def begin_fetching(trajectories: Iterable[Trajectory]) -> list[ArrayBlock]:
-    """Have all that is stored of these answers brought here at once; the shelves that it is on."""
+    """Start fetching all that is stored of these answers; returns the blocks it is in."""
     segments = (segment for trajectory in trajectories for segment in trajectory.segments)
     arrays: Iterable[object] = (segment.token_ids for segment in segments)
     stored = [array for array in arrays if isinstance(array, ArrayRef)]
-    shelves = {id(each.shelf): each.shelf for each in stored if not each.shelf.is_fetched}
-    for shelf in shelves.values():
-        shelf.handle.begin()
-    return list(shelves.values())
+    blocks = {id(each.block): each.block for each in stored if not each.block.is_fetched}
+    for block in blocks.values():
+        if block.handle is not None:
+            block.handle.begin()
+    return list(blocks.values())
 
 
 def fetch(groups: Iterable[Group]) -> None:
-    """Have all that is stored of these answers brought here at once, not one by one.
+    """Fetch all that is stored of these answers, side by side.
 
     Raises:
         WorkerError: some of it is lost.
     """
-    for shelf in begin_fetching(answer.trajectory for g in groups for answer in g.scored):
-        shelf.array(0)
+    for block in begin_fetching(answer.trajectory for g in groups for answer in g.scored):
+        block.array(0)

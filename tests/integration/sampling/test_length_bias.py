@@ -19,8 +19,13 @@ import pytest
 from tests.engines import VOCABULARY, Prompts, ScriptedEngine, uniform
 
 from winnow.config.rollout import SamplingConfig
-from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
-from winnow.rollout.single_turn import answer_seed
+from winnow.rollout.engine import (
+    AnswerRequest,
+    GroupRequest,
+    SamplingParams,
+    WeightUpdate,
+    answer_seed,
+)
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Trajectory
 

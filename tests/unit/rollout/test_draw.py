@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.rollout.draw import RowParams, draw, truncate, uniform
+from winnow.rollout.draw import RowParams, draw, select, select_by_blocks, truncate, uniform
 from winnow.rollout.engine import SamplingParams
 
 MASK = (1 << 64) - 1
@@ -75,6 +75,57 @@ def test_a_token_without_probability_is_never_drawn(
     ids, logprobs = draw(logits, torch.tensor([u], dtype=torch.float64), params_of(1))
     assert ids.item() in kept
     assert torch.isfinite(logprobs).all()
+
+
+def counted(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """How many cumulated probabilities do not exceed u * total: the definition of a draw."""
+    cdf = probs.to(torch.float64).cumsum(-1)
+    return (cdf <= (u * cdf[:, -1])[:, None]).sum(-1)
+
+
+@given(
+    st.integers(1, 6),
+    st.sampled_from([1, 31, 32, 33, 100, 2048, 5000]),
+    st.sampled_from([0.0, 0.1, 3.0, 30.0]),
+    st.integers(0, 2**31),
+    st.data(),
+)
+def test_a_draw_in_two_levels_gives_the_ids_of_a_plain_one(
+    rows: int, vocabulary: int, spread: float, seed: int, data: st.DataObject
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocabulary, generator=generator) * spread
+    probs = torch.softmax(logits, -1)
+    probs[torch.rand(probs.shape, generator=generator) < data.draw(st.sampled_from([0, 0.9]))] = 0
+    probs[:, int(torch.randint(vocabulary, (1,), generator=generator))] += 1e-3
+    cdf = probs.double().cumsum(-1)
+    # On a bound, a hair beside one, and anywhere.
+    bound = cdf.gather(1, torch.randint(vocabulary, (rows, 1), generator=generator))[:, 0]
+    hair = data.draw(st.sampled_from([0.0, 1e-16, -1e-16, 1e-8, -1e-8, 1e-6, -1e-6]))
+    beside = (bound / cdf[:, -1] + hair).clamp(0, 1 - 2**-53)
+    for u in (beside, torch.rand(rows, generator=generator, dtype=torch.float64)):
+        want = counted(probs, u)
+        assert torch.equal(select(probs, u), want)
+        assert torch.equal(select_by_blocks(probs, u), want)
+
+
+def test_a_large_vocabulary_is_drawn_from_as_a_small_one_is() -> None:
+    logits = torch.randn(300, 4096, generator=torch.Generator().manual_seed(0)) * 4
+    u = uniform(torch.arange(300), torch.arange(300))
+    ids, logprobs = draw(logits, u, params_of(300))
+    assert torch.equal(ids, counted(torch.log_softmax(logits, -1).exp(), u))
+    assert torch.equal(logprobs, torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0])
+
+
+def test_what_is_not_a_number_is_drawn_as_some_token() -> None:
+    for vocabulary in (8, 4096):
+        ids, logprobs = draw(torch.full((1, vocabulary), torch.nan), uniform_one(), params_of(1))
+        assert 0 <= ids.item() < vocabulary
+        assert logprobs.isnan().all()
+
+
+def uniform_one() -> torch.Tensor:
+    return torch.tensor([0.5], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(

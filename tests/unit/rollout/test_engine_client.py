@@ -9,10 +9,9 @@ from typing import Any
 from tests.engines import ScriptedEngine
 from tests.unit.rollout.test_engine_group import length, request
 
-from winnow.rollout.engine import CompletionEvent
-from winnow.rollout.engine_client import EngineClient
+from winnow.rollout.engine import EMPTY, CompletionEvent
+from winnow.rollout.engine_group import EngineClient
 from winnow.rollout.router import PendingRequest
-from winnow.rollout.slots import EMPTY
 
 
 class Idle(ScriptedEngine):
@@ -30,8 +29,8 @@ class Idle(ScriptedEngine):
 def member(engine: ScriptedEngine, answers: int = 2) -> EngineClient:
     made = EngineClient(engine, "engine 0")
     asked = request(0, answers)
-    made.give([PendingRequest(asked, answer) for answer in asked.answers])
-    made.outbox.clear()  # as after `send`
+    asks = [PendingRequest(asked, answer) for answer in asked.answers]
+    made.asks.update((ask.key, ask) for ask in asks)
     return made
 
 
@@ -62,19 +61,15 @@ def test_at_the_tick_asked_for_nothing_is_lost_yet() -> None:
     assert len(made.asks) == 2
 
 
-def test_an_engine_that_something_is_on_its_way_to_is_not_idle() -> None:
-    made = member(ScriptedEngine(length))
-    assert made.is_idle
-    asked = request(1)
-    made.give([PendingRequest(asked, answer) for answer in asked.answers])
-    assert not made.is_idle
-
+def test_an_engine_that_answers_are_being_sent_to_has_lost_none() -> None:
     async def sending() -> None:
-        made.outbox.clear()
+        made = member(ScriptedEngine(length))
         made.sending = asyncio.create_task(asyncio.sleep(0))
-        assert not made.is_idle
+        made.check_lost()
+        assert (kinds(made), len(made.asks)) == ([], 2)
         await made.sent()
-        assert made.is_idle
+        made.check_lost()
+        assert (kinds(made), made.asks) == (["failed", "failed"], {})
 
     asyncio.run(sending())
 
@@ -82,5 +77,5 @@ def test_an_engine_that_something_is_on_its_way_to_is_not_idle() -> None:
 def test_late_words_of_a_dead_engine_are_not_heard() -> None:
     made = member(ScriptedEngine(length))
     made.is_dead, made.asks = True, {}
-    assert made.hear([end(0)]) == []
+    assert made.receive([end(0)]) == []
     assert made.take_inbox() == []

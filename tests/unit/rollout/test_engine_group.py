@@ -24,9 +24,9 @@ from winnow.rollout.engine import (
     GroupRequest,
     SamplingParams,
     WeightUpdate,
+    generate,
 )
 from winnow.rollout.engine_group import EngineGroup
-from winnow.rollout.generate import generate
 from winnow.rollout.router import QUANTUM_TICKS, quantum_for
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Segment, Trajectory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import random
 from typing import Any
 
@@ -15,8 +16,7 @@ from winnow.errors import WorkerError
 from winnow.rollout import remote_engine
 from winnow.rollout.engine import CompletionEvent
 from winnow.rollout.engine_group import EngineGroup
-from winnow.rollout.remote_engine import RemoteEngine
-from winnow.rollout.worker import EngineWorker
+from winnow.rollout.remote_engine import EngineWorker, RemoteEngine, Reply
 
 SEEDS = 120
 CALLS = ["submit", "submit", "resume", "events", "cancel", "progress", "progress", "abort"]
@@ -47,7 +47,7 @@ class Wire:
         for _ in range(self._rng.choice([0, 0, 1, 3, 10, 40])):
             await asyncio.sleep(0)
         self._check()
-        return reply
+        return pickle.loads(pickle.dumps(reply))
 
     def _check(self) -> None:
         if self.is_killed:
@@ -64,7 +64,7 @@ class WiredStory(Story):
         for _ in range(engines):
             inner: Any = TickByTick(length, slots=3, live_updates=True)
             self.wires.append(Wire(EngineWorker(inner), rng))
-            made.append(RemoteEngine(self.wires[-1], 0, inner.status()))
+            made.append(RemoteEngine(self.wires[-1], 0, Reply(None, inner.status(), 0)))
         self.group = EngineGroup(made, deterministic)
 
     async def take(self, step: Step) -> None:

@@ -1,8 +1,9 @@
-"""An engine behind a wire: replies that overtake each other, a status that does not grow old."""
+"""An engine behind a wire: replies that overtake each other, answers that travel with calls."""
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -22,9 +23,8 @@ from winnow.rollout.engine import (
     SamplingParams,
     WeightUpdate,
 )
-from winnow.rollout.remote_engine import RemoteEngine
+from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
 from winnow.rollout.torch_engine import TorchEngine
-from winnow.rollout.worker import EngineWorker
 from winnow.types import FloatArray, IntArray, Segment, VersionSpan
 from winnow.workers.array_refs import ArrayBlock, ArrayRef
 
@@ -35,19 +35,27 @@ class Wire:
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
         self.held: dict[str, asyncio.Event] = {}
+        self.fatal: str | None = None
+        self.dies = asyncio.Event()
         self.calls: list[str] = []
 
     def hold(self, method: str) -> asyncio.Event:
         self.held[method] = asyncio.Event()
         return self.held[method]
 
+    def dies_in(self, method: str) -> None:
+        self.fatal = method
+
     async def call_rank(self, rank: int, method: str, *args: Any) -> Any:
-        name = args[0] if method == "ask" else method
-        self.calls.append(name)
-        reply = await getattr(self._worker, method)(*args)
-        if name in self.held:
-            await self.held.pop(name).wait()
-        return reply
+        assert method == "ask"
+        self.calls.append(args[0])
+        reply = await self._worker.ask(*args)
+        if args[0] == self.fatal:
+            await self.dies.wait()
+            raise WorkerError("the process was killed", "engine 0", 0)
+        if args[0] in self.held:
+            await self.held.pop(args[0]).wait()
+        return pickle.loads(pickle.dumps(reply))
 
 
 async def connected(slots: int = 8) -> tuple[RemoteEngine, Wire, TorchEngine]:
@@ -74,7 +82,7 @@ def kinds(events: Sequence[CompletionEvent]) -> list[tuple[int, str, int]]:
     return [(e.group_id, e.kind, len(e.segment)) for e in events]
 
 
-def test_a_look_at_progress_that_later_news_overtook_is_taken_again() -> None:
+def test_replies_that_overtake_each_other_are_entered_in_the_order_they_were_made() -> None:
     async def run() -> None:
         remote, wire, engine = await connected()
         await remote.submit(requests([5, 9, 20]))
@@ -82,64 +90,67 @@ def test_a_look_at_progress_that_later_news_overtook_is_taken_again() -> None:
         release = wire.hold("progress")
         looking = asyncio.ensure_future(remote.progress())
         await turns(5)
-        assert kinds(await remote.events()) == [(1, "finished", 9)]
+        waiting = asyncio.ensure_future(remote.events())
+        await turns(50)  # answered by now, and faster than the look
+        assert not waiting.done()
+        assert remote.status().tick == 5
         release.set()
-        told = await looking
-        # Not that answer 1 is running: it has ended, and everybody knows.
-        assert kinds(told) == [(2, "running", 9)]
+        assert kinds(await waiting) == [(1, "finished", 9)]
+        # Not that answer 1 is running: it has ended, and the look was taken again.
+        assert kinds(await looking) == [(2, "running", 9)]
         assert wire.calls.count("progress") == 2
         assert remote.status().generated_tokens == 5 + 9 + 9 == engine.status().generated_tokens
 
     asyncio.run(run())
 
 
-def test_all_up_to_a_tick_comes_in_one_call() -> None:
+def test_all_up_to_a_tick_comes_in_one_call_that_takes_new_answers_along() -> None:
     async def run() -> None:
         remote, wire, _ = await connected()
-        told = await remote.events_to(10, requests([3, 5, 9, 20]))
+        await remote.submit(requests([3, 5, 9, 20]))
+        assert (remote.status().queued, wire.calls) == (4, [""])
+        told = await remote.events_to(10)
         assert kinds(told) == [(0, "finished", 3), (1, "finished", 5), (2, "finished", 9)]
         assert [event.tick for event in told] == [3, 5, 9]
-        assert remote.status().tick == 10
-        assert kinds(await remote.events_to(100, [])) == [(3, "finished", 20)]
+        assert (remote.status().tick, remote.status().queued) == (10, 0)
+        assert kinds(await remote.events_to(100)) == [(3, "finished", 20)]
         assert wire.calls == ["", "events", "events"]
 
     asyncio.run(run())
 
 
-def test_what_is_submitted_beside_a_call_under_way_is_written_all_the_same() -> None:
+def test_answers_that_are_submitted_beside_a_wait_are_sent_at_once() -> None:
     async def run() -> None:
-        remote, wire, _ = await connected()
+        remote, wire, engine = await connected()
+        await remote.submit(requests([60]))
         release = wire.hold("events")
-        waiting = asyncio.ensure_future(remote.events_to(4, requests([3])))
-        await turns(50)  # answered; the reply is on its way
-        waiting.cancel()
-        later = asyncio.ensure_future(remote.events_to(9, requests([3, 5])[1:]))
-        await turns(20)
+        waiting = asyncio.ensure_future(remote.events())
+        await turns(5)
+        await remote.submit(requests([60, 30])[1:])
+        assert remote.status().queued >= 1
+        await turns(5)
+        assert engine.status().running == 2
         release.set()
-        told = [*await later]
-        while len(told) < 2:
-            told += await remote.events_to(9, [])
-        assert kinds(told) == [(0, "finished", 3), (1, "finished", 5)]
-        assert wire.calls.count("submit") == 1
+        assert kinds(await waiting) == [(1, "finished", 30)]
+        assert wire.calls == ["", "events", ""]
 
     asyncio.run(run())
 
 
-def test_what_is_submitted_behind_an_inbox_that_nobody_took_is_written_too() -> None:
+def test_a_worker_that_dies_fails_a_reply_that_came_before_its_turn() -> None:
     async def run() -> None:
         remote, wire, _ = await connected()
-        release = wire.hold("events")
-        waiting = asyncio.ensure_future(remote.events_to(4, requests([3])))
+        await remote.submit(requests([3]))
+        wire.dies_in("progress")
+        looking = asyncio.ensure_future(remote.progress())
+        await turns(5)
+        waiting = asyncio.ensure_future(remote.events())
         await turns(50)
-        hearing = remote._listening
-        assert hearing is not None
-        hearing.add_done_callback(lambda _: waiting.cancel())  # in the turn in which it comes
-        release.set()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        told = [*await remote.events_to(9, requests([3, 5])[1:])]
-        told += await remote.events_to(9, [])
-        assert kinds(told) == [(0, "finished", 3), (1, "finished", 5)]
+        assert not waiting.done()
+        wire.dies.set()
+        for call in (looking, waiting):
+            with pytest.raises(WorkerError, match="was killed"):
+                await asyncio.wait_for(call, 5)
 
     asyncio.run(run())
 
@@ -152,27 +163,21 @@ class Lost(Elsewhere):
         raise WorkerError("what engine 0[0] wrote is lost", "engine 0", 0)
 
 
-@pytest.mark.parametrize("way", ["submit", "events_to"])
-def test_an_answer_whose_prefix_is_lost_is_begun_anew(
-    way: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_answer_whose_prefix_is_lost_is_begun_anew(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> list[CompletionEvent]:
         remote, _, _ = await connected()
         (whole,) = requests([9])
-        shelf = ArrayBlock(Lost(None))
+        block = ArrayBlock(handle=Lost(None))
         prefix = Segment(
-            cast("IntArray", ArrayRef(shelf, 0, 0, 4, np.int64)),
-            cast("FloatArray", ArrayRef(shelf, 1, 0, 4, np.float32)),
+            cast("IntArray", ArrayRef(block, 0, 0, 4, np.int64)),
+            cast("FloatArray", ArrayRef(block, 1, 0, 4, np.float32)),
             (VersionSpan(0, 4),),
         )
         cut = replace(whole, group_id=1, answers=(AnswerRequest(0, 0, prefix),))
-        told = []
+        told: list[CompletionEvent] = []
         for group in (whole, cut):
-            if way == "submit":
-                await remote.submit([group])
-                told += await remote.events()
-            else:
-                told += await remote.events_to(remote.status().tick + 20, [group])
+            await remote.submit([group])
+            told += await remote.events()
         return told
 
     first, second = asyncio.run(run())
@@ -201,7 +206,7 @@ def test_events_that_were_answered_before_a_look_come_with_it() -> None:
 def test_an_engine_is_not_idle_while_a_look_at_it_may_bring_its_last_answer() -> None:
     async def run() -> None:
         remote, wire, engine = await connected()
-        await remote.submit(requests([5]))
+        await engine.submit(requests([5]))
         writing = asyncio.ensure_future(engine.events())
         while engine.status().tick < 5:
             await asyncio.sleep(0)
@@ -213,24 +218,7 @@ def test_an_engine_is_not_idle_while_a_look_at_it_may_bring_its_last_answer() ->
         await turns(50)
         assert not waiting.done()
         release.set()
-        assert kinds(await looking) == [(0, "finished", 5)]
-        assert await waiting == []
-
-    asyncio.run(run())
-
-
-def test_a_reply_that_comes_late_does_not_set_the_status_back() -> None:
-    async def run() -> None:
-        remote, wire, _ = await connected()
-        release = wire.hold("submit")
-        first = asyncio.ensure_future(remote.submit(requests([5])))
-        await turns(5)
-        await remote.events()
-        assert remote.status().tick == 5
-        release.set()
-        await first
-        assert remote.status().tick == 5
-        assert remote.status().queued == 0
+        assert kinds([*await looking, *await waiting]) == [(0, "finished", 5)]
 
     asyncio.run(run())
 
@@ -266,33 +254,13 @@ def test_nothing_to_tell_from_before_an_abort_does_not_mean_idle(
         release = wire.hold("events")
         waiting = asyncio.ensure_future(remote.events())
         await turns(20)  # it ran out of patience there, the reply is on its way
-        await remote.abort([0])
-        assert remote.status().running == remote.status().queued == 0
+        aborting = asyncio.ensure_future(remote.abort([0]))
+        await turns(20)
         release.set()
+        await aborting
         ((group, kind, _),) = kinds(await waiting)
         assert (group, kind) == (0, "aborted")
-
-    asyncio.run(run())
-
-
-def test_a_look_that_is_taken_again_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        remote, wire, _ = await connected()
-        await remote.submit(requests([5, 9, 20]))
-        await remote.events()
-        release = wire.hold("progress")
-        looking = asyncio.ensure_future(remote.progress())
-        await turns(5)
-        await remote.events()
-        monkeypatch.setattr(remote_engine, "PATIENCE_S", 1e-9)
-        again = wire.hold("progress")
-        waiting = asyncio.ensure_future(remote.events())
-        release.set()
-        await turns(5)
-        assert wire.calls.count("progress") == 2
-        assert kinds(await waiting) == [(2, "finished", 20)]
-        again.set()
-        await looking
+        assert remote.status().running == remote.status().queued == 0
 
     asyncio.run(run())
 
@@ -321,7 +289,7 @@ def test_new_weights_are_refused_here_so_that_the_worker_need_not_fail() -> None
             await remote.load_weights(WeightUpdate(1))
         with pytest.raises(ValueError, match="abort what runs"):
             await remote.begin_update(1)
-        assert wire.calls == ["", "submit"]
+        assert wire.calls == [""]
 
     asyncio.run(run())
 
@@ -332,6 +300,7 @@ def test_progress_of_the_worker_moves_with_tokens_and_replies() -> None:
         worker = wire._worker
         before = worker.progress
         await remote.submit(requests([6]))
+        await remote.progress()
         assert worker.progress == before + 1
         await engine.events(until=4)
         assert worker.progress == before + 5

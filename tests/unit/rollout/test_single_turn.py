@@ -3,8 +3,13 @@ import sys
 
 import numpy as np
 
-from winnow.rollout.engine import CompletionEvent, SamplingParams
-from winnow.rollout.single_turn import answer_seed, group_request, trajectory_of
+from winnow.rollout.engine import (
+    CompletionEvent,
+    SamplingParams,
+    answer_seed,
+    group_request,
+    trajectory_of,
+)
 from winnow.types import Prompt, Segment, VersionSpan
 
 PROMPT = Prompt("7", np.array([5, 6]), "ab", "test", "c")
@@ -20,7 +25,7 @@ def test_seeds_are_64_bits_and_differ_by_run_group_and_answer() -> None:
 
 
 def test_a_seed_is_the_same_in_every_process() -> None:
-    code = "from winnow.rollout.single_turn import answer_seed; print(answer_seed(1, 2, 3))"
+    code = "from winnow.rollout.engine import answer_seed; print(answer_seed(1, 2, 3))"
     env = {"PYTHONHASHSEED": "17", "PYTHONPATH": ":".join(sys.path)}
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=env)
     assert int(out.stdout) == answer_seed(1, 2, 3) == 13041116711478803063

@@ -29,9 +29,8 @@ from winnow.rollout.weights import (
     WeightReceiver,
     array_of,
     buckets,
-    found,
-    kept,
     send,
+    split_bucket,
     tensor_of,
     tensors,
 )
@@ -246,14 +245,17 @@ def test_a_bucket_whose_arrays_stay_behind_fills_a_model_all_the_same(dtype: tor
     torch.manual_seed(2)
     source = {"a": torch.randn(3, 4).to(dtype), "b": torch.randn(5).to(dtype)}
     (whole,) = buckets(WeightUpdate(4, source.items()))
-    said = kept(whole)
-    told = pickle.dumps(said.told)
+    near = pickle.loads(pickle.dumps(split_bucket(whole)))
+    said = split_bucket(whole)
+    handle = Elsewhere(said.block.take())
+    told = pickle.dumps(said)  # as on a cluster, where the block's arrays go another way
     assert not any(piece.array.tobytes() in told for piece in whole.pieces)
-    for handle in (said.kept, Elsewhere(said.kept.get())):
-        bucket = found(SplitResult(pickle.loads(told), handle))
+    far: SplitResult = pickle.loads(told)
+    far.block.handle = handle
+    for bucket in (near.told, far.told):
         assert bucket.checksum() == whole.checksum()
         assert bucket.listing(7) == whole.listing(7)
-        assert getattr(handle, "fetched", 0) == 0, "a checksum and a listing need no bytes"
+        assert handle.fetched == 0, "a checksum and a listing need no bytes"
         for name, tensor in tensors([bucket]):
             assert torch.equal(tensor, source[name])
         afresh = replace(bucket, known=None)
@@ -263,10 +265,11 @@ def test_a_bucket_whose_arrays_stay_behind_fills_a_model_all_the_same(dtype: tor
 def test_bytes_that_changed_where_they_lie_are_noticed() -> None:
     source = Holder([(3, 4), (5,)], 3)
     (bucket,) = buckets(WeightUpdate(4, source.tensors().items()))
-    said = kept(bucket)
-    spoilt = [array.copy() for array in said.kept.get()]
+    said = split_bucket(bucket)
+    spoilt = [array.copy() for array in said.block.take() or ()]
     spoilt[1].view(np.uint8)[0] ^= 1
-    update = WeightUpdate(4, buckets=[found(SplitResult(said.told, Elsewhere(tuple(spoilt))))])
+    said.block.handle = Elsewhere(tuple(spoilt))
+    update = WeightUpdate(4, buckets=[said.told])
     with pytest.raises(PublicationError, match="holds other bytes than were sent in bucket 0"):
         asyncio.run(send(update, asker(a=Model(Holder([(3, 4), (5,)], 1)))))
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engines import prompt, written
 from tests.examples import examples
 
-from engines import prompt, written
 from winnow.config.rollout import NoFilter, SamplingConfig, VarianceFilter
-from winnow.rollout.single_turn import answer_seed
+from winnow.rollout.engine import answer_seed
 from winnow.sampling.ledger import Ledger
 from winnow.sampling.report import StepGroups
 from winnow.sampling.states import Settled

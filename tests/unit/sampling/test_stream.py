@@ -15,8 +15,13 @@ import pytest
 from engines import Prompts, ScriptedEngine, greedy_seed, uniforms, written
 from winnow.config.rollout import SamplingConfig, VarianceFilter
 from winnow.errors import NoSignalError, RewardError, TrainingError
-from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
-from winnow.rollout.single_turn import answer_seed
+from winnow.rollout.engine import (
+    AnswerRequest,
+    GroupRequest,
+    SamplingParams,
+    WeightUpdate,
+    answer_seed,
+)
 from winnow.sampling import watchdog
 from winnow.sampling.report import Progress, StepGroups
 from winnow.sampling.stream import Sampler

@@ -1,4 +1,4 @@
-"""Arrays that lie elsewhere: read as numpy reads, fetched once a shelf, whole in a checkpoint."""
+"""Arrays that lie elsewhere: read as numpy reads, fetched once a block, whole in a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tests.stored import Elsewhere
 
 from winnow.learning.batch import pack
-from winnow.rollout.detached_events import attach_arrays, detach_arrays
 from winnow.rollout.engine import CompletionEvent
+from winnow.rollout.remote_engine import _detach
 from winnow.sampling.serialization import answer_from, plain_answer
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
-from winnow.workers.array_refs import ArrayBlock, ArrayRef, LocalRef, PickleAsArray, fetch
+from winnow.workers.array_refs import ArrayBlock, ArrayRef, PickleAsArray, SplitResult, fetch
 
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=6)
 
@@ -58,45 +58,53 @@ def same(one: Segment, other: Segment) -> None:
     assert (one.spans, one.source, len(one)) == (other.spans, other.source, len(other))
 
 
-@given(LENGTHS, st.booleans())
-def test_events_are_put_together_again(lengths: list[int], is_here: bool) -> None:
-    events = events_of(lengths)
-    bare, arrays = detach_arrays(events)
-    told = pickle.dumps(bare)
+def far_events(events: list[CompletionEvent]) -> tuple[list[CompletionEvent], Elsewhere]:
+    """The events as a driver gets them whose arrays stay on the worker's node."""
+    split = SplitResult(*_detach(events))
+    handle = Elsewhere(split.block.take())
+    told = pickle.dumps(split)
     assert not any(e.segment.token_ids.tobytes() in told for e in events if len(e.segment) > 1)
-    far = Elsewhere(arrays.get())
-    back = attach_arrays(pickle.loads(told), arrays if is_here else far)
-    assert far.fetched == 0
-    for event, other in zip(events, back, strict=True):
-        assert isinstance(other.segment.token_ids, np.ndarray) == is_here
-        same(event.segment, other.segment)
-        assert (event.group_id, event.answer, event.kind, event.tick) == (
-            other.group_id,
-            other.answer,
-            other.kind,
-            other.tick,
-        )
-    assert far.fetched == (0 if is_here else 1), "once a shelf"
+    arrived: SplitResult = pickle.loads(told)
+    arrived.block.handle = handle
+    return arrived.told, handle
+
+
+@given(LENGTHS)
+def test_events_arrive_whole_with_their_arrays_or_references_to_them(lengths: list[int]) -> None:
+    events = events_of(lengths)
+    near: list[CompletionEvent] = pickle.loads(pickle.dumps(SplitResult(*_detach(events)))).told
+    far, handle = far_events(events)
+    assert handle.fetched == 0
+    for event, *others in zip(events, near, far, strict=True):
+        assert [type(e.segment.token_ids) for e in others] == [np.ndarray, ArrayRef]
+        for other in others:
+            same(event.segment, other.segment)
+            assert (event.group_id, event.answer, event.kind, event.tick) == (
+                other.group_id,
+                other.answer,
+                other.kind,
+                other.tick,
+            )
+    assert handle.fetched == 1, "once a block"
 
 
 def test_what_counts_and_sends_on_fetches_nothing() -> None:
-    bare, arrays = detach_arrays(events_of([4, 5]))
-    far = Elsewhere(arrays.get())
-    (first, second) = groups_of(attach_arrays(bare, far))
+    events, handle = far_events(events_of([4, 5]))
+    (first, second) = groups_of(events)
     trajectory = first.answers[0].trajectory
     assert (trajectory.generated_tokens, len(second.answers[0].trajectory.gen_mask)) == (4, 5)
     assert trajectory.versions == (0,)
     plain_answer(first.answers[0])
-    assert far.fetched == 0
+    assert handle.fetched == 0
 
 
-def test_a_shelf_that_travels_is_one_shelf_with_what_it_was_given() -> None:
-    _, arrays = detach_arrays(events_of([4, 5]))
-    near = ArrayRef(ArrayBlock(arrays), 0, 0, 4, np.int64)
+def test_a_block_that_travels_is_one_block_without_what_was_fetched() -> None:
+    numbers = np.arange(9)
+    near = ArrayRef(ArrayBlock(handle=Elsewhere((numbers,))), 0, 0, 4, np.int64)
     np.asarray(near)
     again: list[ArrayRef] = pickle.loads(pickle.dumps([near, near]))
-    assert again[0].shelf is again[1].shelf
-    assert not again[0].shelf.is_fetched, "what was fetched stays behind"
+    assert again[0].block is again[1].block
+    assert not again[0].block.is_fetched
     np.testing.assert_array_equal(again[0], near)
 
 
@@ -104,9 +112,9 @@ def test_all_that_a_step_needs_is_asked_for_before_anything_is_waited_for() -> N
     handles = []
     groups: list[Group] = []
     for lengths in ([3, 4], [5], [2, 2, 1]):
-        bare, arrays = detach_arrays(events_of(lengths))
-        handles.append(Elsewhere(arrays.get()))
-        groups += groups_of(attach_arrays(bare, handles[-1]))
+        events, handle = far_events(events_of(lengths))
+        handles.append(handle)
+        groups += groups_of(events)
     fetch([*groups, *groups_of(events_of([3]))])
     assert [(far.begun, far.fetched) for far in handles] == [(1, 1)] * 3
     fetch(groups)
@@ -120,8 +128,7 @@ def test_all_that_a_step_needs_is_asked_for_before_anything_is_waited_for() -> N
 
 def test_a_checkpoint_holds_the_arrays_themselves() -> None:
     events = events_of([4, 5])
-    bare, arrays = detach_arrays(events)
-    groups = groups_of(attach_arrays(bare, Elsewhere(arrays.get())))
+    groups = groups_of(far_events(events)[0])
     state = [plain_answer(group.answers[0]) for group in groups]
     file = io.BytesIO()
     torch.save(state, file)
@@ -137,7 +144,7 @@ def test_a_checkpoint_holds_the_arrays_themselves() -> None:
 
 def test_numpy_reads_a_stored_array_like_any_other() -> None:
     numbers = np.arange(10, dtype=np.int32)
-    stored = ArrayRef(ArrayBlock(LocalRef((numbers,))), 0, 2, 6, np.int64)
+    stored = ArrayRef(ArrayBlock((numbers,)), 0, 2, 6, np.int64)
     assert np.asarray(stored).dtype == np.int64
     assert np.concatenate([cast(Any, stored), [7]]).tolist() == [2, 3, 4, 5, 7]
     target = np.zeros(4, np.float32)

@@ -258,7 +258,7 @@ class RayLink:
             outcome: Outcome = await told
             if isinstance(outcome, Result) and isinstance(outcome.value, SplitResult):
                 handle = RayHandle(kept, self._listener.role, self._listener.rank)
-                outcome = Result(SplitResult(outcome.value.told, handle))
+                outcome.value.block.handle = handle
         except exceptions.RayTaskError as error:  # a result that cannot travel
             kept.future().add_done_callback(_seen)  # the same again, which Ray would print
             outcome = Failure(_in_words(error.cause or error), _COLOUR.sub("", str(error)))

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from winnow.workers.array_refs import LocalRef, SplitResult
+from winnow.workers.array_refs import SplitResult
 from winnow.workers.environment import free_port
 from winnow.workers.host import Call, Host, Job, Outcome, Result, failure_of
 from winnow.workers.log_sender import LogSender, start_telling
@@ -84,8 +84,7 @@ class RayWorker:
             )
         outcome = await self._host.outcome(asked)
         if isinstance(outcome, Result) and isinstance(outcome.value, SplitResult):
-            kept = outcome.value
-            return Result(SplitResult(kept.told, LocalRef(None))), kept.kept.get()
+            return outcome, outcome.value.block.take()
         return outcome, None
 
     def _is_orphan(self) -> bool:

@@ -1,0 +1,88 @@
+"""A user's own engine: made from its place in a recipe, with clear words where it does not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.contract.test_engine import groups_of, model_of, use_layout_attention
+
+from winnow.errors import ConfigError
+from winnow.rollout.engine import SamplingParams, generate, load_custom_engine
+
+ROOT = Path(__file__).parents[3]
+ENGINE = """
+from winnow.rollout.torch_engine import TorchEngine
+
+class Wrapped(TorchEngine):
+    def __init__(self, *, model, vocab_size, decode, live_updates, slots=8, **options):
+        settings = {"prefill_tokens": 64, **options}
+        super().__init__(model, slots, vocab_size=vocab_size, decode=decode,
+                         live_updates=live_updates, **settings)
+
+class Half:
+    def __init__(self, **options):
+        pass
+
+    async def submit(self, groups):
+        pass
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(ENGINE)
+    return path
+
+
+def made(place: str, **options: Any) -> Any:
+    model = model_of("qwen3")
+    use_layout_attention(model)
+    given: dict[str, Any] = {"vocab_size": 40, "decode": str, "live_updates": True}
+    return load_custom_engine(place, options, model=model, **given)
+
+
+def test_an_engine_by_its_place_gets_the_policy_and_the_recipes_options(file: Path) -> None:
+    engine = made(f"{file}:Wrapped", slots=3)
+    assert (engine.status().slots, engine.status().live_updates) == (3, True)
+    done = asyncio.run(generate(engine, groups_of(sampling=SamplingParams(4))))
+    assert len(done) == 15
+
+
+def test_an_engine_that_does_not_fit_is_refused_with_what_is_wrong(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.path .*has no callable Other"):
+        made(f"{file}:Other")
+    with pytest.raises(ConfigError, match=r"fails with TypeError: .*'spots'; it gets decode, live"):
+        made(f"{file}:Wrapped", spots=3)
+    with pytest.raises(ConfigError, match="no method events, progress, abort, load_weights, stat"):
+        made(f"{file}:Half")
+
+
+@pytest.mark.slow
+def test_the_contract_runs_against_a_users_engine(file: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "stop or limit",
+    ]
+    ran = subprocess.run(
+        [*command, "tests/contract/test_engine.py"],
+        env={**os.environ, "WINNOW_ENGINE": f"{file}:Wrapped"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stdout
+    assert "3 passed" in ran.stdout
