@@ -24,7 +24,7 @@ from winnow.config.root import Config
 from winnow.config.warm_start import SftWarmStart
 from winnow.data.build import training_prompts
 from winnow.data.loader import PromptLoader
-from winnow.rewards.service import RewardService
+from winnow.rewards.pipeline import RewardPipeline, Rewards
 from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.generate import generate
 from winnow.rollout.single_turn import group_request
@@ -76,7 +76,9 @@ class Lengths:
 
 async def measure(config: Config, policy: Policies, steps: int) -> Lengths:
     """Sample `steps` steps under a rule, then write what no step trained to its end."""
-    rewards = RewardService(config.reward, config.rollout.max_response_tokens)
+    rewards = Rewards(
+        config.reward, RewardPipeline(config.reward, config.rollout.max_response_tokens)
+    )
     loader = PromptLoader(training_prompts(config.data, policy.tokenizer, 0), 0)
     engine, sampling = make_engine(config, policy), rollout_sampling(config, policy)
     admitted: list[Prompt] = []
