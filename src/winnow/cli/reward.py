@@ -356,7 +356,7 @@ def serve_command(
     """Serve a reward function over HTTP for runs with reward/manager=remote."""
     try:
         from winnow.http.service import address_of, listen, serve
-        from winnow.rewards.serve import QUEUE_S, ServeLimits, make_service
+        from winnow.rewards.serve import QUEUE_S, make_service
     except ModuleNotFoundError as error:
         raise RewardError(
             f"winnow reward serve needs the package {error.name}, which is not installed; "
@@ -371,7 +371,7 @@ def serve_command(
         section = _user_function(function, UserFunction())
         manager = make_manager(RewardConfig(function=section, workers=workers, timeout_s=timeout_s))
         with contextlib.closing(manager):
-            service = make_service(manager, token, ServeLimits(max_answer_s=timeout_s + QUEUE_S))
+            service = make_service(manager, token, timeout_s + QUEUE_S)
             said = f"{section.name} of {section.path} scores at {address_of(listener)}/"
             code = serve(service, listener, said)
     raise typer.Exit(code)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import httpx
@@ -40,35 +41,24 @@ _LOOPBACK: Mapping[str, httpx.AsyncBaseTransport | None] = {
 """A proxy of the environment's is never asked for these."""
 
 
+@dataclass(eq=False)
 class RemoteError(Exception):
-    """A request that came to nothing.
+    """A request that came to nothing."""
 
-    Attributes:
-        kind: `unreachable` (no connection), `timeout`, `status` (a refusal), or `garbage`: an
-            answer that is no JSON, too large, or cut off.
-        status: of the last answer; None where there was none.
-        line: one line for people, without secrets.
-        after_s: seconds after which the last answer asked to be tried again.
-        is_passing: the same request may be answered later.
-    """
-
-    def __init__(
-        self,
-        kind: Kind,
-        status: int | None,
-        line: str,
-        after_s: float | None = None,
-        is_passing: bool = False,
-    ) -> None:
-        super().__init__(line)
-        self.kind, self.status, self.line = kind, status, line
-        self.after_s, self.is_passing = after_s, is_passing
+    kind: Kind
+    """`unreachable` (no connection), `timeout`, `status` (a refusal), or `garbage`: an answer that
+    is no JSON, too large, or cut off."""
+    status: int | None
+    """Status of the last answer; None where there was none."""
+    line: str
+    """One line for people, without secrets."""
+    after_s: float | None = None
+    """Seconds after which the last answer asked to be tried again."""
+    is_passing: bool = False
+    """True if the same request may be answered later."""
 
     def __str__(self) -> str:
         return self.line
-
-    def __reduce__(self) -> Any:
-        return RemoteError, (self.kind, self.status, self.line, self.after_s, self.is_passing)
 
 
 class HttpJson:
@@ -212,16 +202,16 @@ class HttpJson:
                 data = await self._read(response)
         except TimeoutError:
             said = f"did not answer within {timeout_s:g} s"
-            raise self.error("timeout", status, said, is_passing=True) from None
+            raise self.error("timeout", status, said, None, True) from None
         except httpx.DecodingError as error:
             said = f"answered with what cannot be unpacked: {_text(error)}"
             raise self.error("garbage", status, said) from None
         except httpx.RequestError as error:
             if status is None:
                 said = f"cannot be reached: {_text(error)}"
-                raise self.error("unreachable", None, said, is_passing=True) from None
+                raise self.error("unreachable", None, said, None, True) from None
             said = f"cut its answer off ({_text(error)})"
-            raise self.error("garbage", status, said, is_passing=True) from None
+            raise self.error("garbage", status, said, None, True) from None
         if not 200 <= status < 300:
             text = " ".join(data[: 20 * _SHOWN].decode(errors="replace").split())
             said = f"answered {status}{': ' if text else ''}{text}"
@@ -242,18 +232,11 @@ class HttpJson:
                 raise self.error("garbage", response.status_code, said)
         return bytes(parts)
 
-    def error(
-        self,
-        kind: Kind,
-        status: int | None,
-        said: str,
-        after_s: float | None = None,
-        is_passing: bool = False,
-    ) -> RemoteError:
+    def error(self, kind: Kind, status: int | None, said: str, *how: Any) -> RemoteError:
         """Return the error for what this service did, cut to a line and without its secrets."""
         said = self.without_secrets(said)
         said = said if len(said) <= _SHOWN else f"{said[:_SHOWN]}…"
-        return RemoteError(kind, status, f"{self.place} {said}", after_s, is_passing)
+        return RemoteError(kind, status, f"{self.place} {said}", *how)
 
     def without_secrets(self, text: str) -> str:
         """Return the text with the token and the password taken out."""

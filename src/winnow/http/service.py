@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from ipaddress import ip_address
 from types import FrameType
 from typing import Any, cast
@@ -68,15 +67,6 @@ class Refusal(Exception):
         self.status = status
 
 
-@dataclass(frozen=True)
-class JsonLimits:
-    """Bounds of what a service takes in."""
-
-    max_requests: int
-    """Requests at once, those that wait included."""
-    max_body_bytes: int
-
-
 class JsonService:
     """An ASGI application (`app`) with a JSON route and `GET /health`; for one event loop.
 
@@ -84,6 +74,7 @@ class JsonService:
         path: where bodies are posted to.
         answer: makes the reply to a body.
         health: makes the reply of `GET /health`.
+        max_requests: bounds the requests at once, those that wait included.
         error_key: names the line in a refusal's reply.
         stop: ends the work under way, before connections are closed.
         reserve: files that the work under way opens.
@@ -94,17 +85,18 @@ class JsonService:
         path: str,
         answer: Answer,
         health: Callable[[], dict[str, Any]],
-        limits: JsonLimits,
+        max_requests: int,
+        max_body_bytes: int,
         token: str | None,
         error_key: str,
         stop: Callable[[], None] = lambda: None,
         reserve: int = 0,
     ) -> None:
-        self._answer, self._health, self._limits = answer, health, limits
+        self._answer, self._health, self._max_body_bytes = answer, health, max_body_bytes
         self._token, self._error_key, self._stop = token, error_key, stop
         self.connections = _connection_limit(reserve)
         # Half: a client that is refused needs a connection, too.
-        self._places = min(limits.max_requests, max(1, self.connections // 2))
+        self._places = min(max_requests, max(1, self.connections // 2))
         self._drained = 0
         self.taken = 0
         """Requests that have a place."""
@@ -159,7 +151,7 @@ class JsonService:
             raise Refusal(503, f"{self.taken} requests are here already, which is the limit")
 
     async def _body(self, request: Request) -> Any:
-        most = self._limits.max_body_bytes
+        most = self._max_body_bytes
         told = request.headers.get("content-length", "")
         if told.isdecimal() and int(told) > most:
             raise Refusal(413, f"the body must be at most {most:,} bytes, got {told}")
@@ -184,7 +176,7 @@ class JsonService:
         """
         if self._drained >= _MOST_DRAINED:
             return False
-        left = max(_DRAIN_BYTES, 2 * self._limits.max_body_bytes)
+        left = max(_DRAIN_BYTES, 2 * self._max_body_bytes)
         self._drained += 1
         try:
             async with asyncio.timeout(_DRAIN_S):

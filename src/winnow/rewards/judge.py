@@ -167,7 +167,7 @@ class Judge:
             work.add_done_callback(lambda _: self._under_way.pop(key, None))
         # Shielded, because others may wait for it, too, and what was paid for should be kept.
         verdict = asyncio.shield(asyncio.wrap_future(work))
-        # The first that fails ends the run; nobody may be left to look at the others.
+        # The first failure ends the run, and then no caller may be left to look at the others.
         verdict.add_done_callback(lambda done: done.cancelled() or done.exception())
         return verdict
 

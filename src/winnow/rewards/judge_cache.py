@@ -116,7 +116,7 @@ class ReplyCache:
         try:
             with self._lock:
                 yield
-        except sqlite3.OperationalError as error:
+        except (sqlite3.OperationalError, OSError) as error:
             raise RewardError(
                 f"{where} cannot be used ({error}); see to its folder and disk, or give another "
                 "path, or none"
@@ -125,8 +125,4 @@ class ReplyCache:
             raise RewardError(
                 f"{where} is damaged or no file of winnow's ({error}); give another path, or "
                 "delete it: what it held is asked for again"
-            ) from error
-        except OSError as error:
-            raise RewardError(
-                f"{where}: its folder cannot be made ({error.strerror}); give another path, or none"
             ) from error

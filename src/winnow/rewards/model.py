@@ -79,7 +79,7 @@ class ModelScorer:
             verdict.set_result(_failure(str(error), error))
             return verdict
         if not self._waiting:
-            # Behind whoever is ready to run now, and may ask as well.
+            # Behind all that is ready to run now, and may ask as well.
             loop.call_soon(self._run)
         self._waiting.append(_Waiting(ids, verdict))
         return verdict

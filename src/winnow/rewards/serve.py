@@ -14,14 +14,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from starlette.requests import Request
 
 from winnow.errors import RewardError
-from winnow.http.service import JsonLimits, JsonService, Refusal
+from winnow.http.service import JsonService, Refusal
 from winnow.rewards.managers import Manager
 from winnow.rewards.managers.remote import plain
 from winnow.rewards.task import Failure
@@ -32,26 +31,24 @@ QUEUE_S = 8.0
 _NO_TOKENS = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True)
-class ServeLimits:
-    """Bounds of what the reward service takes in."""
-
-    max_waiting: int = 1024
-    """Answers at once, those in work included."""
-    max_body_bytes: int = 8 << 20
-    max_answer_s: float = 10.0 + QUEUE_S
-    """For one answer: the time of the function, and the wait for a worker."""
-
-
 def make_service(
-    manager: Manager, token: str | None = None, limits: ServeLimits = ServeLimits()
+    manager: Manager,
+    token: str | None = None,
+    max_answer_s: float = 10.0 + QUEUE_S,
+    max_waiting: int = 1024,
+    max_body_bytes: int = 8 << 20,
 ) -> JsonService:
-    """Return the service that scores by a manager, which the caller closes."""
+    """Return the service that scores by a manager, which the caller closes.
+
+    Args:
+        max_answer_s: for one answer: the time of the function, and the wait for a worker.
+        max_waiting: answers at once, those in work included.
+    """
 
     async def answer(body: Any, request: Request) -> dict[str, Any]:
         prompt, text = _question(body)
         try:
-            result = await _scored(manager, prompt, text, request, limits.max_answer_s)
+            result = await _scored(manager, prompt, text, request, max_answer_s)
         except RewardError as error:  # of the manager: nothing can be scored any more
             raise Refusal(500, str(error)) from error
         if isinstance(result, Failure):
@@ -62,8 +59,7 @@ def make_service(
     def health() -> dict[str, Any]:
         return {"status": "ok", "scored": manager.scored}
 
-    places = JsonLimits(limits.max_waiting, limits.max_body_bytes)
-    return JsonService("/", answer, health, places, token, "error")
+    return JsonService("/", answer, health, max_waiting, max_body_bytes, token, "error")
 
 
 async def _scored(

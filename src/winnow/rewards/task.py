@@ -10,7 +10,7 @@ import inspect
 import math
 import os
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,7 @@ def outcome_without_loop(
     try:
         if user is None:
             return checked(SCORERS[scorer].score(*arguments))
-        result = user.call(*arguments)
-        return checked(read_result(_awaited(result) if inspect.isawaitable(result) else result))
+        return checked(read_result(_awaited(user.call(*arguments))))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         return failure_of(error, user.file if user else None)
 
@@ -87,8 +86,7 @@ def outcomes_without_loop(
 ) -> tuple[Score | Failure, ...] | Failure:
     """Score as `outcomes` does where no event loop runs, so that the function may run its own."""
     try:
-        result = user.call_batch(batch)
-        return _each(user, _awaited(result) if inspect.isawaitable(result) else result, len(batch))
+        return _each(user, _awaited(user.call_batch(batch)), len(batch))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         return failure_of(error, user.file)
 
@@ -110,11 +108,11 @@ def _read(user: UserScorer, part: Any) -> Score | Failure:
         return failure_of(error, user.file)
 
 
-def _awaited(result: Awaitable[Any]) -> Any:
+def _awaited(result: Any) -> Any:
     async def wait() -> Any:
         return await result
 
-    return asyncio.run(wait())
+    return asyncio.run(wait()) if inspect.isawaitable(result) else result
 
 
 def raise_if_cancelled(error: BaseException) -> None:

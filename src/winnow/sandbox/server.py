@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from winnow.http.service import JsonLimits, JsonService, Refusal
+from winnow.http.service import JsonService, Refusal
 from winnow.sandbox.local import LocalSandbox
 from winnow.sandbox.program import Limits, SandboxError
 from winnow.sandbox.request import job_of, response_of, sandbox_failed
@@ -51,7 +51,8 @@ class SandboxServer:
             "/run_code",
             self._answer,
             self._health,
-            JsonLimits(slots + limits.max_queued, limits.max_body_bytes),
+            slots + limits.max_queued,
+            limits.max_body_bytes,
             token,
             "detail",
             sandbox.close,

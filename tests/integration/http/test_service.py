@@ -20,7 +20,7 @@ from starlette.requests import Request
 from tests.winnow_command import WINNOW
 
 from winnow.http import service
-from winnow.http.service import JsonLimits, JsonService, address_of, listen, running
+from winnow.http.service import JsonService, address_of, listen, running
 
 FILES = 256
 """A limit of open files that so many half-open connections exceed."""
@@ -100,7 +100,7 @@ async def echo(body: Any, _: Request) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def echoing(max_requests: int = 8, token: str | None = None) -> Iterator[tuple[JsonService, str]]:
-    made = JsonService("/", echo, lambda: {}, JsonLimits(max_requests, 1000), token, "error")
+    made = JsonService("/", echo, lambda: {}, max_requests, 1000, token, "error")
     with listen("127.0.0.1", 0, token) as listener, running(made, listener):
         yield made, address_of(listener)
 

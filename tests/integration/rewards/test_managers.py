@@ -26,7 +26,6 @@ from winnow.config.reward_manager import BatchManager, CustomManager, RemoteMana
 from winnow.errors import ConfigError, RewardError
 from winnow.http.service import listen
 from winnow.rewards.managers import Manager, make_manager
-from winnow.rewards.serve import ServeLimits
 from winnow.rewards.task import Failure
 from winnow.sandbox import current
 from winnow.types import Prompt, Score
@@ -468,7 +467,7 @@ def test_the_service_refuses_what_is_no_question(
     content: bytes, status: int, says: str, tmp_path: Path, stack: ExitStack
 ) -> None:
     most = 1_000 if status == 413 else 1 << 20
-    url = served(echo(tmp_path, stack), stack, limits=ServeLimits(max_body_bytes=most))
+    url = served(echo(tmp_path, stack), stack, max_body_bytes=most)
     reply = httpx.post(url, content=content, headers=JSON)
     assert (reply.status_code, reply.json()["error"][: len(says)]) == (status, says)
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "scored": 0}
@@ -484,7 +483,7 @@ def test_the_service_takes_in_so_many_and_sends_others_away_for_a_while(
                     "    await asyncio.sleep(0.2); at_once -= 1\n"
                     "    return {'score': 1, 'most': most}\n")  # fmt: skip
     slow = make_manager(RewardConfig(function=UserFunction(path=str(file)), workers=0))
-    url = served(slow, stack, limits=ServeLimits(max_waiting=2))
+    url = served(slow, stack, max_waiting=2)
     question = {"data_source": "s", "solution_str": "x"}
 
     async def five() -> list[httpx.Response]:
@@ -527,7 +526,7 @@ def test_who_hangs_up_is_not_scored_and_who_waits_too_long_is_told(
     tmp_path: Path, stack: ExitStack
 ) -> None:
     manager, calls = counting(tmp_path, stack, 1.0)
-    url = served(manager, stack, limits=ServeLimits(max_answer_s=1.5))
+    url = served(manager, stack, max_answer_s=1.5)
 
     async def gone() -> list[Any]:
         async with httpx.AsyncClient(timeout=0.5) as client:
