@@ -1,7 +1,7 @@
 """The built-in scorers by name.
 
 A scorer is a pure function of (data source, answer's text, ground truth, other columns). It
-may raise: `winnow.rewards.pipeline` decides what a failed scoring means.
+may raise: `winnow.rewards.service` decides what a failed scoring means.
 """
 
 from __future__ import annotations
