@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.reward import SandboxConfig
 from winnow.http.service import address_of, listen, running
 from winnow.sandbox.bubblewrap import Bubblewrap
 from winnow.sandbox.interpreter import find_interpreter

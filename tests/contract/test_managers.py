@@ -18,15 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.processes import children
 
-from winnow.config.reward import RewardConfig, UserFunction
-from winnow.config.reward_manager import (
+from winnow.config.reward import (
     BatchManager,
     CustomManager,
     DapoManager,
     NaiveManager,
     ParallelManager,
     RemoteManager,
+    RewardConfig,
     RewardManager,
+    UserFunction,
 )
 from winnow.http.service import address_of, listen, running
 from winnow.rewards.managers import Manager, make_manager

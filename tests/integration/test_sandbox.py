@@ -33,8 +33,7 @@ from tests.sandboxes import (
 )
 from tests.scoring import rewards_of
 
-from winnow.config.reward import RewardConfig
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.reward import RewardConfig, SandboxConfig
 from winnow.errors import RewardError
 from winnow.sandbox import seccomp
 from winnow.sandbox.local import LocalSandbox

@@ -26,8 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, Self, SupportsFloat
 
-from winnow.config.reward import RewardConfig
-from winnow.config.reward_manager import DapoManager
+from winnow.config.reward import DapoManager, RewardConfig
 from winnow.errors import RewardError
 from winnow.rewards.managers import Manager, Rules, make_manager, rules_place
 from winnow.rewards.routing import check_package

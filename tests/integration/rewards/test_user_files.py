@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from tests.scoring import PROMPT, SIGNATURE, answer, rewards_of
 
-from winnow.config.reward import RewardConfig, UserFunction
-from winnow.config.reward_manager import CustomManager
+from winnow.config.reward import CustomManager, RewardConfig, UserFunction
 
 FILE = f"""
 from neighbour_of_rewards import length

@@ -20,8 +20,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
-from winnow.config.reward import RewardConfig
-from winnow.config.reward_manager import NaiveManager, ParallelManager
+from winnow.config.reward import NaiveManager, ParallelManager, RewardConfig
 from winnow.rewards.pool import ScorerPool, default_workers
 from winnow.rewards.routing import NO_SCORER, Router
 from winnow.rewards.scorers import SCORERS, Scorer

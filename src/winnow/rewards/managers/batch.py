@@ -11,8 +11,7 @@ import asyncio
 import math
 from dataclasses import dataclass, field
 
-from winnow.config.reward import RewardConfig
-from winnow.config.reward_manager import BatchManager
+from winnow.config.reward import BatchManager, RewardConfig
 from winnow.rewards.managers import Manager, arguments_of, seed_of
 from winnow.rewards.pool import ScorerPool, default_workers
 from winnow.rewards.task import Arguments, Failure

@@ -20,8 +20,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from winnow.config.reward import RewardConfig
-from winnow.config.reward_manager import CustomManager
+from winnow.config.reward import CustomManager, RewardConfig
 from winnow.errors import RewardError, WinnowError
 from winnow.rewards.managers import Manager
 from winnow.rewards.score_names import TASK
