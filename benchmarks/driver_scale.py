@@ -42,8 +42,8 @@ from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metrics import Metrics
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
-from winnow.rewards.panel import ScoredAnswer
 from winnow.rewards.panel_worker import PipelineWorker
+from winnow.rewards.pipeline import ScoredAnswer
 from winnow.rewards.remote_panel import RemotePipeline
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup

@@ -24,7 +24,7 @@ from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
 from winnow.data.build import training_prompts
 from winnow.data.loader import PromptLoader
-from winnow.rewards.service import RewardService
+from winnow.rewards.pipeline import RewardPipeline, Rewards
 from winnow.rollout.engine import WeightUpdate, generate, group_request
 from winnow.runs.build import rollout_sampling, use_machine
 from winnow.runs.loading import Policies, load_policy
@@ -74,7 +74,9 @@ class Lengths:
 
 async def measure(config: Config, policy: Policies, steps: int) -> Lengths:
     """Sample `steps` steps under a rule, then write what no step trained to its end."""
-    rewards = RewardService(config.reward, config.rollout.max_response_tokens)
+    rewards = Rewards(
+        config.reward, RewardPipeline(config.reward, config.rollout.max_response_tokens)
+    )
     loader = PromptLoader(training_prompts(config.data, policy.tokenizer, 0), 0)
     engine, sampling = make_engine(config, policy), rollout_sampling(config, policy)
     admitted: list[Prompt] = []

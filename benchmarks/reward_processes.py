@@ -30,8 +30,7 @@ from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.data.text import decoder
-from winnow.rewards.panel import ScoredAnswer
-from winnow.rewards.service import Rewards
+from winnow.rewards.pipeline import Rewards, ScoredAnswer
 from winnow.runs.loading import Policies
 from winnow.runs.scoring import TrainingScores
 from winnow.runs.topology import other_processes, placed_rewards

@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from winnow.config.reward import RewardConfig, UserFunction
+from winnow.rewards.pipeline import RewardPipeline, Rewards
 from winnow.rewards.scorers import SCORERS
-from winnow.rewards.service import RewardService
 from winnow.types import Prompt, Segment, Trajectory
 
 VERIFY = """
@@ -114,7 +114,7 @@ def service_rate(kind: Kind, workers: int, turn: int, repeat: int) -> float:
         return len(kind.cases) / (time.perf_counter() - began)
 
     config = RewardConfig(function=kind.function, workers=workers)
-    with contextlib.closing(RewardService(config, 8)) as service:
+    with contextlib.closing(Rewards(config, RewardPipeline(config, 8))) as service:
         p, text = kind.cases[0]
         asyncio.run(service.score(p, IGNORED, text, training=True))  # imports of the first call
         return max(asyncio.run(score()) for _ in range(repeat))

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 PRELOADED = (
     *("winnow.cli.main", "winnow.config.load", "winnow.runs.session"),
     "hydra.core.override_parser.overrides_parser",
-    *("winnow.workers.child", "winnow.runs.learner_worker", "winnow.rollout.torch_engine"),
+    *("winnow.workers.child", "winnow.runs.learner_worker", "winnow.rollout.worker"),
     *("winnow.runs.reward_worker", "transformers.models.auto.tokenization_auto"),
     *("pyarrow.compute", "matplotlib.figure", "matplotlib.backends.backend_agg"),
 )

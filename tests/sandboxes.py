@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import pickle
-import socket
 import struct
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,12 +17,12 @@ from typing import Any
 import pytest
 
 from winnow.config.reward import SandboxConfig
+from winnow.http.service import address_of, listen, running
 from winnow.sandbox.bubblewrap import Bubblewrap
 from winnow.sandbox.interpreter import find_interpreter
 from winnow.sandbox.local import LocalSandbox
 from winnow.sandbox.program import Limits, Program, Result, SandboxError
-from winnow.sandbox.server import ServerLimits
-from winnow.sandbox.serving import running
+from winnow.sandbox.server import SandboxServer, ServerLimits
 
 ORDINARY_UID = 61500
 """Of no account, as good as any; systemd gives out the range above 61184 for a moment only."""
@@ -186,10 +185,13 @@ def served(
         changes: fields of `ServerLimits`.
     """
     with (
-        contextlib.closing(socket.create_server(("127.0.0.1", 0), backlog=256)) as listener,
+        contextlib.closing(listen("127.0.0.1", 0, token)) as listener,
         contextlib.closing(LocalSandbox(config)) as sandbox,
     ):
         given = {"programs": sandbox.limits, "max_body_bytes": 1 << 22, "max_queued": 256}
         limits = ServerLimits(**{**given, **changes})
-        with running(sandbox, limits, token, listener, lambda: None):
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}", sandbox
+        with (
+            contextlib.closing(SandboxServer(sandbox, limits, token)) as server,
+            running(server.service, listener),
+        ):
+            yield address_of(listener), sandbox

@@ -6,15 +6,30 @@ from collections.abc import Callable
 
 import numpy as np
 
-from winnow.rewards.service import RewardService
+from winnow.config.reward import RewardConfig
+from winnow.rewards.judge import Judge
+from winnow.rewards.model import ModelScorer
+from winnow.rewards.pipeline import Decode, RewardPipeline, Rewards
 from winnow.types import Prompt, Segment, Trajectory, VersionSpan
 
 LIMIT = 128
 SIGNATURE = "data_source, solution_str, ground_truth, extra_info"
 PROMPT = Prompt("sort_digits:5391", np.array([8, 6]), "5391:", "sort_digits", "1359")
 
-UserService = Callable[..., RewardService]
-"""Makes a service of a function's body, or of a whole file's text."""
+UserRewards = Callable[..., Rewards]
+"""Makes rewards of a function's body, or of a whole file's text."""
+
+
+def rewards_of(
+    config: RewardConfig,
+    max_response_tokens: int = LIMIT,
+    model: ModelScorer | None = None,
+    judge: Judge | None = None,
+    decode: Decode | None = None,
+) -> Rewards:
+    """All that scores, in this process."""
+    pipeline = RewardPipeline(config, max_response_tokens, model, judge, decode)
+    return Rewards(config, pipeline, [each.config for each in (model, judge) if each is not None])
 
 
 def answer(length: int) -> Trajectory:

@@ -42,7 +42,7 @@ def load_user_object(
     found = getattr(module, name, None)
     if not callable(found):
         own = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-        raise error(f"{where} has no callable {name}; it has {', '.join(own) or 'none'}")
+        raise error(f"{where} has no callable {name}; give one of {', '.join(own) or 'none'}")
     return found  # type: ignore[no-any-return]
 
 

@@ -7,15 +7,13 @@ text, and by some texts a fault. Remote answers cross a real socket, before work
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
-import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.processes import children
@@ -28,11 +26,12 @@ from winnow.config.reward import (
     ParallelManager,
     RemoteManager,
     RewardConfig,
+    RewardManager,
     UserFunction,
 )
-from winnow.rewards.managers import MANAGERS, make_manager
-from winnow.rewards.managers.protocol import Manager
-from winnow.rewards.serve import listen, make_app
+from winnow.http.service import address_of, listen, running
+from winnow.rewards.managers import Manager, make_manager
+from winnow.rewards.serve import make_service
 from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score
 
@@ -93,7 +92,7 @@ SURVIVES: dict[str, set[str]] = {
     "remote": {"hang", "die"},
     "custom": {"hang"},
 }
-Make = Callable[[str], Manager]
+MANAGERS = [each.model_fields["name"].default for each in get_args(get_args(RewardManager)[0])]
 
 
 def section(name: str, file: Path, url: str = "") -> RewardConfig:
@@ -119,16 +118,8 @@ def section(name: str, file: Path, url: str = "") -> RewardConfig:
 def served(manager: Manager, stack: ExitStack, **how: Any) -> str:
     """The address of a service in a thread, before a manager."""
     listener = stack.enter_context(listen("127.0.0.1", 0, None))
-    server = uvicorn.Server(uvicorn.Config(make_app(manager, **how), log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-
-    def end() -> None:
-        server.should_exit = True
-        thread.join()
-
-    stack.callback(end)
-    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+    stack.enter_context(running(make_service(manager, **how), listener))
+    return address_of(listener)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from winnow.config.root import Config
 from winnow.data.text import decoder
 from winnow.errors import RewardError, WorkerError
 from winnow.rewards import remote_panel
-from winnow.rewards.service import Rewards
+from winnow.rewards.pipeline import Rewards
 from winnow.runs.loading import Policies
 from winnow.runs.topology import WorkerProcesses, other_processes, placed_rewards
 from winnow.types import Prompt, Score, Segment, Trajectory, VersionSpan
@@ -268,7 +268,7 @@ def test_one_failure_is_fatal_where_the_recipe_says_so(
     shared: Rewards, answers: Answers, folder: Path
 ) -> None:
     fatal = recipe("quickstart", *function(folder, "reward.on_failure=fatal")).reward
-    own = Rewards(fatal, shared._panel, [])
+    own = Rewards(fatal, shared._pipeline, [])
     said = []
     for _ in range(2):  # what scores is still there
         with pytest.raises(RewardError) as caught:

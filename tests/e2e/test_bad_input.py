@@ -390,24 +390,23 @@ REWARDS = [
     ),
     bad(
         "no-reward-file", "reward.function.path=nowhere.py",
-        says=plain("reward.function.path nowhere.py: no such file; give the Python file with your "
-        "reward function"),
+        says=plain("reward.function.path nowhere.py: no such file; give the Python file that "
+        "holds it"),
     ),
     bad(
         "reward-syntax", "reward.function.path=syntax.py",
         says=plain("reward.function.path syntax.py, line 1: importing it fails with SyntaxError: ")
-        + ".*" + plain("; mend the file (`python syntax.py` shows the same)"),
+        + ".*" + plain("; correct the file"),
     ),
     bad(
         "reward-import", "reward.function.path=imports.py",
         says=plain("reward.function.path imports.py, line 2: importing it fails with "
-        "ModuleNotFoundError: No module named 'nowhere_to_be_found'; mend the file (`python "
-        "imports.py` shows the same)"),
+        "ModuleNotFoundError: No module named 'nowhere_to_be_found'; correct the file"),
     ),
     bad(
         "reward-without-function", "reward.function.path=nameless.py",
-        says=plain("reward.function.path nameless.py has no function compute_score; it has score. "
-        "Name the one to call in reward.function.name"),
+        says=plain("reward.function.path nameless.py has no callable compute_score; give one of "
+        "score"),
     ),
     bad(
         "reward-with-other-arguments", "reward.function.path=narrow.py",

@@ -169,7 +169,10 @@ def test_a_batch_function_that_fails_stops_the_run_in_one_line(home: Path) -> No
     ("settings", "says"),
     [
         (("reward/manager=remote", "reward.manager.url=http://127.0.0.1:9"), "cannot be reached"),
-        (("reward/manager=custom", "reward.manager.path=reward.py:Nobody"), "has no class Nobody"),
+        (
+            ("reward/manager=custom", "reward.manager.path=reward.py:Nobody"),
+            "has no callable Nobody",
+        ),
         (("reward.parts.form.scorer=sonnet",), "reward.parts.form.scorer is sonnet, which is no"),
         (("reward/manager=batch", FUNCTION), "cannot be called with data_sources"),
     ],

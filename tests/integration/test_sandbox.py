@@ -31,10 +31,10 @@ from tests.sandboxes import (
     host,
     need_bubblewrap,
 )
+from tests.scoring import rewards_of
 
 from winnow.config.reward import RewardConfig, SandboxConfig
 from winnow.errors import RewardError
-from winnow.rewards.service import RewardService
 from winnow.sandbox import seccomp
 from winnow.sandbox.local import LocalSandbox, trial_program
 from winnow.sandbox.program import Limits, Program
@@ -296,7 +296,7 @@ def test_the_service_scores_code_by_its_data_source() -> None:
     need_bubblewrap()
     truth = json.dumps({"inputs": ["1"], "outputs": ["2"]})
     texts = [f"```python\nprint({number})\n```" for number in range(5)]
-    with closing(RewardService(RewardConfig(), 8)) as service:
+    with closing(rewards_of(RewardConfig(), 8)) as service:
         service.check_sources(["taco", "humaneval"])
         known = service.known_metrics(["taco"])
         assert known is not None
@@ -315,7 +315,7 @@ def test_the_service_scores_code_by_its_data_source() -> None:
 
 def test_a_sandbox_that_cannot_be_had_is_told_before_training() -> None:
     config = RewardConfig(sandbox=SandboxConfig(python="/nowhere/python3"))
-    with closing(RewardService(config, 8)) as service:
+    with closing(rewards_of(config, 8)) as service:
         service.check_sources(["gsm8k"])
         with pytest.raises(RewardError, match="no program can be run: reward"):
             service.check_sources(["gsm8k", "mbpp"])

@@ -50,8 +50,8 @@ def test_two_files_of_one_name_stay_apart(tmp_path: Path) -> None:
     ("text", "place", "said"),
     [
         (None, "{}:f", "no such file; give the Python file"),
-        ("def g(): ...\n", "{}:f", "has no callable f; it has g"),
-        ("f = 3\n", "{}:f", "has no callable f; it has none"),
+        ("def g(): ...\n", "{}:f", "has no callable f; give one of g"),
+        ("f = 3\n", "{}:f", "has no callable f; give one of none"),
         ("x = 1\nimport nowhere_to_be_found\n", "{}:f", "line 2: importing it fails with Module"),
         ("x = = 1\n", "{}:f", "line 1: importing it fails with SyntaxError"),
         ("raise SystemExit(3)\n", "{}:f", "importing it fails with SystemExit: 3"),

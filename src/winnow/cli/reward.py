@@ -8,7 +8,6 @@ import io
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="reward",
-    help="Try what scores an answer.",
+    help="Try what scores an answer, or serve it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -36,22 +35,17 @@ _SHOWN = 300
 
 @dataclass(frozen=True)
 class _Trial:
-    """What came of one scoring."""
+    """The result of one scoring."""
 
     scorer: str
     sandbox: str
-    """Which is in force; empty where no program was run."""
+    """The sandbox in force; empty where no program was run."""
     score: Score
     """As a run would count it; `error` says why it failed."""
     traceback: str
     seconds: float
     """The scoring alone, without the start of workers."""
     printed: str
-
-
-@app.callback()
-def reward() -> None:
-    """Try what scores an answer."""
 
 
 @app.command("try", no_args_is_help=True)
@@ -204,7 +198,7 @@ def _prompt(
 
 
 def _read(truth: str) -> Any:
-    """An object or a list where the text is one in JSON, else the text."""
+    """The object or list that the text is in JSON, else the text."""
     if truth.lstrip()[:1] in ("{", "["):
         with contextlib.suppress(ValueError):
             return json.loads(truth)
@@ -360,20 +354,24 @@ def serve_command(
     ] = None,
 ) -> None:
     """Serve a reward function over HTTP for runs with reward/manager=remote."""
+    try:
+        from winnow.http.service import address_of, listen, serve
+        from winnow.rewards.serve import QUEUE_S, make_service
+    except ModuleNotFoundError as error:
+        raise RewardError(
+            f"winnow reward serve needs the package {error.name}, which is not installed; "
+            "pip install 'winnow[serve]'"
+        ) from None
     from winnow.config.reward import RewardConfig, UserFunction
     from winnow.http.client import token_of
     from winnow.rewards.managers import make_manager
-    from winnow.rewards.serve import QUEUE_S, Limits, listen, make_app, serve
 
     token = token_of(token_env, "--token-env")
     with contextlib.closing(listen(host, port, token)) as listener:
         section = _user_function(function, UserFunction())
         manager = make_manager(RewardConfig(function=section, workers=workers, timeout_s=timeout_s))
         with contextlib.closing(manager):
-            bound, taken = listener.getsockname()[:2]
-            shown = f"[{bound}]" if ":" in bound else bound
-            service = make_app(manager, token, Limits(max_answer_s=timeout_s + QUEUE_S))
-            typer.echo(f"{section.name} of {section.path} scores at http://{shown}:{taken}/")
-            number = serve(service, listener)
-    typer.echo(f"winnow: stopped by {signal.Signals(number).name}", err=True)
-    raise typer.Exit(130 if number == signal.SIGINT else 0)
+            service = make_service(manager, token, timeout_s + QUEUE_S)
+            said = f"{section.name} of {section.path} scores at {address_of(listener)}/"
+            code = serve(service, listener, said)
+    raise typer.Exit(code)

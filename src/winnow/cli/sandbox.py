@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-from typing import TYPE_CHECKING, Annotated, Literal
+from contextlib import closing
+from dataclasses import replace
+from typing import Annotated, Literal
 
 import typer
 
 from winnow.errors import RewardError
-
-if TYPE_CHECKING:
-    from winnow.sandbox.program import Limits
-    from winnow.sandbox.server import ServerLimits
 
 app = typer.Typer(
     name="sandbox",
@@ -61,7 +58,8 @@ def serve_command(
 ) -> None:
     """Serve the local sandbox by SandboxFusion's HTTP API (reward/sandbox=fusion asks for it)."""
     try:
-        from winnow.sandbox.serving import serve
+        from winnow.http.service import address_of, listen, serve
+        from winnow.sandbox.server import SandboxServer, ServerLimits
     except ModuleNotFoundError as error:
         raise RewardError(
             f"winnow sandbox serve needs the package {error.name}, which is not installed; "
@@ -69,6 +67,7 @@ def serve_command(
         ) from None
     from winnow.config.reward import SandboxConfig
     from winnow.http.client import token_of
+    from winnow.sandbox.local import LocalSandbox
 
     config = SandboxConfig(
         backend=backend,
@@ -77,19 +76,11 @@ def serve_command(
         memory_mb=memory_mb,
         output_kb=output_kb,
     )
-
-    def limits(programs: Limits) -> ServerLimits:
-        return _limits(programs, max_time_s, max_body_mb << 20, max_queued)
-
     token = token_of(token_env, "--token-env")
-    number = serve(host, port, config, limits, token, typer.echo)
-    typer.echo(f"winnow: stopped by {signal.Signals(number).name}", err=True)
-    raise typer.Exit(130 if number == signal.SIGINT else 0)
-
-
-def _limits(programs: Limits, time_s: float, body_bytes: int, queued: int) -> ServerLimits:
-    from dataclasses import replace
-
-    from winnow.sandbox.server import ServerLimits
-
-    return ServerLimits(replace(programs, time_s=time_s), body_bytes, queued)
+    with closing(listen(host, port, token)) as listener, closing(LocalSandbox(config)) as sandbox:
+        programs = replace(sandbox.limits, time_s=max_time_s)
+        limits = ServerLimits(programs, max_body_mb << 20, max_queued)
+        said = f"sandbox at {address_of(listener)} ({sandbox.description})"
+        with closing(SandboxServer(sandbox, limits, token)) as server:
+            code = serve(server.service, listener, said)
+    raise typer.Exit(code)

@@ -1,66 +1,379 @@
-"""Who may ask a service of ours: whoever has its token; without one, this machine and no web page.
-And how one that may not is let go.
+"""JSON services over HTTP: one POST route with a guard before it, and the server that runs it.
 
-A page in a browser of the same machine can ask an address of it, too: in its own name, or after its
-own host name was pointed here (DNS rebinding). Hence no other body than JSON, and no other `Host`.
+    connection ─► host or token ─► JSON ─► a place ─► the body, in bounds ─► what answers
+
+`winnow reward serve` and `winnow sandbox serve` are such services. A client without the token is
+refused before its body is read. Without a token a service is asked from this machine alone, by
+one of its own names and with a JSON body: a page in a browser of the same machine can ask its
+addresses, too, under the page's name or after its own name was pointed here (DNS rebinding).
+
+What a stranger can make a service hold is bounded: connections stay below the limit of open files,
+a request's head has `_HEAD_S` seconds, its body `_BODY_S`, and a connection
+that has not sent a head makes room for a new one. None of these writes a line to the log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from contextlib import suppress
+import json
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import Any, cast
 from urllib.parse import urlsplit
 
-if TYPE_CHECKING:
-    from starlette.requests import Request
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from winnow.errors import RewardError
+
+_HEAD_S = 10.0
+_BODY_S = 30.0
 _DRAIN_S = 5.0
 _DRAIN_BYTES = 64 << 20
+_MOST_DRAINED = 32
+"""Refused clients that are let end what they send; more are cut off at once."""
+_LAST_ANSWERS_S = 5
+_BACKLOG = 100
+_KERNEL_BACKLOG = 4096
+_NOT_HERE = "without a token the service is asked as localhost alone; give it one by --token-env"
+
+Answer = Callable[[Any, Request], Awaitable[dict[str, Any]]]
+"""From a body to the reply's; it may raise `Refusal`."""
+
+
+class Refusal(Exception):
+    """A reply other than 200.
+
+    Args:
+        status: a 503 tells the client to come back after a second.
+        line: why, for the client.
+    """
+
+    def __init__(self, status: int, line: str) -> None:
+        super().__init__(line)
+        self.status = status
+
+
+class JsonService:
+    """An ASGI application (`app`) with a JSON route and `GET /health`; for one event loop.
+
+    Args:
+        path: where bodies are posted to.
+        answer: makes the reply to a body.
+        health: makes the reply of `GET /health`.
+        max_requests: bounds the requests at once, those that wait included.
+        error_key: names the line in a refusal's reply.
+        stop: ends the work under way, before connections are closed.
+        reserve: files that the work under way opens.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        answer: Answer,
+        health: Callable[[], dict[str, Any]],
+        max_requests: int,
+        max_body_bytes: int,
+        token: str | None,
+        error_key: str,
+        stop: Callable[[], None] = lambda: None,
+        reserve: int = 0,
+    ) -> None:
+        self._answer, self._health, self._max_body_bytes = answer, health, max_body_bytes
+        self._token, self._error_key, self._stop = token, error_key, stop
+        self.connections = _connection_limit(reserve)
+        # Half: a client that is refused needs a connection, too.
+        self._places = min(max_requests, max(1, self.connections // 2))
+        self._drained = 0
+        self.taken = 0
+        """Requests that have a place."""
+        self.is_closing = False
+        """Clients are told to come back."""
+        self.app = Starlette(
+            routes=[
+                Route(path, self._post, methods=["POST"]),
+                Route("/health", self._get_health, methods=["GET"]),
+            ]
+        )
+
+    def close(self) -> None:
+        """End what is under way; its clients are told to come back."""
+        self.is_closing = True
+        self._stop()
+
+    async def _get_health(self, request: Request) -> Response:
+        if self._token is None and not is_asked_here(request.headers.get("host", "")):
+            return self._refused(Refusal(421, _NOT_HERE))
+        return _json(self._health())
+
+    async def _post(self, request: Request) -> Response:
+        try:
+            self._admit(request)
+            self.taken += 1
+            try:
+                return _json(await self._answer(await self._body(request), request))
+            finally:
+                self.taken -= 1
+        except Refusal as refusal:
+            return self._refused(refusal, is_read=await self._drain(request))
+        except ClientDisconnect:
+            return self._refused(Refusal(400, "the client has gone"))
+        except asyncio.CancelledError:  # by uvicorn, after the last answers' time
+            return self._refused(Refusal(503, "the service is closing"))
+
+    def _admit(self, request: Request) -> None:
+        if self._token is None and not is_asked_here(request.headers.get("host", "")):
+            raise Refusal(421, _NOT_HERE)
+        if self._token is not None and not has_token(
+            request.headers.get("authorization", ""), self._token
+        ):
+            raise Refusal(401, "the token is missing or wrong")
+        kind = request.headers.get("content-type", "")
+        # No page may send this kind to another site unasked.
+        if kind.partition(";")[0].strip().lower() != "application/json":
+            raise Refusal(415, f"the body must be application/json, got {kind or 'nothing'}")
+        if self.is_closing:
+            raise Refusal(503, "the service is closing")
+        if self.taken >= self._places:
+            raise Refusal(503, f"{self.taken} requests are here already, which is the limit")
+
+    async def _body(self, request: Request) -> Any:
+        most = self._max_body_bytes
+        told = request.headers.get("content-length", "")
+        if told.isdecimal() and int(told) > most:
+            raise Refusal(413, f"the body must be at most {most:,} bytes, got {told}")
+        data = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_S):
+                async for part in request.stream():
+                    data += part
+                    if len(data) > most:
+                        raise Refusal(413, f"the body must be at most {most:,} bytes")
+        except TimeoutError:
+            raise Refusal(408, f"the body did not come within {_BODY_S:g} s") from None
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            raise Refusal(400, f"the body's {len(data):,} bytes are no JSON") from None
+
+    async def _drain(self, request: Request) -> bool:
+        """Read what a refused client still sends, for a while; return whether that was all.
+
+        A client that is cut off while it sends may not see why.
+        """
+        if self._drained >= _MOST_DRAINED:
+            return False
+        left = max(_DRAIN_BYTES, 2 * self._max_body_bytes)
+        self._drained += 1
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                async for part in request.stream():
+                    left -= len(part)
+                    if left < 0:
+                        return False
+        except RuntimeError:  # it had been read
+            return True
+        except (TimeoutError, ClientDisconnect):
+            return False
+        finally:
+            self._drained -= 1
+        return True
+
+    def _refused(self, refusal: Refusal, is_read: bool = True) -> Response:
+        headers = {} if is_read else {"Connection": "close"}
+        if refusal.status == 503:
+            headers["Retry-After"] = "1"
+        if refusal.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return _json({self._error_key: str(refusal)}, refusal.status, headers)
+
+
+def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] = {}) -> Response:  # noqa: B006
+    # In ASCII: an answer may hold halves of surrogate pairs, which no UTF-8 has.
+    return Response(json.dumps(body), status, headers, "application/json")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's own and reaches no further."""
+    """Return whether an address is this machine's own and reaches no further."""
     with suppress(ValueError):
         return ip_address(host).is_loopback
     return host == "localhost"
 
 
 def is_asked_here(host: str) -> bool:
-    """Whether a `Host` header, with its port or without, names this machine by such an address."""
+    """Return whether a `Host` header, with its port or without, names a loopback address."""
     with suppress(ValueError):
         return is_loopback(urlsplit(f"//{host}").hostname or "")
     return False
 
 
-def bears(authorization: str, token: str) -> bool:
-    """Whether an `Authorization` header holds the token; `Bearer` in any case of letters."""
+def has_token(authorization: str, token: str) -> bool:
+    """Return whether an `Authorization` header holds the token; `Bearer` in any case."""
     scheme, _, given = authorization.partition(" ")
-    is_ours = hmac.compare_digest(given.strip().encode(), token.encode())
-    return is_ours and scheme.lower() == "bearer"
+    is_same = hmac.compare_digest(given.strip().encode(), token.encode())
+    return is_same and scheme.lower() == "bearer"
 
 
-def is_json(content_type: str) -> bool:
-    """Whether a `Content-Type` header promises JSON, which no page may send elsewhere unasked."""
-    return content_type.partition(";")[0].strip().lower() == "application/json"
+class _Connection(H11Protocol):  # type: ignore[misc]
+    """A connection that ends where a head is late, and makes room while it has sent none."""
+
+    _born = 0.0
+    _due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._born = self.loop.time()
+        self._await_head()
+        most = cast(int, self.limit_concurrency)
+        if len(self.connections) >= most:
+            others = cast("set[_Connection]", self.connections)
+            idle = [each for each in others if each.cycle is None or each.cycle.response_complete]
+            # The newest last: it may be about to ask.
+            min(idle, key=lambda each: (each is self, each._due is None, each._born))._abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._unset_due()
+        elif self._due is None:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unset_due()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        self._due = self.loop.call_later(_HEAD_S, self._abort)
+
+    def _unset_due(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+    def _abort(self) -> None:
+        self._unset_due()
+        self.connections.discard(self)  # now: its place is free before the loop comes round
+        self.transport.abort()
 
 
-async def drain(request: Request, longest: int) -> None:
-    """Let a refused client end what it is sending, unread, for a while and within bounds.
+def _connection_limit(reserve: int) -> int:
+    """Connections that leave `reserve` open files to others."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # asyncio takes in three backlogs of connections before the first of them is looked at.
+    return max(16, min(soft, 1 << 16) - 3 * _backlog() - 64 - reserve)
 
-    One that is cut off while it sends may not see why.
+
+def _backlog() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(_BACKLOG, soft // 8))
+
+
+def listen(host: str, port: int, token: str | None) -> socket.socket:
+    """Return a socket that takes connections; port 0 chooses a free one.
+
+    Raises:
+        RewardError: the address cannot be used, or others could reach a service without a token.
+    """
+    if not is_loopback(host) and token is None:
+        raise RewardError(
+            f"--host is {host}, which others can reach, and there is no token; "
+            "name a variable that holds one with --token-env, or leave --host out"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_backlog())
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise RewardError(
+            f"--port is {port}, but {host}:{port} cannot be listened at ({error}); choose another"
+        ) from error
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return the URL that a listening socket is reached by."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextmanager
+def running(
+    service: JsonService, listener: socket.socket, ended: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Run a service in a thread of its own, from its first answer to its last.
 
     Args:
-        longest: bytes of the longest body that would have been taken.
+        ended: called when the server ends, by itself too.
     """
-    from starlette.requests import ClientDisconnect
+    server = uvicorn.Server(
+        uvicorn.Config(
+            service.app,
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            log_level="error",  # a warning a bad request would fill the disk for a stranger
+            access_log=False,
+            server_header=False,
+            backlog=_backlog(),
+            limit_concurrency=service.connections,
+            timeout_graceful_shutdown=_LAST_ANSWERS_S,
+        )
+    )
 
-    left = max(_DRAIN_BYTES, 2 * longest)
-    with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # the last: all is read
-        async with asyncio.timeout(_DRAIN_S):
-            async for part in request.stream():
-                left -= len(part)
-                if left < 0:
-                    return
+    def run() -> None:
+        try:
+            server.run([listener])
+        finally:
+            ended()
+
+    thread = threading.Thread(target=run, name="service")
+    thread.start()
+    try:
+        while not server.started and thread.is_alive():
+            time.sleep(0.005)
+        # The kernel may hold more than asyncio takes at once, which is its backlog, too.
+        if server.started:
+            listener.listen(_KERNEL_BACKLOG)
+        yield
+    finally:
+        service.close()
+        server.should_exit = True
+        thread.join()
+
+
+def serve(service: JsonService, listener: socket.socket, said: str) -> int:
+    """Serve until SIGTERM or Ctrl-C, in the main thread; return the exit code.
+
+    Args:
+        said: printed when the service can be asked.
+    """
+    arrived: list[int] = []
+    came = threading.Event()
+
+    def take(number: int, _: FrameType | None) -> None:
+        arrived.append(number)
+        came.set()
+
+    before = {n: signal.signal(n, take) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with running(service, listener, came.set):
+            print(said, flush=True)
+            came.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if not arrived:
+        raise RuntimeError("the server ended by itself")
+    print(f"winnow: stopped by {signal.Signals(arrived[0]).name}", file=sys.stderr)
+    return 130 if arrived[0] == signal.SIGINT else 0

@@ -1,1 +1,1 @@
-"""What answers are worth: scorers, routing to them, shaping, and the service that runs them."""
+"""Rewards of answers: scorers, the pipeline over them, shaping, and a service for other runs."""

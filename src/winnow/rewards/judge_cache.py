@@ -6,37 +6,35 @@ was kept is what everybody gets, so that a run that is resumed reads what it rea
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sqlite3
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from winnow.errors import RewardError
 
-_OURS = 0x574A4447
-"""Marks the file as one of these."""
+_MARK = 0x574A4447
+"""SQLite's application id of these files."""
 _BUSY_S = 60.0
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What a judge said."""
+class JudgeReply:
+    """A judge's message."""
 
     text: str
     tokens: int
-    """Of prompt and reply, as the service counts them."""
+    """Tokens of prompt and reply, as the service counts them."""
     is_cut: bool = False
-    """It ended at the length limit; what the cache holds is read as whole."""
+    """True if it ended at the length limit; replies from the cache count as whole."""
 
 
 def cache_path(given: str) -> Path | None:
-    """The file that `reward.judge.cache` means; None keeps nothing."""
+    """Return the file that `reward.judge.cache` means; None keeps nothing."""
     if given == "none":
         return None
     if given != "auto":
@@ -46,107 +44,85 @@ def cache_path(given: str) -> Path | None:
 
 
 class ReplyCache:
-    """A file of replies. Reads and writes wait for the disk in a thread of their own."""
+    """A file of replies; any thread may use it, and waits for the disk.
+
+    Raises:
+        RewardError: here and in each method, where the file is another program's, is damaged, or
+            cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Open or make it.
-
-        Raises:
-            RewardError: it is none of ours, is damaged, or cannot be written.
-        """
-        self._path = path
-        try:
+        self._path, self._lock = path, threading.Lock()
+        with self._told():
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RewardError(
-                f"reward.judge.cache {path}: its folder cannot be made ({error.strerror}); give "
-                "another path, or none"
-            ) from error
-        self._connection = self._told(self._opened)
-        self._thread = ThreadPoolExecutor(1, "judge cache")
-
-    def _opened(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            self._path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
-        )
-        try:
-            # Two processes that make the file at the same time wait for each other here.
-            connection.execute("BEGIN IMMEDIATE")
-            (mark,) = connection.execute("PRAGMA application_id").fetchone()
-            (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            if mark != _OURS and tables:
-                raise sqlite3.DatabaseError("it holds tables of something else")
-            connection.execute(
-                "CREATE TABLE IF NOT EXISTS replies "
-                "(question BLOB PRIMARY KEY, reply BLOB, tokens INTEGER, made_s REAL)"
+            self._connection = sqlite3.connect(
+                path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
-            connection.execute(f"PRAGMA application_id = {_OURS}")
-            connection.execute("COMMIT")
+        try:
+            with self._told():
+                self._prepare()
         except BaseException:
-            connection.close()
+            self._connection.close()
             raise
-        return connection
 
-    async def get(self, question: bytes) -> Reply | None:
-        """The reply to a question, named by its digest.
+    def _prepare(self) -> None:
+        execute = self._connection.execute
+        # Two processes that make the file at the same time wait for each other here.
+        execute("BEGIN IMMEDIATE")
+        (mark,) = execute("PRAGMA application_id").fetchone()
+        (tables,) = execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if mark != _MARK and tables:
+            raise sqlite3.DatabaseError("it holds tables of something else")
+        execute(
+            "CREATE TABLE IF NOT EXISTS replies "
+            "(question BLOB PRIMARY KEY, reply BLOB, tokens INTEGER, made_s REAL)"
+        )
+        execute(f"PRAGMA application_id = {_MARK}")
+        execute("COMMIT")
 
-        Raises:
-            RewardError: the file is damaged.
-        """
-        return await self._aside(lambda: self._kept(question))
+    def get(self, question: bytes) -> JudgeReply | None:
+        """Return the reply to a question, which is named by its digest."""
+        with self._told():
+            row = self._connection.execute(
+                "SELECT reply, tokens FROM replies WHERE question = ?", (question,)
+            ).fetchone()
+        return None if row is None else JudgeReply(row[0].decode("utf-8", "surrogatepass"), row[1])
 
-    async def put(self, question: bytes, reply: Reply) -> Reply:
-        """Keep a reply, and return the one that is kept: another process may have been quicker.
-
-        Raises:
-            RewardError: the file is damaged, or cannot be written.
-        """
-
-        def keep() -> Reply:
+    def put(self, question: bytes, reply: JudgeReply) -> JudgeReply:
+        """Keep a reply, and return the one that is kept: another process may have been quicker."""
+        text = reply.text.encode("utf-8", "surrogatepass")
+        with self._told():
             self._connection.execute(
                 "INSERT OR IGNORE INTO replies VALUES (?, ?, ?, ?)",
-                (question, reply.text.encode("utf-8", "surrogatepass"), reply.tokens, time.time()),
+                (question, text, reply.tokens, time.time()),
             )
-            return self._kept(question) or reply
-
-        return await self._aside(keep)
+        return self.get(question) or reply
 
     def size(self) -> tuple[int, int]:
-        """Replies, and bytes of the file."""
-
-        def count() -> int:
+        """Return the number of replies, and the bytes of the file."""
+        with self._told():
             (replies,) = self._connection.execute("SELECT count(*) FROM replies").fetchone()
-            return int(replies)
-
-        return self._told(count), self._path.stat().st_size
+        return int(replies), self._path.stat().st_size
 
     def close(self) -> None:
         """Wait for what is being written, and close the file."""
-        self._thread.shutdown()
-        self._connection.close()
+        with self._lock:
+            self._connection.close()
 
-    def _kept(self, question: bytes) -> Reply | None:
-        row = self._connection.execute(
-            "SELECT reply, tokens FROM replies WHERE question = ?", (question,)
-        ).fetchone()
-        return None if row is None else Reply(row[0].decode("utf-8", "surrogatepass"), row[1])
-
-    async def _aside(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, lambda: self._told(work)
-        )
-
-    def _told(self, work: Callable[[], _T]) -> _T:
-        """What `work` returns; its errors in one line."""
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """One thread at a time; errors in one line."""
+        where = f"reward.judge.cache {self._path}"
         try:
-            return work()
-        except sqlite3.OperationalError as error:
+            with self._lock:
+                yield
+        except (sqlite3.OperationalError, OSError) as error:
             raise RewardError(
-                f"reward.judge.cache {self._path} cannot be used ({error}); see to its folder and "
-                "disk, or give another path, or none"
+                f"{where} cannot be used ({error}); see to its folder and disk, or give another "
+                "path, or none"
             ) from error
         except sqlite3.Error as error:
             raise RewardError(
-                f"reward.judge.cache {self._path} is damaged or no file of winnow's ({error}); "
-                "give another path, or delete it: what it held is asked for again"
+                f"{where} is damaged or no file of winnow's ({error}); give another path, or "
+                "delete it: what it held is asked for again"
             ) from error

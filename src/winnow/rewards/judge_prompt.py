@@ -1,8 +1,8 @@
-"""What a judge is asked, and how a number is read from its reply.
+"""The messages that a judge gets, and the number in its reply.
 
-The answer is put into the message as text, so whatever it says the judge reads: a policy may learn
-to talk to its judge. The built-in templates tell the judge to follow nothing of it, which helps and
-does not bind.
+The answer stands in the message as text, which the judge reads: a policy may learn to talk to its
+judge. The built-in templates tell the judge to follow no instruction in it, which helps and does
+not bind.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Name its merits and faults in a few words. Then end with one line that holds a w
 (useless) to 10 (could not be better) and nothing else, exactly in this form:
 Score: NUMBER"""
 _JUDGEMENT = r"Judge?ment:[\s*]*"
-"""Stands before a built-in label; elsewhere it may be one that the judge denies."""
+"""Pattern before a built-in label; a label elsewhere may be one that the judge denies."""
 _BUILT_IN: dict[str, tuple[str, LabelsParse | NumberParse]] = {
     "correctness": (_CORRECTNESS, LabelsParse(labels={"CORRECT": 1.0, "INCORRECT": 0.0})),
     "quality": (_QUALITY, NumberParse()),
@@ -60,10 +60,9 @@ _BUILT_IN: dict[str, tuple[str, LabelsParse | NumberParse]] = {
 
 
 class JudgePrompt:
-    """Messages for one judge, and the reading of its replies."""
+    """Writes the messages for one judge, and reads its replies."""
 
     def __init__(self, config: OpenAiJudge) -> None:
-        """Compile the templates, which the configuration has checked."""
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
         built_in = _BUILT_IN.get(config.template)
         text = config.template if built_in is None else built_in[0]
@@ -85,7 +84,7 @@ class JudgePrompt:
         )
 
     def messages(self, prompt: Prompt, answer: str) -> list[dict[str, str]]:
-        """The conversation that the judge gets.
+        """Return the conversation that the judge gets.
 
         Raises:
             ValueError: a template fails on this row; in one line.
@@ -105,10 +104,10 @@ class JudgePrompt:
         ]
 
     def read(self, reply: str, is_cut: bool = False) -> float | None:
-        """The number in a reply, from its last match; None: it has none.
+        """Return the number in a reply, from its last match; None: it has none.
 
         Args:
-            is_cut: the reply's end is missing, which is where a built-in template wants the number.
+            is_cut: the reply's end is missing, where a built-in template wants the number.
         """
         if is_cut and self._is_built_in:
             return None

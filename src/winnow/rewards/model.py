@@ -1,8 +1,12 @@
 """A reward model as a scorer: answers that wait at the same time are run together.
 
-Which answers wait together depends on what else happens in the event loop, and the last bits of
-a score on what it was packed with. So a deterministic run has each run alone: an answer then has
-the same score in whatever company, in a resumed run too.
+The company of an answer depends on what else happens in the event loop, and the last bits of its
+score on that company. So a deterministic run has each run alone: an answer then has the same
+score in any company, in a resumed run too.
+
+The model reads text, in its own chat template and its own tokens; the policy's token ids never
+come here. An answer goes into the template as the last turn; so does what only looks like a mark
+of the template.
 """
 
 from __future__ import annotations
@@ -12,15 +16,20 @@ import math
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from winnow.config.judge import SequenceClassifier
-from winnow.rewards.conversation import Conversation
-from winnow.rewards.task import Failure
+from winnow.errors import ModelError
+from winnow.rewards.task import Failure, Verdict
 from winnow.types import IntArray, Prompt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Forward = Callable[[Sequence[IntArray]], Sequence[float]]
-"""One number for the token ids of each sequence."""
-Verdict = asyncio.Future["float | Failure"]
+"""From the token ids of sequences to a number for each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +44,7 @@ class ModelScorer:
     Args:
         config: what the model's number is called, and what it counts for.
         forward: runs the model.
-        one_by_one: a call for each answer.
+        one_by_one: make a call for each answer.
     """
 
     def __init__(
@@ -53,7 +62,7 @@ class ModelScorer:
         """Answers so far."""
 
     def check(self, prompt: Prompt) -> None:
-        """See before training that a prompt can be encoded.
+        """Check before training that a prompt can be encoded.
 
         Raises:
             ModelError: it cannot.
@@ -61,7 +70,7 @@ class ModelScorer:
         self._conversation.check(prompt)
 
     def begin(self, prompt: Prompt, text: str) -> Verdict:
-        """What will hold the model's number, or why there is none."""
+        """Ask for an answer's score; the future holds it, or why there is none."""
         loop = asyncio.get_running_loop()
         verdict: Verdict = loop.create_future()
         try:
@@ -70,7 +79,7 @@ class ModelScorer:
             verdict.set_result(_failure(str(error), error))
             return verdict
         if not self._waiting:
-            # Behind whoever is ready to run now, and may ask as well.
+            # Behind all that is ready to run now, and may ask as well.
             loop.call_soon(self._run)
         self._waiting.append(_Waiting(ids, verdict))
         return verdict
@@ -100,3 +109,96 @@ def _checked(value: float) -> float | Failure:
 def _failure(reason: str, error: BaseException | None = None) -> Failure:
     trace = "".join(traceback.format_exception(error)) if error else ""
     return Failure(f"the reward model: {reason}", trace)
+
+
+class Conversation:
+    """Encodes answers for one reward model.
+
+    Args:
+        pad_token_id: the model's, if it has one.
+        positions: tokens that it takes, if that is known.
+
+    Raises:
+        ModelError: there is no template, or `max_tokens` is beyond `positions`.
+    """
+
+    def __init__(
+        self,
+        config: SequenceClassifier,
+        tokenizer: PreTrainedTokenizerBase,
+        pad_token_id: int | None,
+        positions: int | None,
+    ) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._pad_token_id = pad_token_id
+        if config.chat_template == "auto" and not tokenizer.chat_template:
+            raise ModelError(
+                f"reward.model.path {config.path}: its tokenizer has no chat template; set "
+                "reward.model.chat_template=none, or to the template that the model was made with"
+            )
+        if config.max_tokens and positions and config.max_tokens > positions:
+            raise ModelError(
+                f"reward.model.max_tokens {config.max_tokens} does not fit the model's "
+                f"{positions} positions ({config.path}); lower it"
+            )
+        self.max_tokens = config.max_tokens or positions
+
+    def check(self, prompt: Prompt) -> None:
+        """Check before training that a prompt can be encoded.
+
+        Raises:
+            ModelError: it cannot.
+        """
+        try:
+            self.encode(prompt, "")
+        except ValueError as error:
+            raise ModelError(
+                f"reward.model.path {self._config.path}: no answer to prompt {prompt.uid} could "
+                f"be scored: {error}"
+            ) from error
+
+    def encode(self, prompt: Prompt, answer: str) -> IntArray:
+        """Return the [L] ids up to the last that is not padding: the one whose state is scored.
+
+        Raises:
+            ValueError: the template fails, nothing is left, or it is too long; in one line.
+        """
+        assert prompt.messages, "a prompt comes from a row, which has messages"
+        text = self._rendered(prompt, answer)
+        has_template = self._config.chat_template != "none"
+        encoded: Any = self._tokenizer(
+            text, add_special_tokens=not has_template, return_attention_mask=False, verbose=False
+        )
+        ids: IntArray = np.array(encoded["input_ids"], dtype=np.int64)
+        # Transformers' classifiers look for the last such token, wherever padding may stand.
+        real = np.flatnonzero(ids != self._pad_token_id)
+        ids = ids[: real[-1] + 1] if len(real) else ids[:1]
+        if not len(ids):
+            raise ValueError("prompt and answer have no tokens for the reward model")
+        limit = self.max_tokens
+        if limit is None or len(ids) <= limit:
+            return ids
+        if self._config.overlong == "error":
+            raise ValueError(
+                f"{len(ids)} tokens with the prompt, the reward model takes {limit}; lower "
+                "rollout.max_response_tokens, or set reward.model.overlong=left"
+            )
+        return ids[-limit:]
+
+    def _rendered(self, prompt: Prompt, answer: str) -> str:
+        template = self._config.chat_template
+        if template == "none":
+            return "\n".join(message["content"] for message in prompt.messages) + answer
+        from jinja2 import TemplateError
+
+        turns = [*map(dict, prompt.messages), {"role": "assistant", "content": answer}]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                turns, tokenize=False, chat_template=None if template == "auto" else template
+            )
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(
+                f"its chat template fails: {reason}; mend it, or set reward.model.chat_template"
+            ) from error
+        return str(text)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from winnow.errors import WinnowError
-from winnow.rewards.panel import RewardPipeline, ScoredAnswer
+from winnow.rewards.pipeline import RewardPipeline, ScoredAnswer
 from winnow.rewards.wire import portable
 from winnow.types import Prompt, Trajectory
 from winnow.workers.array_refs import begin_fetching

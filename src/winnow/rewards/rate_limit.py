@@ -1,4 +1,4 @@
-"""A limit of requests and tokens a minute, as token buckets; it knows the time and never sleeps.
+"""A limit of requests and tokens a minute, as token buckets; callers do the waiting.
 
 A bucket holds a tenth of a minute's allowance, so that what has been saved up cannot come at once,
 and fills at a rate that leaves room for it: no minute sees more than the limit.
@@ -18,7 +18,7 @@ class Bucket:
 
     Args:
         limit: a minute's.
-        whole: it is taken one by one, as requests are.
+        whole: its unit is indivisible, as a request is.
         now: seconds of any clock that does not go back.
     """
 
@@ -30,13 +30,13 @@ class Bucket:
         self._since = now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until so much may be taken; what a full bucket cannot hold waits for that one."""
+        """Return the seconds until so much may be taken, or the bucket is full if it holds less."""
         self._fill(now)
         lacking = min(amount, self._capacity) - self._level
         return max(lacking, 0.0) / self._rate if lacking > _NOTHING else 0.0
 
     def take(self, amount: float) -> None:
-        """Take what is there, or run into debt; negative gives back."""
+        """Take an amount, into debt if need be; a negative one gives back."""
         self._level = min(self._level - amount, self._capacity)
 
     def _fill(self, now: float) -> None:
@@ -45,7 +45,7 @@ class Bucket:
 
 
 class RateLimit:
-    """Whether a request may go.
+    """Limits the requests and tokens of any minute.
 
     Args:
         clock: seconds; does not go back.
@@ -64,7 +64,7 @@ class RateLimit:
         self._paused_until = now
 
     def ask(self, tokens: float) -> float:
-        """Take a request of so many tokens: 0, or the seconds after which to ask again."""
+        """Take a request of so many tokens; return 0, or the seconds after which to ask again."""
         now = self._clock()
         waits = [self._paused_until - now]
         waits += [self._requests.wait_s(1.0, now)] if self._requests else []

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
-from winnow.rewards.panel import ScoredAnswer
 from winnow.rewards.panel_worker import Asked, Reply
+from winnow.rewards.pipeline import ScoredAnswer
 from winnow.types import Prompt, Trajectory
 
 MOST_UNDER_WAY = 512

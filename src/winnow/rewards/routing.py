@@ -1,4 +1,4 @@
-"""Which scorer a data source goes to.
+"""Routes from data sources to scorers.
 
 Patterns match without regard to case, the whole name or, with `*` at the end, its beginning.
 The recipe's come before the built-in ones; among those of one kind the longest wins.
@@ -6,13 +6,85 @@ The recipe's come before the built-in ones; among those of one kind the longest 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from functools import cache
 from importlib.util import find_spec
 
 from winnow.errors import RewardError
-from winnow.rewards.routes import ROUTES
 from winnow.rewards.scorers import SCORERS, Scorer
+
+_SOURCES: Mapping[str, tuple[str, ...]] = {
+    "sort_digits": ("sort_digits",),
+    "gsm8k": ("gsm8k", "openai/gsm8k"),
+    # Asked for, trained and published by the line `Answer:`.
+    "dapo_math": ("math_dapo*", "dapo_math*", "dapo-math*", "dapo-17k*", "aime*"),
+    "math_verify": (
+        "math",
+        "math-500*",
+        "math_500*",
+        "math500*",
+        "HuggingFaceH4/MATH-500",
+        "lighteval/MATH*",
+        "DigitalLearningGmbH/MATH-lighteval",
+        "hendrycks/competition_math",
+        "EleutherAI/hendrycks_math*",
+        "numina*",
+        "AI-MO/NuminaMath*",
+        "amc*",
+        "AI-MO/aimo-validation-amc",
+        "math-ai/amc23",
+        "olympiadbench*",
+        "minerva*",
+    ),
+    "geometry3k": ("geometry3k*", "geo3k*", "hiyouga/geometry3k"),
+    "search_qa_em": (
+        "searchR1_*",
+        "nq",
+        "nq_*",
+        "triviaqa*",
+        "popqa*",
+        "hotpotqa*",
+        "2wikimultihopqa*",
+        "musique*",
+        "bamboogle*",
+    ),
+    "multiple_choice": (
+        "multiple_choice*",
+        "mmlu*",
+        "cais/mmlu*",
+        "TIGER-Lab/MMLU-Pro*",
+        "gpqa*",
+        "Idavidrein/gpqa*",
+        "ai2_arc*",
+        "allenai/ai2_arc*",
+        "commonsense_qa*",
+        "openbookqa*",
+    ),
+    "code": (
+        "apps*",
+        "codeparrot/apps",
+        "taco*",
+        "BAAI/TACO",
+        "codecontests*",
+        "code_contests*",
+        "deepmind/code_contests",
+        "codeforces*",
+        "humaneval*",
+        "openai_humaneval*",
+        "openai/openai_humaneval",
+        "mbpp*",
+        "google-research-datasets/mbpp",
+    ),
+    "countdown": ("countdown*", "Jiayi-Pan/Countdown-Tasks-3to4"),
+    "reasoning_gym": ("reasoning_gym", "reasoning_gym/*"),
+}
+
+ROUTES: Mapping[str, str] = {
+    source: scorer for scorer, sources in _SOURCES.items() for source in sources
+}
+"""Scorers by the data sources that have one without a recipe's word; a name ends in `*` where a
+set has variants."""
 
 # Leaves a source to the reward model: no part of its own, and no accuracy to speak of.
 NO_SCORER = Scorer("none", "tags:score_nothing", 0.0)
@@ -20,7 +92,11 @@ _CHOICES = {**SCORERS, NO_SCORER.name: NO_SCORER}
 
 
 class Router:
-    """The built-in routes under those of the recipe (`reward.scorers`)."""
+    """The built-in routes under those of the recipe (`reward.scorers`).
+
+    Raises:
+        RewardError: a recipe's route leads to no scorer.
+    """
 
     def __init__(self, overrides: Mapping[str, str]) -> None:
         for source, name in overrides.items():
@@ -30,13 +106,10 @@ class Router:
                     f"there are {', '.join(_CHOICES)}"
                 )
         self._layers = [_by_length(overrides), _by_length(ROUTES)]
+        self.scorer: Callable[[str], Scorer] = cache(self._find)
+        """Returns the scorer of a data source; raises RewardError where none is known for it."""
 
-    def scorer(self, data_source: str) -> Scorer:
-        """The scorer of a data source.
-
-        Raises:
-            RewardError: none is known for it.
-        """
+    def _find(self, data_source: str) -> Scorer:
         name = data_source.lower()
         for patterns in self._layers:
             for pattern, scorer in patterns:
@@ -51,7 +124,7 @@ class Router:
         )
 
     def check(self, data_sources: Iterable[str]) -> None:
-        """See before training that every source has a scorer.
+        """Check before training that every source has a scorer.
 
         Raises:
             RewardError: one has none, or the scorer's package is not installed.
@@ -61,11 +134,11 @@ class Router:
 
 
 def check_package(scorer: Scorer, what: str, setting: str) -> None:
-    """See that a scorer has what it imports.
+    """Check that a scorer's package is installed.
 
     Args:
-        what: is scored by it.
-        setting: can name another.
+        what: names what it scores, for the message.
+        setting: key of the recipe that can name another scorer.
 
     Raises:
         RewardError: the package is not installed.

@@ -1,4 +1,4 @@
-"""Which numbers a recipe's scores have: known from the recipe, before anything is loaded."""
+"""Names and weights of a score's numbers: known from the recipe, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -6,42 +6,49 @@ from collections.abc import Iterable, Sequence
 
 from winnow.config.judge import OpenAiJudge, SequenceClassifier
 from winnow.config.reward import CustomManager, DapoManager, RemoteManager, RewardConfig
-from winnow.rewards.blending import TASK
 from winnow.rewards.routing import NO_SCORER, Router
 from winnow.rewards.shaping import COSINE, OVERLONG, OVERLONG_REWARD
 from winnow.rewards.user_function import WRONG_REWARD
 
+TASK = "task"
+"""Part of the reward that the manager's scorer gives."""
 Section = SequenceClassifier | OpenAiJudge
 
 
+def part_weights(config: RewardConfig) -> dict[str, float]:
+    """Return a recipe's weights by part; a part without one counts once."""
+    weights = {TASK: config.weights.task, COSINE: config.cosine.weight}
+    weights |= {name: part.weight for name, part in config.parts.items()}
+    models = [each for each in (config.model, config.judge) if isinstance(each, Section)]
+    return weights | {each.part: each.weight for each in models}
+
+
 class ScoreNames:
-    """What scores are made of.
+    """Names of the numbers that the scores of a recipe have.
 
     Args:
-        models: the sections of those models that are asked.
+        models: sections of those models that are asked.
+
+    Raises:
+        RewardError: a scorer's name is wrong.
     """
 
     def __init__(self, config: RewardConfig, models: Sequence[Section]) -> None:
-        """Read the recipe.
-
-        Raises:
-            RewardError: a scorer's name is wrong.
-        """
         self._config, self._models = config, models
         self._judge = next((each for each in models if isinstance(each, OpenAiJudge)), None)
-        somebody_else = isinstance(config.manager, RemoteManager | CustomManager)
-        is_rules = config.function.path is None and not somebody_else
+        is_theirs = isinstance(config.manager, RemoteManager | CustomManager)
+        is_rules = config.function.path is None and not is_theirs
         self._router = Router(config.scorers) if is_rules else None
 
     def of(self, data_sources: Iterable[str]) -> frozenset[str] | None:
-        """The numbers that every score of these sources has; None: only a run will tell."""
+        """Return the numbers that every score of these sources has; None: only a run will tell."""
         if self._router is None:
             return None
         own = [self._router.scorer(source).metrics | self.common(source) for source in data_sources]
         return frozenset.intersection(*own) if own else self.common()
 
     def common(self, data_source: str | None = None) -> frozenset[str]:
-        """Numbers of every training score, or of those of a source."""
+        """Return the numbers of every training score, or of those of a source."""
         names = {"reward", *self._config.parts}
         if data_source is None or self.has_task(data_source):
             names |= {"accuracy", "task_reward", TASK}
@@ -57,17 +64,17 @@ class ScoreNames:
         return frozenset(names)
 
     def has_task(self, data_source: str) -> bool:
-        """Whether something else than models scores this source."""
+        """Return whether something else than models scores this source."""
         return self._router is None or self._router.scorer(data_source) is not NO_SCORER
 
     def wrong_reward(self, data_source: str) -> float:
-        """Of a wrong answer."""
+        """Return the reward of a wrong answer."""
         if self._router is None:
             return WRONG_REWARD
         return self._router.scorer(data_source).wrong_reward
 
     def judge_decides(self, training: bool) -> bool:
-        """Whether the accuracy is the judge's."""
+        """Return whether the accuracy is the judge's."""
         if self._judge is None or not self._judge.as_accuracy:
             return False
         return training or self._judge.in_evaluation

@@ -1,4 +1,4 @@
-"""What the length of an answer does to its reward; plain numbers, without torch."""
+"""Parts of the reward that come of an answer's length; plain numbers, without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OVERLONG_REWARD = "overlong_reward"
 def length_parts(
     config: RewardConfig, accuracy: float, length_tokens: int, limit_tokens: int
 ) -> dict[str, float]:
-    """The parts of the reward that an answer's length makes."""
+    """Return the parts of the reward that an answer's length makes."""
     parts: dict[str, float] = {}
     if config.overlong.enabled:
         parts[OVERLONG] = overlong_penalty(
@@ -28,7 +28,7 @@ def length_parts(
 def overlong_penalty(
     length_tokens: int, limit_tokens: int, buffer_tokens: int, factor: float = 1.0
 ) -> float:
-    """DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13), no answer being over the limit.
+    """Return DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13); no answer is over the limit.
 
     0 up to `limit - buffer`, then falling linearly to -factor at the limit.
     """
@@ -39,11 +39,11 @@ def overlong_penalty(
 def cosine_reward(
     config: CosineConfig, is_right: bool, length_tokens: int, limit_tokens: int
 ) -> float:
-    """The cosine reward of arXiv 2502.03373, section 4.2.
+    """Return the cosine reward of arXiv 2502.03373, section 4.2.
 
     With r_0 and r_L the ends for right or for wrong answers,
     r_L + (r_0 - r_L) / 2 * (1 + cos(pi * length / limit)): r_0 at no length, r_L towards the
-    limit; who has reached the limit gets `exceeded`, right or wrong.
+    limit; an answer that has reached the limit gets `exceeded`, right or wrong.
     """
     if length_tokens >= limit_tokens:
         return config.exceeded

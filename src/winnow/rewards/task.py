@@ -1,4 +1,4 @@
-"""What calling a scorer comes to: a usable score, or a failure told in one line.
+"""Calls of a scorer: each ends in a usable score, or in a failure told in one line.
 
 The same in the run's own process and in a worker of the pool.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,27 +20,28 @@ from winnow.rewards.user_function import UserScorer, read_result
 from winnow.sandbox.program import SandboxError
 from winnow.types import Score
 
+Verdict = asyncio.Future["float | Failure"]
+"""A model's or a judge's score of an answer, once it comes."""
 Arguments = tuple[str, str, Any, Mapping[str, Any]]
 """Data source, answer's text, ground truth, the row's other columns."""
 _LONGEST_LINE = 1000
-# They pass errors on; the fault is never theirs.
-_PASSING_ON = frozenset({"task", "user_function", "worker", "worker_async"})
-_OUR_FILES = {str(Path(__file__).with_name(f"{name}.py")) for name in _PASSING_ON}
+_HERE = str(Path(__file__).parent)
+"""Modules of this folder pass errors on; the fault is never theirs. Scorers lie below it."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A scoring that gave nothing."""
+    """A scoring that gave no score."""
 
     line: str
     trace: str
     """For the log."""
     outside: bool = False
-    """A sandbox failed, not the scorer."""
+    """True if a sandbox failed, not the scorer."""
 
 
 Outcome = Score | Failure | tuple[Score | Failure, ...]
-"""Of one answer, or of each in a batch; a `Failure` may be that of a whole batch."""
+"""The end of one answer's scoring, or of each in a batch; a `Failure` may be a whole batch's."""
 
 
 async def outcome(user: UserScorer | None, scorer: str, arguments: Arguments) -> Score | Failure:
@@ -58,12 +60,11 @@ async def outcome(user: UserScorer | None, scorer: str, arguments: Arguments) ->
 def outcome_without_loop(
     user: UserScorer | None, scorer: str, arguments: Arguments
 ) -> Score | Failure:
-    """The same where no event loop runs, so that the function may run one of its own."""
+    """Score as `outcome` does where no event loop runs, so that the function may run its own."""
     try:
         if user is None:
             return checked(SCORERS[scorer].score(*arguments))
-        result = user.call(*arguments)
-        return checked(read_result(_awaited(result) if inspect.isawaitable(result) else result))
+        return checked(read_result(_awaited(user.call(*arguments))))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         return failure_of(error, user.file if user else None)
 
@@ -83,10 +84,9 @@ async def outcomes(
 def outcomes_without_loop(
     user: UserScorer, batch: Sequence[Arguments]
 ) -> tuple[Score | Failure, ...] | Failure:
-    """The same where no event loop runs, so that the function may run one of its own."""
+    """Score as `outcomes` does where no event loop runs, so that the function may run its own."""
     try:
-        result = user.call_batch(batch)
-        return _each(user, _awaited(result) if inspect.isawaitable(result) else result, len(batch))
+        return _each(user, _awaited(user.call_batch(batch)), len(batch))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         return failure_of(error, user.file)
 
@@ -108,15 +108,15 @@ def _read(user: UserScorer, part: Any) -> Score | Failure:
         return failure_of(error, user.file)
 
 
-def _awaited(result: Awaitable[Any]) -> Any:
+def _awaited(result: Any) -> Any:
     async def wait() -> Any:
         return await result
 
-    return asyncio.run(wait())
+    return asyncio.run(wait()) if inspect.isawaitable(result) else result
 
 
 def raise_if_cancelled(error: BaseException) -> None:
-    """Pass a cancellation on that is ours; a scorer may raise or run into one of its own."""
+    """Raise a cancellation of this task again; a scorer may raise one of its own."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         if task is None or task.cancelling():
@@ -124,7 +124,7 @@ def raise_if_cancelled(error: BaseException) -> None:
 
 
 def checked(score: Score) -> Score:
-    """The score, if it can be learned from.
+    """Return the score, if it can be learned from.
 
     Raises:
         ValueError: a number is not finite, or the accuracy no share.
@@ -139,7 +139,7 @@ def checked(score: Score) -> Score:
 
 
 def failure_of(error: BaseException, user_file: str | None) -> Failure:
-    """One line with the place it was raised at: the user's own where there is one."""
+    """Return the failure that an error means, with its place: the user's own where there is one."""
     try:
         text = " ".join(str(error).split())
     except Exception as in_text:  # the user's exception may be as broken as the function
@@ -147,12 +147,16 @@ def failure_of(error: BaseException, user_file: str | None) -> Failure:
     if len(text) > _LONGEST_LINE:
         text = f"{text[:_LONGEST_LINE]}…"
     below = error.__traceback__
-    while below and below.tb_next and below.tb_frame.f_code.co_filename in _OUR_FILES:
+    while below and below.tb_next and _passes_on(below.tb_frame.f_code.co_filename):
         below = below.tb_next
     frames = traceback.extract_tb(below)
-    foreign = [frame for frame in frames if frame.filename not in _OUR_FILES]
+    foreign = [frame for frame in frames if not _passes_on(frame.filename)]
     own = [frame for frame in foreign if frame.filename == user_file] or foreign
     place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     line = f"{type(error).__name__}{': ' if text else ''}{text}{place}"
     trace = "".join(traceback.format_exception(type(error), error, below))
     return Failure(line, trace, outside=isinstance(error, SandboxError))
+
+
+def _passes_on(filename: str) -> bool:
+    return os.path.dirname(filename) == _HERE

@@ -12,20 +12,17 @@ solution_strs=…, ground_truths=…, extra_infos=…, **kwargs)`, and returns a
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
-import traceback
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, SupportsFloat, cast
+from typing import Any, SupportsFloat
 
 from winnow.config.reward import UserFunction
 from winnow.errors import RewardError
 from winnow.types import Score
+from winnow.user_code import load_user_object
 
+_FIELD = "reward.function.path"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _BATCH_ARGUMENTS = tuple(f"{name}s" for name in _ARGUMENTS)
 WRONG_REWARD = -1.0
@@ -34,24 +31,35 @@ usual ones keeps a policy from living on answers that break the scorer."""
 
 
 class UserScorer:
-    """The function of a file, called and its result read.
+    """The function of a user's file.
 
     Args:
         batched: the function takes many answers in a call.
+
+    Raises:
+        RewardError: the file cannot be imported, or has no such function.
     """
 
     def __init__(self, config: UserFunction, batched: bool = False) -> None:
         assert config.path is not None
         self.file = str(Path(config.path).expanduser().absolute())
         self._kwargs = config.kwargs
+        self._function = function = load_user_object(config.path, _FIELD, RewardError, config.name)
         names = _BATCH_ARGUMENTS if batched else _ARGUMENTS
-        self._function = _function(_load(config.path, self.file), config, names)
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(names), **config.kwargs)
+        except TypeError as error:
+            raise RewardError(
+                f"{_FIELD} {config.path}: {config.name}{inspect.signature(function)} cannot be "
+                f"called with {', '.join([*names, *config.kwargs])} ({error}); change its "
+                "arguments, or reward.function.kwargs"
+            ) from error
         called = getattr(self._function, "__call__", None)  # noqa: B004  an object's own
         self.is_async = any(map(inspect.iscoroutinefunction, (self._function, called)))
-        """Whether many calls may wait side by side."""
+        """True if many calls may wait side by side."""
 
     def call(self, data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Any:
-        """What the function returns, perhaps something to await; it may raise anything."""
+        """Call the function; its result may be something to await, and it may raise anything."""
         return self._function(
             data_source=data_source,
             solution_str=text,
@@ -61,7 +69,7 @@ class UserScorer:
         )
 
     def call_batch(self, batch: Sequence[tuple[str, str, Any, Mapping[str, Any]]]) -> Any:
-        """What the function returns for these; each is what `call` takes."""
+        """Call the function with the arguments of many answers, each as `call` takes them."""
         sources, texts, truths, extras = zip(*batch, strict=True)
         return self._function(
             data_sources=list(sources),
@@ -73,7 +81,7 @@ class UserScorer:
 
 
 def read_result(result: Any) -> Score:
-    """The score in what a function returned.
+    """Return the score in what a function returned.
 
     Raises:
         TypeError, ValueError: there is none.
@@ -98,62 +106,10 @@ def read_result(result: Any) -> Score:
 
 
 def _number(value: Any, name: str) -> float:
-    """A number of any library. NaN passes here: the service refuses it whoever returns it."""
+    """A number of any library. NaN passes here, and not in `task.checked`."""
     if not isinstance(value, SupportsFloat):
         raise TypeError(
             f"{name} must be a number, got {type(value).__name__}; "
             "return a float, or a dict with the key score"
         )
     return float(value)
-
-
-def _load(path: str, file: str) -> ModuleType:
-    """The module in `file`, which the user named as `path`."""
-    where = f"reward.function.path {path}"
-    if not Path(file).is_file():
-        raise RewardError(f"{where}: no such file; give the Python file with your reward function")
-    name = f"winnow_user_reward_{zlib.crc32(file.encode()):08x}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"{where}: not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickles look their module up by name.
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        reason = " ".join(str(error).split())
-        raise RewardError(
-            f"{where}, line {_line(error, file)}: importing it fails with "
-            f"{type(error).__name__}: {reason}; mend the file (`python {path}` shows the same)"
-        ) from error
-    return module
-
-
-def _line(error: BaseException, file: str) -> int | str:
-    """The last line of the file that had to do with the error."""
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return error.lineno or "?"
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((f.lineno or "?" for f in reversed(frames) if f.filename == file), "?")
-
-
-def _function(module: ModuleType, config: UserFunction, names: Sequence[str]) -> Callable[..., Any]:
-    where = f"reward.function.path {config.path}"
-    function: Any = getattr(module, config.name, None)
-    if not callable(function):
-        functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        raise RewardError(
-            f"{where} has no function {config.name}; it has {', '.join(functions) or 'none'}. "
-            "Name the one to call in reward.function.name"
-        )
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(names), **config.kwargs)
-    except TypeError as error:
-        arguments = ", ".join([*names, *config.kwargs])
-        raise RewardError(
-            f"{where}: {config.name}{inspect.signature(function)} cannot be called with "
-            f"{arguments} ({error}); change its arguments, or reward.function.kwargs"
-        ) from error
-    return cast(Callable[..., Any], function)

@@ -22,7 +22,7 @@ from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import Sinks
-from winnow.rewards.service import Rewards
+from winnow.rewards.pipeline import Rewards
 from winnow.rollout.engine import Engine, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
 from winnow.runs.build_learner import needs_of

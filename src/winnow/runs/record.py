@@ -11,7 +11,7 @@ import numpy as np
 from winnow.learning.learner import Learned
 from winnow.observe.metrics import Metrics
 from winnow.observe.rollouts import RolloutGroup
-from winnow.rewards.blending import TASK
+from winnow.rewards.score_names import TASK
 from winnow.rewards.shaping import OVERLONG, OVERLONG_REWARD
 from winnow.sampling.report import StepGroups
 from winnow.types import Score

@@ -14,8 +14,7 @@ from winnow.learning.reference import RewardModel
 from winnow.learning.single import SingleStrategy
 from winnow.models.causal_lm import torch_dtype
 from winnow.models.value import load_reward_model
-from winnow.rewards.conversation import Conversation
-from winnow.rewards.model import ModelScorer
+from winnow.rewards.model import Conversation, ModelScorer
 from winnow.types import IntArray
 
 if TYPE_CHECKING:

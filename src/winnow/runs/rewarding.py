@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 from winnow.config.judge import OpenAiJudge
 from winnow.config.reward import RewardConfig
 from winnow.config.root import Config
-from winnow.rewards.judge import Judge
-from winnow.rewards.panel import Decode, RewardPipeline
+from winnow.rewards.pipeline import Decode, RewardPipeline, Rewards
 from winnow.rewards.score_names import Section
-from winnow.rewards.service import Rewards
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +41,8 @@ def make_panel(
     model, judge = None, None
     for section in asked_models(config.reward, training):
         if isinstance(section, OpenAiJudge):
+            from winnow.rewards.judge import Judge
+
             judge = Judge(section)
             continue
         import torch

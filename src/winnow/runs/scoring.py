@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from winnow.errors import RewardError
-from winnow.rewards.service import Rewards
+from winnow.rewards.pipeline import Rewards
 from winnow.types import Prompt, Score, Trajectory
 
 log = logging.getLogger(__name__)

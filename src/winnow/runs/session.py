@@ -27,7 +27,7 @@ from winnow.observe.run_folder import RunFolder
 from winnow.observe.samples import samples
 from winnow.observe.sinks import FirstRecord, RunInfo, Sinks
 from winnow.observe.summary import Summary, print_summary
-from winnow.rewards.service import Rewards
+from winnow.rewards.pipeline import Rewards
 from winnow.runs.build import Built, build, make_saver, use_machine
 from winnow.runs.build_learner import needs_start
 from winnow.runs.checkpoint import checkpoints_in, load_state

@@ -25,8 +25,8 @@ from winnow.learning.canary import Canary
 from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import model_writer
 from winnow.models.lora import adapter_base, adapter_writer, has_adapter
+from winnow.rewards.pipeline import Rewards
 from winnow.rewards.remote_panel import RemotePipeline
-from winnow.rewards.service import Rewards
 from winnow.rollout.engine import Engine, WeightUpdate
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import RemoteEngine

@@ -3,10 +3,10 @@
     POST URL/run_code: code, language, stdin, limits, files  ─►  run_result: status, output, code
 
 The tests of an answer go there as they go into the local sandbox: one Python file, and on its
-standard input whatever it is to be tested with. A verdict comes back as standard output.
+standard input the values to test it with. A verdict comes back as standard output.
 
-What a service may do wrong is never the program's fault: no connection, a refusal, an answer that
-is late, cut off, or not of this API all raise `SandboxError`, and that scoring fails.
+A fault of the service is never the program's: no connection, a refusal, an answer that is late,
+cut off, or not of this API all raise `SandboxError`, and that scoring fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from winnow.http.client import HttpJson, RemoteError, token_of
 from winnow.sandbox.program import OUTPUT_LIMIT, Ending, Program, Result, SandboxError
 
 _SLACK_S = 10.0
-"""What a request may take beyond the times of its program: waiting, the way there and back."""
+"""Time of a request beyond those of its program: waiting, the way there and back."""
 _TRIAL = """import sys
 print(sys.version_info >= (3, 8), sys.stdin.read())
 print("x" * {fill})
@@ -100,7 +100,7 @@ class FusionSandbox:
         return Result(**{**vars(result), "ending": "output_limit"})
 
     def _try_out(self) -> None:
-        """See before training that programs are run, with the most that will be asked for."""
+        """Check before training that programs are run, with the most that will be asked for."""
         where = f"reward.sandbox.url is {self.config.url}"
         fill = (self.config.output_kb << 10) - _TRIAL_SPARED
         trial = Program(_TRIAL.format(fill=fill), b"42")
@@ -128,7 +128,7 @@ class FusionSandbox:
 
 
 def result_of(answer: Any) -> Result:
-    """What an answer of the service says of the program.
+    """Return what an answer of the service says of the program.
 
     Raises:
         SandboxError: the sandbox failed, or the answer is none of this API.

@@ -1,4 +1,4 @@
-"""What a client of our SandboxFusion server may ask for, and how the local sandbox is to run it.
+"""Requests to the SandboxFusion server: their fields, and the programs that answer them.
 
     {code, language, stdin, run_timeout, memory_limit_MB, files, fetch_files}  ─►  Program, Limits
 
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from winnow.http.service import Refusal
 from winnow.sandbox.program import Limits, Program, Result
 
 LANGUAGES = ("python", "bash")
@@ -56,10 +57,6 @@ os._exit(status >> 8 if status & 127 == 0 else 128 + (status & 127))
 """
 
 
-class RequestError(ValueError):
-    """A request that asks for what there is not; the message names field and value."""
-
-
 @dataclass(frozen=True)
 class Job:
     """A request that can be run."""
@@ -67,32 +64,32 @@ class Job:
     program: Program
     limits: Limits
     fetch: Sequence[str]
-    """Files whose contents are asked for."""
+    """Files whose contents the reply holds."""
     mark: bytes | None
-    """Stands before them in the output; None where none are asked for."""
+    """Text before these files in the output; None where none are asked for."""
 
 
 def job_of(given: Any, most: Limits) -> Job:
-    """A request as JSON holds it, as the sandbox takes it.
+    """Return the job that a request asks for.
 
     Args:
         most: the server's limits; a request that asks for more is refused, since cutting it down
             would make the server's limit look like the program's fault.
 
     Raises:
-        RequestError: a field is missing or wrong.
+        Refusal: a field is missing or wrong; the line names it, and its value.
     """
     if not isinstance(given, Mapping):
-        raise RequestError("the body must be a JSON object with code and language")
+        raise Refusal(422, "the body must be a JSON object with code and language")
     for name, types in _TYPES.items():
         value = given.get(name, "" if name in ("code", "language") else None)
         if not isinstance(value, types) or isinstance(value, bool):
-            raise RequestError(f"{name} must be {_NAMES[types[0]]}, got {_shown(value)}")
+            raise Refusal(422, f"{name} must be {_NAMES[types[0]]}, got {_shown(value)}")
     if "code" not in given:
-        raise RequestError("code is missing; it must be a text")
+        raise Refusal(422, "code is missing; it must be a text")
     language = given.get("language", "python")
     if language not in LANGUAGES:
-        raise RequestError(f"language must be {' or '.join(LANGUAGES)}, got {_shown(language)}")
+        raise Refusal(422, f"language must be {' or '.join(LANGUAGES)}, got {_shown(language)}")
     files = _files(given.get("files") or {})
     fetch = _fetched(given.get("fetch_files") or [])
     stdin = (given.get("stdin") or "").encode("utf-8", "surrogatepass")
@@ -101,7 +98,7 @@ def job_of(given: Any, most: Limits) -> Job:
 
 
 def response_of(result: Result, job: Job) -> dict[str, Any]:
-    """What came of it, in SandboxFusion's words."""
+    """Return the reply to a request whose program has run, in SandboxFusion's words."""
     out, files = result.stdout, {}
     if job.mark is not None and result.ending == "finished":
         out, mark, said = result.stdout.rpartition(job.mark)
@@ -126,7 +123,7 @@ def response_of(result: Result, job: Job) -> dict[str, Any]:
 
 
 def sandbox_failed(message: str) -> dict[str, Any]:
-    """The answer where the sandbox itself came to grief."""
+    """Return the reply to a request where the sandbox itself failed."""
     return {
         "status": "SandboxError",
         "message": message,
@@ -140,25 +137,27 @@ def _limits(given: Mapping[str, Any], most: Limits) -> Limits:
     time_s = given.get("run_timeout")
     time_s = min(_DEFAULT_S, most.time_s) if time_s is None else time_s
     if not 0 < time_s <= most.time_s:
-        raise RequestError(
+        raise Refusal(
+            422,
             f"run_timeout must lie in (0, {most.time_s:g}] seconds here, got {_shown(time_s)}; "
-            "--max-time-s of the server is the limit"
+            "--max-time-s of the server is the limit",
         )
     asked = given.get("memory_limit_MB")
     if asked is None or asked == -1:  # SandboxFusion's word for no wish
         return replace(most, time_s=float(time_s))
     most_mb = most.memory_bytes // _MIB
     if not 64 <= asked <= most_mb:
-        raise RequestError(
+        raise Refusal(
+            422,
             f"memory_limit_MB must lie in [64, {most_mb}] here, got {_shown(asked)}; "
-            "--memory-mb of the server is the limit"
+            "--memory-mb of the server is the limit",
         )
     return replace(most, time_s=float(time_s), memory_bytes=int(asked) * _MIB)
 
 
 def _files(given: Mapping[str, Any]) -> dict[str, bytes]:
     if len(given) > _MOST_FILES:
-        raise RequestError(f"files must be at most {_MOST_FILES}, got {len(given)}")
+        raise Refusal(422, f"files must be at most {_MOST_FILES}, got {len(given)}")
     files = {}
     for name, text in given.items():
         if text is None:  # SandboxFusion's clients send it for no file
@@ -166,20 +165,20 @@ def _files(given: Mapping[str, Any]) -> dict[str, bytes]:
         try:
             files[name] = base64.b64decode(text, validate=True)
         except (TypeError, ValueError, binascii.Error):
-            raise RequestError(f"files[{_shown(name)}] must be a text in base64") from None
+            raise Refusal(422, f"files[{_shown(name)}] must be a text in base64") from None
     return files
 
 
 def _fetched(given: list[Any]) -> list[str]:
     if len(given) > _MOST_FILES:
-        raise RequestError(f"fetch_files must be at most {_MOST_FILES}, got {len(given)}")
+        raise Refusal(422, f"fetch_files must be at most {_MOST_FILES}, got {len(given)}")
     for name in given:
         if not isinstance(name, str):
-            raise RequestError(f"fetch_files must hold names of files, got {_shown(name)}")
+            raise Refusal(422, f"fetch_files must hold names of files, got {_shown(name)}")
     try:
         Program("", files=dict.fromkeys(given, b""))
     except ValueError as error:
-        raise RequestError(f"fetch_files: {error}") from None
+        raise Refusal(422, f"fetch_files: {error}") from None
     return given
 
 
@@ -201,15 +200,15 @@ def _program(
         code = f"import sys\nCOMMAND, FETCH, MARK = {words}, {fetch!r}, {text!r}\n{_FETCH}"
     taken = own.keys() & files.keys()
     if taken:
-        raise RequestError(f"files must not hold {min(taken)}, the program's own text")
+        raise Refusal(422, f"files must not hold {min(taken)}, the program's own text")
     try:
         return Program(code, stdin, {**files, **own}), mark
     except ValueError as error:
-        raise RequestError(f"files: {error}") from None
+        raise Refusal(422, f"files: {error}") from None
 
 
 def _told_files(said: bytes, asked: Sequence[str]) -> dict[str, str]:
-    """What the program's own user says of its files: texts by the names asked for."""
+    """Files as the program's own user tells them: texts by the names asked for."""
     try:
         found = json.loads(said)
     except (ValueError, RecursionError):

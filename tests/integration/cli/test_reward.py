@@ -233,8 +233,8 @@ def test_code_runs_in_the_sandbox_and_the_failing_case_is_told() -> None:
         (
             ["FILE", "--function", "OWN"],
             RewardError,
-            "reward.function.path OWN has no function "
-            "compute_score; it has judge, inner, waits. Name the one",
+            "reward.function.path OWN has no callable "
+            "compute_score; give one of judge, inner, waits",
         ),
     ],
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.reward_models import classifier, classifier_folder
-from tests.scoring import LIMIT, answer
+from tests.scoring import LIMIT, answer, rewards_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from winnow.config.judge import SequenceClassifier
@@ -21,7 +21,7 @@ from winnow.config.rollout import VarianceFilter
 from winnow.errors import ModelError, RewardError
 from winnow.models.causal_lm import quiet_transformers
 from winnow.rewards.model import Forward
-from winnow.rewards.service import RewardService
+from winnow.rewards.pipeline import Rewards
 from winnow.runs.reward_model import make_model_scorer
 from winnow.sampling.filters import judge
 from winnow.sampling.serialization import plain_prompt, prompt_from
@@ -34,17 +34,17 @@ ANSWERS = ["#1359", "#1395", "1|539;3|59;5|9;9|#1359", "", "9" * 60]
 
 def service(
     folder: Path, *, deterministic: bool = True, tokens: int = 4096, **config: Any
-) -> RewardService:
+) -> Rewards:
     """The real thing; keys of `reward.model` begin with `model_`."""
     own = {key.removeprefix("model_"): config.pop(key) for key in [*config] if "model_" in key}
     section = SequenceClassifier(path=str(folder), **own)
     cpu = torch.device("cpu")
     model = make_model_scorer(section, ModelConfig(), cpu, tokens, deterministic)
-    return RewardService(RewardConfig(model=section, **config), LIMIT, model=model)
+    return rewards_of(RewardConfig(model=section, **config), LIMIT, model=model)
 
 
 def ask(
-    service: RewardService, texts: Sequence[str], prompt: Prompt = PROMPT, *,
+    service: Rewards, texts: Sequence[str], prompt: Prompt = PROMPT, *,
     training: bool = True, length: int = 10,
 ) -> list[Score]:  # fmt: skip
     async def together() -> list[Score]:
@@ -122,7 +122,7 @@ def counted(forward: Forward, sizes: list[int]) -> Forward:
 def test_answers_that_wait_together_are_run_together(folder: Path) -> None:
     for deterministic, calls in ((False, [5]), (True, [1] * 5)):
         one = service(folder, deterministic=deterministic)
-        model = one._panel._model
+        model = one._pipeline._models[0]
         assert model is not None
         sizes: list[int] = []
         model._forward = counted(model._forward, sizes)
@@ -258,12 +258,12 @@ def test_a_score_that_is_no_number_is_a_failure(tmp_path: Path) -> None:
 
 def test_an_error_of_the_pass_reaches_everyone_who_waits(folder: Path) -> None:
     one = service(folder, deterministic=False)
-    assert one._panel._model is not None
+    assert one._pipeline._models[0] is not None
 
     def broken(_: Any) -> list[float]:
         raise MemoryError("no room")
 
-    one._panel._model._forward = broken
+    one._pipeline._models[0]._forward = broken
 
     async def together() -> list[Any]:
         asked = (one.score(PROMPT, answer(1), text, True) for text in ANSWERS)

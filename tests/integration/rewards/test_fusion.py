@@ -31,7 +31,7 @@ from tests.winnow_command import in_this_process
 from winnow.config.load import load_recipe
 from winnow.config.reward import FusionConfig, RewardConfig, SandboxConfig
 from winnow.errors import ConfigError, RewardError
-from winnow.rewards.managers.rules import Rules
+from winnow.rewards.managers import Rules
 from winnow.rewards.scorers import code as scorer
 from winnow.rewards.task import Failure
 from winnow.sandbox import current
@@ -194,7 +194,8 @@ def test_times_that_are_none_count_as_nothing() -> None:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ([reply(401, raw=b'{"detail":"the token is wrong"}')], "answered 401: .*token is wrong"),
+        ([reply(401, raw=b'{"detail":"the token is missing or wrong"}')],
+         "answered 401: .*or wrong"),
         ([ok(answer("True 43"))], "trial program ended there with exit code 0.*: 'True 43'"),
         ([ok(answer("False 42\nxxx"))], "'False 42'; it must run Python 3.8 or newer"),
         ([ok(answer(tried(1023)))], "may write less than reward.sandbox.output_kb=1024; start"),
@@ -258,7 +259,7 @@ def test_a_token_is_named_in_the_recipe_and_stays_in_the_environment(
         with pytest.raises(RewardError, match="no such environment variable; export OUR_TOKEN"):
             FusionSandbox(config)
         monkeypatch.setenv("OUR_TOKEN", "other")
-        with pytest.raises(RewardError, match="the token is wrong") as caught:
+        with pytest.raises(RewardError, match="the token is missing or wrong") as caught:
             FusionSandbox(config)
         assert "other" not in str(caught.value).replace("another", "")
         monkeypatch.setenv("OUR_TOKEN", f"{TOKEN}\n")

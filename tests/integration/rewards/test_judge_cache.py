@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import sqlite3
 import subprocess
@@ -14,20 +13,20 @@ from pathlib import Path
 import pytest
 
 from winnow.errors import RewardError
-from winnow.rewards.judge_cache import Reply, ReplyCache, cache_path
+from winnow.rewards.judge_cache import JudgeReply, ReplyCache, cache_path
 
 WRITER = """
-import asyncio, sys
+import sys
 from pathlib import Path
-from winnow.rewards.judge_cache import Reply, ReplyCache
+from winnow.rewards.judge_cache import JudgeReply, ReplyCache
 
-async def write(cache, own, count):
+def write(cache, own, count):
     for i in range(count):
-        kept = await cache.put(i.to_bytes(32, "big"), Reply(f"{own} says {i}", i))
+        kept = cache.put(i.to_bytes(32, "big"), JudgeReply(f"{own} says {i}", i))
         print(kept.text, flush=True)
 
 cache = ReplyCache(Path(sys.argv[1]))
-asyncio.run(write(cache, sys.argv[2], int(sys.argv[3])))
+write(cache, sys.argv[2], int(sys.argv[3]))
 """
 
 
@@ -59,8 +58,8 @@ def test_of_two_processes_both_get_what_the_first_kept(tmp_path: Path) -> None:
     with opened(path) as cache:
         replies, size = cache.size()
         assert (replies, size) == (60, path.stat().st_size)
-        assert asyncio.run(cache.get(key(7))) == Reply(said[0][7], 7)
-        assert asyncio.run(cache.get(key(60))) is None
+        assert cache.get(key(7)) == JudgeReply(said[0][7], 7)
+        assert cache.get(key(60)) is None
 
 
 def test_what_a_killed_process_had_kept_is_there(tmp_path: Path) -> None:
@@ -73,15 +72,15 @@ def test_what_a_killed_process_had_kept_is_there(tmp_path: Path) -> None:
     process.stdout.close()
     with opened(path) as cache:
         for i, line in enumerate(told):
-            assert asyncio.run(cache.get(key(i))) == Reply(line.strip(), i)
-        asyncio.run(cache.put(key(10**6), Reply("more", 1)))
+            assert cache.get(key(i)) == JudgeReply(line.strip(), i)
+        cache.put(key(10**6), JudgeReply("more", 1))
 
 
 def test_any_text_comes_back(tmp_path: Path) -> None:
     with opened(tmp_path / "replies") as cache:
         for i, text in enumerate(["", "\x00", "\ud800", "ä€😀", "x" * 100_000]):
-            asyncio.run(cache.put(key(i), Reply(text, 0)))
-            assert asyncio.run(cache.get(key(i))) == Reply(text, 0)
+            cache.put(key(i), JudgeReply(text, 0))
+            assert cache.get(key(i)) == JudgeReply(text, 0)
 
 
 @pytest.mark.parametrize("what", ["text", "other tables", "cut", "folder", "no folder"])
@@ -97,7 +96,7 @@ def test_a_file_that_cannot_serve_is_told_in_one_line_and_left_alone(
     elif what == "cut":
         with opened(path) as cache:
             for i in range(30):
-                asyncio.run(cache.put(key(i), Reply("said " * 500, 0)))
+                cache.put(key(i), JudgeReply("said " * 500, 0))
         path.write_bytes(path.read_bytes()[:5000])
     elif what == "folder":
         path.mkdir()
@@ -106,7 +105,7 @@ def test_a_file_that_cannot_serve_is_told_in_one_line_and_left_alone(
         path = tmp_path / "file" / "replies"
     before = path.read_bytes() if path.is_file() else b""
     with pytest.raises(RewardError) as told, opened(path) as cache:
-        asyncio.run(read_all(cache))
+        read_all(cache)
     said = str(told.value)
     assert said.startswith(f"reward.judge.cache {path}")
     assert "give another path" in said
@@ -114,9 +113,9 @@ def test_a_file_that_cannot_serve_is_told_in_one_line_and_left_alone(
     assert (path.read_bytes() if path.is_file() else b"") == before
 
 
-async def read_all(cache: ReplyCache) -> None:
+def read_all(cache: ReplyCache) -> None:
     for i in range(30):
-        await cache.get(key(i))
+        cache.get(key(i))
 
 
 def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(
             RewardError, match=r"cannot be used \(database or disk is full\); see to"
         ):
-            asyncio.run(cache.put(key(1), Reply("x" * 100_000, 0)))
+            cache.put(key(1), JudgeReply("x" * 100_000, 0))
 
 
 def test_where_replies_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

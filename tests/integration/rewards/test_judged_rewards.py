@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from tests.faulty_http import Step, reply, serving
 from tests.judges import judging, says
-from tests.scoring import LIMIT, answer
+from tests.scoring import LIMIT, answer, rewards_of
 
 from winnow.config.judge import OpenAiJudge
 from winnow.config.reward import CosineConfig, OverlongConfig, PartWeights, RewardConfig
 from winnow.errors import RewardError
 from winnow.rewards.judge import Judge
-from winnow.rewards.service import RewardService
+from winnow.rewards.pipeline import Rewards
 from winnow.types import Prompt, Score
 
 MESSAGES = ({"role": "user", "content": "5391:"},)
@@ -25,7 +25,7 @@ PROMPT = Prompt("sort_digits:5391", np.array([8]), "5391:", "sort_digits", "1359
 RIGHT, WRONG = "1|539;3|59;5|9;9|#1359", "#1395"
 SEES_NOTHING = says("Judgement: INCORRECT")
 ALONE = {"scorers": {"sort_digits": "none"}}
-Make = Callable[..., RewardService]
+Make = Callable[..., Rewards]
 
 
 @pytest.fixture
@@ -33,19 +33,19 @@ def make() -> Iterator[Make]:
     """Services with a judge behind a server; keys of `reward.judge` begin with `judge_`."""
     with ExitStack() as open_things:
 
-        def made(step: Step, **config: Any) -> RewardService:
+        def made(step: Step, **config: Any) -> Rewards:
             names = [key for key in config if key.startswith("judge_")]
             own = {key.removeprefix("judge_"): config.pop(key) for key in names}
             served = open_things.enter_context(serving([step]))
             section = OpenAiJudge(base_url=f"{served.url}/v1", model="m", cache="none", **own)
             judge = Judge(section, backoff_s=0.01)
-            service = RewardService(RewardConfig(judge=section, **config), LIMIT, judge=judge)
+            service = rewards_of(RewardConfig(judge=section, **config), LIMIT, judge=judge)
             return open_things.enter_context(closing(service))
 
         yield made
 
 
-def ask(service: RewardService, texts: Sequence[str], training: bool = True) -> list[Score]:
+def ask(service: Rewards, texts: Sequence[str], training: bool = True) -> list[Score]:
     async def together() -> list[Score]:
         scores = (service.score(PROMPT, answer(120), text, training) for text in texts)
         return list(await asyncio.gather(*scores))
@@ -138,4 +138,4 @@ def test_figures_are_of_all_twins_and_start_anew(make: Make) -> None:
     ask(service.twin(), [WRONG])
     assert service.figures()["judge/requests"] == 2
     assert set(service.figures().values()) == {0}
-    assert RewardService(RewardConfig(), LIMIT).figures() == {}
+    assert rewards_of(RewardConfig(), LIMIT).figures() == {}

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +18,7 @@ from tests.contract.test_managers import PROMPT, served
 from tests.faulty_http import reply as answered
 from tests.faulty_http import serving
 from tests.sandboxes import need_bubblewrap
-from tests.scoring import LIMIT, SIGNATURE, answer
+from tests.scoring import LIMIT, SIGNATURE, answer, rewards_of
 
 from winnow.config.load import load_recipe
 from winnow.config.reward import (
@@ -30,10 +29,8 @@ from winnow.config.reward import (
     UserFunction,
 )
 from winnow.errors import ConfigError, RewardError
-from winnow.rewards.managers import make_manager
-from winnow.rewards.managers.protocol import Manager
-from winnow.rewards.serve import Limits, listen
-from winnow.rewards.service import RewardService
+from winnow.http.service import listen
+from winnow.rewards.managers import Manager, make_manager
 from winnow.rewards.task import Failure
 from winnow.sandbox import current
 from winnow.types import Prompt, Score
@@ -247,12 +244,12 @@ def test_a_class_is_found_by_its_module(own_file: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "kwargs", "says"),
     [
-        ("{file}:Nobody", {}, "has no class Nobody; it has Own, Bare, Broken"),
+        ("{file}:Nobody", {}, "has no callable Nobody; give one of Own, Bare, Broken"),
         ("{file}:Bare", {}, "has no method score; give it `async def score(self, prompt, text)`"),
         ("{file}:Broken", {}, "making it fails with OSError: two lines; mend the class"),
         ("{file}:Own", {"bonsu": 1}, "making it fails with TypeError: "),
-        ("no.such.module:Own", {}, "importing no.such.module fails with ModuleNotFoundError: "),
-        ("/no/such/file.py:Own", {}, "importing /no/such/file.py fails with FileNotFoundError: "),
+        ("no.such.module:Own", {}, "importing it fails with ModuleNotFoundError: "),
+        ("/no/such/file.py:Own", {}, "no such file; give the Python file"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused_in_one_line(
@@ -277,7 +274,7 @@ class Own:
 def test_a_score_without_parts_counts_as_the_task(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(SCORES)
     section = RewardConfig(manager=CustomManager(path=f"{tmp_path}/own.py:Own"))
-    service = RewardService(section, LIMIT)
+    service = rewards_of(section, LIMIT)
     score = asyncio.run(service.score(PROMPT, answer(1), "Score(0.75, 1.0)", True))
     assert (score.reward, score.accuracy, score.parts) == (0.75, 1.0, {"task": 0.75})
 
@@ -461,21 +458,21 @@ def test_a_variable_without_token_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("content", "status", "says"),
     [
-        (b"{", 400, "the body is no JSON"),
-        (b"[" * 100_000, 400, "the body is no JSON"),
+        (b"{", 400, "the body's 1 bytes are no JSON"),
+        (b"[" * 100_000, 400, "the body's 100,000 bytes are no JSON"),
         (b"[]", 400, "the body must be an object, got list"),
         (b'{"data_source": 1}', 400, "data_source must be a text"),
         (b'{"data_source": "a"}', 400, "solution_str must be a text"),
         (b'{"data_source": "a", "solution_str": "", "extra_info": [1]}', 400, "extra_info must be"),
-        (b" " * 2000, 413, "the body is longer than 1,000 bytes"),
-        (b" " * 30_000_000, 413, "the body is longer than 1,000 bytes"),
+        (b" " * 2000, 413, "the body must be at most 1,000 bytes"),
+        (b" " * 30_000_000, 413, "the body must be at most 1,000 bytes"),
     ],
 )
 def test_the_service_refuses_what_is_no_question(
     content: bytes, status: int, says: str, tmp_path: Path, stack: ExitStack
 ) -> None:
     most = 1_000 if status == 413 else 1 << 20
-    url = served(echo(tmp_path, stack), stack, limits=Limits(max_body_bytes=most))
+    url = served(echo(tmp_path, stack), stack, max_body_bytes=most)
     reply = httpx.post(url, content=content, headers=JSON)
     assert (reply.status_code, reply.json()["error"][: len(says)]) == (status, says)
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "scored": 0}
@@ -491,7 +488,7 @@ def test_the_service_takes_in_so_many_and_sends_others_away_for_a_while(
                     "    await asyncio.sleep(0.2); at_once -= 1\n"
                     "    return {'score': 1, 'most': most}\n")  # fmt: skip
     slow = make_manager(RewardConfig(function=UserFunction(path=str(file)), workers=0))
-    url = served(slow, stack, limits=Limits(max_waiting=2))
+    url = served(slow, stack, max_waiting=2)
     question = {"data_source": "s", "solution_str": "x"}
 
     async def five() -> list[httpx.Response]:
@@ -534,7 +531,7 @@ def test_who_hangs_up_is_not_scored_and_who_waits_too_long_is_told(
     tmp_path: Path, stack: ExitStack
 ) -> None:
     manager, calls = counting(tmp_path, stack, 1.0)
-    url = served(manager, stack, limits=Limits(max_answer_s=1.5))
+    url = served(manager, stack, max_answer_s=1.5)
 
     async def gone() -> list[Any]:
         async with httpx.AsyncClient(timeout=0.5) as client:
@@ -603,14 +600,3 @@ def test_a_port_that_is_taken_is_told_in_one_line() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(RewardError, match=rf"^--port is {port}, but 127\.0\.0\.1:{port} "):
             listen("127.0.0.1", port, None)
-
-
-def test_a_service_ends_what_it_started(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        manager = echo(tmp_path, stack)
-        closed = threading.Event()
-        manager.close = closed.set  # type: ignore[method-assign]
-        url = served(manager, stack)
-        assert httpx.get(f"{url}/health").status_code == 200
-        assert not closed.is_set()
-    assert closed.is_set()

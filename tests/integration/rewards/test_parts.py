@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.scoring import LIMIT, PROMPT, UserService, answer
+from tests.scoring import LIMIT, PROMPT, UserRewards, answer, rewards_of
 
 from winnow.config.reward import (
     CosineConfig,
@@ -22,8 +22,8 @@ from winnow.config.reward import (
 from winnow.config.rollout import VarianceFilter
 from winnow.errors import RewardError
 from winnow.observe.metrics import Metrics
+from winnow.rewards.pipeline import Rewards
 from winnow.rewards.scorers import SCORERS
-from winnow.rewards.service import RewardService
 from winnow.runs.record import _record_parts
 from winnow.sampling.filters import judge
 from winnow.types import Prompt, Score
@@ -32,12 +32,12 @@ TAGGED = "<think>so</think><answer>#1359</answer>"
 FORMAT = {"format": PartConfig(scorer="think_answer", weight=0.2)}
 
 
-def service(**config: Any) -> RewardService:
-    return RewardService(RewardConfig(**config), LIMIT)
+def service(**config: Any) -> Rewards:
+    return rewards_of(RewardConfig(**config), LIMIT)
 
 
 def ask(
-    one: RewardService, texts: Sequence[str], *, length: int = 10, training: bool = True,
+    one: Rewards, texts: Sequence[str], *, length: int = 10, training: bool = True,
     prompt: Prompt = PROMPT,
 ) -> list[Score]:  # fmt: skip
     async def together() -> list[Score]:
@@ -82,7 +82,7 @@ def test_held_out_answers_have_the_parts_that_ask_for_it() -> None:
     assert list(score.parts) == ["task", "seen", "unseen", "cosine"]
 
 
-def test_a_users_function_has_parts_beside_it(user_service: UserService) -> None:
+def test_a_users_function_has_parts_beside_it(user_service: UserRewards) -> None:
     one = user_service("return {'score': 3, 'acc': 0.25}", parts=FORMAT, workers=1)
     plain, tagged = ask(one, ["#1359", TAGGED])
     assert plain.parts == {"task": 3.0, "format": 0.0}
@@ -126,7 +126,7 @@ def test_a_part_that_fails_makes_the_scoring_fail() -> None:
     assert (score.accuracy, one.failure_report.count) == (0.0, 1)
 
 
-def test_a_rule_that_fails_leaves_parts_no_say(user_service: UserService) -> None:
+def test_a_rule_that_fails_leaves_parts_no_say(user_service: UserRewards) -> None:
     (score,) = ask(user_service("1/0", parts=FORMAT, workers=0), [TAGGED])
     assert score.error.startswith("ZeroDivisionError")
     assert (score.reward, score.parts) == (-1.0, {"task": -1.0, "format": 0.0})

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.processes import children, gone, is_alive
-from tests.scoring import PROMPT, UserService, answer
+from tests.scoring import PROMPT, UserRewards, answer, rewards_of
 
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
 from winnow.rewards import pool
+from winnow.rewards.pipeline import Rewards
 from winnow.rewards.pool import WAITING_PER_WORKER
-from winnow.rewards.service import RewardService
 from winnow.types import Prompt, Score
 
 MIXED = """
@@ -78,7 +78,7 @@ FATES = [
 LATE_FATES = [("hang", LATE), ("hang in C", LATE), ("flood", LATE)]
 
 
-def ask_all(service: RewardService, texts: list[str]) -> list[Score]:
+def ask_all(service: Rewards, texts: list[str]) -> list[Score]:
     async def run() -> list[Score]:
         asked = (service.score(PROMPT, answer(3), text, training=True) for text in texts)
         return list(await asyncio.gather(*asked))
@@ -94,7 +94,7 @@ def test_what_a_scorer_does_costs_its_own_sample_alone(
     file: str,
     fates: list[tuple[str, str]],
     timeout_s: float,
-    user_service: UserService,
+    user_service: UserRewards,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     before = children()
@@ -108,14 +108,14 @@ def test_what_a_scorer_does_costs_its_own_sample_alone(
 
 @pytest.mark.parametrize("file", [SYNC, ASYNC], ids=["sync", "async"])
 def test_a_scorer_that_eats_memory_costs_its_own_sample_alone(
-    file: str, user_service: UserService
+    file: str, user_service: UserRewards
 ) -> None:
     # A machine may take its time to find the memory.
     service = user_service(file, workers=2, timeout_s=30, memory_mb=400)
     costs_itself_alone(service, "memory", "the scorer used ")
 
 
-def costs_itself_alone(service: RewardService, what: str, error: str) -> None:
+def costs_itself_alone(service: Rewards, what: str, error: str) -> None:
     texts = ["right"] * 4 + [what] + ["right"] * 20
     scores = ask_all(service, texts)
     assert [text for text, score in zip(texts, scores, strict=True) if score.error] == (
@@ -127,7 +127,7 @@ def costs_itself_alone(service: RewardService, what: str, error: str) -> None:
 
 
 def test_an_async_scorer_that_waits_too_long_costs_its_own_sample_alone(
-    user_service: UserService,
+    user_service: UserRewards,
 ) -> None:
     service = user_service(ASYNC, workers=1, timeout_s=1)
     scores = ask_all(service, ["right", "late", "right", "late", *["right"] * 40])
@@ -135,7 +135,7 @@ def test_an_async_scorer_that_waits_too_long_costs_its_own_sample_alone(
     assert sum(score.accuracy for score in scores) == 42
 
 
-def test_async_calls_wait_side_by_side(user_service: UserService) -> None:
+def test_async_calls_wait_side_by_side(user_service: UserRewards) -> None:
     body = (
         "import asyncio\nnow = most = 0\nasync def compute_score(data_source, solution_str, "
         "ground_truth, extra_info):\n    global now, most\n    now += 1; most = max(most, now)\n"
@@ -147,7 +147,7 @@ def test_async_calls_wait_side_by_side(user_service: UserService) -> None:
 
 @pytest.mark.parametrize(("times", "seconds"), [(1, 0.1), (10, 0.01)])
 def test_an_async_function_that_blocks_makes_no_neighbour_late(
-    times: int, seconds: float, user_service: UserService
+    times: int, seconds: float, user_service: UserRewards
 ) -> None:
     body = (
         "import asyncio, time\nasync def compute_score(data_source, solution_str, ground_truth, "
@@ -159,7 +159,7 @@ def test_an_async_function_that_blocks_makes_no_neighbour_late(
     assert [score.error for score in scores] == [""] * 30
 
 
-def test_a_plain_function_may_return_something_to_await(user_service: UserService) -> None:
+def test_a_plain_function_may_return_something_to_await(user_service: UserRewards) -> None:
     body = (
         "import asyncio\ncalls = 0\nasync def later():\n    await asyncio.sleep(0.001)\n"
         "    return calls\ndef compute_score(data_source, solution_str, ground_truth, "
@@ -169,7 +169,7 @@ def test_a_plain_function_may_return_something_to_await(user_service: UserServic
 
 
 def test_what_is_printed_is_kept_for_the_log(
-    user_service: UserService, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    user_service: UserRewards, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.INFO):
         service = user_service("print('seen', solution_str, 'y' * 9000); return 1", workers=1)
@@ -180,7 +180,7 @@ def test_what_is_printed_is_kept_for_the_log(
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_a_dying_scorer_printed_is_in_its_trace(user_service: UserService) -> None:
+def test_what_a_dying_scorer_printed_is_in_its_trace(user_service: UserRewards) -> None:
     service = user_service("print('last words'); import os; os.abort()", workers=1)
     ask_all(service, ["x"])
     assert service.failure_report.first_traceback == (
@@ -188,7 +188,7 @@ def test_what_a_dying_scorer_printed_is_in_its_trace(user_service: UserService) 
     )
 
 
-def test_a_leak_ends_in_a_new_process_before_it_costs_anything(user_service: UserService) -> None:
+def test_a_leak_ends_in_a_new_process_before_it_costs_anything(user_service: UserRewards) -> None:
     body = (
         "import os\nkept = []\ndef compute_score(data_source, solution_str, ground_truth, "
         "extra_info):\n    kept.append(bytes(30_000_000))\n    kept[-1].count(b'x')\n"
@@ -201,7 +201,7 @@ def test_a_leak_ends_in_a_new_process_before_it_costs_anything(user_service: Use
     assert max(score.extra["kept"] for score in scores) >= 3
 
 
-def test_a_stateful_module_keeps_its_state_within_a_worker(user_service: UserService) -> None:
+def test_a_stateful_module_keeps_its_state_within_a_worker(user_service: UserRewards) -> None:
     body = (
         "calls = []\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    calls.append(solution_str)\n    return len(calls)\n"
@@ -211,7 +211,7 @@ def test_a_stateful_module_keeps_its_state_within_a_worker(user_service: UserSer
     assert [score.reward for score in ask_all(service, ["d"])] == [4]
 
 
-def test_what_a_scorer_draws_depends_on_the_answer_alone(user_service: UserService) -> None:
+def test_what_a_scorer_draws_depends_on_the_answer_alone(user_service: UserRewards) -> None:
     body = "import random, numpy; return {'score': random.random(), 'n': numpy.random.rand()}"
     first = ask_all(user_service(body, workers=2), ["a", "b", "a", "c"])
     again = ask_all(user_service(body, workers=1), ["c", "b", "a"])
@@ -219,7 +219,7 @@ def test_what_a_scorer_draws_depends_on_the_answer_alone(user_service: UserServi
     assert (first[3].reward, first[3].extra) == (again[0].reward, again[0].extra)
 
 
-def test_objects_of_the_users_own_come_back_as_text(user_service: UserService) -> None:
+def test_objects_of_the_users_own_come_back_as_text(user_service: UserRewards) -> None:
     body = (
         "import numpy\nclass Own:\n    def __str__(self): return 'own'\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -233,7 +233,7 @@ def test_objects_of_the_users_own_come_back_as_text(user_service: UserService) -
     assert score.extra["v"].tolist() == [0, 1]
 
 
-def test_signals_work_in_a_worker_so_math_verify_does(user_service: UserService) -> None:
+def test_signals_work_in_a_worker_so_math_verify_does(user_service: UserRewards) -> None:
     body = (
         "from math_verify import parse, verify; "
         "return verify(parse('$1/2$', parsing_timeout=3), parse('$' + solution_str + '$'))"
@@ -242,19 +242,19 @@ def test_signals_work_in_a_worker_so_math_verify_does(user_service: UserService)
     assert [(score.error, score.reward) for score in scores] == [("", 1.0), ("", 0.0)]
 
 
-def test_workers_load_neither_torch_nor_transformers(user_service: UserService) -> None:
+def test_workers_load_neither_torch_nor_transformers(user_service: UserRewards) -> None:
     body = "import sys; return {'score': 1, 'loaded': sorted(sys.modules)}"
     loaded = ask_all(user_service(body, workers=1), ["x"])[0].extra["loaded"]
     assert "numpy" in loaded
     assert not {"torch", "transformers"} & set(loaded)
-    service = RewardService(RewardConfig(workers=1), 8)
+    service = rewards_of(RewardConfig(workers=1), 8)
     assert ask_all(service, ["#1359"])[0].reward == 1.0
     service.close()
 
 
 @pytest.mark.parametrize("source", ["sort_digits", "gsm8k"])
 def test_built_in_scorers_say_the_same_apart(source: str) -> None:
-    here, apart = (RewardService(RewardConfig(workers=workers), 8) for workers in (0, 1))
+    here, apart = (rewards_of(RewardConfig(workers=workers), 8) for workers in (0, 1))
     prompt = Prompt("x:1", np.array([1]), "x", source, "1359", {"extra_info": {"index": 1}})
     for text in ("#1359", "#### 1,359", "nothing"):
         got = [
@@ -271,11 +271,11 @@ def vars_of(score: Score) -> tuple[object, ...]:
 
 
 def test_by_default_built_in_rules_stay_here_and_a_users_function_goes_apart(
-    user_service: UserService, monkeypatch: pytest.MonkeyPatch
+    user_service: UserRewards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "cores", lambda: 4)
     before = children()
-    here = RewardService(RewardConfig(), 8)
+    here = rewards_of(RewardConfig(), 8)
     here.check_sources(["sort_digits", "gsm8k"])
     assert ask_all(here, ["#1359"])[0].reward == 1.0
     assert (children(), here.scored_apart()) == (before, 0)
@@ -284,7 +284,7 @@ def test_by_default_built_in_rules_stay_here_and_a_users_function_goes_apart(
     assert (len(children() - before), service.scored_apart()) == (2, 4)
 
 
-def test_twins_share_workers_and_count_failures_apart(user_service: UserService) -> None:
+def test_twins_share_workers_and_count_failures_apart(user_service: UserRewards) -> None:
     service = user_service("import os; return {'score': 1 / len(solution_str), 'pid': os.getpid()}",
                            workers=1)  # fmt: skip
     twin = service.twin()
@@ -294,11 +294,11 @@ def test_twins_share_workers_and_count_failures_apart(user_service: UserService)
 
 
 def test_more_answers_than_the_pool_takes_in_wait_with_their_callers(
-    user_service: UserService,
+    user_service: UserRewards,
 ) -> None:
     service = user_service("return float(solution_str)", workers=1)
     many = [str(number) for number in range(5 * WAITING_PER_WORKER)]
-    pool = service._panel._manager._pool
+    pool = service._pipeline._manager._pool
 
     async def run() -> tuple[int, list[Score]]:
         asked = [
@@ -314,7 +314,7 @@ def test_more_answers_than_the_pool_takes_in_wait_with_their_callers(
     assert [score.reward for score in scores] == [float(text) for text in many]
 
 
-def test_cancelling_leaves_a_pool_that_goes_on(user_service: UserService) -> None:
+def test_cancelling_leaves_a_pool_that_goes_on(user_service: UserRewards) -> None:
     service = user_service(SYNC, workers=1, timeout_s=1)
 
     async def run() -> None:
@@ -326,7 +326,7 @@ def test_cancelling_leaves_a_pool_that_goes_on(user_service: UserService) -> Non
     assert ask_all(service, ["right"])[0].reward == 1.0
 
 
-def test_closing_ends_a_worker_that_hangs_and_all_it_started(user_service: UserService) -> None:
+def test_closing_ends_a_worker_that_hangs_and_all_it_started(user_service: UserRewards) -> None:
     body = (
         "import subprocess, time, pathlib\ndef compute_score(data_source, solution_str, "
         "ground_truth, extra_info):\n    child = subprocess.Popen(['sleep', '1000'])\n"
@@ -355,10 +355,9 @@ def test_closing_ends_a_worker_that_hangs_and_all_it_started(user_service: UserS
 PARENT = """
 import asyncio, sys, numpy as np
 from winnow.config.reward import RewardConfig, UserFunction
-from tests.scoring import PROMPT, answer
-from winnow.rewards.service import RewardService
+from tests.scoring import PROMPT, answer, rewards_of
 
-service = RewardService(
+service = rewards_of(
     RewardConfig(function=UserFunction(path=sys.argv[1]), workers=2, timeout_s=1000), 8
 )
 
@@ -387,7 +386,7 @@ def test_no_worker_outlives_a_parent_that_is_killed(what: str, tmp_path: Path) -
     assert gone(workers)
 
 
-def test_a_ctrl_c_of_the_terminal_reaches_no_worker(user_service: UserService) -> None:
+def test_a_ctrl_c_of_the_terminal_reaches_no_worker(user_service: UserRewards) -> None:
     service = user_service("import os; return {'score': 1, 'group': os.getpgid(0)}", workers=1)
     (score,) = ask_all(service, ["x"])
     assert score.extra["group"] != os.getpgid(0)
@@ -404,7 +403,7 @@ def test_a_ctrl_c_of_the_terminal_reaches_no_worker(user_service: UserService) -
          "used "),
         ("def compute_score(:\n", "importing it fails with SyntaxError: "),
         ("import no_such_module_here\n", "importing it fails with ModuleNotFoundError: "),
-        ("def other(): ...\n", " has no function compute_score; it has other."),
+        ("def other(): ...\n", " has no callable compute_score; give one of other"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_refused_at_the_start(
@@ -415,14 +414,14 @@ def test_a_file_that_cannot_be_used_is_refused_at_the_start(
     before = children()
     config = RewardConfig(function=UserFunction(path=str(file)), workers=2, memory_mb=300)
     with pytest.raises(RewardError) as caught:
-        RewardService(config, 8)
+        rewards_of(config, 8)
     assert str(caught.value).startswith(f"reward.function.path {file}")
     assert says in str(caught.value)
     assert children() == before
 
 
 def test_a_file_that_is_spoilt_during_the_run_ends_it_with_one_line(
-    user_service: UserService,
+    user_service: UserRewards,
 ) -> None:
     service = user_service(SYNC, workers=1)
     Path(service._config.function.path or "").write_text("def compute_score(:\n")
@@ -432,7 +431,7 @@ def test_a_file_that_is_spoilt_during_the_run_ends_it_with_one_line(
         ask_all(service, ["right"])
 
 
-def test_an_idle_worker_that_is_killed_is_replaced(user_service: UserService) -> None:
+def test_an_idle_worker_that_is_killed_is_replaced(user_service: UserRewards) -> None:
     service = user_service("import os; return {'score': 1, 'pid': os.getpid()}", workers=1)
     first = ask_all(service, ["x"])[0].extra["pid"]
     os.kill(first, signal.SIGKILL)

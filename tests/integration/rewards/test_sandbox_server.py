@@ -18,9 +18,9 @@ import pytest
 from tests.sandboxes import need_bubblewrap, served
 
 from winnow.config.reward import SandboxConfig
-from winnow.http.service import is_asked_here, is_loopback
+from winnow.http.service import Refusal, is_asked_here, is_loopback
 from winnow.sandbox.program import Limits, Result
-from winnow.sandbox.request import RequestError, job_of, response_of
+from winnow.sandbox.request import job_of, response_of
 
 CONFIG = SandboxConfig(max_concurrent=2, time_s=20, output_kb=64)
 MOST = Limits.of(CONFIG)
@@ -169,19 +169,19 @@ def test_a_forged_list_of_files_holds_names_asked_for_and_texts_alone() -> None:
     ids=str,
 )
 def test_a_field_that_is_wrong_is_named(field: str, value: Any, said: str) -> None:
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(Refusal) as caught:
         job_of({"code": "", field: value}, MOST)
     assert said in str(caught.value)
     assert len(str(caught.value)) < 300
 
 
 def test_fields_are_read_as_the_protocol_has_them() -> None:
-    with pytest.raises(RequestError, match="code is missing"):
+    with pytest.raises(Refusal, match="code is missing"):
         job_of({}, MOST)
     for body in ([], "x", None, 3):
-        with pytest.raises(RequestError, match="must be a JSON object"):
+        with pytest.raises(Refusal, match="must be a JSON object"):
             job_of(body, MOST)
-    with pytest.raises(RequestError, match=r"must not hold script\.sh"):
+    with pytest.raises(Refusal, match=r"must not hold script\.sh"):
         job_of({"code": "", "language": "bash", "files": {"script.sh": ""}}, MOST)
     job = job_of({"code": "x", "new_field": 1, "stdin": None, "files": {"a": None}}, MOST)
     assert (job.program.code, job.program.stdin, job.program.files) == ("x", b"", {})
@@ -299,8 +299,8 @@ def test_the_queue_has_a_length() -> None:
             while health(url)["running"] + health(url)["waiting"] < 2:
                 time.sleep(0.01)
             third = post(url, slow)
-        assert (third.status_code, third.headers["Retry-After"]) == (503, "2")
-        assert "2 requests are here already" in third.text
+        assert (third.status_code, third.headers["Retry-After"]) == (503, "1")
+        assert "2 requests are here already, which is the limit" in third.text
         assert first.result().status_code == second.result().status_code == 503
         assert "closing" in first.result().text
 
@@ -314,7 +314,7 @@ def test_who_waits_too_long_is_told_to_come_back() -> None:
             while not health(url)["running"]:
                 time.sleep(0.01)
             second = post(url, slow)
-        assert (second.status_code, second.headers["Retry-After"]) == (503, "2")
+        assert (second.status_code, second.headers["Retry-After"]) == (503, "1")
         assert "no slot came free" in second.text
         assert first.result().status_code == 503
 
@@ -327,7 +327,7 @@ def test_stopping_ends_what_runs_and_tells_its_client_to_come_back() -> None:
             answer = threads.submit(post, url, {"code": ASLEEP, "run_timeout": 90})
             while not health(url)["running"]:
                 time.sleep(0.01)
-        assert (answer.result().status_code, answer.result().headers["Retry-After"]) == (503, "2")
+        assert (answer.result().status_code, answer.result().headers["Retry-After"]) == (503, "1")
     assert [thread.name for thread in threading.enumerate() if thread not in before] == []
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from tests.scoring import answer
+from tests.scoring import answer, rewards_of
 
 from winnow.config.reward import RewardConfig
+from winnow.rewards.pipeline import Rewards
 from winnow.rewards.routing import Router
 from winnow.rewards.scorers import SCORERS
 from winnow.rewards.scorers.maths import normalize
-from winnow.rewards.service import RewardService
 from winnow.types import Prompt, Score
 
 MATH = ["math", "math_verify", "dapo_math_lenient"]
@@ -51,13 +51,13 @@ def test_a_worker_compares_values_with_a_time_limit_of_its_own() -> None:
     said = [r"\boxed{0.25}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{3}"]
     prompt = Prompt("m:1", np.array([1]), "?", "MATH-500", r"\frac{1}{4}")
 
-    async def ask(service: RewardService) -> list[Score]:
+    async def ask(service: Rewards) -> list[Score]:
         asked = (service.score(prompt, answer(1), text, True) for text in said)
         return list(await asyncio.gather(*asked))
 
     # Its first answer waits for computer algebra to be loaded, on a machine that may be busy.
     config = RewardConfig(workers=1, timeout_s=120)
-    with contextlib.closing(RewardService(config, 128)) as service:
+    with contextlib.closing(rewards_of(config, 128)) as service:
         service.check_sources({"MATH-500"})
         scores = asyncio.run(ask(service))
     assert [each.accuracy for each in scores] == [1.0, 0.0, 0.0]

@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.processes import children
-from tests.scoring import LIMIT, PROMPT, SIGNATURE, UserService, answer
+from tests.scoring import LIMIT, PROMPT, SIGNATURE, UserRewards, answer, rewards_of
 
 from winnow.config.reward import OverlongConfig, PartConfig, RewardConfig, UserFunction
 from winnow.errors import RewardError
-from winnow.rewards.service import RewardService
+from winnow.rewards.pipeline import Rewards
 from winnow.types import Prompt, Score
 
 
 def ask(
-    service: RewardService, text: str = "#1359", length: int = 10, training: bool = True,
+    service: Rewards, text: str = "#1359", length: int = 10, training: bool = True,
     prompt: Prompt = PROMPT,
 ) -> Score:  # fmt: skip
     return asyncio.run(service.score(prompt, answer(length), text, training))
 
 
 def test_an_answer_is_scored_by_its_source() -> None:
-    service = RewardService(RewardConfig(), LIMIT)
+    service = rewards_of(RewardConfig(), LIMIT)
     right, wrong = ask(service), ask(service, "#1395")
     assert (right.reward, right.accuracy, right.parts) == (1.0, 1.0, {"task": 1.0})
     assert (wrong.reward, wrong.accuracy, wrong.parts) == (-1.0, 0.0, {"task": -1.0})
@@ -34,7 +34,7 @@ def test_an_answer_is_scored_by_its_source() -> None:
 
 def test_length_is_shaped_in_training_only() -> None:
     shaped = RewardConfig(overlong=OverlongConfig(enabled=True, buffer_tokens=48))
-    service = RewardService(shaped, LIMIT)
+    service = rewards_of(shaped, LIMIT)
     assert ask(service, length=104).parts == {"task": 1.0, "overlong": -0.5}
     assert ask(service, length=104).reward == 0.5
     assert ask(service, length=104).metric("task_reward") == 1.0
@@ -44,7 +44,7 @@ def test_length_is_shaped_in_training_only() -> None:
     assert (evaluated.reward, evaluated.parts) == (1.0, {"task": 1.0})
 
 
-def test_a_users_function_scores_every_source(user_service: UserService) -> None:
+def test_a_users_function_scores_every_source(user_service: UserRewards) -> None:
     service = user_service("return {'score': 3, 'acc': 1, 'seen': data_source}")
     service.check_sources(["whatever", "gsm8k"])
     score = ask(service, prompt=Prompt("a:1", np.array([1]), "a", "whatever", "x"))
@@ -53,7 +53,7 @@ def test_a_users_function_scores_every_source(user_service: UserService) -> None
 
 def test_an_unknown_source_is_refused_before_training() -> None:
     with pytest.raises(RewardError, match=r"^data_source klingon has no scorer; name one of "):
-        RewardService(RewardConfig(), LIMIT).check_sources({"gsm8k", "klingon"})
+        rewards_of(RewardConfig(), LIMIT).check_sources({"gsm8k", "klingon"})
 
 
 FAILURES = [
@@ -74,7 +74,7 @@ FAILURES = [
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("body", "error"), FAILURES)
 def test_a_failed_scoring_is_marked_and_counts_as_wrong(
-    body: str, error: str, workers: int, tmp_path: Path, user_service: UserService
+    body: str, error: str, workers: int, tmp_path: Path, user_service: UserRewards
 ) -> None:
     service = user_service(body, workers=workers)
     score = ask(service)
@@ -90,7 +90,7 @@ def test_a_built_in_scorer_that_fails_gives_its_own_wrong_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt = Prompt("a:1", np.array([1]), "a", "gsm8k", "2")
-    service = RewardService(RewardConfig(), LIMIT)
+    service = rewards_of(RewardConfig(), LIMIT)
     broken: Any = object()
     score = asyncio.run(service.score(prompt, answer(1), broken, True))
     assert (score.reward, score.accuracy) == (0.0, 0.0)
@@ -98,7 +98,7 @@ def test_a_built_in_scorer_that_fails_gives_its_own_wrong_reward(
 
 
 def test_a_failed_scoring_is_fatal_where_the_recipe_says_so(
-    tmp_path: Path, user_service: UserService
+    tmp_path: Path, user_service: UserRewards
 ) -> None:
     service = user_service("raise KeyError('x')", on_failure="fatal")
     with pytest.raises(RewardError) as caught:
@@ -110,7 +110,7 @@ def test_a_failed_scoring_is_fatal_where_the_recipe_says_so(
     )
 
 
-def test_cancelling_is_no_failure_of_the_scorer(user_service: UserService) -> None:
+def test_cancelling_is_no_failure_of_the_scorer(user_service: UserRewards) -> None:
     text = f"import asyncio\nasync def compute_score({SIGNATURE}):\n    await asyncio.sleep(99)\n"
     service = user_service(text, workers=0)
 
@@ -128,7 +128,7 @@ def test_cancelling_is_no_failure_of_the_scorer(user_service: UserService) -> No
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", ["", "async "])
 def test_a_cancellation_of_the_scorers_own_is_its_failure(
-    kind: str, workers: int, user_service: UserService
+    kind: str, workers: int, user_service: UserRewards
 ) -> None:
     body = "raise asyncio.CancelledError('theirs')"
     text = f"import asyncio\n{kind}def compute_score({SIGNATURE}):\n    {body}\n"
@@ -141,14 +141,14 @@ def test_a_part_that_is_unknown_leaves_no_worker(tmp_path: Path) -> None:
     before = children()
     parts = {"x": PartConfig(scorer="klingon")}
     with pytest.raises(RewardError, match=r"^reward\.parts\.x\.scorer is klingon, which is no sc"):
-        RewardService(
+        rewards_of(
             RewardConfig(function=UserFunction(path=str(file)), parts=parts, workers=1), LIMIT
         )
     assert children() == before
 
 
 def test_what_fails_to_close_leaves_the_rest_to_be_closed() -> None:
-    service = RewardService(RewardConfig(), LIMIT)
+    service = rewards_of(RewardConfig(), LIMIT)
     closed = []
 
     class Broken:
@@ -159,7 +159,7 @@ def test_what_fails_to_close_leaves_the_rest_to_be_closed() -> None:
         def close(self) -> None:
             closed.append(self)
 
-    own: Any = service._panel
+    own: Any = service._pipeline
     own._manager, own._rules, own._judge = Broken(), Other(), Other()
     with pytest.raises(OSError, match="no"):
         service.close()
@@ -167,7 +167,7 @@ def test_what_fails_to_close_leaves_the_rest_to_be_closed() -> None:
 
 
 def test_too_many_failures_stop_the_run_with_the_first(
-    tmp_path: Path, user_service: UserService
+    tmp_path: Path, user_service: UserRewards
 ) -> None:
     service = user_service("raise ValueError(solution_str)")
     service.check_failures(0)
@@ -190,17 +190,17 @@ COMMON = {"accuracy", "reward", "task_reward", "task"}
 
 
 def test_the_metrics_of_built_in_scorers_are_known_before_training(
-    user_service: UserService,
+    user_service: UserRewards,
 ) -> None:
-    assert RewardService(RewardConfig(), LIMIT).known_metrics(["gsm8k"]) == COMMON
+    assert rewards_of(RewardConfig(), LIMIT).known_metrics(["gsm8k"]) == COMMON
     shaped = RewardConfig(overlong=OverlongConfig(enabled=True))
-    assert RewardService(shaped, LIMIT).known_metrics(["gsm8k"]) == COMMON | {"overlong"}
+    assert rewards_of(shaped, LIMIT).known_metrics(["gsm8k"]) == COMMON | {"overlong"}
     assert user_service("return 1").known_metrics(["gsm8k"]) is None
 
 
 def test_every_known_metric_is_in_a_training_score() -> None:
     shaped = RewardConfig(overlong=OverlongConfig(enabled=True, buffer_tokens=48))
-    service = RewardService(shaped, LIMIT)
+    service = rewards_of(shaped, LIMIT)
     known = service.known_metrics(["sort_digits"])
     assert known is not None
     assert all(np.isfinite(ask(service).metric(name)) for name in known)
@@ -208,14 +208,14 @@ def test_every_known_metric_is_in_a_training_score() -> None:
 
 def test_a_metric_that_no_scorer_gives_is_refused_before_training() -> None:
     with pytest.raises(RewardError) as caught:
-        RewardService(RewardConfig(), LIMIT).require_metric("format", ["gsm8k", "sort_digits"])
+        rewards_of(RewardConfig(), LIMIT).require_metric("format", ["gsm8k", "sort_digits"])
     assert str(caught.value) == (
         "sampling.filter.metric is format, which no scorer of these data sources gives; there are "
         "accuracy, reward, task, task_reward"
     )
 
 
-def test_a_metric_of_a_users_function_is_checked_when_it_runs(user_service: UserService) -> None:
+def test_a_metric_of_a_users_function_is_checked_when_it_runs(user_service: UserRewards) -> None:
     body = "return {'score': 1, 'pred': 'x', 'format': float(solution_str)}"
     service = user_service(body)
     service.require_metric("format", ["gsm8k"])

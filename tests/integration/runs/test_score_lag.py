@@ -6,9 +6,9 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from tests.scoring import rewards_of
 
 from winnow.config.load import load_recipe
-from winnow.rewards.service import RewardService
 from winnow.runs.build import LAG_OF_SCORERS_APART, score_lag_ticks
 
 SORT = {"sort_digits"}
@@ -16,7 +16,7 @@ SORT = {"sort_digits"}
 
 def lag(*overrides: str, sources: set[str] = SORT) -> int:
     config = load_recipe("quickstart", list(overrides))
-    with contextlib.closing(RewardService(config.reward, 16)) as rewards:
+    with contextlib.closing(rewards_of(config.reward, 16)) as rewards:
         return score_lag_ticks(config, rewards, sources)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from tests.scoring import rewards_of
 
 from winnow.config.reward import RewardConfig
 from winnow.evaluation.evaluator import AskProgress, Evaluated, EvaluationSettings, Evaluator
 from winnow.evaluation.progress import ProgressLine, in_words
 from winnow.evaluation.report import Report
 from winnow.evaluation.tables import print_report
-from winnow.rewards.service import RewardService
 from winnow.rollout.engine import EngineStatus, SamplingParams
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
@@ -69,7 +69,7 @@ def test_what_says_nothing_has_no_vote_and_verdicts_are_none() -> None:
 
 @pytest.mark.parametrize(("source", "votes"), [("humaneval", False), ("gsm8k", True)])
 def test_only_scorers_that_read_an_answer_give_votes(source: str, votes: bool) -> None:
-    rewards = RewardService(RewardConfig(workers=0), 8)
+    rewards = rewards_of(RewardConfig(workers=0), 8)
     try:
         prompt = Prompt("f:1", np.arange(2), "?", source, "4")
         settings = EvaluationSettings(1, False, SamplingParams(max_tokens=8), 0)

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from winnow.errors import RewardError
-from winnow.rewards.routes import ROUTES
-from winnow.rewards.routing import Router
+from winnow.rewards.routing import ROUTES, Router
 from winnow.rewards.scorers import SCORERS
 
 

@@ -8,10 +8,10 @@ import logging
 import numpy as np
 import pytest
 import torch
+from tests.scoring import rewards_of
 
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
-from winnow.rewards.service import RewardService
 from winnow.runs.scoring import TrainingScores
 from winnow.runs.throughput import Passes, Throughput
 from winnow.types import Prompt, Score, Segment, Trajectory
@@ -38,7 +38,7 @@ def scores_with(tmp_path: object, body: str, patience: int = 100) -> TrainingSco
         f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n{body}"
     )
     config = RewardConfig(function=UserFunction(path=str(file)))
-    rewards = RewardService(config, 16, decode=lambda ids: "#" + "".join(map(str, ids)))
+    rewards = rewards_of(config, 16, decode=lambda ids: "#" + "".join(map(str, ids)))
     return TrainingScores(rewards, patience)
 
 
