@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-_READY = re.compile(r"INFO winnow\.cluster\.hosting: (.+\[\d+\]): ready: process (\d+) on ")
+_READY = re.compile(r"INFO winnow\.workers\.host: (.+\[\d+\]): ready: process (\d+) on ")
 
 
 def children() -> set[int]:

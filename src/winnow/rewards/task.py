@@ -23,7 +23,7 @@ Arguments = tuple[str, str, Any, Mapping[str, Any]]
 """Data source, answer's text, ground truth, the row's other columns."""
 _LONGEST_LINE = 1000
 # They pass errors on; the fault is never theirs.
-_PASSING_ON = frozenset({"task", "user_function", "worker", "worker_async"})
+_PASSING_ON = frozenset({"task", "user_function", "worker"})
 _OUR_FILES = {str(Path(__file__).with_name(f"{name}.py")) for name in _PASSING_ON}
 
 

@@ -27,7 +27,7 @@ _LEFT_TO_THE_DRIVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def main() -> None:
     """Serve until the driver is gone, or kills this process."""
     descriptor, parent = map(int, sys.argv[1:])
-    _die_with(parent)
+    die_with(parent)
     for number in _LEFT_TO_THE_DRIVER:
         signal.signal(number, lambda *_: None)  # a handler; what is ignored, children ignore too
     teller = LogSender(1)
@@ -102,7 +102,7 @@ class _Server:
         loop.remove_writer(self._channel)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Be killed when the thread that started this process ends; be gone if it has."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

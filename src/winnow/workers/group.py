@@ -135,15 +135,6 @@ class WorkerGroupCore:
         same = Call(method, args, kwargs)
         return await self._answers(method, [(rank, same) for rank in range(self.size)])
 
-    async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method on all ranks at once, each with its own positional arguments."""
-        if len(arguments) != self.size:
-            raise ValueError(
-                f"{self.role} has {self.size} workers, got arguments for {len(arguments)}"
-            )
-        each = [(rank, Call(method, tuple(args))) for rank, args in enumerate(arguments)]
-        return await self._answers(method, each)
-
     async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on one rank."""
         return (await self._answers(method, [(rank, Call(method, args, kwargs))]))[0]
@@ -257,6 +248,7 @@ class WorkerGroupCore:
         await rank.link.gone(_LAST_WORDS_S)
         if self._failure is None and not self._is_closing:
             how = rank.link.ending() or "cut its connection"
+            how += " (by hand, or for want of memory)" if how.endswith("SIGKILL") else ""
             line = f"{self.role}[{number}] {how}{self._doing(number)}"
             log.error("%s", line)
             self._fail(WorkerError(f"{line}; the log has its last lines", self.role, number))

@@ -19,7 +19,7 @@ it stands for, and need not hold that itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -96,16 +96,12 @@ class WorkerGroup(Protocol):
         """
         ...
 
-    async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method on all ranks at once, each with its own positional arguments."""
-        ...
-
     async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on one rank."""
         ...
 
     def processes(self) -> list[int]:
-        """Process ids by rank; [] for a worker in this process."""
+        """Return process ids by rank."""
         ...
 
     async def close(self) -> None:

@@ -109,7 +109,8 @@ def receive(channel: socket.socket) -> tuple[int, Bytes | mmap.mmap] | None:
     try:
         data, descriptors, _, _ = socket.recv_fds(channel, size, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
-        return None
+        # Told once, of a sender that left messages unread, and before those that it sent.
+        data, descriptors, _, _ = socket.recv_fds(channel, size, 1, socket.MSG_CMSG_CLOEXEC)
     if not data:
         return None
     (number,) = _NUMBER.unpack_from(data)

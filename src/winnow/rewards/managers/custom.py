@@ -31,7 +31,7 @@ from winnow.errors import RewardError, WinnowError
 from winnow.rewards.blending import TASK
 from winnow.rewards.task import Failure, checked, failure_of, raise_if_cancelled
 from winnow.rewards.user_function import read_result
-from winnow.rewards.worker_async import late_line
+from winnow.rewards.wire import late_line
 from winnow.types import Prompt, Score
 
 log = logging.getLogger(__name__)
