@@ -17,7 +17,7 @@ from contextlib import nullcontext
 import numpy as np
 
 from winnow.workers.local import start_local
-from winnow.workers.pools import Layout, Pool
+from winnow.workers.placement import Layout, Pool
 from winnow.workers.protocol import RankInfo, WorkerGroup
 from winnow.workers.ray.group import start_ray
 from winnow.workers.ray.session import ray_session, reserve

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 PRELOADED = (
     *("winnow.cli.main", "winnow.config.compose", "winnow.config.overrides", "winnow.runs.session"),
     *("winnow.workers.child", "winnow.runs.learner_worker", "winnow.rollout.worker"),
-    *("winnow.runs.reward_worker", "transformers.models.auto.tokenization_auto"),
+    *("winnow.rewards.remote_pipeline", "transformers.models.auto.tokenization_auto"),
     *("pyarrow.compute", "matplotlib.figure", "matplotlib.backends.backend_agg"),
 )
 """What runs and their workers import, at their start or when it is needed."""

@@ -1,7 +1,7 @@
 """Who has a say in what an answer is worth: the manager, further rules, a reward model, a judge.
 
     Panel        in this process, with its manager's own workers
-    RemotePanel  whole panels in other processes (`winnow.rewards.remote_panel`)
+    RemotePanel  whole panels in other processes (`winnow.rewards.remote_pipeline`)
 
 An answer's score depends on that answer alone. What a failed scoring means for the run, and who
 counts it, is left to `winnow.rewards.service`.

@@ -15,9 +15,8 @@ from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.weights import Bucket, found, tensors
 from winnow.runs.learner_worker import RANKS, RankFacts, StepReply
 from winnow.runs.snapshot import Snapshot
-from winnow.runs.worker_groups import WorkerGroups
 from winnow.types import FloatArray, Group
-from winnow.workers.protocol import WorkerGroup
+from winnow.workers.group import ThreadsafeGroup
 
 
 class RemoteLearner:
@@ -27,8 +26,8 @@ class RemoteLearner:
         WinnowError: see `WorkerGroup`; so with all methods that ask the ranks.
     """
 
-    def __init__(self, crew: WorkerGroups, group: WorkerGroup) -> None:
-        self._crew, self._group = crew, group
+    def __init__(self, group: ThreadsafeGroup) -> None:
+        self._group = group
         self.facts: RankFacts = self.call("facts")
         self._state = self.facts.learner
         self._steps = 0
@@ -39,13 +38,13 @@ class RemoteLearner:
         return self._steps + sum(each or 0 for each in self._group.progress)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method on all ranks; what rank 0 said."""
-        return self._crew.call(self._group, method, *args)
+        """Call a method on all ranks; returns rank 0's result."""
+        return self._group.ask(method, *args)[0]
 
     def learn(
         self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
     ) -> Learned:
-        """See `Learner.learn`.
+        """Train on a step's groups.
 
         The time that rank 0 books under its phases is booked here, too; `ranks` is what is left,
         the way there and back.
@@ -59,11 +58,9 @@ class RemoteLearner:
         return reply.learned
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Learner.state_dict`."""
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Learner.load_state_dict`."""
         self.call("load_learner", dict(state))
         self._state = state
 
@@ -84,7 +81,6 @@ class RemoteLearner:
             yield found(said)
 
     def canary(self, canary: Canary) -> list[FloatArray]:
-        """See `Canary.expected`."""
         found: list[FloatArray] = self.call("canary", canary)
         return found
 
@@ -96,12 +92,10 @@ class RemoteSnapshots:
         self._learner = learner
 
     def copy(self) -> Snapshot:
-        """See `Tensors.copy`."""
         self._learner.call("copy")
         return Snapshot({}, save_model=lambda folder: None, save_ranks=self._write)
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        """See `Tensors.restore`."""
         if not (checkpoint / RANKS).is_dir():
             raise CheckpointError(
                 f"{checkpoint} has no {RANKS}: it was saved by trainer/strategy=single; "

@@ -4,7 +4,7 @@
     driver    lengths, spans, and a `ArrayRef` each     │
     rank, scorer     np.asarray(segment.token_ids) ◄───────┘ fetched, once a shelf
 
-How something is kept is a handle's affair (Ray's: `winnow.workers.ray.handle`). Between processes
+How something is kept is a handle's affair (Ray's: `winnow.workers.ray.wire`). Between processes
 of one machine, and within one, the handle is the thing itself.
 """
 

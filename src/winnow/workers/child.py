@@ -17,7 +17,7 @@ import sys
 from collections import deque
 
 from winnow.workers.host import Call, Host, Job, Outcome, failure_of
-from winnow.workers.log_sender import LogSender, start_telling
+from winnow.workers.logs import LogSender, start_sending
 from winnow.workers.wire import Bytes, Packed, pack, receive, send, unpack
 
 _PR_SET_PDEATHSIG = 1
@@ -70,7 +70,7 @@ class _Server:
         del data  # arrays alone keep it from here on
         if isinstance(asked, Job):
             sys.path[:] = asked.python_path
-            start_telling(
+            start_sending(
                 self._teller,
                 self._host,
                 asked.stall_timeout_s,

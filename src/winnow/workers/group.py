@@ -10,16 +10,20 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from winnow.errors import WinnowError, WorkerError
 from winnow.workers.host import CLOSE, Call, Failure, Job, Outcome
-from winnow.workers.log_receiver import LogReceiver
+from winnow.workers.logs import LogReceiver
+from winnow.workers.protocol import WorkerGroup
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+Starting = Coroutine[Any, Any, WorkerGroup]
 
 START_TIMEOUT_S = 600.0
 """For a worker to be made: imports, and a model to be loaded."""
@@ -335,3 +339,98 @@ async def _within(work: Coroutine[Any, Any, Any], timeout_s: float) -> None:
     """Wait for something, up to a limit."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(work, timeout_s)
+
+
+class WorkerGroups:
+    """Worker groups in the event loop of a thread; close it.
+
+    The run's own loop stands still while a step is learnt and while a checkpoint is awaited.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="workers", daemon=True)
+        self._thread.start()
+        self._groups: list[WorkerGroup] = []
+
+    def start(self, *starting: Starting) -> list[ThreadsafeGroup]:
+        """Start groups side by side.
+
+        Raises:
+            WinnowError: one of them could not be started.
+        """
+
+        async def all_of_them() -> list[WorkerGroup | BaseException]:
+            found = await asyncio.gather(*starting, return_exceptions=True)
+            self._groups += [each for each in found if not isinstance(each, BaseException)]
+            return found
+
+        started = []
+        for each in self.wait(all_of_them()):
+            if isinstance(each, BaseException):
+                raise each
+            started.append(ThreadsafeGroup(each, self))
+        return started
+
+    def close(self) -> None:
+        """End all groups; a second time does nothing."""
+        if self.is_closed:
+            return
+        try:
+            for group in reversed(self._groups):
+                self.wait(group.close())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """True if nothing can be waited for any more."""
+        return self._loop.is_closed()
+
+    def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Have the loop do some work, and wait for its result."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # such as Ctrl-C, while it goes on
+            future.cancel()
+            raise
+
+    async def result(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Have the loop do some work; the caller's loop goes on meanwhile."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+class ThreadsafeGroup:
+    """A worker group for callers that wait, and for callers in another loop.
+
+    All calls raise what those of `WorkerGroup` raise.
+    """
+
+    def __init__(self, group: WorkerGroup, groups: WorkerGroups) -> None:
+        self._group, self._groups = group, groups
+        self.size = group.size
+
+    @property
+    def progress(self) -> tuple[int | None, ...]:
+        """The workers' own, by rank, as last heard."""
+        return self._group.progress
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on all ranks and wait; results by rank."""
+        return self._groups.wait(self._group.call(method, *args))
+
+    async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method on one rank."""
+        return await self._groups.result(self._group.call_rank(rank, method, *args, **kwargs))
+
+    def processes(self) -> list[int]:
+        """Return process ids by rank."""
+        return self._group.processes()
+
+    def close(self) -> None:
+        """End the workers; a second time does nothing."""
+        if not self._groups.is_closed:
+            self._groups.wait(self._group.close())

@@ -1,7 +1,7 @@
 """The worker's end: makes the object, runs its methods, and says what became of a call.
 
-The same in every kind of process. How calls come and outcomes go is left to `worker_main` and
-`ray_worker`; what travels beside them, logs and progress, to `telling`.
+It is the same in every kind of process. How calls come and outcomes go is left to `child` and
+`ray.worker`; what travels beside them, logs and progress, to `logs`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import logging
 import os
 import pickle
 import platform
+import random
+import socket
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +25,16 @@ from winnow.errors import ConfigError, WinnowError
 from winnow.workers.protocol import RankInfo
 
 log = logging.getLogger(__name__)
+
+DEFAULT_VARIABLES = {
+    "TOKENIZERS_PARALLELISM": "false",  # its threads and forks do not get on
+    "NCCL_DEBUG": "WARN",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",  # sets of strings are in one order on all ranks
+    "PYTHONUNBUFFERED": "1",  # what was printed is read even when the process was killed
+}
+_PORTS = range(20000, 32000)
+"""Below those that systems hand out to whoever asks for any."""
 
 
 @dataclass(frozen=True)
@@ -160,3 +172,29 @@ def _pickled(error: WinnowError) -> bytes | None:
     except Exception:
         return None
     return data
+
+
+def merged_environment(user: Mapping[str, str]) -> dict[str, str]:
+    """Choose variables for workers: the user's, then this process's, then the defaults."""
+    return {
+        **{name: os.environ.get(name, value) for name, value in DEFAULT_VARIABLES.items()},
+        **user,
+    }
+
+
+def free_port(address: str = "") -> int:
+    """Choose a port of this machine that nobody listens at now.
+
+    Another program may take it before its user does; ports that systems hand out by themselves
+    are left out, so that this is rare.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind((address, port))
+            except OSError:
+                continue
+            return port
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])

@@ -17,10 +17,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from winnow.errors import WinnowError
-from winnow.workers.environment import free_port, merged
 from winnow.workers.group import WorkerGroupCore
-from winnow.workers.host import Job, failure_of
-from winnow.workers.log_receiver import LogReceiver
+from winnow.workers.host import Job, failure_of, free_port, merged_environment
+from winnow.workers.logs import LogReceiver
 from winnow.workers.protocol import OnLog, RankInfo
 from winnow.workers.wire import Packed, pack, receive, send, unpack
 
@@ -61,7 +60,7 @@ async def start_local(
     assert len(indices) == size >= 1
     port = free_port(_THIS_MACHINE)
     level = logging.getLogger("winnow").getEffectiveLevel()
-    variables = merged(environment or {})
+    variables = merged_environment(environment or {})
     jobs = [
         Job(
             path,

@@ -1,4 +1,4 @@
-"""Workers in Ray actors, on the nodes that a layout's pools were given (`ray_session.reserve`)."""
+"""Workers in Ray actors, on the nodes that a layout's pools were given (`session.reserve`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from typing import Any
 
 from winnow.errors import WorkerError
 from winnow.workers.array_refs import SplitResult
-from winnow.workers.environment import merged
 from winnow.workers.group import START_TIMEOUT_S, WorkerGroupCore
-from winnow.workers.host import Call, Failure, Job, Outcome, Result
-from winnow.workers.log_receiver import LogReceiver
+from winnow.workers.host import Call, Failure, Job, Outcome, Result, merged_environment
+from winnow.workers.logs import LogReceiver
 from winnow.workers.protocol import OnLog, RankInfo
-from winnow.workers.ray.handle import RayHandle
 from winnow.workers.ray.session import Placement, ray_module
-from winnow.workers.ray.wire import pack
+from winnow.workers.ray.wire import RayHandle, pack
 from winnow.workers.ray.worker import Place, RayWorker, process_namespace
 
 log = logging.getLogger(__name__)
@@ -66,7 +64,7 @@ async def start_ray(
     links: list[RayLink] = []
     try:
         for rank in range(placement.size):
-            options = _options(placement, rank, merged(environment or {}))
+            options = _options(placement, rank, merged_environment(environment or {}))
             actor_class = ray_module().remote(RayWorker).options(**options)
             actors.append(actor_class.remote(switchboard.address, switchboard.tokens[rank]))
         for rank, actor in enumerate(actors):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from winnow.errors import ConfigError, WinnowError
-from winnow.workers.pools import Bundle, Layout, Node
+from winnow.workers.placement import Bundle, Layout, Node
 from winnow.workers.ray.guardian import MARK, SHUT_DOWN
 
 PRIVATE_STORE_BYTES = 512 << 20
@@ -78,7 +78,7 @@ def ray_session(
         return
     options: dict[str, Any] = {
         "address": address or "local",
-        "log_to_driver": False,  # lines come by `telling`
+        "log_to_driver": False,  # lines come by `workers.logs`
         "logging_level": logging.ERROR,
     }
     with contextlib.ExitStack() as after:

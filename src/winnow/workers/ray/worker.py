@@ -1,7 +1,7 @@
 """A worker in a Ray actor: the actor's class. It runs in the actor's process.
 
 Calls come as Ray delivers them, in any order, and run in that of their numbers. What the process
-prints and logs goes to the driver by a connection of its own (`telling`), not by Ray's log files.
+prints and logs goes to the driver by a connection of its own (`logs`), not by Ray's log files.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from winnow.workers.array_refs import LocalRef, SplitResult
-from winnow.workers.environment import free_port
-from winnow.workers.host import Call, Host, Job, Outcome, Result, failure_of
-from winnow.workers.log_sender import LogSender, start_telling
+from winnow.workers.host import Call, Host, Job, Outcome, Result, failure_of, free_port
+from winnow.workers.logs import LogSender, start_sending
 from winnow.workers.ray.wire import Parcel, unpack
 
 CONNECT_S = 60.0
@@ -79,7 +78,7 @@ class RayWorker:
             sys.path += [path for path in asked.python_path if path not in sys.path]
             if os.path.isdir(asked.folder):  # else each path must be whole
                 os.chdir(asked.folder)
-            start_telling(
+            start_sending(
                 self._teller, self._host, asked.stall_timeout_s, asked.log_level, self._is_orphan
             )
         outcome = await self._host.outcome(asked)

@@ -2,7 +2,7 @@
 
 A pool is `nodes` parts of `per_node` slots; a part lies on one node. A slot has one worker of each
 role of the pool, so that roles of one pool share devices (colocated), and roles of different pools
-do not. Nothing here knows Ray; `ray_group` reserves what is worked out here.
+do not. Nothing here knows Ray; `ray.session` reserves what is worked out here.
 """
 
 from __future__ import annotations
