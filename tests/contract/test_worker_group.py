@@ -20,9 +20,10 @@ import pytest
 
 from winnow.errors import ConfigError, RewardError, WinnowError, WorkerError
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, LocalRef, SplitResult
+from winnow.workers.group import WorkerGroup
 from winnow.workers.local import start_local
 from winnow.workers.placement import Layout, Pool
-from winnow.workers.protocol import WorkerGroup, WorkerLine
+from winnow.workers.protocol import WorkerLine
 from winnow.workers.ray.group import start_ray
 from winnow.workers.ray.session import Placement, offers, ray_session, reserve
 

@@ -10,20 +10,20 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from winnow.errors import WinnowError, WorkerError
 from winnow.workers.host import CLOSE, Call, Failure, Job, Outcome
 from winnow.workers.logs import LogReceiver
-from winnow.workers.protocol import WorkerGroup
+from winnow.workers.protocol import RankInfo
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-Starting = Coroutine[Any, Any, WorkerGroup]
 
 START_TIMEOUT_S = 600.0
 """For a worker to be made: imports, and a model to be loaded."""
@@ -91,8 +91,19 @@ class _Rank:
     progress: int | None = None
 
 
-class WorkerGroupCore:
-    """Workers in processes of their own (`protocol.WorkerGroup`).
+class WorkerGroup:
+    """Workers of one role, in processes of their own.
+
+    The first worker that raises, dies, or hangs ends the group: calls under way on the other ranks,
+    which may sit in a collective for ever, are abandoned, and all later calls raise the same error.
+    What should fail by itself, such as one engine of several, is a group of its own.
+
+    Every call raises:
+        WorkerError: names role and rank. The traceback of what a worker raised is in the log, once.
+        WinnowError: a worker raised it; it comes through as it is.
+
+    A call that is cancelled goes on in the worker, and its result is dropped. Contract tests are in
+    `tests/contract/test_worker_group.py`.
 
     Args:
         links: with what listens to each, by rank.
@@ -120,8 +131,16 @@ class WorkerGroupCore:
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._watch())
 
-    async def start(self, jobs: Sequence[Job]) -> None:
-        """Have the workers made, one job a rank; on an error all processes are ended."""
+    async def start(self, path: str, kwargs: Mapping[str, Any], infos: Sequence[RankInfo]) -> None:
+        """Have the workers made; on an error all processes are ended.
+
+        Args:
+            path: `module:Class` of the worker (`protocol`).
+            kwargs: what each is made with, beside its rank.
+            infos: by rank.
+        """
+        level, paths = logging.getLogger("winnow").getEffectiveLevel(), tuple(sys.path)
+        jobs = [Job(path, kwargs, info, self._stall_timeout_s, level, paths) for info in infos]
         try:
             await self._answers("__init__", list(enumerate(jobs)))
         except BaseException:
@@ -131,11 +150,15 @@ class WorkerGroupCore:
 
     @property
     def progress(self) -> tuple[int | None, ...]:
-        """The workers' own, by rank, as last heard."""
+        """The workers' own, by rank, as last heard; another thread may ask."""
         return tuple(rank.listener.progress for rank in self._ranks)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on all ranks at once; results by rank."""
+        """Call a method on all ranks at once; results by rank.
+
+        The arguments are serialised once, and large arrays among them held once for all ranks of
+        a machine.
+        """
         same = Call(method, args, kwargs)
         return await self._answers(method, [(rank, same) for rank in range(self.size)])
 
@@ -148,7 +171,10 @@ class WorkerGroupCore:
         return [rank.link.pid for rank in self._ranks]
 
     async def close(self) -> None:
-        """End the workers; none of their processes is left when it returns."""
+        """End the workers; none of their processes is left when it returns.
+
+        Each worker's `close()` comes first, unless something failed. A second time does nothing.
+        """
         if self._closed is None:
             self._closed = asyncio.get_running_loop().create_task(self._close())
         # A driver that is cancelled while it closes leaves no process behind either.
@@ -339,6 +365,9 @@ async def _within(work: Coroutine[Any, Any, Any], timeout_s: float) -> None:
     """Wait for something, up to a limit."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(work, timeout_s)
+
+
+Starting = Coroutine[Any, Any, WorkerGroup]
 
 
 class WorkerGroups:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import logging
+import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from winnow.errors import WinnowError
-from winnow.workers.group import WorkerGroupCore
-from winnow.workers.host import Job, failure_of, free_port, merged_environment
+from winnow.workers.group import WorkerGroup
+from winnow.workers.host import failure_of, free_port, merged_environment
 from winnow.workers.logs import LogReceiver
 from winnow.workers.protocol import OnLog, RankInfo
-from winnow.workers.wire import Packed, pack, receive, send, unpack
+from winnow.workers.wire import Bytes, Channel, Packed, pack, unpack
 
 _PIPE_BYTES = 1 << 20
 _THIS_MACHINE = "127.0.0.1"
@@ -38,7 +37,7 @@ async def start_local(
     stall_timeout_s: float = float("inf"),
     on_log: OnLog | None = None,
     devices: Sequence[int | None] | None = None,
-) -> WorkerGroupCore:
+) -> WorkerGroup:
     """Start workers in processes of this machine.
 
     Call it from a thread that lives as long as they are to: Linux kills them when it ends.
@@ -59,18 +58,9 @@ async def start_local(
     indices = [None] * size if devices is None else list(devices)
     assert len(indices) == size >= 1
     port = free_port(_THIS_MACHINE)
-    level = logging.getLogger("winnow").getEffectiveLevel()
     variables = merged_environment(environment or {})
-    jobs = [
-        Job(
-            path,
-            kwargs,
-            RankInfo(rank, size, _THIS_MACHINE, port, indices[rank]),
-            stall_timeout_s,
-            level,
-            tuple(sys.path),
-        )
-        for rank in range(size)
+    infos = [
+        RankInfo(rank, size, _THIS_MACHINE, port, device) for rank, device in enumerate(indices)
     ]
     links: list[tuple[LocalConnection, LogReceiver]] = []
     try:
@@ -84,8 +74,8 @@ async def start_local(
             await link.gone(1.0)
             await link.release()
         raise
-    group = WorkerGroupCore(role, links, pack, stall_timeout_s)
-    await group.start(jobs)
+    group = WorkerGroup(role, links, pack, stall_timeout_s)
+    await group.start(path, kwargs, infos)
     return group
 
 
@@ -96,18 +86,15 @@ class LocalConnection:
     started is killed with it.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
-        self._process, self._channel = process, channel
+    def __init__(self, process: subprocess.Popen[bytes], end: socket.socket) -> None:
+        self._process = process
         self.pid = process.pid
-        self.is_cut = False
-        """True if the process has closed its end of the socket."""
         self.when_cut: Callable[[], None] = lambda: None
-        self._unsent: deque[tuple[int, Packed]] = deque()
+        """Called when the process has closed its end of the socket."""
+        self._channel = Channel(end, self._take, lambda: self.when_cut())
         self._waiting: dict[int, Callable[[Any], None]] = {}
         self._output: asyncio.ReadTransport | None = None
         self._following: asyncio.Task[None] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(channel, self.receive)
 
     @classmethod
     async def start(
@@ -122,7 +109,6 @@ class LocalConnection:
             follow: reads what it prints, to the end.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
         reader, writer = os.pipe()
         with contextlib.suppress(OSError):  # more than this user may have: the usual size does
             fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
@@ -144,17 +130,25 @@ class LocalConnection:
             theirs.close()
             os.close(writer)
         link = cls(process, ours)
-        stream = asyncio.StreamReader()
-        link._output, _ = await link._loop.connect_read_pipe(
+        stream, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+        link._output, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reader, "rb", buffering=0)
         )
-        link._following = link._loop.create_task(follow(stream))
+        link._following = loop.create_task(follow(stream))
         return link
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the process has closed its end of the socket."""
+        return self._channel.is_cut
 
     def send(self, number: int, payload: Packed, tell: Callable[[Any], None]) -> None:
         self._waiting[number] = tell
-        self._unsent.append((number, payload.duplicate()))
-        self._write()
+        self._channel.send(number, payload.duplicate())
+
+    def receive(self) -> None:
+        """Take in what has come."""
+        self._channel.receive()
 
     def ending(self) -> str | None:
         if self._process.returncode is not None:
@@ -168,10 +162,7 @@ class LocalConnection:
 
     def hang_up(self) -> None:
         """Take and send no more; an idle process then ends by itself."""
-        self._loop.remove_reader(self._channel)
-        self._loop.remove_writer(self._channel)
-        with contextlib.suppress(OSError):  # the process is gone
-            self._channel.shutdown(socket.SHUT_RDWR)
+        self._channel.hang_up()
 
     def kill(self) -> None:
         if self._process.returncode is None:
@@ -188,48 +179,18 @@ class LocalConnection:
 
     async def release(self) -> None:
         self._process.poll()
-        self.hang_up()
         self._channel.close()
-        for _, payload in self._unsent:
-            payload.release()
-        self._unsent.clear()
         if self._output is not None:
             self._output.close()
         if self._following is not None:
             self._following.cancel()
 
-    def receive(self) -> None:
-        """Take in what has come."""
-        while not self.is_cut:
-            try:
-                message = receive(self._channel)
-            except BlockingIOError:
-                return
-            if message is None:
-                self.is_cut = True
-                self._loop.remove_reader(self._channel)
-                self.when_cut()
-                return
-            number, data = message
-            try:
-                said = unpack(data)
-            except Exception as error:  # a class that the driver cannot read
-                said = failure_of(error)
-            self._waiting.pop(number)(said)
-
-    def _write(self) -> None:
-        while self._unsent:
-            number, payload = self._unsent[0]
-            try:
-                send(self._channel, number, payload)
-            except BlockingIOError:
-                self._loop.add_writer(self._channel, self._write)
-                return
-            except OSError:  # its death is about to be seen
-                pass
-            self._unsent.popleft()
-            payload.release()
-        self._loop.remove_writer(self._channel)
+    def _take(self, number: int, data: Bytes | mmap.mmap) -> None:
+        try:
+            said = unpack(data)
+        except Exception as error:  # a class that the driver cannot read
+            said = failure_of(error)
+        self._waiting.pop(number)(said)
 
 
 def _in_words(code: int) -> str:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -57,56 +56,3 @@ class WorkerLine:
 
 
 OnLog = Callable[[WorkerLine], None]
-
-
-class WorkerGroup(Protocol):
-    """Workers of one role. Contract tests in `tests/contract/test_worker_group.py`.
-
-    The first worker that raises, dies, or hangs ends the group: calls under way on the other ranks,
-    which may sit in a collective for ever, are abandoned, and all later calls raise the same error.
-    What should fail by itself, such as one engine of several, is a group of its own.
-
-    Every call raises:
-        WorkerError: names role and rank. The traceback of what a worker raised is in the log, once.
-        WinnowError: a worker raised it; it comes through as it is.
-
-    A call that is cancelled goes on in the worker, and its result is dropped.
-    """
-
-    @property
-    def role(self) -> str:
-        """What its workers are, as in `policy[1]: …`."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many workers."""
-        ...
-
-    @property
-    def progress(self) -> tuple[int | None, ...]:
-        """The workers' own, by rank, as last heard; another thread may ask."""
-        ...
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on all ranks at once; results by rank.
-
-        The arguments are serialised once, and large arrays among them held once for all ranks of
-        a machine.
-        """
-        ...
-
-    async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method on one rank."""
-        ...
-
-    def processes(self) -> list[int]:
-        """Return process ids by rank."""
-        ...
-
-    async def close(self) -> None:
-        """End the workers; none of their processes is left when it returns.
-
-        Each worker's `close()` comes first, unless something failed. A second time does nothing.
-        """
-        ...

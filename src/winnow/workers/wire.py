@@ -8,12 +8,15 @@ to take away: the memory is free once the last array over it is gone.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import mmap
 import os
 import pickle
 import socket
 import struct
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +123,73 @@ def receive(channel: socket.socket) -> tuple[int, Bytes | mmap.mmap] | None:
         return number, mmap.mmap(descriptors[0], 0, mmap.MAP_SHARED, mmap.PROT_READ)
     finally:
         os.close(descriptors[0])
+
+
+class Channel:
+    """One end of a socket in an event loop; messages that do not go at once wait here.
+
+    Args:
+        on_message: gets the number of each message, and what `unpack` takes.
+        on_cut: called once the other end is closed.
+    """
+
+    def __init__(
+        self,
+        end: socket.socket,
+        on_message: Callable[[int, Bytes | mmap.mmap], None],
+        on_cut: Callable[[], None],
+    ) -> None:
+        end.setblocking(False)
+        self._socket, self._on_message, self._on_cut = end, on_message, on_cut
+        self._unsent: deque[tuple[int, Packed]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(end, self.receive)
+        self.is_cut = False
+
+    def send(self, number: int, packed: Packed) -> None:
+        """Send a message, which is released when it has gone."""
+        self._unsent.append((number, packed))
+        self._flush()
+
+    def receive(self) -> None:
+        """Take in what has come."""
+        while not self.is_cut:
+            try:
+                message = receive(self._socket)
+            except BlockingIOError:
+                return
+            if message is not None:
+                self._on_message(*message)
+                continue
+            self.is_cut = True
+            self._loop.remove_reader(self._socket)
+            self._on_cut()
+
+    def hang_up(self) -> None:
+        """Take and send no more; the other end sees the socket closed."""
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        with contextlib.suppress(OSError):  # the other process is gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up, and give back what is held."""
+        self.hang_up()
+        self._socket.close()
+        while self._unsent:
+            self._unsent.popleft()[1].release()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            try:
+                send(self._socket, *self._unsent[0])
+            except BlockingIOError:
+                self._loop.add_writer(self._socket, self._flush)
+                return
+            except OSError:  # the other end is gone, which is about to be read
+                pass
+            self._unsent.popleft()[1].release()
+        self._loop.remove_writer(self._socket)
 
 
 def _laid_out(parts: Sequence[Bytes]) -> list[Bytes]:

@@ -10,7 +10,6 @@ import re
 import secrets
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,7 +18,7 @@ from typing import Any
 
 from winnow.errors import WorkerError
 from winnow.workers.array_refs import SplitResult
-from winnow.workers.group import START_TIMEOUT_S, WorkerGroupCore
+from winnow.workers.group import START_TIMEOUT_S, WorkerGroup
 from winnow.workers.host import Call, Failure, Job, Outcome, Result, merged_environment
 from winnow.workers.logs import LogReceiver
 from winnow.workers.protocol import OnLog, RankInfo
@@ -45,7 +44,7 @@ async def start_ray(
     environment: Mapping[str, str] | None = None,
     stall_timeout_s: float = float("inf"),
     on_log: OnLog | None = None,
-) -> WorkerGroupCore:
+) -> WorkerGroup:
     """Start workers in actors of the Ray that this process is connected to.
 
     Args:
@@ -79,23 +78,13 @@ async def start_ray(
         raise
     first = links[0].place
     device = 0 if placement.share.devices else None  # of those that Ray lets the process see
-    level = logging.getLogger("winnow").getEffectiveLevel()
-    jobs = [
-        Job(
-            path,
-            kwargs,
-            RankInfo(rank, placement.size, first.address, first.free_port, device),
-            stall_timeout_s,
-            level,
-            tuple(sys.path),
-        )
-        for rank in range(placement.size)
-    ]
+    size, address = placement.size, (first.address, first.free_port)
+    infos = [RankInfo(rank, size, *address, device) for rank in range(size)]
     pairs = list(zip(links, listeners, strict=True))
     # The store pays where several read: it takes a millisecond, more than all the rest of a call.
     send = _for_all if placement.size > 1 else _for_one
-    group = WorkerGroupCore(role, pairs, send, stall_timeout_s, switchboard.close)
-    await group.start(jobs)
+    group = WorkerGroup(role, pairs, send, stall_timeout_s, switchboard.close)
+    await group.start(path, kwargs, infos)
     return group
 
 
