@@ -29,16 +29,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
 from winnow.rewards.task import Arguments, Failure, Outcome
 from winnow.rewards.wire import BatchItem, Item, Ready, Refused, Reply, ScorerJob, late_line
 from winnow.types import Score
-from winnow.workers import host
-from winnow.workers.local import LocalConnection
-from winnow.workers.wire import pack
+
+if TYPE_CHECKING:
+    from winnow.workers.local import LocalConnection
 
 log = logging.getLogger(__name__)
 
@@ -73,148 +73,6 @@ class _Ask:
     item: Item | BatchItem
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Outcome]
-
-
-class ScorerPool:
-    """Processes that score; used from one event loop at a time.
-
-    Args:
-        config: gives the limits.
-        function: the user's; None: the processes run built-in scorers.
-        batched: it takes many answers in a call.
-    """
-
-    def __init__(
-        self,
-        config: RewardConfig,
-        workers: int,
-        function: UserFunction | None = None,
-        batched: bool = False,
-    ) -> None:
-        self.finished = 0
-        memory_bytes = config.memory_mb << 20
-        job = ScorerJob(function, config.timeout_s, memory_bytes, tuple(sys.path), batched)
-        self._monitor = _Monitor(job, workers, self)
-        self._capacity = WAITING_PER_WORKER * workers
-        self._room: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self._inbox: deque[_Ask] = deque()
-        self._wake_planned: asyncio.AbstractEventLoop | None = None
-        self._waiting: set[_Ask] = set()
-        self._loaded = threading.Event()
-        self._broken: Exception | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="scorers", daemon=True)
-
-    def start(self) -> None:
-        """Start the processes and wait until one has loaded what scores.
-
-        Raises:
-            RewardError: the user's file cannot be used; one line says why.
-        """
-        atexit.register(self.close)
-        self._thread.start()
-        try:
-            self._loaded.wait()
-        except BaseException:  # a signal's: nobody would close this pool
-            self.close()
-            raise
-        if self._broken is not None:
-            self.close()
-            raise self._broken
-
-    async def score(self, scorer: str, seed: int, arguments: Arguments) -> Score | Failure:
-        """Score one answer; waits while the pool has as many as it takes in.
-
-        Raises:
-            RewardError: a new process could not load the user's file.
-        """
-        outcome = await self._ask(Item(scorer, seed, arguments))
-        assert isinstance(outcome, Score | Failure)
-        return outcome
-
-    async def score_batch(
-        self, seed: int, batch: Sequence[Arguments]
-    ) -> tuple[Score | Failure, ...] | Failure:
-        """Score answers in one call of the user's function; a failure is that of the whole call.
-
-        Raises:
-            RewardError: a new process could not load the user's file.
-        """
-        outcome = await self._ask(BatchItem(seed, tuple(batch)))
-        assert isinstance(outcome, tuple | Failure)
-        return outcome
-
-    async def _ask(self, item: Item | BatchItem) -> Outcome:
-        loop = asyncio.get_running_loop()
-        if self._room is None or self._room[0] is not loop:
-            self._room = loop, asyncio.Semaphore(self._capacity)
-        async with self._room[1]:
-            asked = _Ask(item, loop, loop.create_future())
-            self._waiting.add(asked)
-            self._inbox.append(asked)
-            if self._wake_planned is not loop:  # once for all that are asked in this turn
-                self._wake_planned = loop
-                loop.call_soon(self._wake)
-            try:
-                if self._broken is not None:  # after the entry: the thread fails what it finds
-                    raise self._broken
-                return await asked.future
-            finally:
-                self._waiting.discard(asked)
-
-    def close(self) -> None:
-        """End all processes: idle ones by themselves, busy ones at once."""
-        atexit.unregister(self.close)
-        if self._loop.is_closed():
-            return
-        self._monitor.is_closing = True
-        self._wake()
-        self._thread.join()
-        self._loop.close()
-
-    def _wake(self) -> None:
-        self._wake_planned = None
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._monitor.news.set)
-
-    # The rest runs in the thread.
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._monitor.run())
-
-    def take(self) -> list[_Ask]:
-        """Take what has come in."""
-        taken = []
-        while self._inbox:
-            taken.append(self._inbox.popleft())
-        return taken
-
-    def is_wanted(self, asked: _Ask) -> bool:
-        """Return whether somebody still waits for a score."""
-        return asked in self._waiting
-
-    def loaded(self) -> None:
-        """Let `start` return: a process is ready."""
-        self._loaded.set()
-
-    def settle(self, outcomes: Sequence[tuple[_Ask, Outcome]]) -> None:
-        """Hand outcomes to the event loop that waits for them, all in one call."""
-        self.finished += len(outcomes)
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Ask, Outcome]]] = {}
-        for asked, outcome in outcomes:
-            by_loop.setdefault(asked.loop, []).append((asked, outcome))
-        for loop, own in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # it was closed: nobody waits any more
-                loop.call_soon_threadsafe(_set_all, own)
-
-    def fail(self, error: Exception) -> None:
-        """End all that waits, now and later: no process can be had any more."""
-        self._broken = error = self._broken or error
-        self._loaded.set()
-        for asked in list(self._waiting):
-            with contextlib.suppress(RuntimeError):
-                asked.loop.call_soon_threadsafe(_fail, asked.future, error)
 
 
 @dataclass(eq=False)
@@ -287,13 +145,38 @@ class _Scorer:
             return 0
 
 
-class _Monitor:
-    """Feeds, times, weighs, ends and replaces the processes of a pool until `is_closing`."""
+class ScorerPool:
+    """Processes that score; used from one event loop at a time.
 
-    def __init__(self, job: ScorerJob, workers: int, pool: ScorerPool) -> None:
-        self.is_closing = False
-        self.news = asyncio.Event()
-        self._job, self._workers, self._pool = job, workers, pool
+    Args:
+        config: gives the limits.
+        function: the user's; None: the processes run built-in scorers.
+        batched: it takes many answers in a call.
+    """
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        workers: int,
+        function: UserFunction | None = None,
+        batched: bool = False,
+    ) -> None:
+        self.finished = 0
+        memory_bytes = config.memory_mb << 20
+        self._job = ScorerJob(function, config.timeout_s, memory_bytes, tuple(sys.path), batched)
+        self._workers = workers
+        self._capacity = WAITING_PER_WORKER * workers
+        self._room: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._inbox: deque[_Ask] = deque()
+        self._wake_planned: asyncio.AbstractEventLoop | None = None
+        self._waiting: set[_Ask] = set()
+        self._loaded = threading.Event()
+        self._broken: Exception | None = None
+        self._is_closing = False
+        self._loop = asyncio.new_event_loop()
+        self._news = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="scorers", daemon=True)
+        # The thread's own.
         self._scorers: list[_Scorer] = []
         self._queue: deque[_Ask] = deque()
         self._alone: deque[_Ask] = deque()
@@ -303,27 +186,103 @@ class _Monitor:
         self._was_loaded = self._is_broken = False
         self._lost_loading = 0
 
-    async def run(self) -> None:
-        """Serve the pool, to the end of its last process."""
+    def start(self) -> None:
+        """Start the processes and wait until one has loaded what scores.
+
+        Raises:
+            RewardError: the user's file cannot be used; one line says why.
+        """
+        atexit.register(self.close)
+        self._thread.start()
+        try:
+            self._loaded.wait()
+        except BaseException:  # a signal's: nobody would close this pool
+            self.close()
+            raise
+        if self._broken is not None:
+            self.close()
+            raise self._broken
+
+    async def score(self, scorer: str, seed: int, arguments: Arguments) -> Score | Failure:
+        """Score one answer; waits while the pool has as many as it takes in.
+
+        Raises:
+            RewardError: a new process could not load the user's file.
+        """
+        outcome = await self._ask(Item(scorer, seed, arguments))
+        assert isinstance(outcome, Score | Failure)
+        return outcome
+
+    async def score_batch(
+        self, seed: int, batch: Sequence[Arguments]
+    ) -> tuple[Score | Failure, ...] | Failure:
+        """Score answers in one call of the user's function; a failure is that of the whole call.
+
+        Raises:
+            RewardError: a new process could not load the user's file.
+        """
+        outcome = await self._ask(BatchItem(seed, tuple(batch)))
+        assert isinstance(outcome, tuple | Failure)
+        return outcome
+
+    async def _ask(self, item: Item | BatchItem) -> Outcome:
+        loop = asyncio.get_running_loop()
+        if self._room is None or self._room[0] is not loop:
+            self._room = loop, asyncio.Semaphore(self._capacity)
+        async with self._room[1]:
+            asked = _Ask(item, loop, loop.create_future())
+            self._waiting.add(asked)
+            self._inbox.append(asked)
+            if self._wake_planned is not loop:  # once for all that are asked in this turn
+                self._wake_planned = loop
+                loop.call_soon(self._wake)
+            try:
+                if self._broken is not None:  # after the entry: the thread fails what it finds
+                    raise self._broken
+                return await asked.future
+            finally:
+                self._waiting.discard(asked)
+
+    def close(self) -> None:
+        """End all processes: idle ones by themselves, busy ones at once."""
+        atexit.unregister(self.close)
+        if self._loop.is_closed():
+            return
+        self._is_closing = True
+        self._wake()
+        self._thread.join()
+        self._loop.close()
+
+    def _wake(self) -> None:
+        self._wake_planned = None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    # The rest runs in the thread.
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._serve())
+
+    async def _serve(self) -> None:
+        """Feed, time, weigh, end and replace the processes, to the end of the last one."""
         error: Exception = RuntimeError("the scorer pool is closed")
         next_look = 0.0
         try:
-            while not self.is_closing:
+            while not self._is_closing:
                 await self._fill_up()
                 self._assign()
                 is_busy = not all(scorer.is_idle for scorer in self._scorers)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.news.wait(), _TICK_S if is_busy else None)
-                self.news.clear()
+                    await asyncio.wait_for(self._news.wait(), _TICK_S if is_busy else None)
+                self._news.clear()
                 if time.monotonic() >= next_look:
                     next_look = time.monotonic() + _TICK_S
                     for scorer in list(self._scorers):
                         await self._look_at(scorer)
                 for scorer in [each for each in self._scorers if each.process.is_cut]:
                     await self._lose(scorer, None)
-                done, self._done = self._done, []
-                if done:
-                    self._pool.settle(done)
+                self._settle()
         except Exception as mistake:
             log.exception("the scorer pool fails")
             error = mistake
@@ -335,24 +294,42 @@ class _Monitor:
                     scorer.process.kill()
             for scorer in self._scorers:
                 await self._end(scorer, give_up - time.monotonic())
-            self._pool.fail(error)
+            self._fail(error)
+
+    def _settle(self) -> None:
+        """Hand outcomes to the event loop that waits for them, all in one call."""
+        self.finished += len(self._done)
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Ask, Outcome]]] = {}
+        for asked, outcome in self._done:
+            by_loop.setdefault(asked.loop, []).append((asked, outcome))
+        self._done.clear()
+        for loop, own in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # it was closed: nobody waits any more
+                loop.call_soon_threadsafe(_set_all, own)
+
+    def _fail(self, error: Exception) -> None:
+        """End all that waits, now and later: no process can be had any more."""
+        self._broken = error = self._broken or error
+        self._loaded.set()
+        for asked in list(self._waiting):
+            with contextlib.suppress(RuntimeError):
+                asked.loop.call_soon_threadsafe(_refuse, asked.future, error)
 
     def _take(self, scorer: _Scorer, asked: _Ask | None, said: Any) -> None:
         """Take in what a process says; its job is the ask None."""
-        self.news.set()
+        self._news.set()
         match said:
             case Ready(is_async):
                 scorer.is_ready, scorer.is_async = True, is_async
                 self._was_loaded, self._lost_loading = True, 0
-                self._pool.loaded()
+                self._loaded.set()
                 return
             case Refused(line):
                 scorer.refusal = line
                 return
-            case host.Failure():  # it cannot be read
-                said = Reply(Failure(said.line, said.traceback))
-        assert isinstance(said, Reply)
         assert asked is not None
+        if not isinstance(said, Reply):  # a failure of the connection: it cannot be read
+            said = Reply(Failure(said.line, said.traceback))
         scorer.is_leaving |= said.is_last
         del scorer.held[asked]
         if scorer.held and not scorer.is_async:  # the next one's time begins
@@ -380,15 +357,13 @@ class _Monitor:
             if now > scorer.born + _LOAD_LIMIT_S:
                 await self._lose(scorer, f"took more than {_LOAD_LIMIT_S:g} s")
         elif now > scorer.deadline(self._job.timeout_s):
-            await self._lose(scorer, late_line(self._job.timeout_s))
+            scorer.process.receive()  # an answer may have come while this thread waited
+            if scorer.held and time.monotonic() > scorer.deadline(self._job.timeout_s):
+                await self._lose(scorer, late_line(self._job.timeout_s))
 
     async def _lose(self, scorer: _Scorer, reason: str | None) -> None:
         """Part with a process that is gone, or is to be killed for `reason`."""
-        scorer.process.receive()  # an answer may have come while this thread waited
-        if reason == late_line(self._job.timeout_s) and (
-            scorer.is_idle or time.monotonic() <= scorer.deadline(self._job.timeout_s)
-        ):
-            return
+        scorer.process.receive()
         self._scorers.remove(scorer)
         if reason is not None:
             scorer.process.kill()
@@ -417,7 +392,7 @@ class _Monitor:
             log.warning("a scorer's process %s while it was starting", how)
             return
         self._is_broken = True
-        self._pool.fail(RewardError(scorer.refusal or _load_error(self._job, how)))
+        self._fail(RewardError(scorer.refusal or _load_error(self._job, how)))
 
     def _blame(self, asks: Sequence[_Ask], line: str, is_certain: bool, trace: str = "") -> None:
         """Fail the ask that was in work; where there were several, try each again, alone."""
@@ -447,25 +422,26 @@ class _Monitor:
 
     async def _fill_up(self) -> None:
         """Start processes in place of those that are gone."""
+        from winnow.workers.local import LocalConnection
+
         while len(self._scorers) < self._workers and not self._is_broken:
             output = _Output()
             module = "winnow.rewards.worker"
             scorer = _Scorer(
                 await LocalConnection.start(module, _ENVIRONMENT, output.follow), output
             )
-            scorer.process.when_cut = self.news.set
+            scorer.process.when_cut = self._news.set
             self._scorers.append(scorer)
             self._send(scorer, None, self._job)
 
     def _send(self, scorer: _Scorer, asked: _Ask | None, message: object) -> None:
-        payload = pack(message)
         number = next(scorer.numbers)
-        scorer.process.send(number, payload, lambda said: self._take(scorer, asked, said))
-        payload.release()
+        scorer.process.ask(number, message, lambda said: self._take(scorer, asked, said))
 
     def _assign(self) -> None:
         """Give the processes what they have room for."""
-        self._queue.extend(self._pool.take())
+        while self._inbox:
+            self._queue.append(self._inbox.popleft())
         for scorer in self._scorers:
             if scorer.is_ready and not scorer.is_leaving:
                 now = time.monotonic()
@@ -501,7 +477,7 @@ class _Monitor:
         found: list[_Ask] = []
         while asks and len(found) < most:
             asked = asks.popleft()
-            if self._pool.is_wanted(asked):
+            if asked in self._waiting:
                 found.append(asked)
         return found
 
@@ -533,6 +509,6 @@ def _set_all(outcomes: Sequence[tuple[_Ask, Outcome]]) -> None:
             asked.future.set_result(outcome)
 
 
-def _fail(future: asyncio.Future[Outcome], error: Exception) -> None:
+def _refuse(future: asyncio.Future[Outcome], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)

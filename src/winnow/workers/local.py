@@ -146,6 +146,11 @@ class LocalConnection:
         self._waiting[number] = tell
         self._channel.send(number, payload.duplicate())
 
+    def ask(self, number: int, value: object, tell: Callable[[Any], None]) -> None:
+        """Send a value that no other process gets."""
+        self._waiting[number] = tell
+        self._channel.send(number, pack(value))
+
     def receive(self) -> None:
         """Take in what has come."""
         self._channel.receive()
