@@ -34,7 +34,15 @@ from typing import TYPE_CHECKING, Any
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
 from winnow.rewards.task import Arguments, Failure, Outcome
-from winnow.rewards.wire import BatchItem, Item, Ready, Refused, Reply, ScorerJob, late_line
+from winnow.rewards.wire import (
+    BatchItem,
+    Ready,
+    Refused,
+    ScoreItem,
+    ScorerJob,
+    ScorerReply,
+    late_line,
+)
 from winnow.types import Score
 
 if TYPE_CHECKING:
@@ -70,7 +78,7 @@ _ENVIRONMENT = {
 class _Ask:
     """An item, and the caller that waits for its score in an event loop of its own."""
 
-    item: Item | BatchItem
+    item: ScoreItem | BatchItem
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Outcome]
 
@@ -209,7 +217,7 @@ class ScorerPool:
         Raises:
             RewardError: a new process could not load the user's file.
         """
-        outcome = await self._ask(Item(scorer, seed, arguments))
+        outcome = await self._ask(ScoreItem(scorer, seed, arguments))
         assert isinstance(outcome, Score | Failure)
         return outcome
 
@@ -225,7 +233,7 @@ class ScorerPool:
         assert isinstance(outcome, tuple | Failure)
         return outcome
 
-    async def _ask(self, item: Item | BatchItem) -> Outcome:
+    async def _ask(self, item: ScoreItem | BatchItem) -> Outcome:
         loop = asyncio.get_running_loop()
         if self._room is None or self._room[0] is not loop:
             self._room = loop, asyncio.Semaphore(self._capacity)
@@ -328,8 +336,8 @@ class ScorerPool:
                 scorer.refusal = line
                 return
         assert asked is not None
-        if not isinstance(said, Reply):  # a failure of the connection: it cannot be read
-            said = Reply(Failure(said.line, said.traceback))
+        if not isinstance(said, ScorerReply):  # a failure of the connection: it cannot be read
+            said = ScorerReply(Failure(said.line, said.traceback))
         scorer.is_leaving |= said.is_last
         del scorer.held[asked]
         if scorer.held and not scorer.is_async:  # the next one's time begins
@@ -405,10 +413,10 @@ class ScorerPool:
         self._alone.extend(asks)
 
     async def _end(self, scorer: _Scorer, patience_s: float) -> str | None:
-        """See a process end, kill what is left of it, and log what it printed.
+        """Wait for a process to end, kill what is left of it, and log what it printed.
 
         Returns:
-            In words how it ended; None if it did not end by itself in time.
+            The way in which it ended, in words; None if it did not end by itself in time.
         """
         await scorer.process.gone(patience_s)
         ended = scorer.process.ending()

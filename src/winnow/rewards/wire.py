@@ -1,8 +1,8 @@
 """Messages between the scorer pool and its processes, over `winnow.workers.wire`.
 
 Message 0 to a process is a `ScorerJob`; a `Ready` or a `Refused` answers it. All others are items,
-each answered by a `Reply`. What travels back is numbers, texts and plain containers (`portable`),
-so that the run never needs the classes of a user's file.
+each answered by a `ScorerReply`. What travels back is numbers, texts and plain containers
+(`portable`), so that the run never needs the classes of a user's file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None))
 
 @dataclass(frozen=True)
 class ScorerJob:
-    """What a process scores with, and its limits."""
+    """The function that a process scores with, and its limits."""
 
     function: UserFunction | None
     """None: the built-in scorers."""
@@ -33,7 +33,7 @@ class ScorerJob:
     """True if the function takes many answers in a call."""
 
 
-class Item(NamedTuple):
+class ScoreItem(NamedTuple):
     """One answer to be scored."""
 
     scorer: str
@@ -65,7 +65,7 @@ class Refused(NamedTuple):
     """The reason, for the user."""
 
 
-class Reply(NamedTuple):
+class ScorerReply(NamedTuple):
     """The end of an item."""
 
     outcome: Outcome | None

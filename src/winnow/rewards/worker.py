@@ -32,11 +32,11 @@ from winnow.rewards.task import (
 from winnow.rewards.user_function import UserScorer
 from winnow.rewards.wire import (
     BatchItem,
-    Item,
     Ready,
     Refused,
-    Reply,
+    ScoreItem,
     ScorerJob,
+    ScorerReply,
     late_line,
     portable,
 )
@@ -48,7 +48,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STATM = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else -1
 _TICK_S = 0.05
 _BLOCKED_SHARE = 0.1
-"""Of an answer's time; above it nobody can say that the answer itself was slow."""
+"""The share of an answer's time above which it cannot be said to have been slow itself."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ScorerRuntime:
         is_out = any(isinstance(r, Failure) and r.line.startswith("MemoryError") for r in each)
         return is_out or resident_bytes() > self.recycle_bytes
 
-    async def score(self, item: Item | BatchItem) -> Outcome:
+    async def score(self, item: ScoreItem | BatchItem) -> Outcome:
         """Score an item; whatever happens short of the process's end is an outcome."""
         try:
             self._seed(item)
@@ -74,7 +74,7 @@ class ScorerRuntime:
         except BaseException as error:  # KeyboardInterrupt, CancelledError: the scorer raised it
             return failure_of(error, self.user.file if self.user else None)
 
-    def score_without_loop(self, item: Item | BatchItem) -> Outcome:
+    def score_without_loop(self, item: ScoreItem | BatchItem) -> Outcome:
         """Score an item where no event loop runs, so that the scorer may run one of its own."""
         try:
             self._seed(item)
@@ -89,7 +89,7 @@ class ScorerRuntime:
         assert self.user is not None
         return self.user
 
-    def _seed(self, item: Item | BatchItem) -> None:
+    def _seed(self, item: ScoreItem | BatchItem) -> None:
         """Make what a scorer draws depend on its answer alone, whichever process it comes to."""
         if self.user is not None:
             random.seed(item.seed)
@@ -129,7 +129,7 @@ def _serve_one_by_one(channel: socket.socket, runtime: ScorerRuntime) -> None:
     while (message := receive(channel)) is not None:
         result = runtime.score_without_loop(unpack(message[1]))
         is_last = runtime.should_recycle(result)
-        _tell(channel, message[0], Reply(result, is_last))
+        _tell(channel, message[0], ScorerReply(result, is_last))
         if is_last:
             return
 
@@ -154,20 +154,20 @@ async def _serve_side_by_side(
             await asyncio.sleep(_TICK_S)
             blocked_s += max(0.0, loop.time() - due - _TICK_S)
 
-    async def answer(number: int, item: Item | BatchItem) -> None:
+    async def answer(number: int, item: ScoreItem | BatchItem) -> None:
         before_s = blocked_s
         work = asyncio.ensure_future(runtime.score(item))
         await asyncio.wait({work}, timeout=timeout_s)
         if work.done():
             is_last = runtime.should_recycle(work.result()) and not ended.is_set()
-            _tell(channel, number, Reply(work.result(), is_last))
+            _tell(channel, number, ScorerReply(work.result(), is_last))
             if is_last:
                 ended.set()
             return
         work.cancel()
         is_innocent = blocked_s - before_s > _BLOCKED_SHARE * timeout_s
         line = late_line(timeout_s)
-        _tell(channel, number, Reply(None if is_innocent else Failure(line, line)))
+        _tell(channel, number, ScorerReply(None if is_innocent else Failure(line, line)))
 
     def on_readable() -> None:
         message = receive(channel)
@@ -185,7 +185,7 @@ async def _serve_side_by_side(
     watching.cancel()
 
 
-def _tell(channel: socket.socket, number: int, message: Ready | Refused | Reply) -> None:
+def _tell(channel: socket.socket, number: int, message: Ready | Refused | ScorerReply) -> None:
     """Send a message; a pool that is gone is met at the next read."""
     packed = pack(message)
     with suppress(BrokenPipeError, ConnectionResetError):

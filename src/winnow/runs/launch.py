@@ -68,7 +68,7 @@ class LocalLauncher:
         return start_local(*made, devices=devices, **self._options)
 
     def _check_devices(self, devices: int) -> None:
-        """See that this machine has a GPU for each process; the run's counts where it trains."""
+        """Check that this machine has a GPU for each process; the run's counts where it trains."""
         ranks, engines, scoring = (
             max(self._counts["policy"], 1),
             self._counts["rollout"],

@@ -1,4 +1,4 @@
-"""The learning side of a run on several ranks, as the driver sees it: numbers in, numbers out."""
+"""The driver's end of a learning side on several ranks: groups go there, figures come back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RemoteLearner:
     """A `Learner` whose models lie on the ranks of a group of `LearnerWorker`s.
 
     Raises:
-        WinnowError: see `WorkerGroup`; so with all methods that ask the ranks.
+        WinnowError: as calls of `WorkerGroup`; so do all methods that ask the ranks.
     """
 
     def __init__(self, group: ThreadsafeGroup) -> None:
@@ -65,11 +65,11 @@ class RemoteLearner:
         self._state = state
 
     def trained(self, version: int) -> WeightUpdate:
-        """The tensors that are trained, by the names of parameters, for an engine over them."""
+        """Export the tensors that are trained, by names of parameters, for an engine over them."""
         return WeightUpdate(version, tensors=tensors(self._buckets(version, False)))
 
     def weights(self, version: int) -> WeightUpdate:
-        """All weights, by Hugging Face names, an adapter merged, in the model's type.
+        """Export all weights, by Hugging Face names, an adapter merged, in the model's type.
 
         In buckets that may lie with rank 0: they need not come to this process.
         """
@@ -86,7 +86,7 @@ class RemoteLearner:
 
 
 class RemoteSnapshots:
-    """What a checkpoint has of models that lie on ranks, which write it; see `tensors.Tensors`."""
+    """The `Tensors` of a checkpoint whose models lie on ranks, which write them."""
 
     def __init__(self, learner: RemoteLearner) -> None:
         self._learner = learner

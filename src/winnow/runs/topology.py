@@ -210,11 +210,11 @@ def _canary(config: Config, policy: Policies) -> Canary:
 
 
 _POSITIONS = 1024
-"""Where a model does not say how many it has."""
+"""The number of positions of a model that does not say how many it has."""
 
 
 def make_engine(config: Config, policy: Policies) -> TorchEngine:
-    """The embedded engine over the policy's own weights."""
+    """Make the embedded engine over the policy's own weights."""
     # A stop string may be a special token, such as a chat template's end of a turn.
     decode = decoder(policy.tokenizer, special_tokens=True)
     return TorchEngine(policy.model, decode=decode, **_engine_options(config, policy))
@@ -232,7 +232,7 @@ def _engine_options(config: Config, policy: Policies) -> dict[str, Any]:
 
 
 def _engine_arguments(config: Config, policy: Policies, start: str | None) -> dict[str, Any]:
-    """Of an engine in a process of its own."""
+    """Return the arguments of an engine in a process of its own."""
     base = adapter_base(Path(policy.path), start or config.model.path)
     return {
         "model": base or policy.path,

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 
-from winnow.workers.host import Call, Host, Job, failure_of
+from winnow.workers.host import Call, Host, WorkerJob, failure_of
 from winnow.workers.logs import LogSender, start_sending
 from winnow.workers.wire import Bytes, Channel, pack, unpack
 
@@ -54,12 +54,12 @@ class _Server:
 
     async def _run(self, number: int, data: Bytes | mmap.mmap) -> None:
         try:
-            asked: Job | Call = unpack(data)
+            asked: WorkerJob | Call = unpack(data)
         except BaseException as error:  # whatever a class does when it is read
             self._channel.send(number, pack(failure_of(error)))
             return
         del data  # arrays alone keep it from here on
-        if isinstance(asked, Job):
+        if isinstance(asked, WorkerJob):
             sys.path[:] = asked.python_path
             is_orphan = lambda: os.getppid() != self._parent  # noqa: E731
             start_sending(

@@ -1,7 +1,8 @@
-"""A group of workers in other processes: calls, what becomes of them, and the watch over it.
+"""Groups of workers in other processes: calls, their outcomes, and a watch for deaths and hangs.
 
-Whatever kind of process it is: `WorkerConnection` is the driver's end of one worker, and `local`
-and `ray.group` make them. Everything here runs in the driver's asyncio loop.
+A `WorkerConnection` is the driver's end of one worker, in whatever kind of process; `local` and
+`ray.group` make them. A `WorkerGroup` lives in one event loop: in a run that of the thread of
+`WorkerGroups`, and the run has a `ThreadsafeGroup` in its stead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from winnow.errors import WinnowError, WorkerError
-from winnow.workers.host import CLOSE, Call, Failure, Job, Outcome
+from winnow.workers.host import CLOSE, Call, CallFailure, Outcome, WorkerJob
 from winnow.workers.logs import LogReceiver
 from winnow.workers.protocol import RankInfo
 
@@ -42,7 +43,7 @@ class Payload(Protocol):
     """Something serialised once, for several workers."""
 
     def release(self) -> None:
-        """It has been sent to all."""
+        """Give it back: it has been sent to all."""
         ...
 
 
@@ -51,7 +52,7 @@ class WorkerConnection(Protocol):
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """The process id."""
         ...
 
     def send(self, number: int, payload: Any, tell: Callable[[Outcome], None]) -> None:
@@ -85,9 +86,9 @@ class _Rank:
     listener: LogReceiver
     numbers: itertools.count[int] = field(default_factory=itertools.count)
     under_way: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)
-    """Calls without an outcome: name and what waits for it."""
+    """Calls without an outcome: each one's method, and the future that waits for it."""
     still_s: float = 0.0
-    """For how long it has not got on."""
+    """Seconds without progress."""
     progress: int | None = None
 
 
@@ -106,8 +107,8 @@ class WorkerGroup:
     `tests/contract/test_worker_group.py`.
 
     Args:
-        links: with what listens to each, by rank.
-        pack: serialises once what is sent to several.
+        links: the connections, each with the receiver of its log, by rank.
+        pack: serialises once a message to several.
         finish: gives back what the group as a whole holds.
     """
 
@@ -115,7 +116,7 @@ class WorkerGroup:
         self,
         role: str,
         links: Sequence[tuple[WorkerConnection, LogReceiver]],
-        pack: Callable[[Job | Call], Payload],
+        pack: Callable[[WorkerJob | Call], Payload],
         stall_timeout_s: float,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
@@ -140,7 +141,9 @@ class WorkerGroup:
             infos: by rank.
         """
         level, paths = logging.getLogger("winnow").getEffectiveLevel(), tuple(sys.path)
-        jobs = [Job(path, kwargs, info, self._stall_timeout_s, level, paths) for info in infos]
+        jobs = [
+            WorkerJob(path, kwargs, info, self._stall_timeout_s, level, paths) for info in infos
+        ]
         try:
             await self._answers("__init__", list(enumerate(jobs)))
         except BaseException:
@@ -180,7 +183,9 @@ class WorkerGroup:
         # A driver that is cancelled while it closes leaves no process behind either.
         await asyncio.shield(self._closed)
 
-    async def _answers(self, method: str, asked: Sequence[tuple[int, Job | Call]]) -> list[Any]:
+    async def _answers(
+        self, method: str, asked: Sequence[tuple[int, WorkerJob | Call]]
+    ) -> list[Any]:
         if self._failure is not None:
             raise self._failure
         if self._is_closing:
@@ -214,21 +219,21 @@ class WorkerGroup:
             return
         method, future = rank.under_way[call]
         rank.still_s = 0.0
-        if isinstance(outcome, Failure) and not self._is_closing:
+        if isinstance(outcome, CallFailure) and not self._is_closing:
             # What waits for it is told once the cause is known.
             self._spawn(self._raised(number, method, outcome))
             return
         del rank.under_way[call]
         if future.done():
             return
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, CallFailure):
             log.error("%s[%d]: %s failed: %s", self.role, number, method, outcome.traceback)
             _refuse(future, self._closed_error())
         else:
             future.set_result(outcome.value)
 
-    async def _raised(self, number: int, method: str, failure: Failure) -> None:
-        """A method raised something, on its own account or because another rank died."""
+    async def _raised(self, number: int, method: str, failure: CallFailure) -> None:
+        """Find out whether a method raised on its own account or because another rank died."""
         others = [rank for rank in range(self.size) if rank != number]
         give_up = time.monotonic() + (_GRACE_S if others else 0.0)
         while time.monotonic() < give_up and self._failure is None:
@@ -251,7 +256,7 @@ class WorkerGroup:
         return rank.listener.has_ended.is_set() or rank.link.ending() is not None
 
     async def _watch(self) -> None:
-        """See deaths and hangs, until the group has failed or is closed.
+        """Watch for deaths and hangs, until the group has failed or is closed.
 
         Time is counted in ticks: a driver that was itself held up blames no worker.
         """

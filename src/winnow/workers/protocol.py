@@ -1,4 +1,4 @@
-"""The seam between the driver and its workers: a group of them, called by the names of methods.
+"""The seam between the driver and its workers, which it calls by the names of their methods.
 
 A worker is an object of any class, named by an import path
 (`winnow.runs.learner_worker:LearnerWorker`), and made in its process as
@@ -30,11 +30,11 @@ class RankInfo:
     rank: int
     size: int
     master_address: str
-    """Where rank 0 is; an address that all ranks can reach."""
+    """Rank 0's address, which all ranks can reach."""
     master_port: int
     """A port that was free there, for rank 0 to listen at."""
     device_index: int | None
-    """Which of the devices that this process sees is the worker's; None: the CPU."""
+    """The worker's among the devices that its process sees; None: the CPU."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class WorkerLine:
     level: int
     """As in `logging`; what was printed has INFO."""
     logger: str
-    """Where it was logged; "" for what was printed."""
+    """The logger's name; "" for what was printed."""
     text: str
     """May have several lines, as a traceback does."""
 
     def __str__(self) -> str:
-        """`policy[1]: text`, and a text of several lines has them as they are."""
+        """Say `policy[1]: text`; a text of several lines has them as they are."""
         return f"{self.role}[{self.rank}]: {self.text}"
 
 

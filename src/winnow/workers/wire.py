@@ -1,4 +1,4 @@
-"""How a call and its outcome travel between two processes of one machine.
+"""Messages between two processes of one machine: calls, their outcomes, and the arrays in them.
 
 A message is one packet of a SOCK_SEQPACKET socket: a number and a pickle, with the arrays' bytes
 beside it as they are. What is too large for a packet lies in anonymous shared memory whose
@@ -35,15 +35,15 @@ class Packed:
     inline: bytes
     """All of it; empty when it lies in shared memory."""
     descriptor: int = -1
-    """Of the shared memory."""
+    """The shared memory's; -1: none."""
 
     @property
     def shared_bytes(self) -> int:
-        """How much shared memory it takes."""
+        """The size of its shared memory."""
         return 0 if self.descriptor < 0 else os.fstat(self.descriptor).st_size
 
     def duplicate(self) -> Packed:
-        """The same for another receiver, to be released by itself."""
+        """Make the same for another receiver, to be released by itself."""
         return Packed(self.inline, os.dup(self.descriptor) if self.descriptor >= 0 else -1)
 
     def release(self) -> None:
@@ -75,7 +75,7 @@ def pack(value: Any) -> Packed:
 
 
 def unpack(data: Bytes | mmap.mmap) -> Any:
-    """A value from what `pack` laid out; its arrays are views of `data`."""
+    """Read a value from what `pack` laid out; its arrays are views of `data`."""
     view = memoryview(data)
     (count,) = _LENGTH.unpack_from(view)
     lengths = [_LENGTH.unpack_from(view, _LENGTH.size * (1 + i))[0] for i in range(count)]
@@ -103,7 +103,7 @@ def send(channel: socket.socket, number: int, packed: Packed) -> None:
 
 
 def receive(channel: socket.socket) -> tuple[int, Bytes | mmap.mmap] | None:
-    """The next message's number and what `unpack` takes; None when the sender is gone.
+    """Take the next message: its number and what `unpack` reads; None when the sender is gone.
 
     Raises:
         BlockingIOError: none has come.
@@ -129,7 +129,7 @@ class Channel:
     """One end of a socket in an event loop; messages that do not go at once wait here.
 
     Args:
-        on_message: gets the number of each message, and what `unpack` takes.
+        on_message: gets the number of each message, and what `unpack` reads.
         on_cut: called once the other end is closed.
     """
 
@@ -193,7 +193,7 @@ class Channel:
 
 
 def _laid_out(parts: Sequence[Bytes]) -> list[Bytes]:
-    """A table of the parts' lengths, then the parts, each beginning at a multiple of 64."""
+    """Lay out a table of the parts' lengths, then the parts, each beginning at a multiple of 64."""
     sizes = [len(part) for part in parts]
     table = b"".join(_LENGTH.pack(size) for size in (len(parts), *sizes))
     found: list[Bytes] = [table]

@@ -19,7 +19,14 @@ from typing import Any
 from winnow.errors import WorkerError
 from winnow.workers.array_refs import SplitResult
 from winnow.workers.group import START_TIMEOUT_S, WorkerGroup
-from winnow.workers.host import Call, Failure, Job, Outcome, Result, merged_environment
+from winnow.workers.host import (
+    Call,
+    CallFailure,
+    CallResult,
+    Outcome,
+    WorkerJob,
+    merged_environment,
+)
 from winnow.workers.logs import LogReceiver
 from winnow.workers.protocol import OnLog, RankInfo
 from winnow.workers.ray.session import Placement, ray_module
@@ -31,9 +38,9 @@ log = logging.getLogger(__name__)
 _CALLS_AT_ONCE = 1000
 _COLOUR = re.compile(r"\x1b\[\d*m")
 _ASKED_S = 1.0
-"""For a process to end as Ray ends one, which asks it."""
+"""Seconds for a process to end as Ray ends one, which asks it."""
 _DETAIL_S = 2.0
-"""For Ray to say how an actor died."""
+"""Seconds for Ray to say how an actor died."""
 
 
 async def start_ray(
@@ -127,16 +134,16 @@ class _Sent:
         """Ray counts its references."""
 
 
-def _for_all(asked: Job | Call) -> _Sent:
+def _for_all(asked: WorkerJob | Call) -> _Sent:
     return _Sent(ray_module().put(pack(asked)))
 
 
-def _for_one(asked: Job | Call) -> _Sent:
+def _for_one(asked: WorkerJob | Call) -> _Sent:
     return _Sent(pack(asked))
 
 
 class _Switchboard:
-    """Where actors connect to tell what they say."""
+    """A server to which actors connect to send their logs."""
 
     def __init__(self, listeners: Sequence[LogReceiver]) -> None:
         self.tokens = [secrets.token_hex(16) for _ in listeners]
@@ -147,7 +154,7 @@ class _Switchboard:
 
     @classmethod
     async def open(cls, listeners: Sequence[LogReceiver]) -> _Switchboard:
-        """Listen at this node's address, for these and nobody else."""
+        """Listen at this node's address, for these workers alone."""
         board = cls(listeners)
         host = ray_module().util.get_node_ip_address()
         board._server = await asyncio.start_server(board._connected, host, 0)
@@ -155,7 +162,7 @@ class _Switchboard:
         return board
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         assert self._server is not None
         self._server.close()
         for writer in self._writers:
@@ -243,12 +250,12 @@ class RayLink:
         exceptions = ray_module().exceptions
         try:
             outcome: Outcome = await told
-            if isinstance(outcome, Result) and isinstance(outcome.value, SplitResult):
+            if isinstance(outcome, CallResult) and isinstance(outcome.value, SplitResult):
                 handle = RayHandle(kept, self._listener.role, self._listener.rank)
-                outcome = Result(SplitResult(outcome.value.told, handle))
+                outcome = CallResult(SplitResult(outcome.value.told, handle))
         except exceptions.RayTaskError as error:  # a result that cannot travel
             kept.future().add_done_callback(_seen)  # the same again, which Ray would print
-            outcome = Failure(_in_words(error.cause or error), _COLOUR.sub("", str(error)))
+            outcome = CallFailure(_in_words(error.cause or error), _COLOUR.sub("", str(error)))
         except exceptions.RayError as error:
             kept.future().add_done_callback(_seen)
             self._how = f"died ({_in_words(error)})"

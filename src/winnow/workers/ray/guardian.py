@@ -20,7 +20,7 @@ from pathlib import Path
 MARK = "WINNOW_RAY_FOLDER"
 """The variable by which the processes of a private Ray are known."""
 SHUT_DOWN = b"shut down"
-"""What the driver says when it has ended Ray itself."""
+"""The driver's message when it has ended Ray itself."""
 _ATTEMPTS_S = 10.0
 
 
