@@ -49,7 +49,7 @@ def places(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Place]
         ranks, *alone = [
             [
                 (parent_of(pid), device)
-                for pid, (device,) in zip(group.processes(), devices, strict=True)
+                for (_, pid, _), (device,) in zip(group.ask("about"), devices, strict=True)
             ]
             for group in groups
             for devices in (group.ask("environment", "CUDA_VISIBLE_DEVICES"),)

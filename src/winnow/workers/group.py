@@ -460,10 +460,6 @@ class ThreadsafeGroup:
         """Call a method on one rank."""
         return await self._groups.result(self._group.call_rank(rank, method, *args, **kwargs))
 
-    def processes(self) -> list[int]:
-        """Return process ids by rank."""
-        return self._group.processes()
-
     def close(self) -> None:
         """End the workers; a second time does nothing."""
         if not self._groups.is_closed:

@@ -37,11 +37,6 @@ class Packed:
     descriptor: int = -1
     """The shared memory's; -1: none."""
 
-    @property
-    def shared_bytes(self) -> int:
-        """The size of its shared memory."""
-        return 0 if self.descriptor < 0 else os.fstat(self.descriptor).st_size
-
     def duplicate(self) -> Packed:
         """Make the same for another receiver, to be released by itself."""
         return Packed(self.inline, os.dup(self.descriptor) if self.descriptor >= 0 else -1)
