@@ -423,7 +423,7 @@ class ScorerPool:
         scorer.process.kill()
         await scorer.process.gone(5.0)  # longer: a process that the kernel holds on to
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(scorer.output.has_ended.wait(), 0.1)
+            await asyncio.wait_for(scorer.output.has_ended.wait(), _CLOSING_S)
         await scorer.process.release()
         scorer.output.log()
         return ended
