@@ -326,7 +326,7 @@ def test_cancelling_leaves_a_pool_that_goes_on(user_service: UserService) -> Non
     assert ask_all(service, ["right"])[0].reward == 1.0
 
 
-def test_answers_that_callers_gave_up_hold_up_no_later_one(user_service: UserService) -> None:
+def test_answers_that_callers_gave_up_on_hold_up_no_later_one(user_service: UserService) -> None:
     service = user_service("import time; time.sleep(0.3); return 1", workers=1)
 
     async def ask(patience_s: float) -> float:
