@@ -324,7 +324,7 @@ class ScorerPool:
                 asked.loop.call_soon_threadsafe(_refuse, asked.future, error)
 
     def _take(self, scorer: _Scorer, asked: _Ask | None, said: Any) -> None:
-        """Take in what a process says; its job is the ask None."""
+        """Take in a message of a process; the ask None is its job."""
         self._news.set()
         match said:
             case Ready(is_async):
@@ -491,12 +491,12 @@ class ScorerPool:
 
 
 def default_workers() -> int:
-    """Half of the cores that this process may use: the other half is the run's own."""
+    """Count half of the cores that this process may use: the other half is the run's own."""
     return max(1, cores() // 2)
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Count the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

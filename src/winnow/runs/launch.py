@@ -56,7 +56,7 @@ class LocalLauncher:
         self._options = _options(config)
 
     def start(self, role: str, arguments: Mapping[str, Any], number: int = 0) -> Starting:
-        """Start a group (`Launch`)."""
+        """Start a group, as `Launch` says."""
         count = 1 if role == "rollout" else self._counts[role]
         # The run's process has the first GPU where it trains.
         engines = max(self._counts["policy"], 1)
@@ -86,7 +86,7 @@ class LocalLauncher:
 
 
 def ray_launch(config: Config, reserved: Reserved) -> Launch:
-    """Start groups as actors, on slots that were reserved for them."""
+    """Make what starts groups as actors, on slots that were reserved for them."""
     assert isinstance(config.cluster, RayCluster)
     from winnow.workers.ray.group import start_ray
 
@@ -103,7 +103,7 @@ def ray_launch(config: Config, reserved: Reserved) -> Launch:
 
 @contextlib.contextmanager
 def launcher(config: Config, groups: WorkerGroups) -> Iterator[Launch]:
-    """Be ready to start the processes of a recipe where it wants them.
+    """Prepare this machine or the cluster for a recipe's processes, and yield what starts them.
 
     Raises:
         ConfigError: machine or cluster are too small, or Ray is not installed.
@@ -127,7 +127,7 @@ def launcher(config: Config, groups: WorkerGroups) -> Iterator[Launch]:
 
 
 def layout_of(config: Config, has_devices: bool) -> Layout:
-    """The pools of a run: the recipe's, or one for each role."""
+    """Lay out the pools of a run: the recipe's, or one for each role."""
     cluster = config.cluster
     assert isinstance(cluster, RayCluster)
     counts = {role: count for role, count in workers_of(config).items() if count}
@@ -153,7 +153,7 @@ def layout_of(config: Config, has_devices: bool) -> Layout:
 
 
 def group_name(role: str, number: int = 0) -> str:
-    """The name of a group in logs and errors."""
+    """Name a group in logs and errors."""
     return {"policy": "learner", "rollout": f"engine {number}"}.get(role, role)
 
 

@@ -227,7 +227,7 @@ class LearnerWorker:
 
 
 def _join(rank: RankInfo, threads: int | None, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """Meet the other ranks; a mesh of them all, and one for their hosts."""
+    """Meet the other ranks; returns a mesh of their devices, and one of their hosts."""
     if rank.device_index is not None:
         torch.cuda.set_device(rank.device_index)
     elif threads is not None:

@@ -1,4 +1,4 @@
-"""Places the parts of a run that compute: in its own process, or in others.
+"""Engine, learner and scoring of a run, placed in its own process or in others.
 
 The learning side is in the run's process, or sharded over ranks; answers are written by an engine
 in the run's process, or by several in processes of their own. Where neither is in the run's

@@ -74,7 +74,7 @@ class _Server:
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the thread that started this process ends; be gone if it has."""
+    """Have Linux kill this process when the thread that started it ends; exit if that has ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)

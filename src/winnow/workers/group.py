@@ -64,7 +64,7 @@ class WorkerConnection(Protocol):
         ...
 
     def ending(self) -> str | None:
-        """In words how the process ended, such as `was killed by SIGKILL`; None while it runs."""
+        """Say how the process ended, such as `was killed by SIGKILL`; None while it runs."""
         ...
 
     def kill(self) -> None:
@@ -170,7 +170,7 @@ class WorkerGroup:
         return (await self._answers(method, [(rank, Call(method, args, kwargs))]))[0]
 
     def processes(self) -> list[int]:
-        """Process ids by rank."""
+        """Return process ids by rank."""
         return [rank.link.pid for rank in self._ranks]
 
     async def close(self) -> None:
@@ -307,7 +307,7 @@ class WorkerGroup:
         return f" in {', '.join(methods)}" if methods else ""
 
     def _fail(self, error: WinnowError) -> None:
-        """The group is over: every call under way raises, and every later one."""
+        """End the group: every call under way raises, and every later one."""
         assert self._failure is None
         self._failure = error
         for rank in self._ranks:

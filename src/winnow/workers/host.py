@@ -1,4 +1,4 @@
-"""The worker's end: makes the object, runs its methods, and says what became of a call.
+"""The worker's end: makes the object, runs its methods, and reports the outcome of each call.
 
 It is the same in every kind of process. How calls come and outcomes go is left to `child` and
 `ray.worker`; what travels beside them, logs and progress, to `logs`.

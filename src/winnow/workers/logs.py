@@ -47,7 +47,7 @@ class LogSender:
         self._lock = threading.Lock()
 
     def become_output(self) -> None:
-        """Make the stream what the process prints to, C code and its children included."""
+        """Have the process print to the stream, C code and its children included."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         for number in (1, 2):
@@ -138,7 +138,7 @@ class _Beats:
                 self.arm()
 
     def arm(self) -> None:
-        """Have the stacks dumped unless this is called again in time; no Python need run then."""
+        """Have all stacks dumped unless this is called again in time; no Python need run for it."""
         if self._host.calls_under_way == 0:
             faulthandler.cancel_dump_traceback_later()
         elif self._dump_after_s < threading.TIMEOUT_MAX:
@@ -146,7 +146,7 @@ class _Beats:
 
 
 def _unbuffered(number: int) -> TextIO:
-    """Standard output or error of which nothing is lost when the process is killed."""
+    """Open standard output or error so that nothing is lost when the process is killed."""
     raw = cast(Any, io.FileIO(number, "wb", closefd=False))
     return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
 

@@ -145,7 +145,7 @@ class Layout:
 
 
 def _whole(bundle: Bundle) -> tuple[int, int]:
-    """Devices and hundredths of cores: exact sums."""
+    """Count devices and cores in hundredths, whose sums are exact."""
     return round(bundle.devices * _CENT), round(bundle.cpus * _CENT)
 
 

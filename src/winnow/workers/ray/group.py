@@ -67,14 +67,14 @@ async def start_ray(
     listeners = [LogReceiver(role, rank, on_log) for rank in range(placement.size)]
     switchboard = await _Switchboard.open(listeners)
     actors: list[Any] = []
-    links: list[RayLink] = []
+    links: list[RayConnection] = []
     try:
         for rank in range(placement.size):
             options = _options(placement, rank, merged_environment(environment or {}))
             actor_class = ray_module().remote(RayWorker).options(**options)
             actors.append(actor_class.remote(switchboard.address, switchboard.tokens[rank]))
         for rank, actor in enumerate(actors):
-            links.append(RayLink(actor, await _place(role, rank, actor), listeners[rank]))
+            links.append(RayConnection(actor, await _place(role, rank, actor), listeners[rank]))
     except BaseException:
         for actor in actors:
             ray_module().kill(actor)
@@ -131,7 +131,7 @@ class _Sent:
     asked: Any
 
     def release(self) -> None:
-        """Ray counts its references."""
+        """Do nothing: Ray counts its references."""
 
 
 def _for_all(asked: WorkerJob | Call) -> _Sent:
@@ -178,7 +178,7 @@ class _Switchboard:
         writer.close()
 
 
-class RayLink:
+class RayConnection:
     """The driver's end of one actor (`group.WorkerConnection`)."""
 
     def __init__(self, actor: Any, place: Place, listener: LogReceiver) -> None:
@@ -202,7 +202,7 @@ class RayLink:
         task.add_done_callback(self._tasks.discard)
 
     def ending(self) -> str | None:
-        """In words how the process ended, as far as Ray says."""
+        """Say how the process ended, as far as Ray knows."""
         return self._how or ("died" if self._has_gone() else None)
 
     def kill(self) -> None:
@@ -268,7 +268,7 @@ def _seen(future: Future[Any]) -> None:
 
 
 def _in_words(error: BaseException) -> str:
-    """One line of what Ray tells in many."""
+    """Shorten Ray's many lines about an error to one."""
     text = str(error)
     detail = text.partition("Worker exit detail: ")[2] or text
     detail = detail.partition(" Some common causes include")[0]

@@ -252,7 +252,7 @@ def _marked(folder: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_handlers() -> Iterator[None]:
-    """Ray sets a handler for SIGTERM; put this program's back."""
+    """Put this program's signal handlers back after a block in which Ray sets its own."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers} if is_main else {}

@@ -69,7 +69,7 @@ def pack(value: Any) -> Parcel:
 
 
 def unpack(parcel: Parcel) -> Any:
-    """The value; its arrays are views of the parcel's, and read-only."""
+    """Read a value; its arrays are views of the parcel's, and read-only."""
     with _giving(parcel.references):
         return pickle.loads(parcel.data, buffers=_buffers(parcel))
 
@@ -86,7 +86,7 @@ def _buffers(parcel: Parcel) -> Iterator[memoryview | NDArray[np.uint8]]:
 
 @contextlib.contextmanager
 def _collecting() -> Iterator[list[Any]]:
-    """Within, handles that are pickled leave their references here, and hold their numbers."""
+    """Collect the references of handles that are pickled within, which keep their numbers."""
     found: list[Any] = []
     _beside.collected = found
     try:
@@ -97,7 +97,7 @@ def _collecting() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def _giving(references: Sequence[Any]) -> Iterator[None]:
-    """Within, handles that were pickled so get their references back."""
+    """Give handles that were pickled so their references back, within the block."""
     _beside.given = references
     try:
         yield
