@@ -102,7 +102,7 @@ class WorkerProcesses:
 
 @contextlib.contextmanager
 def other_processes(config: Config) -> Iterator[WorkerProcesses | None]:
-    """Be ready to start the processes that a recipe asks for, if it does; end them after a block.
+    """Prepare for the processes that a recipe asks for, if it does; they end with the block.
 
     Raises:
         WinnowError: there is no room for them.
