@@ -443,8 +443,10 @@ class ScorerPool:
             self._send(scorer, None, self._job)
 
     def _send(self, scorer: _Scorer, asked: _Ask | None, message: object) -> None:
-        number = next(scorer.numbers)
-        scorer.process.ask(number, message, lambda said: self._take(scorer, asked, said))
+        from winnow.workers.wire import pack
+
+        number, packed = next(scorer.numbers), pack(message)
+        scorer.process.send(number, packed, lambda said: self._take(scorer, asked, said))
 
     def _assign(self) -> None:
         """Give the processes what they have room for."""

@@ -187,10 +187,8 @@ async def _serve_side_by_side(
 
 def _tell(channel: socket.socket, number: int, message: Ready | Refused | ScorerReply) -> None:
     """Send a message; a pool that is gone is met at the next read."""
-    packed = pack(message)
     with suppress(BrokenPipeError, ConnectionResetError):
-        send(channel, number, packed)
-    packed.release()
+        send(channel, number, pack(message))
 
 
 def _portable(result: Outcome) -> Outcome:

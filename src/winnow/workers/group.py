@@ -39,14 +39,6 @@ _GRACE_S = 1.0
 _TICK_S = 0.1
 
 
-class Payload(Protocol):
-    """Something serialised once, for several workers."""
-
-    def release(self) -> None:
-        """Give it back: it has been sent to all."""
-        ...
-
-
 class WorkerConnection(Protocol):
     """The driver's end of one worker's process."""
 
@@ -116,7 +108,7 @@ class WorkerGroup:
         self,
         role: str,
         links: Sequence[tuple[WorkerConnection, LogReceiver]],
-        pack: Callable[[WorkerJob | Call], Payload],
+        pack: Callable[[WorkerJob | Call], Any],
         stall_timeout_s: float,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
@@ -190,20 +182,13 @@ class WorkerGroup:
             raise self._failure
         if self._is_closing:
             raise self._closed_error()
-        waiting = []
-        packed: dict[int, Payload] = {}
-        try:
-            for _, what in asked:
-                if id(what) not in packed:
-                    packed[id(what)] = self._pack(what)
-            for rank, what in asked:
-                waiting.append(self._send(rank, method, packed[id(what)]))
-        finally:
-            for payload in packed.values():
-                payload.release()
+        once = {id(what): what for _, what in asked}
+        payloads = {key: self._pack(what) for key, what in once.items()}
+        waiting = [self._send(rank, method, payloads[id(what)]) for rank, what in asked]
+        del payloads  # which need not be held until they are answered
         return await asyncio.gather(*waiting)
 
-    def _send(self, number: int, method: str, payload: Payload) -> asyncio.Future[Any]:
+    def _send(self, number: int, method: str, payload: Any) -> asyncio.Future[Any]:
         rank = self._ranks[number]
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if not rank.under_way:
@@ -341,10 +326,7 @@ class WorkerGroup:
         """Have each worker's `close()` run; what it raises is logged."""
         self._is_closing = True
         payload = self._pack(CLOSE)
-        try:
-            waiting = [self._send(n, "close", payload) for n in range(self.size)]
-        finally:
-            payload.release()
+        waiting = [self._send(n, "close", payload) for n in range(self.size)]
         left = {future for future in waiting if not future.done()}
         give_up = time.monotonic() + min(CLOSE_TIMEOUT_S, self._stall_timeout_s)
         while left and time.monotonic() < give_up:

@@ -144,12 +144,7 @@ class LocalConnection:
 
     def send(self, number: int, payload: Packed, tell: Callable[[Any], None]) -> None:
         self._waiting[number] = tell
-        self._channel.send(number, payload.duplicate())
-
-    def ask(self, number: int, value: object, tell: Callable[[Any], None]) -> None:
-        """Send a value that no other process gets."""
-        self._waiting[number] = tell
-        self._channel.send(number, pack(value))
+        self._channel.send(number, payload)
 
     def receive(self) -> None:
         """Take in what has come."""

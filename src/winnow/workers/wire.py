@@ -37,15 +37,10 @@ class Packed:
     descriptor: int = -1
     """The shared memory's; -1: none."""
 
-    def duplicate(self) -> Packed:
-        """Make the same for another receiver, to be released by itself."""
-        return Packed(self.inline, os.dup(self.descriptor) if self.descriptor >= 0 else -1)
-
-    def release(self) -> None:
+    def __del__(self) -> None:
         """Give back what the sender holds; receivers keep theirs."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
-        self.descriptor = -1
 
 
 def pack(value: Any) -> Packed:
@@ -142,7 +137,7 @@ class Channel:
         self.is_cut = False
 
     def send(self, number: int, packed: Packed) -> None:
-        """Send a message, which is released when it has gone."""
+        """Send a message now or as soon as the socket takes it."""
         self._unsent.append((number, packed))
         self._flush()
 
@@ -171,8 +166,7 @@ class Channel:
         """Hang up, and give back what is held."""
         self.hang_up()
         self._socket.close()
-        while self._unsent:
-            self._unsent.popleft()[1].release()
+        self._unsent.clear()
 
     def _flush(self) -> None:
         while self._unsent:
@@ -183,7 +177,7 @@ class Channel:
                 return
             except OSError:  # the other end is gone, which is about to be read
                 pass
-            self._unsent.popleft()[1].release()
+            self._unsent.popleft()
         self._loop.remove_writer(self._socket)
 
 

@@ -40,7 +40,7 @@ def test_values_come_back_as_they_were(arrays: list[np.ndarray], length: int) ->
     with ours, theirs:
         packed = pack({"arrays": arrays, "text": "x" * length})
         send(ours, 7, packed)
-        packed.release()
+        del packed
         message = receive(theirs)
     assert message is not None
     number, found = message[0], unpack(message[1])
@@ -61,7 +61,7 @@ def test_large_arrays_share_their_memory_between_receivers_and_are_aligned(
     assert array.nbytes < os.fstat(packed.descriptor).st_size < array.nbytes + 20_000
     for number in range(3):
         send(ours, number, packed)
-    packed.release()
+    del packed
     values = [unpack(message[1]) for _ in range(3) if (message := receive(theirs))]
     for _, back, second in values:
         np.testing.assert_array_equal(back, array)

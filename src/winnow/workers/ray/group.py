@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from winnow.errors import WorkerError
@@ -89,7 +88,7 @@ async def start_ray(
     infos = [RankInfo(rank, size, *address, device) for rank in range(size)]
     pairs = list(zip(links, listeners, strict=True))
     # The store pays where several read: it takes a millisecond, more than all the rest of a call.
-    send = _for_all if placement.size > 1 else _for_one
+    send = _for_all if placement.size > 1 else pack
     group = WorkerGroup(role, pairs, send, stall_timeout_s, switchboard.close)
     await group.start(path, kwargs, infos)
     return group
@@ -124,22 +123,8 @@ async def _place(role: str, rank: int, actor: Any) -> Place:
     return found
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """A call, or a reference to one in Ray's object store."""
-
-    asked: Any
-
-    def release(self) -> None:
-        """Do nothing: Ray counts its references."""
-
-
-def _for_all(asked: WorkerJob | Call) -> _Sent:
-    return _Sent(ray_module().put(pack(asked)))
-
-
-def _for_one(asked: WorkerJob | Call) -> _Sent:
-    return _Sent(pack(asked))
+def _for_all(asked: WorkerJob | Call) -> Any:
+    return ray_module().put(pack(asked))
 
 
 class _Switchboard:
@@ -194,9 +179,9 @@ class RayConnection:
         is_here = place.namespace == process_namespace()
         self._process = os.pidfd_open(place.pid) if is_here else -1
 
-    def send(self, number: int, payload: _Sent, tell: Callable[[Outcome], None]) -> None:
+    def send(self, number: int, payload: Any, tell: Callable[[Outcome], None]) -> None:
         """Have a call run."""
-        told, kept = self._call.remote(number, payload.asked)
+        told, kept = self._call.remote(number, payload)
         task = asyncio.get_running_loop().create_task(self._answer(told, kept, tell))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
