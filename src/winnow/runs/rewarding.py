@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from winnow.config.judge import OpenAiJudge
-from winnow.config.reward import RewardConfig
-from winnow.config.reward_model import NoRewardModel
-from winnow.config.reward_shares import share_of
+from winnow.config.judge import NoRewardModel, OpenAiJudge
+from winnow.config.reward import RewardConfig, share_of
 from winnow.config.root import Config
 from winnow.rewards.judge import Judge
 from winnow.rewards.panel import Decode, RewardPipeline
