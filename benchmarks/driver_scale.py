@@ -42,9 +42,8 @@ from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metrics import Metrics
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
-from winnow.rewards.panel_worker import PipelineWorker
 from winnow.rewards.pipeline import ScoredAnswer
-from winnow.rewards.remote_panel import RemotePipeline
+from winnow.rewards.remote_pipeline import PipelineWorker, RemotePipeline
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
@@ -58,12 +57,12 @@ from winnow.runs.saver import Saver
 from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState
 from winnow.runs.throughput import Passes, Throughput
-from winnow.runs.worker_groups import WorkerGroups
 from winnow.sampling.stream import Sampler
 from winnow.types import Group, IntArray, Prompt, Score, Trajectory
 from winnow.workers.array_refs import ArrayBlock, fetch
+from winnow.workers.group import ThreadsafeGroup, WorkerGroups
 from winnow.workers.local import start_local
-from winnow.workers.pools import Layout, Pool
+from winnow.workers.placement import Layout, Pool
 from winnow.workers.protocol import RankInfo
 from winnow.workers.ray.group import start_ray
 from winnow.workers.ray.session import ray_session, reserve
@@ -194,7 +193,7 @@ def words(token_ids: IntArray) -> str:
 
 
 @contextlib.contextmanager
-def workers(cluster: str, limit: int) -> Iterator[tuple[WorkerGroups, list[Any]]]:
+def workers(cluster: str, limit: int) -> Iterator[list[ThreadsafeGroup]]:
     """Engines, scorers and ranks, each a group, the ranks last."""
     here = "benchmarks.driver_scale"
     roles = [f"engine {i}" for i in range(ENGINES)]
@@ -220,7 +219,7 @@ def workers(cluster: str, limit: int) -> Iterator[tuple[WorkerGroups, list[Any]]
             starts = [
                 start_local(role, path, made, count) for role, (path, made, count) in kinds.items()
             ]
-        yield crew, crew.start(*starts)
+        yield crew.start(*starts)
 
 
 class Run:
@@ -232,11 +231,11 @@ class Run:
         self.tokens: list[int] = []
         self.fetched = 0
 
-    def train(self, crew: WorkerGroups, groups: Sequence[Any], steps: int) -> Cost:
+    def train(self, groups: Sequence[ThreadsafeGroup], steps: int) -> Cost:
         """Run it."""
         log = MetricsLog(self.folder / "metrics.jsonl")
         with Saver(self.folder / "checkpoints", Retention(1)) as saver:
-            parts = self._parts(crew, groups, log, saver)
+            parts = self._parts(groups, log, saver)
             gc.freeze()  # as a run does
             nothing = Schedule(None, steps + 1)
             asyncio.run(train(parts, Course(1, steps, False, nothing, Schedule(None, steps))))
@@ -246,16 +245,12 @@ class Run:
         cost = (cpu_1 - cpu_0) / n, (wall_1 - wall_0) / n, (read_1 - read_0) // n
         return Cost(self.samples, self.limit, self.tokens[-1], *cost)
 
-    def _parts(
-        self, crew: WorkerGroups, groups: Sequence[Any], log: MetricsLog, saver: Saver
-    ) -> Parts:
+    def _parts(self, groups: Sequence[ThreadsafeGroup], log: MetricsLog, saver: Saver) -> Parts:
         *writing, scoring, learning = groups
-        engines = [
-            RemoteEngine(crew.reached(each), 0, crew.call(each, "ask", "")) for each in writing
-        ]
+        engines = [RemoteEngine(each, 0, each.ask("ask", "")[0]) for each in writing]
         engine = EngineGroup(engines, True, quantum_for(self.limit))
-        panel = RemotePipeline(crew.reached(scoring))
-        learner = RemoteLearner(crew, learning)
+        panel = RemotePipeline(scoring)
+        learner = RemoteLearner(learning)
         prompts = SavedPrompts()
 
         async def score(prompt: Prompt, trajectory: Trajectory) -> Score:
@@ -321,10 +316,10 @@ def counting(run: Run) -> Iterator[None]:
 def measure(cluster: str, samples: int, limit: int, steps: int) -> Cost:
     """One size, in this process."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, workers(cluster, limit) as (crew, groups):
+    with tempfile.TemporaryDirectory() as folder, workers(cluster, limit) as groups:
         run = Run(samples, limit, Path(folder))
         with counting(run):
-            return run.train(crew, groups, steps)
+            return run.train(groups, steps)
 
 
 def table(costs: Sequence[Cost]) -> str:

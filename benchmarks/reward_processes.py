@@ -119,7 +119,7 @@ def measured(config: Config, count: int, repeat: int) -> list[float]:
         alone = Rewards(config.reward, cast(Any, AtOnce()), [])
         with (
             other_processes(config) as others,
-            contextlib.closing(placed_rewards(config, policy, others)) as rewards,
+            contextlib.closing(placed_rewards(config, policy, None, others)) as rewards,
         ):
             rewards.check_sources(["sort_digits"])
             gc.collect()

@@ -16,9 +16,10 @@ from contextlib import nullcontext
 
 import numpy as np
 
+from winnow.workers.group import WorkerGroup
 from winnow.workers.local import start_local
-from winnow.workers.pools import Layout, Pool
-from winnow.workers.protocol import RankInfo, WorkerGroup
+from winnow.workers.placement import Layout, Pool
+from winnow.workers.protocol import RankInfo
 from winnow.workers.ray.group import start_ray
 from winnow.workers.ray.session import ray_session, reserve
 

@@ -31,7 +31,7 @@ PRELOADED = (
     *("winnow.cli.main", "winnow.config.load", "winnow.runs.session"),
     "hydra.core.override_parser.overrides_parser",
     *("winnow.workers.child", "winnow.runs.learner_worker", "winnow.rollout.worker"),
-    *("winnow.runs.reward_worker", "transformers.models.auto.tokenization_auto"),
+    *("winnow.rewards.remote_pipeline", "transformers.models.auto.tokenization_auto"),
     *("pyarrow.compute", "matplotlib.figure", "matplotlib.backends.backend_agg"),
 )
 """What runs and their workers import, at their start or when it is needed."""

@@ -160,8 +160,8 @@ class Probe:
 
         return subprocess.Popen(["sleep", "600"]).pid
 
-    def all_reduce(self, value: float) -> float:
-        """The sum over ranks, through a process group of torch."""
+    def all_reduce(self, times: float) -> float:
+        """The sum of `times * 2**rank` over ranks, through a process group of torch."""
         import torch
         import torch.distributed as dist
 
@@ -171,7 +171,7 @@ class Probe:
                 "gloo", init_method=address, rank=self.info.rank, world_size=self.info.size
             )
             self.has_joined = True
-        total = torch.tensor(value)
+        total = torch.tensor(times * 2**self.info.rank)
         dist.all_reduce(total)
         return float(total)
 

@@ -12,7 +12,7 @@ from tests.ray_nodes import parent_of, ray_nodes
 
 from winnow.errors import WorkerError
 from winnow.workers.array_refs import ArrayRef, SplitResult
-from winnow.workers.pools import Layout, Pool
+from winnow.workers.placement import Layout, Pool
 from winnow.workers.ray.group import start_ray
 from winnow.workers.ray.session import ray_session, reserve
 

@@ -12,9 +12,8 @@ from tests.recipes import recipe
 
 from winnow.config.root import Config
 from winnow.errors import ConfigError
-from winnow.runs import launch as starting
-from winnow.runs.launch import layout_of, starter_of
-from winnow.runs.worker_groups import WorkerGroups
+from winnow.runs.launch import CLASSES, launcher, layout_of
+from winnow.workers.group import WorkerGroups
 from winnow.workers.ray.session import ray_session, reserve
 
 PROBE = "tests.workers:Probe"
@@ -42,18 +41,18 @@ Place = tuple[int, str | None]
 
 def places(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Place], list[Place]]:
     """Where a recipe's ranks and engines come to lie; others answer in their place."""
-    for worker in ("_RANK", "_ENGINE"):
-        monkeypatch.setattr(starting, worker, PROBE)
-    with closing(WorkerGroups()) as crew, starter_of(config, crew) as starter:
+    for role in ("policy", "rollout"):
+        monkeypatch.setitem(CLASSES, role, PROBE)
+    with closing(WorkerGroups()) as crew, launcher(config, crew) as launch:
         engines = range(config.rollout.engine.processes)
-        groups = crew.start(starter.ranks({}), *(starter.engine(i, {}) for i in engines))
+        groups = crew.start(launch("policy", {}, 0), *(launch("rollout", {}, i) for i in engines))
         ranks, *alone = [
             [
                 (parent_of(pid), device)
-                for pid, (device,) in zip(group.processes(), devices, strict=True)
+                for (_, pid, _), (device,) in zip(group.ask("about"), devices, strict=True)
             ]
             for group in groups
-            for devices in (crew.wait(group.call("environment", "CUDA_VISIBLE_DEVICES")),)
+            for devices in (group.ask("environment", "CUDA_VISIBLE_DEVICES"),)
         ]
     return ranks, [each for (each,) in alone]
 

@@ -1,4 +1,4 @@
-"""What every group of workers does, in this process, in processes of this machine, and on Ray."""
+"""Every group of workers does this, in processes of this machine and on Ray."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ import pytest
 
 from winnow.errors import ConfigError, RewardError, WinnowError, WorkerError
 from winnow.workers.array_refs import ArrayRef, SplitResult
-from winnow.workers.local import start_in_process, start_local
-from winnow.workers.pools import Layout, Pool
-from winnow.workers.protocol import WorkerGroup, WorkerLine
+from winnow.workers.group import WorkerGroup
+from winnow.workers.local import start_local
+from winnow.workers.placement import Layout, Pool
+from winnow.workers.protocol import WorkerLine
 from winnow.workers.ray.group import start_ray
 from winnow.workers.ray.session import Placement, offers, ray_session, reserve
 
@@ -34,12 +35,6 @@ PLACES: list[Placement] = []
 """Where groups go on Ray, while it is there."""
 
 Start = Callable[..., Coroutine[Any, Any, WorkerGroup]]
-
-
-async def in_process(
-    kwargs: dict[str, Any], stall_timeout_s: float = 0.0, on_log: Any = None
-) -> WorkerGroup:
-    return await start_in_process("policy", PATH, kwargs, environment=ENVIRONMENT)
 
 
 async def local(
@@ -55,8 +50,7 @@ async def on_ray(
     return await start_ray("policy", PATH, kwargs, place, ENVIRONMENT, stall_timeout_s, on_log)
 
 
-STARTS: dict[str, Start] = {"in_process": in_process, "local": local, "ray": on_ray}
-APART = [kind for kind in STARTS if kind != "in_process"]
+STARTS: dict[str, Start] = {"local": local, "ray": on_ray}
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +98,6 @@ def group(request: pytest.FixtureRequest, run: Any, lines: list[WorkerLine]) -> 
 
 @pytest.fixture(params=list(STARTS))
 def start(request: pytest.FixtureRequest) -> Start:
-    """Starts a group of any kind."""
-    if request.param == "ray":
-        request.getfixturevalue("ray")
-    return STARTS[request.param]
-
-
-@pytest.fixture(params=APART)
-def start_apart(request: pytest.FixtureRequest) -> Start:
     """Starts a group of two processes."""
     if request.param == "ray":
         request.getfixturevalue("ray")
@@ -157,25 +143,19 @@ def test_workers_know_their_rank_and_run_in_one_thread(group: WorkerGroup, run: 
 
 def test_processes_are_those_that_answer(group: WorkerGroup, run: Any) -> None:
     pids = [pid for _, pid, _ in run(group.call("about"))]
-    if group.size == 1:
-        assert (pids, group.processes()) == ([os.getpid()], [])
-    else:
-        assert pids == group.processes()
-        assert len({*pids, os.getpid()}) == 3
+    assert pids == group.processes()
+    assert len({*pids, os.getpid()}) == 3
 
 
-def test_calls_begin_in_order_and_arguments_go_by_rank(group: WorkerGroup, run: Any) -> None:
+def test_calls_begin_in_order(group: WorkerGroup, run: Any) -> None:
     async def work() -> list[list[Any]]:
         same = [group.call("add", n, times=2) for n in range(50)]
-        each = group.call_each("add", [(rank, 3) for rank in range(group.size)])
-        return [*await asyncio.gather(*same, each), [await group.call_rank(0, "add", 100)]]
+        return [*await asyncio.gather(*same), [await group.call_rank(0, "add", 100)]]
 
-    *same, each, one = run(work())
+    *same, one = run(work())
     before = 3  # what the worker was made with
     assert same == [[before + n * (n + 1)] * group.size for n in range(50)]
-    last = same[-1][0]
-    assert each == [last + 3 * rank for rank in range(group.size)]
-    assert one == [each[0] + 100]
+    assert one == [same[-1][0] + 100]
 
 
 def test_a_call_that_waits_lets_others_in(group: WorkerGroup, run: Any) -> None:
@@ -204,15 +184,14 @@ def test_large_arrays_arrive_unchanged_and_once(group: WorkerGroup, run: Any) ->
     array = np.random.default_rng(0).random(2_500_000)
     found = run(group.call("checks", array))
     assert [total for total, _, _ in found] == [float(array.sum())] * group.size
-    if group.size > 1:
-        small = run(group.call("checks", array[:5].copy()))
-        assert [(total, writable) for total, writable, _ in small] == [
-            (float(array[:5].sum()), False)
-        ] * group.size
-        assert not any(is_writable for _, is_writable, _ in found)
-        places = {place for _, _, place in found}
-        assert len(places) == 1, "each rank has a copy of its own"
-        assert places != {0}
+    small = run(group.call("checks", array[:5].copy()))
+    assert [(total, writable) for total, writable, _ in small] == [
+        (float(array[:5].sum()), False)
+    ] * group.size
+    assert not any(is_writable for _, is_writable, _ in found)
+    places = {place for _, _, place in found}
+    assert len(places) == 1, "each rank has a copy of its own"
+    assert places != {0}
     back = run(group.call("array", 2_500_000, 5))
     for rank, each in enumerate(back):
         np.testing.assert_array_equal(each, np.random.default_rng([5, rank]).random(2_500_000))
@@ -259,9 +238,9 @@ def test_what_is_kept_goes_to_whoever_reads_it(group: WorkerGroup, run: Any, cou
 
 
 @pytest.mark.parametrize("count", [3, 200_000], ids=["small", "large"])
-def test_what_is_kept_outlives_its_worker(start_apart: Start, run: Any, count: int) -> None:
+def test_what_is_kept_outlives_its_worker(start: Start, run: Any, count: int) -> None:
     async def work() -> SplitResult:
-        group = await start_apart({})
+        group = await start({})
         try:
             kept: SplitResult = await group.call_rank(1, "keep", count, 4)
             os.kill(group.processes()[1], signal.SIGKILL)
@@ -278,26 +257,18 @@ def test_what_is_kept_outlives_its_worker(start_apart: Start, run: Any, count: i
 
 def test_variables_of_the_environment_arrive(group: WorkerGroup, run: Any) -> None:
     assert run(group.call("environment", "WINNOW_TEST_WORD")) == [["chaff"]] * group.size
-    if group.size > 1:
-        found = run(group.call("environment", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS"))
-        assert found == [["false", os.environ["OMP_NUM_THREADS"]]] * group.size
+    found = run(group.call("environment", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS"))
+    assert found == [["false", os.environ["OMP_NUM_THREADS"]]] * group.size
 
 
 def test_workers_reach_each_other_through_torch(group: WorkerGroup, run: Any) -> None:
-    values = [(float(2**rank),) for rank in range(group.size)]
-    expected = float(2**group.size - 1)
-    assert run(group.call_each("all_reduce", values)) == [expected] * group.size
-    assert run(group.call_each("all_reduce", values)) == [expected] * group.size
+    for times in (1.0, 2.0):
+        assert run(group.call("all_reduce", times)) == [times * 3.0] * group.size
 
 
 def test_what_workers_say_arrives_whole_and_in_order(
-    group: WorkerGroup, run: Any, lines: list[WorkerLine], caplog: pytest.LogCaptureFixture
+    group: WorkerGroup, run: Any, lines: list[WorkerLine]
 ) -> None:
-    if group.size == 1:  # it has the driver's own log
-        with caplog.at_level(logging.INFO, "winnow"), pytest.warns(match="one warned"):
-            run(group.call("say", "one"))
-        assert "one logged" in caplog.messages
-        return
     run(group.call("say", "one"))
     run(group.call("say", "two"))
     run(until(lambda: sum("two\nlong" in line.text for line in lines) == group.size))
@@ -316,7 +287,7 @@ def test_what_workers_say_arrives_whole_and_in_order(
     assert str(replace(lines[0], rank=1, text="x")) == "policy[1]: x"
 
 
-@pytest.mark.parametrize("start", ["in_process", "local"], indirect=True)
+@pytest.mark.parametrize("start", ["local"], indirect=True)
 def test_a_method_that_is_not_there_is_named(start: Start, run: Any) -> None:
     async def work() -> None:
         group = await start({})
@@ -329,14 +300,14 @@ def test_a_method_that_is_not_there_is_named(start: Start, run: Any) -> None:
     run(work())
 
 
-@cases("start_apart", ["local"], ["bug", "exit", "unpicklable"], on_ray=["bug", "unpicklable"])
+@cases("start", ["local"], ["bug", "exit", "unpicklable"], on_ray=["bug", "unpicklable"])
 def test_an_exception_names_rank_and_has_its_traceback_in_the_log_once(
-    start_apart: Start, case: str, run: Any, caplog: pytest.LogCaptureFixture
+    start: Start, case: str, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = {"bug": "KeyError: 'only rank 1'", "exit": "SystemExit: enough", "unpicklable": "pickle"}
 
     async def work() -> list[int]:
-        group = await start_apart({})
+        group = await start({})
         pids = group.processes()
         try:
             with pytest.raises(WorkerError, match=r"policy\[1\] failed in raise_on") as caught:
@@ -358,25 +329,6 @@ def test_an_exception_names_rank_and_has_its_traceback_in_the_log_once(
         assert 'raise KeyError(f"only rank {rank}")' in text
 
 
-def test_an_exception_in_this_process_is_a_workers_error_too(
-    run: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def work() -> None:
-        group = await in_process({})
-        with pytest.raises(
-            WorkerError, match=r"policy\[0\] failed in raise_on: KeyError"
-        ) as caught:
-            await group.call("raise_on", 0)
-        assert isinstance(caught.value.__cause__, KeyError)
-        with pytest.raises(WorkerError):
-            await group.call("about")
-        await group.close()
-
-    run(work())
-    assert caplog.text.count("Traceback (most recent call last)") == 1
-    assert "WINNOW_TEST_WORD" not in os.environ
-
-
 def test_a_mistake_of_the_users_keeps_its_class(start: Start, run: Any) -> None:
     async def work() -> None:
         group = await start({})
@@ -390,7 +342,7 @@ def test_a_mistake_of_the_users_keeps_its_class(start: Start, run: Any) -> None:
     run(work())
 
 
-@cases("start", ["in_process", "local"], ["config", "bug"], on_ray=["config"])
+@cases("start", ["local"], ["config", "bug"], on_ray=["config"])
 def test_a_worker_that_cannot_be_made_says_why(start: Start, case: str, run: Any) -> None:
     error: type[WinnowError] = ConfigError
     told = r"^policy\.size must be even, got 3$"
@@ -412,14 +364,12 @@ def test_a_path_that_names_no_class_is_refused(path: str, told: str, run: Any) -
         run(start_local("policy", path, {}, 1))
 
 
-@cases("start_apart", ["local"], ["kill", "exit", "segfault"], on_ray=["segfault"])
-def test_a_death_is_told_at_once_with_the_last_words(
-    start_apart: Start, case: str, run: Any
-) -> None:
+@cases("start", ["local"], ["kill", "exit", "segfault"], on_ray=["segfault"])
+def test_a_death_is_told_at_once_with_the_last_words(start: Start, case: str, run: Any) -> None:
     lines: list[WorkerLine] = []
 
     async def work() -> list[int]:
-        group = await start_apart({}, on_log=lines.append)
+        group = await start({}, on_log=lines.append)
         pids = group.processes()
         try:
             other = asyncio.ensure_future(group.call_rank(0, "wait", "for ever"))
@@ -427,7 +377,7 @@ def test_a_death_is_told_at_once_with_the_last_words(
                 await group.call("die_on", 1, case)
             assert caught.value.rank == 1
             assert any(text.startswith("last words") for text in said(lines, 1))
-            if start_apart is local:
+            if start is local:
                 told = {"kill": "SIGKILL", "exit": "exit code 3", "segfault": "SIGSEGV"}
                 assert told[case] in str(caught.value)
             with pytest.raises(WorkerError, match=r"policy\[1\]"):
@@ -444,9 +394,9 @@ def test_a_death_is_told_at_once_with_the_last_words(
         assert words == "last words"
 
 
-def test_the_rank_that_died_is_named_not_the_one_that_noticed(start_apart: Start, run: Any) -> None:
+def test_the_rank_that_died_is_named_not_the_one_that_noticed(start: Start, run: Any) -> None:
     async def work() -> None:
-        group = await start_apart({})
+        group = await start({})
         try:
             with pytest.raises(WorkerError, match=r"policy\[1\] .* in lose_peer"):
                 await group.call("lose_peer", 1)
@@ -456,11 +406,9 @@ def test_the_rank_that_died_is_named_not_the_one_that_noticed(start_apart: Start
     run(work())
 
 
-def test_a_worker_that_dies_while_idle_is_met_by_the_next_call(
-    start_apart: Start, run: Any
-) -> None:
+def test_a_worker_that_dies_while_idle_is_met_by_the_next_call(start: Start, run: Any) -> None:
     async def work() -> None:
-        group = await start_apart({})
+        group = await start({})
         try:
             os.kill(group.processes()[0], 9)
             with pytest.raises(WorkerError, match=r"policy\[0\]"):
@@ -471,14 +419,14 @@ def test_a_worker_that_dies_while_idle_is_met_by_the_next_call(
     run(work())
 
 
-@cases("start_apart", ["local"], [False, True], on_ray=[True])
+@cases("start", ["local"], [False, True], on_ray=[True])
 def test_a_hung_worker_meets_the_limit_and_shows_its_stack(
-    start_apart: Start, case: bool, run: Any
+    start: Start, case: bool, run: Any
 ) -> None:
     lines: list[WorkerLine] = []
 
     async def work() -> list[int]:
-        group = await start_apart({}, stall_timeout_s=2.0, on_log=lines.append)
+        group = await start({}, stall_timeout_s=2.0, on_log=lines.append)
         pids = group.processes()
         try:
             with pytest.raises(WorkerError, match=r"policy\[1\] hung in hang_on") as caught:
@@ -492,9 +440,9 @@ def test_a_hung_worker_meets_the_limit_and_shows_its_stack(
     assert any("in hang_on" in text for text in said(lines, 1))
 
 
-def test_a_long_call_that_gets_on_is_left_alone(start_apart: Start, run: Any) -> None:
+def test_a_long_call_that_gets_on_is_left_alone(start: Start, run: Any) -> None:
     async def work() -> list[Any]:
-        group = await start_apart({}, stall_timeout_s=1.0)
+        group = await start({}, stall_timeout_s=1.0)
         try:
             await group.call("work", 10, 0.25)  # 2.5 s
             await asyncio.sleep(1.5)  # and what is idle does not hang
@@ -511,7 +459,7 @@ def test_close_lets_workers_close_and_leaves_no_process(
     async def work() -> tuple[list[int], int]:
         group = await start({"mark": str(tmp_path / "mark")})
         pids = group.processes()
-        if pids and start is local:
+        if start is local:
             pids.append(await group.call_rank(0, "start_child"))
         await asyncio.gather(group.close(), group.close())
         await group.close()
@@ -524,9 +472,9 @@ def test_close_lets_workers_close_and_leaves_no_process(
     run(until(lambda: not any(map(is_running, pids))))
 
 
-def test_close_does_not_wait_for_a_call_under_way(start_apart: Start, run: Any) -> None:
+def test_close_does_not_wait_for_a_call_under_way(start: Start, run: Any) -> None:
     async def work() -> list[int]:
-        group = await start_apart({}, stall_timeout_s=2.0)
+        group = await start({}, stall_timeout_s=2.0)
         pids = group.processes()
         hung = asyncio.ensure_future(group.call("hang_on", 0, True))
         await asyncio.sleep(0)
@@ -597,7 +545,7 @@ with ray_for_tests() if sys.argv[1] == "ray" else nullcontext():
 """
 
 
-@pytest.mark.parametrize("kind", APART)
+@pytest.mark.parametrize("kind", list(STARTS))
 def test_a_driver_that_is_killed_leaves_no_process(
     kind: str, request: pytest.FixtureRequest, run: Any
 ) -> None:

@@ -278,7 +278,7 @@ class _Listener(logging.Handler):
 @contextlib.contextmanager
 def _listening() -> Iterator[list[str]]:
     listener = _Listener()
-    logger = logging.getLogger("winnow.rewards.child")
+    logger = logging.getLogger("winnow.rewards.pool")
     before = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(listener)

@@ -1,24 +1,20 @@
-"""A worker of the scorer pool: `python -m winnow.rewards.worker DESCRIPTOR PARENT`.
+"""A process of the scorer pool: `python -m winnow.rewards.worker DESCRIPTOR PARENT`.
 
-Scores what comes over a socket, one answer at a time in the main thread (signals work nowhere
-else), or many side by side where the user's function is asynchronous. It enforces no limit of
-its own on a sync function: the pool watches from outside, because code that hangs inside C stops
-every thread of its process. It ends with its parent, however that one ends, and after a scorer
-has left it with much memory.
+It scores one answer at a time in the main thread (signals work nowhere else), or many side by side
+where the user's function is asynchronous. It enforces no limit of its own on a plain function: the
+pool watches from outside, because code that hangs inside C stops every thread of its process. It
+ends with its parent, however that one ends, and after a scorer has left it with much memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import random
-import signal
 import socket
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -34,57 +30,41 @@ from winnow.rewards.task import (
     outcomes_without_loop,
 )
 from winnow.rewards.user_function import UserScorer
-from winnow.rewards.wire import BatchItem, Item, Job, Reply, Unpacker, pack, portable
+from winnow.rewards.wire import (
+    BatchItem,
+    Ready,
+    Refused,
+    ScoreItem,
+    ScorerJob,
+    ScorerReply,
+    late_line,
+    portable,
+)
 from winnow.types import Score
+from winnow.workers.child import die_with
+from winnow.workers.wire import pack, receive, send, unpack
 
-_PR_SET_PDEATHSIG = 1
-_READ_BYTES = 1 << 18
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STATM = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else -1
-
-
-@dataclass
-class Channel:
-    """Both directions of the socket to the pool."""
-
-    socket: socket.socket
-    _unpacker: Unpacker = field(default_factory=Unpacker)
-
-    def send(self, *reply: Any) -> None:
-        """Say something; a pool that is gone is met at the next read."""
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self.socket.sendall(pack(Reply(*reply)))
-
-    def read(self, flags: int = 0) -> list[Any] | None:
-        """The messages that have come, none or more; None when the pool is gone."""
-        try:
-            data = self.socket.recv(_READ_BYTES, flags)
-        except BlockingIOError:
-            return []
-        except ConnectionResetError:
-            return None
-        return list(self._unpacker.feed(data)) if data else None
-
-    def messages(self) -> Iterator[Any]:
-        """One after the other until the pool is gone."""
-        while (some := self.read()) is not None:
-            yield from some
+_TICK_S = 0.05
+_BLOCKED_SHARE = 0.1
+"""The share of an answer's time above which it cannot be said to have been slow itself."""
 
 
 @dataclass(frozen=True)
 class ScorerRuntime:
-    """What scores here, and how much memory it may grow to before the worker is replaced."""
+    """A scorer, and the memory that this process may grow to before it is replaced."""
 
     user: UserScorer | None
-    retire_bytes: float
+    recycle_bytes: float
 
-    def is_worn(self, result: Outcome) -> bool:
-        """Whether to go on in a new process."""
+    def should_recycle(self, result: Outcome) -> bool:
+        """Return whether to go on in a new process."""
         each = result if isinstance(result, tuple) else (result,)
         is_out = any(isinstance(r, Failure) and r.line.startswith("MemoryError") for r in each)
-        return is_out or resident_bytes() > self.retire_bytes
+        return is_out or resident_bytes() > self.recycle_bytes
 
-    async def score(self, item: Item | BatchItem) -> Outcome:
+    async def score(self, item: ScoreItem | BatchItem) -> Outcome:
         """Score an item; whatever happens short of the process's end is an outcome."""
         try:
             self._seed(item)
@@ -94,8 +74,8 @@ class ScorerRuntime:
         except BaseException as error:  # KeyboardInterrupt, CancelledError: the scorer raised it
             return failure_of(error, self.user.file if self.user else None)
 
-    def score_without_loop(self, item: Item | BatchItem) -> Outcome:
-        """The same where no event loop runs."""
+    def score_without_loop(self, item: ScoreItem | BatchItem) -> Outcome:
+        """Score an item where no event loop runs, so that the scorer may run one of its own."""
         try:
             self._seed(item)
             if isinstance(item, BatchItem):
@@ -109,9 +89,106 @@ class ScorerRuntime:
         assert self.user is not None
         return self.user
 
-    def _seed(self, item: Item | BatchItem) -> None:
+    def _seed(self, item: ScoreItem | BatchItem) -> None:
+        """Make what a scorer draws depend on its answer alone, whichever process it comes to."""
         if self.user is not None:
-            seed_scorer(item.seed)
+            random.seed(item.seed)
+            np.random.seed(item.seed & 0xFFFFFFFF)
+            if "torch" in sys.modules:  # the user's file imported it
+                sys.modules["torch"].manual_seed(item.seed)
+
+
+def main() -> None:
+    """Serve until the pool is gone."""
+    descriptor, parent = map(int, sys.argv[1:])
+    die_with(parent)
+    for stream in (sys.stdout, sys.stderr):
+        cast(Any, stream).reconfigure(line_buffering=True, errors="backslashreplace")
+    channel = socket.socket(fileno=descriptor)
+    message = receive(channel)
+    if message is None:
+        return
+    job: ScorerJob = unpack(message[1])
+    sys.path[:] = job.python_path
+    try:
+        user = UserScorer(job.function, job.batched) if job.function else None
+    except RewardError as error:
+        _tell(channel, 0, Refused(str(error)))
+        return
+    loaded = resident_bytes()
+    runtime = ScorerRuntime(user, loaded + (job.memory_bytes - loaded) / 2)
+    is_async = user is not None and user.is_async
+    _tell(channel, 0, Ready(is_async))
+    if is_async:
+        asyncio.run(_serve_side_by_side(channel, runtime, job.timeout_s))
+    else:
+        _serve_one_by_one(channel, runtime)
+
+
+def _serve_one_by_one(channel: socket.socket, runtime: ScorerRuntime) -> None:
+    while (message := receive(channel)) is not None:
+        result = runtime.score_without_loop(unpack(message[1]))
+        is_last = runtime.should_recycle(result)
+        _tell(channel, message[0], ScorerReply(result, is_last))
+        if is_last:
+            return
+
+
+async def _serve_side_by_side(
+    channel: socket.socket, runtime: ScorerRuntime, timeout_s: float
+) -> None:
+    """Score answers as they come, each with its own time.
+
+    Where one of them blocks the event loop, the time of the others runs out by no fault of theirs:
+    the pool is asked to send those again, alone.
+    """
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    running: set[asyncio.Task[None]] = set()
+    blocked_s = 0.0
+
+    async def watch() -> None:
+        nonlocal blocked_s
+        while True:
+            due = loop.time() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            blocked_s += max(0.0, loop.time() - due - _TICK_S)
+
+    async def answer(number: int, item: ScoreItem | BatchItem) -> None:
+        before_s = blocked_s
+        work = asyncio.ensure_future(runtime.score(item))
+        await asyncio.wait({work}, timeout=timeout_s)
+        if work.done():
+            is_last = runtime.should_recycle(work.result()) and not ended.is_set()
+            _tell(channel, number, ScorerReply(work.result(), is_last))
+            if is_last:
+                ended.set()
+            return
+        work.cancel()
+        is_innocent = blocked_s - before_s > _BLOCKED_SHARE * timeout_s
+        line = late_line(timeout_s)
+        _tell(channel, number, ScorerReply(None if is_innocent else Failure(line, line)))
+
+    def on_readable() -> None:
+        message = receive(channel)
+        if message is None:
+            ended.set()
+            return
+        task = asyncio.ensure_future(answer(message[0], unpack(message[1])))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    loop.add_reader(channel, on_readable)
+    watching = asyncio.ensure_future(watch())
+    await ended.wait()
+    loop.remove_reader(channel)
+    watching.cancel()
+
+
+def _tell(channel: socket.socket, number: int, message: Ready | Refused | ScorerReply) -> None:
+    """Send a message; a pool that is gone is met at the next read."""
+    with suppress(BrokenPipeError, ConnectionResetError):
+        send(channel, number, pack(message))
 
 
 def _portable(result: Outcome) -> Outcome:
@@ -120,65 +197,9 @@ def _portable(result: Outcome) -> Outcome:
     return portable(result) if isinstance(result, Score) else result
 
 
-def main() -> None:
-    """Serve until the pool is gone."""
-    descriptor, parent = map(int, sys.argv[1:])
-    _die_with(parent)
-    for stream in (sys.stdout, sys.stderr):
-        cast(Any, stream).reconfigure(line_buffering=True, errors="backslashreplace")
-    channel = Channel(socket.socket(fileno=descriptor))
-    messages = channel.messages()
-    job: Job | None = next(messages, None)
-    if job is None:
-        return
-    sys.path[:] = job.python_path
-    try:
-        user = UserScorer(job.function, job.batched) if job.function else None
-    except RewardError as error:
-        channel.send("refused", -1, str(error))
-        return
-    loaded = resident_bytes()
-    bench = ScorerRuntime(user, loaded + (job.memory_bytes - loaded) / 2)
-    is_async = user is not None and user.is_async
-    channel.send("ready", -1, is_async)
-    if is_async:
-        from winnow.rewards.worker_async import serve
-
-        asyncio.run(serve(channel, bench, job.timeout_s))
-    else:
-        _serve_one_by_one(messages, channel, bench)
-
-
-def _serve_one_by_one(messages: Iterator[Any], channel: Channel, bench: ScorerRuntime) -> None:
-    for item in messages:
-        result = bench.score_without_loop(item)
-        channel.send("done", item.id, result)
-        if bench.is_worn(result):
-            channel.send("retiring")
-            return
-
-
 def resident_bytes() -> int:
     """Memory of this process that is in RAM; 0 where the system does not tell."""
-    if _STATM < 0:
-        return 0
-    return int(os.pread(_STATM, 100, 0).split()[1]) * _PAGE_BYTES
-
-
-def seed_scorer(seed: int) -> None:
-    """Make what a scorer draws depend on its answer alone, whichever worker it comes to."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    if "torch" in sys.modules:  # the user's file imported it
-        sys.modules["torch"].manual_seed(seed)
-
-
-def _die_with(parent: int) -> None:
-    """Be killed when the thread that started this process ends; be gone if it has."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
+    return int(os.pread(_STATM, 100, 0).split()[1]) * _PAGE_BYTES if _STATM >= 0 else 0
 
 
 if __name__ == "__main__":

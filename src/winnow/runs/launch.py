@@ -1,10 +1,17 @@
-"""How a run's worker processes are started: on this machine, or on a Ray cluster."""
+"""Worker processes of a run: started on this machine or on a Ray cluster, by role.
+
+| role | class | groups |
+|---|---|---|
+| policy | `LearnerWorker` | one, of the ranks that train |
+| rollout | `TorchEngineWorker` | one an engine: it may die and leave the others |
+| reward | `PipelineWorker` | one, of whole reward pipelines |
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Coroutine, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,39 +20,24 @@ from winnow.config.root import Config
 from winnow.config.rules import workers_of
 from winnow.config.trainer import RayCluster
 from winnow.errors import ConfigError
-from winnow.runs.worker_groups import WorkerGroups
+from winnow.workers.group import Starting, WorkerGroups
 from winnow.workers.local import start_local
-from winnow.workers.pools import Layout, Pool
-from winnow.workers.protocol import WorkerGroup
-from winnow.workers.ray.group import start_ray
-from winnow.workers.ray.session import Reserved, offers, ray_session, reserve
+from winnow.workers.placement import Layout, Pool
 
-Starting = Coroutine[Any, Any, WorkerGroup]
-LEARNER = "learner"
-_RANK = "winnow.runs.learner_worker:LearnerWorker"
-_ENGINE = "winnow.rollout.remote_engine:TorchEngineWorker"
-REWARD = "reward"
-_REWARD = "winnow.runs.reward_worker:RewardWorker"
+if TYPE_CHECKING:
+    from winnow.workers.ray.session import Reserved
 
-
-class Launcher(Protocol):
-    """Starts the groups of a run; arguments are those of the workers' classes."""
-
-    def ranks(self, arguments: Mapping[str, Any]) -> Starting:
-        """Those that train, one group."""
-        ...
-
-    def engine(self, number: int, arguments: Mapping[str, Any]) -> Starting:
-        """One that writes answers, a group of its own: it may die and leave the others."""
-        ...
-
-    def rewards(self, arguments: Mapping[str, Any]) -> Starting:
-        """Those that score, one group."""
-        ...
+Launch = Callable[[str, Mapping[str, Any], int], Starting]
+"""Starts a group: its role, the arguments of its workers' class, and which engine it is."""
+CLASSES = {
+    "policy": "winnow.runs.learner_worker:LearnerWorker",
+    "rollout": "winnow.rollout.remote_engine:TorchEngineWorker",
+    "reward": "winnow.runs.rewarding:make_pipeline_worker",
+}
 
 
 class LocalLauncher:
-    """Processes of this machine; of several GPUs each that has a model has one.
+    """Starts processes of this machine; of several GPUs each that has a model has one.
 
     Ranks come first, then engines, then what scores.
 
@@ -54,90 +46,88 @@ class LocalLauncher:
     """
 
     def __init__(self, config: Config) -> None:
-        self._ranks = ranks_of(config)
-        self._config = config
+        self._counts = workers_of(config)
+        self._reward_devices = _reward_devices(config)
         self._has_devices = config.run.device != "cpu" and torch.cuda.is_available()
         if self._has_devices:
-            _check_devices(config, torch.cuda.device_count())
+            self._check_devices(torch.cuda.device_count())
         elif config.run.device == "cuda":
             raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
-        self._options: dict[str, Any] = {"stall_timeout_s": config.trainer.stall_timeout_s}
-        self._options["environment"] = _threads(config)
+        self._options = _options(config)
 
-    def ranks(self, arguments: Mapping[str, Any]) -> Starting:
-        """See `Launcher.ranks`."""
-        devices = list(range(self._ranks)) if self._has_devices else None
-        made = LEARNER, _RANK, arguments, self._ranks
-        return start_local(*made, devices=devices, **self._options)
-
-    def engine(self, number: int, arguments: Mapping[str, Any]) -> Starting:
-        """See `Launcher.engine`."""
+    def start(self, role: str, arguments: Mapping[str, Any], number: int = 0) -> Starting:
+        """Start a group, as `Launch` says."""
+        count = 1 if role == "rollout" else self._counts[role]
         # The run's process has the first GPU where it trains.
-        devices = [max(self._ranks, 1) + number] if self._has_devices else None
-        made = engine_role(number), _ENGINE, arguments, 1
+        engines = max(self._counts["policy"], 1)
+        first = {"policy": 0, "rollout": engines + number}.get(role, engines)
+        first += self._counts["rollout"] if role == "reward" else 0
+        has_devices = self._has_devices and (role != "reward" or self._reward_devices > 0)
+        devices = list(range(first, first + count)) if has_devices else None
+        made = group_name(role, number), CLASSES[role], arguments, count
         return start_local(*made, devices=devices, **self._options)
 
-    def rewards(self, arguments: Mapping[str, Any]) -> Starting:
-        """See `Launcher.rewards`."""
-        count, devices = self._config.reward.processes, None
-        if self._has_devices and _reward_devices(self._config):
-            first = max(self._ranks, 1) + self._config.rollout.engine.processes
-            devices = list(range(first, first + count))
-        return start_local(REWARD, _REWARD, arguments, count, devices=devices, **self._options)
+    def _check_devices(self, devices: int) -> None:
+        """Check that this machine has a GPU for each process; the run's counts where it trains."""
+        ranks, engines, scoring = (
+            max(self._counts["policy"], 1),
+            self._counts["rollout"],
+            self._reward_devices,
+        )
+        needs = ranks + engines + scoring
+        judging = f" and {scoring} that score (reward.processes)" if scoring else ""
+        if needs > devices:
+            raise ConfigError(
+                f"cluster=local gives each process a GPU of its own: {ranks} that train "
+                f"(trainer.strategy.ranks) and {engines} that write (rollout.engine.processes)"
+                f"{judging} need {needs}, this machine has {devices}; have fewer, or share them on "
+                "Ray in one pool (cluster=ray, cluster.pools), or set run.device=cpu"
+            )
 
 
-class RayLauncher:
-    """Actors, on slots that were reserved for them."""
+def ray_launch(config: Config, reserved: Reserved) -> Launch:
+    """Make what starts groups as actors, on slots that were reserved for them."""
+    assert isinstance(config.cluster, RayCluster)
+    from winnow.workers.ray.group import start_ray
 
-    def __init__(self, config: Config, reserved: Reserved) -> None:
-        assert isinstance(config.cluster, RayCluster)
-        self._reserved = reserved
-        self._options: dict[str, Any] = {
-            "stall_timeout_s": config.trainer.stall_timeout_s,
-            "environment": {**_threads(config), **config.cluster.environment},
-        }
+    options = _options(config)
+    options["environment"] |= config.cluster.environment
 
-    def ranks(self, arguments: Mapping[str, Any]) -> Starting:
-        """See `Launcher.ranks`."""
-        place = self._reserved.placement("policy")
-        return start_ray(LEARNER, _RANK, arguments, place, **self._options)
+    def start(role: str, arguments: Mapping[str, Any], number: int = 0) -> Starting:
+        whole = reserved.placement(role)
+        place = reserved.slot(role, number) if role == "rollout" else whole
+        return start_ray(group_name(role, number), CLASSES[role], arguments, place, **options)
 
-    def engine(self, number: int, arguments: Mapping[str, Any]) -> Starting:
-        """See `Launcher.engine`."""
-        place = self._reserved.slot("rollout", number)
-        return start_ray(engine_role(number), _ENGINE, arguments, place, **self._options)
-
-    def rewards(self, arguments: Mapping[str, Any]) -> Starting:
-        """See `Launcher.rewards`."""
-        place = self._reserved.placement("reward")
-        return start_ray(REWARD, _REWARD, arguments, place, **self._options)
+    return start
 
 
 @contextlib.contextmanager
-def starter_of(config: Config, crew: WorkerGroups) -> Iterator[Launcher]:
-    """What starts the processes that a recipe asks for, where it asks for them.
+def launcher(config: Config, groups: WorkerGroups) -> Iterator[Launch]:
+    """Prepare this machine or the cluster for a recipe's processes, and yield what starts them.
 
     Raises:
         ConfigError: machine or cluster are too small, or Ray is not installed.
         WinnowError: it cannot be reached.
     """
     if not isinstance(config.cluster, RayCluster):
-        yield LocalLauncher(config)
+        yield LocalLauncher(config).start
         return
+    from winnow.workers.ray.session import offers, ray_session, reserve
+
     with ray_session(config.cluster.address):
         # Not what this process sees: it may be on a node without, or kept from them.
         has_devices = any(node.offer.devices for node in offers())
         has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
-        reserved = crew.wait(reserve(layout_of(config, has_devices)))
+        reserved = groups.wait(reserve(layout_of(config, has_devices)))
         try:
-            yield RayLauncher(config, reserved)
+            yield ray_launch(config, reserved)
         finally:
-            crew.close()  # before Ray, which would take the actors for dead
+            groups.close()  # before Ray, which would take the actors for dead
             reserved.release()
 
 
 def layout_of(config: Config, has_devices: bool) -> Layout:
-    """The pools of a run: the recipe's, or one for each role."""
+    """Lay out the pools of a run: the recipe's, or one for each role."""
     cluster = config.cluster
     assert isinstance(cluster, RayCluster)
     counts = {role: count for role, count in workers_of(config).items() if count}
@@ -162,37 +152,18 @@ def layout_of(config: Config, has_devices: bool) -> Layout:
     return Layout(tuple(pools), roles)
 
 
-def ranks_of(config: Config) -> int:
-    """Processes that train; 0: the run's own does."""
-    return workers_of(config)["policy"]
+def group_name(role: str, number: int = 0) -> str:
+    """Name a group in logs and errors."""
+    return {"policy": "learner", "rollout": f"engine {number}"}.get(role, role)
 
 
-def engine_role(number: int) -> str:
-    """An engine's name in logs and errors."""
-    return f"engine {number}"
-
-
-def _threads(config: Config) -> dict[str, str]:
+def _options(config: Config) -> dict[str, Any]:
     threads = config.run.threads
-    return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return {"stall_timeout_s": config.trainer.stall_timeout_s, "environment": environment}
 
 
 def _reward_devices(config: Config) -> int:
-    """How many GPUs those take that score: one each for a reward model."""
+    """Count the GPUs of those that score: one each for a reward model."""
     has_model = not isinstance(config.reward.model, NoRewardModel)
     return config.reward.processes if has_model else 0
-
-
-def _check_devices(config: Config, devices: int) -> None:
-    """See that this machine has a GPU for each process; that of the run counts where it trains."""
-    ranks, engines = ranks_of(config), config.rollout.engine.processes
-    scoring = _reward_devices(config)
-    needs = max(ranks, 1) + engines + scoring
-    judging = f" and {scoring} that score (reward.processes)" if scoring else ""
-    if needs > devices:
-        raise ConfigError(
-            f"cluster=local gives each process a GPU of its own: {max(ranks, 1)} that train "
-            f"(trainer.strategy.ranks) and {engines} that write (rollout.engine.processes)"
-            f"{judging} need {needs}, this machine has {devices}; have fewer, or share them on "
-            "Ray in one pool (cluster=ray, cluster.pools), or set run.device=cpu"
-        )

@@ -1,7 +1,7 @@
-"""The learning side of a run on several ranks: what each of them does.
+"""One rank of a learning side that is sharded over several.
 
 Every rank has a `Learner` over models that are sharded over all, and is asked the same at the same
-time. Rank 0 answers; what it says holds for all.
+time. Rank 0 answers for all.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What the driver must know of the learning side."""
+    """Facts of the learning side that the driver needs."""
 
     passes: Passes
     notes: tuple[str, ...]
     learner: Mapping[str, Any]
     """The learner's state."""
     machine: Mapping[str, str | int]
-    """What bits depend on."""
+    """Facts that the bits depend on."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepReply:
-    """What a step has come to."""
+    """The results of a step."""
 
     learned: Learned
     metrics: Metrics
@@ -71,7 +71,7 @@ class StepReply:
 
 
 RANKS = "ranks"
-"""A checkpoint's folder of what ranks hold."""
+"""A checkpoint's folder of the state that ranks hold."""
 
 
 class LearnerWorker:
@@ -117,13 +117,13 @@ class LearnerWorker:
         return self._learning.learner.progress
 
     def facts(self) -> RankFacts:
-        """What the driver must know before the first step."""
+        """Return what the driver needs before the first step."""
         learning = self._learning
         machine = this_machine(learning.policy.device)
         return RankFacts(learning.passes, learning.notes, learning.learner.state_dict(), machine)
 
     def learn(self, groups: Sequence[Group], step: int) -> StepReply | None:
-        """Train on a step's groups; see `Learner.learn`."""
+        """Train on a step's groups, as `Learner.learn` does."""
         metrics, watch = Metrics(), Stopwatch()
         with watch.phase("batch"):
             fetch(groups)
@@ -138,7 +138,7 @@ class LearnerWorker:
         self._learning.learner.load_state_dict(state)
 
     def canary(self, canary: Canary) -> list[FloatArray]:
-        """The policy's log-probs of fixed sequences; every rank runs all of them."""
+        """Compute the policy's log-probs of fixed sequences; every rank runs all of them."""
         return canary.expected(self._learning.policy)
 
     def begin_export(self, version: int, whole: bool) -> None:
@@ -150,7 +150,7 @@ class LearnerWorker:
         self._export = buckets(update, self._bucket_bytes, is_here=self._is_first)
 
     def next_bucket(self) -> SplitResult | None:
-        """Some of the weights, on rank 0; nothing elsewhere and after the last."""
+        """Return some of the weights on rank 0, nothing elsewhere and after the last."""
         bucket = next(self._export, None)
         return split_bucket(bucket) if self._is_first and bucket is not None else None
 
@@ -187,7 +187,7 @@ class LearnerWorker:
             self._save_model(model, checkpoint / "model")
 
     def restore(self, folder: str) -> None:
-        """Become what `write` wrote, on any number of ranks.
+        """Load what `write` wrote, on any number of ranks.
 
         Raises:
             CheckpointError: the folder is damaged, or of another model.
@@ -226,7 +226,7 @@ class LearnerWorker:
 
 
 def _join(rank: RankInfo, threads: int | None, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """Meet the other ranks; a mesh of them all, and one for their hosts."""
+    """Meet the other ranks; returns a mesh of their devices, and one of their hosts."""
     if rank.device_index is not None:
         torch.cuda.set_device(rank.device_index)
     elif threads is not None:

@@ -1,4 +1,4 @@
-"""The learning side of a run on several ranks, as the driver sees it: numbers in, numbers out."""
+"""The driver's end of a learning side on several ranks: groups go there, figures come back."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.weights import Bucket, tensors
 from winnow.runs.learner_worker import RANKS, RankFacts, StepReply
 from winnow.runs.snapshot import Snapshot
-from winnow.runs.worker_groups import WorkerGroups
 from winnow.types import FloatArray, Group
-from winnow.workers.protocol import WorkerGroup
+from winnow.workers.group import ThreadsafeGroup
 
 
 class RemoteLearner:
     """A `Learner` whose models lie on the ranks of a group of `LearnerWorker`s.
 
     Raises:
-        WinnowError: see `WorkerGroup`; so with all methods that ask the ranks.
+        WinnowError: as calls of `WorkerGroup`; so do all methods that ask the ranks.
     """
 
-    def __init__(self, crew: WorkerGroups, group: WorkerGroup) -> None:
-        self._crew, self._group = crew, group
+    def __init__(self, group: ThreadsafeGroup) -> None:
+        self._group = group
         self.facts: RankFacts = self.call("facts")
         self._state = self.facts.learner
         self._steps = 0
@@ -39,13 +38,13 @@ class RemoteLearner:
         return self._steps + sum(each or 0 for each in self._group.progress)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method on all ranks; what rank 0 said."""
-        return self._crew.call(self._group, method, *args)
+        """Call a method on all ranks; returns rank 0's result."""
+        return self._group.ask(method, *args)[0]
 
     def learn(
         self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
     ) -> Learned:
-        """See `Learner.learn`.
+        """Train on a step's groups.
 
         The time that rank 0 books under its phases is booked here, too; `ranks` is what is left,
         the way there and back.
@@ -59,20 +58,18 @@ class RemoteLearner:
         return reply.learned
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Learner.state_dict`."""
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Learner.load_state_dict`."""
         self.call("load_learner", dict(state))
         self._state = state
 
     def trained(self, version: int) -> WeightUpdate:
-        """The tensors that are trained, by the names of parameters, for an engine over them."""
+        """Export the tensors that are trained, by names of parameters, for an engine over them."""
         return WeightUpdate(version, tensors=tensors(self._buckets(version, False)))
 
     def weights(self, version: int) -> WeightUpdate:
-        """All weights, by Hugging Face names, an adapter merged, in the model's type.
+        """Export all weights, by Hugging Face names, an adapter merged, in the model's type.
 
         In buckets that may lie with rank 0: they need not come to this process.
         """
@@ -84,24 +81,21 @@ class RemoteLearner:
             yield said.told
 
     def canary(self, canary: Canary) -> list[FloatArray]:
-        """See `Canary.expected`."""
         found: list[FloatArray] = self.call("canary", canary)
         return found
 
 
 class RemoteSnapshots:
-    """What a checkpoint has of models that lie on ranks, which write it; see `tensors.Tensors`."""
+    """The `Tensors` of a checkpoint whose models lie on ranks, which write them."""
 
     def __init__(self, learner: RemoteLearner) -> None:
         self._learner = learner
 
     def copy(self) -> Snapshot:
-        """See `Tensors.copy`."""
         self._learner.call("copy")
         return Snapshot({}, save_model=lambda folder: None, save_ranks=self._write)
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        """See `Tensors.restore`."""
         if not (checkpoint / RANKS).is_dir():
             raise CheckpointError(
                 f"{checkpoint} has no {RANKS}: it was saved by trainer/strategy=single; "

@@ -1,4 +1,4 @@
-"""Where the parts of a run live that compute: in its own process, or in others.
+"""Engine, learner and scoring of a run, placed in its own process or in others.
 
 The learning side is in the run's process, or sharded over ranks; answers are written by an engine
 in the run's process, or by several in processes of their own. Where neither is in the run's
@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,30 +26,26 @@ from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import model_writer
 from winnow.models.lora import adapter_base, adapter_writer, has_adapter
 from winnow.rewards.pipeline import Rewards
-from winnow.rewards.remote_panel import RemotePipeline
 from winnow.rollout.engine import Engine, WeightUpdate
-from winnow.rollout.engine_group import EngineGroup
-from winnow.rollout.remote_engine import RemoteEngine
-from winnow.rollout.router import quantum_for
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.runs.build_learner import make_learner
 from winnow.runs.checkpoint import this_machine
-from winnow.runs.launch import Launcher, ranks_of, starter_of
 from winnow.runs.loading import Policies
 from winnow.runs.loop import Publish
 from winnow.runs.model_factory import LocalModels
 from winnow.runs.publishing import Sending, Sharing
-from winnow.runs.remote_learner import RemoteLearner, RemoteSnapshots
 from winnow.runs.rewarding import asked_models, make_rewards
 from winnow.runs.snapshot import LocalTensors, Tensors
 from winnow.runs.throughput import Passes
-from winnow.runs.worker_groups import WorkerGroups
-from winnow.workers.protocol import WorkerGroup
+
+if TYPE_CHECKING:
+    from winnow.runs.launch import Launch
+    from winnow.workers.group import ThreadsafeGroup, WorkerGroups
 
 
 @dataclass(frozen=True)
 class Topology:
-    """What holds models."""
+    """Engine and learner of a run, wherever they are."""
 
     engine: Engine
     learner: AnyLearner
@@ -57,64 +53,57 @@ class Topology:
     publish: Publish
     passes: Passes
     device: torch.device
-    """Of this process."""
+    """This process's."""
     machine: Mapping[str, str | int]
-    """What the bits of the learning side depend on beside the recipe."""
+    """Facts that the bits of the learning side depend on beside the recipe."""
     ranks: int
     notes: tuple[str, ...]
-    """What the user should know before it starts."""
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The processes of a run beside its own; what is in its own is missing."""
-
-    rewards: WorkerGroup | None
-    engines: Sequence[WorkerGroup]
-    """Each a group: one may die and leave the others."""
-    ranks: WorkerGroup | None
+    """Lines for the user before it starts."""
 
 
 class WorkerProcesses:
-    """What starts the processes of a run beside its own: all side by side, when one is wanted."""
+    """Processes of a run beside its own, all started side by side when one is wanted.
 
-    def __init__(self, crew: WorkerGroups, starter: Launcher) -> None:
-        self.crew = crew
-        self._starter = starter
-        self._groups: Groups | None = None
+    Args:
+        groups: the loop that serves them.
+        launch: starts a group.
+    """
 
-    def groups(self, config: Config, policy: Policies, start: str | None) -> Groups:
-        """Those of a recipe, with its models loaded.
+    rewards: ThreadsafeGroup | None = None
+    ranks: ThreadsafeGroup | None = None
+    engines: Sequence[ThreadsafeGroup] = ()
+    """Each a group: one may die and leave the others."""
+
+    def __init__(self, groups: WorkerGroups, launch: Launch) -> None:
+        self._groups, self._launch = groups, launch
+        self._is_started = False
+
+    def start(self, config: Config, policy: Policies, start: str | None) -> None:
+        """Start those of a recipe and load their models; a second time does nothing.
 
         Raises:
             WinnowError: one cannot be started.
         """
-        if self._groups is None:
-            scoring = config.reward.processes > 0
-            engines = range(config.rollout.engine.processes)
-            starting = []
-            if scoring:
-                made = {"config": config, "tokenizer": policy.tokenizer_folder}
-                starting.append(self._starter.rewards(made))
-            if engines:
-                made = _engine_arguments(config, policy, start)
-                starting += [self._starter.engine(number, made) for number in engines]
-            if ranks_of(config):
-                made = {"config": config, "path": policy.path, "start": start}
-                made |= {"vocabulary": policy.vocabulary, "tokenizer": policy.tokenizer_folder}
-                starting.append(self._starter.ranks(made))
-            found = self.crew.start(*starting)
-            self._groups = Groups(
-                found[0] if scoring else None,
-                found[scoring : scoring + len(engines)],
-                found[-1] if ranks_of(config) else None,
-            )
-        return self._groups
+        if self._is_started:
+            return
+        self._is_started = True
+        common = {"config": config, "tokenizer": policy.tokenizer_folder}
+        rank = {**common, "path": policy.path, "start": start, "vocabulary": policy.vocabulary}
+        roles = ["rollout"] * config.rollout.engine.processes
+        roles += ["reward"] * bool(config.reward.processes) + ["policy"] * bool(ranks_of(config))
+        engine = _engine_arguments(config, policy, start) if "rollout" in roles else {}
+        made = {"rollout": engine, "reward": common, "policy": rank}
+        found = self._groups.start(
+            *(self._launch(role, made[role], number) for number, role in enumerate(roles))
+        )
+        self.engines = found[: config.rollout.engine.processes]
+        others = dict(zip(roles, found, strict=True))
+        self.rewards, self.ranks = others.get("reward"), others.get("policy")
 
 
 @contextlib.contextmanager
 def other_processes(config: Config) -> Iterator[WorkerProcesses | None]:
-    """What starts the processes that a recipe asks for, if it does, and ends them after a block.
+    """Prepare for the processes that a recipe asks for, if it does; they end with the block.
 
     Raises:
         WinnowError: there is no room for them.
@@ -122,11 +111,32 @@ def other_processes(config: Config) -> Iterator[WorkerProcesses | None]:
     if not any(workers_of(config).values()):
         yield None
         return
-    with (
-        contextlib.closing(WorkerGroups()) as crew,
-        starter_of(config, crew) as starter,
-    ):
-        yield WorkerProcesses(crew, starter)
+    from winnow.runs.launch import launcher
+    from winnow.workers.group import WorkerGroups
+
+    with contextlib.closing(WorkerGroups()) as groups, launcher(config, groups) as launch:
+        yield WorkerProcesses(groups, launch)
+
+
+def placed_rewards(
+    config: Config, policy: Policies, start: str | None, others: WorkerProcesses | None
+) -> Rewards:
+    """Make what scores, in processes of its own where it has any; close it.
+
+    Args:
+        start: as for `placed_models`.
+
+    Raises:
+        RewardError, ModelError: as for `make_rewards`.
+        WinnowError: a process cannot be started.
+    """
+    if others is None or not config.reward.processes:
+        return make_rewards(config, policy.device, policy.decode)
+    from winnow.rewards.remote_pipeline import RemotePipeline
+
+    others.start(config, policy, start)
+    assert others.rewards is not None
+    return Rewards(config.reward, RemotePipeline(others.rewards), asked_models(config.reward))
 
 
 def placed_models(
@@ -140,84 +150,43 @@ def placed_models(
     Raises:
         WinnowError: a model of the recipe cannot be loaded, or a process cannot be started.
     """
-    if others is None or not (ranks_of(config) or config.rollout.engine.processes):
-        return _learning_here(config, policy, start, make_engine(config, policy))
-    return _apart(config, policy, start, others)
-
-
-def placed_rewards(
-    config: Config, policy: Policies, start: str | None, others: WorkerProcesses | None
-) -> Rewards:
-    """What scores, in processes of its own where it has any; close it.
-
-    Args:
-        start: as for `placed_models`.
-
-    Raises:
-        RewardError, ModelError: as for `make_rewards`.
-        WinnowError: a process cannot be started.
-    """
-    if others is None or not config.reward.processes:
-        return make_rewards(config, policy.device, policy.decode)
-    group = others.groups(config, policy, start).rewards
-    assert group is not None
-    panel = RemotePipeline(others.crew.reached(group))
-    return Rewards(config.reward, panel, asked_models(config.reward))
-
-
-def _apart(
-    config: Config, policy: Policies, start: str | None, others: WorkerProcesses
-) -> Topology:
-    """With a learner, or engines, or both in other processes."""
-    groups = others.groups(config, policy, start)
-    remote = bool(groups.engines)
-    engine: Engine
-    if remote:
-        engine = _engines(config, others.crew, groups.engines)
+    if others is not None:
+        others.start(config, policy, start)
+    if others is None or not others.engines:
+        engine: Engine = make_engine(config, policy)
     else:
-        engine = make_engine(config, policy)
-    canary = Canary.drawn(
-        policy.vocabulary,
-        getattr(policy.model.config, "max_position_embeddings", None) or _POSITIONS,
-        policy.model.dtype,
-        config.rollout.temperature,
-    )
-    if groups.ranks is None:
-        return _learning_here(config, policy, start, engine, canary)
-    ranked = RemoteLearner(others.crew, groups.ranks)
+        engine = _remote_engines(config, others.engines)
+    if others is None or others.ranks is None:
+        return _learning_here(config, policy, start, engine)
+    from winnow.runs.remote_learner import RemoteLearner, RemoteSnapshots
+
+    learner = RemoteLearner(others.ranks)
+    weights = learner.weights if others.engines else learner.trained
     return Topology(
         engine=engine,
-        learner=ranked,
-        tensors=RemoteSnapshots(ranked),
-        publish=Sending(
-            engine, ranked.weights if remote else ranked.trained, canary, ranked.canary
-        ),
-        passes=ranked.facts.passes,
+        learner=learner,
+        tensors=RemoteSnapshots(learner),
+        publish=Sending(engine, weights, _canary(config, policy), learner.canary),
+        passes=learner.facts.passes,
         device=policy.device,
-        machine={**ranked.facts.machine, "ranks": ranks_of(config)},
+        machine={**learner.facts.machine, "ranks": ranks_of(config)},
         ranks=ranks_of(config),
-        notes=ranked.facts.notes,
+        notes=learner.facts.notes,
     )
 
 
-def _learning_here(
-    config: Config,
-    policy: Policies,
-    start: str | None,
-    engine: Engine,
-    canary: Canary | None = None,
-) -> Topology:
-    """With a learner in this process; a canary where the engine has weights of its own."""
+def _learning_here(config: Config, policy: Policies, start: str | None, engine: Engine) -> Topology:
+    """Build a learner in this process."""
     learning = make_learner(config, LocalModels(config, policy.model, policy.vocabulary), start)
     writer = adapter_writer if has_adapter(policy.model) else model_writer
     own = learning.policy
     publish: Publish = Sharing(engine)
-    if canary is not None:
+    if config.rollout.engine.processes:  # the engine has weights of its own
         publish = Sending(
             engine,
             lambda version: WeightUpdate(version, own.export_weights()),
-            canary,
-            lambda c: c.expected(own),
+            _canary(config, policy),
+            lambda canary: canary.expected(own),
         )
     return Topology(
         engine=engine,
@@ -232,12 +201,21 @@ def _learning_here(
     )
 
 
+def _canary(config: Config, policy: Policies) -> Canary:
+    return Canary.drawn(
+        policy.vocabulary,
+        getattr(policy.model.config, "max_position_embeddings", None) or _POSITIONS,
+        policy.model.dtype,
+        config.rollout.temperature,
+    )
+
+
 _POSITIONS = 1024
-"""Where a model does not say how many it has."""
+"""The number of positions of a model that does not say how many it has."""
 
 
 def make_engine(config: Config, policy: Policies) -> TorchEngine:
-    """The embedded engine over the policy's own weights."""
+    """Make the embedded engine over the policy's own weights."""
     # A stop string may be a special token, such as a chat template's end of a turn.
     decode = decoder(policy.tokenizer, special_tokens=True)
     return TorchEngine(policy.model, decode=decode, **_engine_options(config, policy))
@@ -259,7 +237,7 @@ def _engine_options(config: Config, policy: Policies) -> dict[str, Any]:
 
 
 def _engine_arguments(config: Config, policy: Policies, start: str | None) -> dict[str, Any]:
-    """Of an engine in a process of its own."""
+    """Return the arguments of an engine in a process of its own."""
     base = adapter_base(Path(policy.path), start or config.model.path)
     return {
         "model": base or policy.path,
@@ -270,23 +248,30 @@ def _engine_arguments(config: Config, policy: Policies, start: str | None) -> di
     }
 
 
-def _engines(config: Config, crew: WorkerGroups, groups: Sequence[WorkerGroup]) -> Engine:
-    engines = [
-        RemoteEngine(crew.reached(group), 0, crew.call(group, "ask", "")) for group in groups
-    ]
+def _remote_engines(config: Config, groups: Sequence[ThreadsafeGroup]) -> Engine:
+    from winnow.rollout.engine_group import EngineGroup
+    from winnow.rollout.remote_engine import RemoteEngine
+    from winnow.rollout.router import quantum_for
+
+    engines = [RemoteEngine(group, 0, group.ask("ask", "")[0]) for group in groups]
     if len(engines) == 1:
         return engines[0]
     quantum = quantum_for(config.rollout.max_response_tokens)
     return EngineGroup(engines, config.run.deterministic, quantum)
 
 
+def ranks_of(config: Config) -> int:
+    """Count the processes that train; 0: the run's own does."""
+    return workers_of(config)["policy"]
+
+
 def holds_no_weights(config: Config) -> bool:
-    """Whether other processes train the policy and write its answers."""
+    """Return whether other processes train the policy and write its answers."""
     return ranks_of(config) > 0 and config.rollout.engine.processes > 0
 
 
 def uses_device(config: Config) -> bool:
-    """Whether the run's own process computes with a model where there is a GPU.
+    """Return whether the run's own process computes with a model where there is a GPU.
 
     A reward model in it does so on this machine; on Ray, GPUs belong to actors.
     """

@@ -14,11 +14,10 @@ import os
 import signal
 import socket
 import sys
-from collections import deque
 
-from winnow.workers.host import Call, Host, Job, Outcome, failure_of
-from winnow.workers.log_sender import LogSender, start_telling
-from winnow.workers.wire import Bytes, Packed, pack, receive, send, unpack
+from winnow.workers.host import Call, Host, WorkerJob, failure_of
+from winnow.workers.logs import LogSender, start_sending
+from winnow.workers.wire import Bytes, Channel, pack, unpack
 
 _PR_SET_PDEATHSIG = 1
 _LEFT_TO_THE_DRIVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -27,83 +26,55 @@ _LEFT_TO_THE_DRIVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def main() -> None:
     """Serve until the driver is gone, or kills this process."""
     descriptor, parent = map(int, sys.argv[1:])
-    _die_with(parent)
+    die_with(parent)
     for number in _LEFT_TO_THE_DRIVER:
         signal.signal(number, lambda *_: None)  # a handler; what is ignored, children ignore too
-    teller = LogSender(1)
-    teller.become_output()
-    asyncio.run(_Server(socket.socket(fileno=descriptor), teller, parent).serve())
+    sender = LogSender(1)
+    sender.become_output()
+    asyncio.run(_Server.serve(socket.socket(fileno=descriptor), sender, parent))
 
 
 class _Server:
-    def __init__(self, channel: socket.socket, teller: LogSender, parent: int) -> None:
-        self._channel, self._teller, self._parent = channel, teller, parent
-        channel.setblocking(False)
+    def __init__(self, end: socket.socket, sender: LogSender, parent: int) -> None:
+        self._sender, self._parent = sender, parent
         self._host = Host()
-        self._unsent: deque[tuple[int, Packed]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_over = asyncio.Event()
+        self._channel = Channel(end, self._begin, self._is_over.set)
 
-    async def serve(self) -> None:
-        asyncio.get_running_loop().add_reader(self._channel, self._read)
-        await self._is_over.wait()
+    @classmethod
+    async def serve(cls, end: socket.socket, sender: LogSender, parent: int) -> None:
+        await cls(end, sender, parent)._is_over.wait()
         os._exit(0)  # whatever still runs is of no use to anyone
 
-    def _read(self) -> None:
-        try:
-            message = receive(self._channel)
-        except BlockingIOError:
-            return
-        if message is None:
-            self._is_over.set()
-            return
-        task = asyncio.get_running_loop().create_task(self._run(*message))
+    def _begin(self, number: int, data: Bytes | mmap.mmap) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(number, data))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, number: int, data: Bytes | mmap.mmap) -> None:
         try:
-            asked: Job | Call = unpack(data)
+            asked: WorkerJob | Call = unpack(data)
         except BaseException as error:  # whatever a class does when it is read
-            self._answer(number, failure_of(error))
+            self._channel.send(number, pack(failure_of(error)))
             return
         del data  # arrays alone keep it from here on
-        if isinstance(asked, Job):
+        if isinstance(asked, WorkerJob):
             sys.path[:] = asked.python_path
-            start_telling(
-                self._teller,
-                self._host,
-                asked.stall_timeout_s,
-                asked.log_level,
-                lambda: os.getppid() != self._parent,
+            is_orphan = lambda: os.getppid() != self._parent  # noqa: E731
+            start_sending(
+                self._sender, self._host, asked.stall_timeout_s, asked.log_level, is_orphan
             )
-        self._answer(number, await self._host.outcome(asked))
-
-    def _answer(self, number: int, outcome: Outcome) -> None:
+        outcome = await self._host.outcome(asked)
         try:
             packed = pack(outcome)
         except Exception as error:
             packed = pack(failure_of(error))
-        self._unsent.append((number, packed))
-        self._write()
-
-    def _write(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._unsent:
-            try:
-                send(self._channel, *self._unsent[0])
-            except BlockingIOError:
-                loop.add_writer(self._channel, self._write)
-                return
-            except OSError:
-                self._is_over.set()
-                return
-            self._unsent.popleft()[1].release()
-        loop.remove_writer(self._channel)
+        self._channel.send(number, packed)
 
 
-def _die_with(parent: int) -> None:
-    """Be killed when the thread that started this process ends; be gone if it has."""
+def die_with(parent: int) -> None:
+    """Have Linux kill this process when the thread that started it ends; exit if that has ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)

@@ -1,7 +1,8 @@
-"""A group of workers in other processes: calls, what becomes of them, and the watch over it.
+"""Groups of workers in other processes: calls, their outcomes, and a watch for deaths and hangs.
 
-Whatever kind of process it is: `WorkerConnection` is the driver's end of one worker, and `local`
-and `ray.group` make them. Everything here runs in the driver's asyncio loop.
+A `WorkerConnection` is the driver's end of one worker, in whatever kind of process; `local` and
+`ray.group` make them. A `WorkerGroup` lives in one event loop: in a run that of the thread of
+`WorkerGroups`, and the run has a `ThreadsafeGroup` in its stead.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import sys
+import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from winnow.errors import WinnowError, WorkerError
-from winnow.workers.host import CLOSE, Call, Failure, Job, Outcome
-from winnow.workers.log_receiver import LogReceiver
+from winnow.workers.host import CLOSE, Call, CallFailure, Outcome, WorkerJob
+from winnow.workers.logs import LogReceiver
+from winnow.workers.protocol import RankInfo
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 START_TIMEOUT_S = 600.0
 """For a worker to be made: imports, and a model to be loaded."""
@@ -34,20 +39,12 @@ _GRACE_S = 1.0
 _TICK_S = 0.1
 
 
-class Payload(Protocol):
-    """Something serialised once, for several workers."""
-
-    def release(self) -> None:
-        """It has been sent to all."""
-        ...
-
-
 class WorkerConnection(Protocol):
     """The driver's end of one worker's process."""
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """The process id."""
         ...
 
     def send(self, number: int, payload: Any, tell: Callable[[Outcome], None]) -> None:
@@ -59,7 +56,7 @@ class WorkerConnection(Protocol):
         ...
 
     def ending(self) -> str | None:
-        """In words how the process ended, such as `was killed by SIGKILL`; None while it runs."""
+        """Say how the process ended, such as `was killed by SIGKILL`; None while it runs."""
         ...
 
     def kill(self) -> None:
@@ -81,18 +78,29 @@ class _Rank:
     listener: LogReceiver
     numbers: itertools.count[int] = field(default_factory=itertools.count)
     under_way: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)
-    """Calls without an outcome: name and what waits for it."""
+    """Calls without an outcome: each one's method, and the future that waits for it."""
     still_s: float = 0.0
-    """For how long it has not got on."""
+    """Seconds without progress."""
     progress: int | None = None
 
 
-class WorkerGroupCore:
-    """Workers in processes of their own (`protocol.WorkerGroup`).
+class WorkerGroup:
+    """Workers of one role, in processes of their own.
+
+    The first worker that raises, dies, or hangs ends the group: calls under way on the other ranks,
+    which may sit in a collective for ever, are abandoned, and all later calls raise the same error.
+    What should fail by itself, such as one engine of several, is a group of its own.
+
+    Every call raises:
+        WorkerError: names role and rank. The traceback of what a worker raised is in the log, once.
+        WinnowError: a worker raised it; it comes through as it is.
+
+    A call that is cancelled goes on in the worker, and its result is dropped. Contract tests are in
+    `tests/contract/test_worker_group.py`.
 
     Args:
-        links: with what listens to each, by rank.
-        pack: serialises once what is sent to several.
+        links: the connections, each with the receiver of its log, by rank.
+        pack: serialises once a message to several.
         finish: gives back what the group as a whole holds.
     """
 
@@ -100,7 +108,7 @@ class WorkerGroupCore:
         self,
         role: str,
         links: Sequence[tuple[WorkerConnection, LogReceiver]],
-        pack: Callable[[Job | Call], Payload],
+        pack: Callable[[WorkerJob | Call], Any],
         stall_timeout_s: float,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
@@ -116,8 +124,18 @@ class WorkerGroupCore:
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._watch())
 
-    async def start(self, jobs: Sequence[Job]) -> None:
-        """Have the workers made, one job a rank; on an error all processes are ended."""
+    async def start(self, path: str, kwargs: Mapping[str, Any], infos: Sequence[RankInfo]) -> None:
+        """Have the workers made; on an error all processes are ended.
+
+        Args:
+            path: `module:Class` of the worker (`protocol`).
+            kwargs: what each is made with, beside its rank.
+            infos: by rank.
+        """
+        level, paths = logging.getLogger("winnow").getEffectiveLevel(), tuple(sys.path)
+        jobs = [
+            WorkerJob(path, kwargs, info, self._stall_timeout_s, level, paths) for info in infos
+        ]
         try:
             await self._answers("__init__", list(enumerate(jobs)))
         except BaseException:
@@ -127,57 +145,50 @@ class WorkerGroupCore:
 
     @property
     def progress(self) -> tuple[int | None, ...]:
-        """The workers' own, by rank, as last heard."""
+        """The workers' own, by rank, as last heard; another thread may ask."""
         return tuple(rank.listener.progress for rank in self._ranks)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on all ranks at once; results by rank."""
+        """Call a method on all ranks at once; results by rank.
+
+        The arguments are serialised once, and large arrays among them held once for all ranks of
+        a machine.
+        """
         same = Call(method, args, kwargs)
         return await self._answers(method, [(rank, same) for rank in range(self.size)])
-
-    async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method on all ranks at once, each with its own positional arguments."""
-        if len(arguments) != self.size:
-            raise ValueError(
-                f"{self.role} has {self.size} workers, got arguments for {len(arguments)}"
-            )
-        each = [(rank, Call(method, tuple(args))) for rank, args in enumerate(arguments)]
-        return await self._answers(method, each)
 
     async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on one rank."""
         return (await self._answers(method, [(rank, Call(method, args, kwargs))]))[0]
 
     def processes(self) -> list[int]:
-        """Process ids by rank."""
+        """Return process ids by rank."""
         return [rank.link.pid for rank in self._ranks]
 
     async def close(self) -> None:
-        """End the workers; none of their processes is left when it returns."""
+        """End the workers; none of their processes is left when it returns.
+
+        Each worker's `close()` comes first, unless something failed. A second time does nothing.
+        """
         if self._closed is None:
             self._closed = asyncio.get_running_loop().create_task(self._close())
         # A driver that is cancelled while it closes leaves no process behind either.
         await asyncio.shield(self._closed)
 
-    async def _answers(self, method: str, asked: Sequence[tuple[int, Job | Call]]) -> list[Any]:
+    async def _answers(
+        self, method: str, asked: Sequence[tuple[int, WorkerJob | Call]]
+    ) -> list[Any]:
         if self._failure is not None:
             raise self._failure
         if self._is_closing:
             raise self._closed_error()
-        waiting = []
-        packed: dict[int, Payload] = {}
-        try:
-            for _, what in asked:
-                if id(what) not in packed:
-                    packed[id(what)] = self._pack(what)
-            for rank, what in asked:
-                waiting.append(self._send(rank, method, packed[id(what)]))
-        finally:
-            for payload in packed.values():
-                payload.release()
+        once = {id(what): what for _, what in asked}
+        payloads = {key: self._pack(what) for key, what in once.items()}
+        waiting = [self._send(rank, method, payloads[id(what)]) for rank, what in asked]
+        del payloads  # which need not be held until they are answered
         return await asyncio.gather(*waiting)
 
-    def _send(self, number: int, method: str, payload: Payload) -> asyncio.Future[Any]:
+    def _send(self, number: int, method: str, payload: Any) -> asyncio.Future[Any]:
         rank = self._ranks[number]
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if not rank.under_way:
@@ -193,21 +204,21 @@ class WorkerGroupCore:
             return
         method, future = rank.under_way[call]
         rank.still_s = 0.0
-        if isinstance(outcome, Failure) and not self._is_closing:
+        if isinstance(outcome, CallFailure) and not self._is_closing:
             # What waits for it is told once the cause is known.
             self._spawn(self._raised(number, method, outcome))
             return
         del rank.under_way[call]
         if future.done():
             return
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, CallFailure):
             log.error("%s[%d]: %s failed: %s", self.role, number, method, outcome.traceback)
             _refuse(future, self._closed_error())
         else:
             future.set_result(outcome.value)
 
-    async def _raised(self, number: int, method: str, failure: Failure) -> None:
-        """A method raised something, on its own account or because another rank died."""
+    async def _raised(self, number: int, method: str, failure: CallFailure) -> None:
+        """Find out whether a method raised on its own account or because another rank died."""
         others = [rank for rank in range(self.size) if rank != number]
         give_up = time.monotonic() + (_GRACE_S if others else 0.0)
         while time.monotonic() < give_up and self._failure is None:
@@ -230,7 +241,7 @@ class WorkerGroupCore:
         return rank.listener.has_ended.is_set() or rank.link.ending() is not None
 
     async def _watch(self) -> None:
-        """See deaths and hangs, until the group has failed or is closed.
+        """Watch for deaths and hangs, until the group has failed or is closed.
 
         Time is counted in ticks: a driver that was itself held up blames no worker.
         """
@@ -257,6 +268,7 @@ class WorkerGroupCore:
         await rank.link.gone(_LAST_WORDS_S)
         if self._failure is None and not self._is_closing:
             how = rank.link.ending() or "cut its connection"
+            how += " (by hand, or for want of memory)" if how.endswith("SIGKILL") else ""
             line = f"{self.role}[{number}] {how}{self._doing(number)}"
             log.error("%s", line)
             self._fail(WorkerError(f"{line}; the log has its last lines", self.role, number))
@@ -280,7 +292,7 @@ class WorkerGroupCore:
         return f" in {', '.join(methods)}" if methods else ""
 
     def _fail(self, error: WinnowError) -> None:
-        """The group is over: every call under way raises, and every later one."""
+        """End the group: every call under way raises, and every later one."""
         assert self._failure is None
         self._failure = error
         for rank in self._ranks:
@@ -314,10 +326,7 @@ class WorkerGroupCore:
         """Have each worker's `close()` run; what it raises is logged."""
         self._is_closing = True
         payload = self._pack(CLOSE)
-        try:
-            waiting = [self._send(n, "close", payload) for n in range(self.size)]
-        finally:
-            payload.release()
+        waiting = [self._send(n, "close", payload) for n in range(self.size)]
         left = {future for future in waiting if not future.done()}
         give_up = time.monotonic() + min(CLOSE_TIMEOUT_S, self._stall_timeout_s)
         while left and time.monotonic() < give_up:
@@ -343,3 +352,97 @@ async def _within(work: Coroutine[Any, Any, Any], timeout_s: float) -> None:
     """Wait for something, up to a limit."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(work, timeout_s)
+
+
+Starting = Coroutine[Any, Any, WorkerGroup]
+
+
+class WorkerGroups:
+    """Worker groups in the event loop of a thread; close it.
+
+    The run's own loop stands still while a step is learnt and while a checkpoint is awaited.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="workers", daemon=True)
+        self._thread.start()
+        self._groups: list[WorkerGroup] = []
+
+    def start(self, *starting: Starting) -> list[ThreadsafeGroup]:
+        """Start groups side by side.
+
+        Raises:
+            WinnowError: one of them could not be started.
+        """
+
+        async def all_of_them() -> list[WorkerGroup | BaseException]:
+            found = await asyncio.gather(*starting, return_exceptions=True)
+            self._groups += [each for each in found if not isinstance(each, BaseException)]
+            return found
+
+        started = []
+        for each in self.wait(all_of_them()):
+            if isinstance(each, BaseException):
+                raise each
+            started.append(ThreadsafeGroup(each, self))
+        return started
+
+    def close(self) -> None:
+        """End all groups; a second time does nothing."""
+        if self.is_closed:
+            return
+        try:
+            for group in reversed(self._groups):
+                self.wait(group.close())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """True if nothing can be waited for any more."""
+        return self._loop.is_closed()
+
+    def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Have the loop do some work, and wait for its result."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # such as Ctrl-C, while it goes on
+            future.cancel()
+            raise
+
+    async def result(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Have the loop do some work; the caller's loop goes on meanwhile."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+class ThreadsafeGroup:
+    """A worker group for callers that wait, and for callers in another loop.
+
+    All calls raise what those of `WorkerGroup` raise.
+    """
+
+    def __init__(self, group: WorkerGroup, groups: WorkerGroups) -> None:
+        self._group, self._groups = group, groups
+        self.size = group.size
+
+    @property
+    def progress(self) -> tuple[int | None, ...]:
+        """The workers' own, by rank, as last heard."""
+        return self._group.progress
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on all ranks and wait; results by rank."""
+        return self._groups.wait(self._group.call(method, *args))
+
+    async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method on one rank."""
+        return await self._groups.result(self._group.call_rank(rank, method, *args, **kwargs))
+
+    def close(self) -> None:
+        """End the workers; a second time does nothing."""
+        if not self._groups.is_closed:
+            self._groups.wait(self._group.close())

@@ -1,7 +1,7 @@
-"""The worker's end: makes the object, runs its methods, and says what became of a call.
+"""The worker's end: makes the object, runs its methods, and reports the outcome of each call.
 
-The same in every kind of process. How calls come and outcomes go is left to `worker_main` and
-`ray_worker`; what travels beside them, logs and progress, to `telling`.
+It is the same in every kind of process. How calls come and outcomes go is left to `child` and
+`ray.worker`; what travels beside them, logs and progress, to `logs`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import logging
 import os
 import pickle
 import platform
+import random
+import socket
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,17 +26,27 @@ from winnow.workers.protocol import RankInfo
 
 log = logging.getLogger(__name__)
 
+DEFAULT_VARIABLES = {
+    "TOKENIZERS_PARALLELISM": "false",  # its threads and forks do not get on
+    "NCCL_DEBUG": "WARN",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",  # sets of strings are in one order on all ranks
+    "PYTHONUNBUFFERED": "1",  # what was printed is read even when the process was killed
+}
+_PORTS = range(20000, 32000)
+"""Ports below those that systems hand out by themselves."""
+
 
 @dataclass(frozen=True)
-class Job:
-    """What a process is to hold; it is sent to each rank before all calls."""
+class WorkerJob:
+    """The worker that a process is to hold; it is sent to each rank before all calls."""
 
     path: str
     kwargs: Mapping[str, Any]
     info: RankInfo
     stall_timeout_s: float
     log_level: int
-    """What `winnow`'s loggers let through."""
+    """The least that `winnow`'s loggers let through."""
     python_path: tuple[str, ...]
     """The driver's, so that both find the same modules."""
     folder: str = field(default_factory=os.getcwd)
@@ -51,8 +63,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """What was raised, in a form that can be read where its class is unknown."""
+class CallFailure:
+    """An exception, in a form that can be read where its class is unknown."""
 
     line: str
     """`KeyError: 'x'`"""
@@ -61,7 +73,7 @@ class Failure:
     """The exception itself, pickled, where it is a `WinnowError`."""
 
     def winnow_error(self) -> WinnowError | None:
-        """The error for the user that was raised, if it was one."""
+        """Return the error for the user that was raised, if it was one."""
         if self.error is None:
             return None
         found = pickle.loads(self.error)
@@ -70,13 +82,13 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a method returned."""
+class CallResult:
+    """The value that a method returned."""
 
     value: Any
 
 
-Outcome = Result | Failure
+Outcome = CallResult | CallFailure
 CLOSE = Call("close")
 
 
@@ -96,12 +108,12 @@ class Host:
         value = getattr(self._worker, "progress", None)
         return None if value is None else int(value)
 
-    async def run(self, asked: Job | Call) -> Any:
+    async def run(self, asked: WorkerJob | Call) -> Any:
         """Make the worker, or run one of its methods. Raises what that raises."""
         self.calls_under_way += 1
         self.at_call()
         try:
-            if isinstance(asked, Job):
+            if isinstance(asked, WorkerJob):
                 self._worker = worker_class(asked.path)(rank=asked.info, **asked.kwargs)
                 # For whoever wants to look at it, or to end it.
                 log.info("ready: process %d on %s", os.getpid(), platform.node())
@@ -118,10 +130,10 @@ class Host:
             self.calls_under_way -= 1
             self.calls_ended += 1
 
-    async def outcome(self, asked: Job | Call) -> Outcome:
-        """The same, where whatever is raised is an outcome."""
+    async def outcome(self, asked: WorkerJob | Call) -> Outcome:
+        """Make the worker, or run one of its methods; an exception is an outcome, too."""
         try:
-            return Result(await self.run(asked))
+            return CallResult(await self.run(asked))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # SystemExit too: a worker ends when the driver says so
@@ -129,7 +141,7 @@ class Host:
 
 
 def worker_class(path: str) -> Any:
-    """The class that `module:Class` names.
+    """Import the class that `module:Class` names.
 
     Raises:
         ConfigError: it names none.
@@ -145,18 +157,44 @@ def worker_class(path: str) -> Any:
     return found
 
 
-def failure_of(error: BaseException) -> Failure:
-    """What was raised, for another process to read."""
+def failure_of(error: BaseException) -> CallFailure:
+    """Describe an exception for another process."""
     line = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
     text = "".join(traceback.format_exception(error)).rstrip()
-    return Failure(line, text, _pickled(error) if isinstance(error, WinnowError) else None)
+    return CallFailure(line, text, _pickled(error) if isinstance(error, WinnowError) else None)
 
 
 def _pickled(error: WinnowError) -> bytes | None:
-    """The error's pickle; None for one that cannot be read back, such as one of a local class."""
+    """Pickle an error; None for one that cannot be read back, such as one of a local class."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
     except Exception:
         return None
     return data
+
+
+def merged_environment(user: Mapping[str, str]) -> dict[str, str]:
+    """Choose variables for workers: the user's, then this process's, then the defaults."""
+    return {
+        **{name: os.environ.get(name, value) for name, value in DEFAULT_VARIABLES.items()},
+        **user,
+    }
+
+
+def free_port(address: str = "") -> int:
+    """Choose a port of this machine that nobody listens at now.
+
+    Another program may take it before its user does; ports that systems hand out by themselves
+    are left out, so that this is rare.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind((address, port))
+            except OSError:
+                continue
+            return port
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])

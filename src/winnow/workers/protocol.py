@@ -1,4 +1,4 @@
-"""The seam between the driver and its workers: a group of them, called by the names of methods.
+"""The seam between the driver and its workers, which it calls by the names of their methods.
 
 A worker is an object of any class, named by an import path
 (`winnow.runs.learner_worker:LearnerWorker`), and made in its process as
@@ -19,9 +19,8 @@ it stands for, and need not hold that itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,11 @@ class RankInfo:
     rank: int
     size: int
     master_address: str
-    """Where rank 0 is; an address that all ranks can reach."""
+    """Rank 0's address, which all ranks can reach."""
     master_port: int
     """A port that was free there, for rank 0 to listen at."""
     device_index: int | None
-    """Which of the devices that this process sees is the worker's; None: the CPU."""
+    """The worker's among the devices that its process sees; None: the CPU."""
 
 
 @dataclass(frozen=True)
@@ -47,70 +46,13 @@ class WorkerLine:
     level: int
     """As in `logging`; what was printed has INFO."""
     logger: str
-    """Where it was logged; "" for what was printed."""
+    """The logger's name; "" for what was printed."""
     text: str
     """May have several lines, as a traceback does."""
 
     def __str__(self) -> str:
-        """`policy[1]: text`, and a text of several lines has them as they are."""
+        """Say `policy[1]: text`; a text of several lines has them as they are."""
         return f"{self.role}[{self.rank}]: {self.text}"
 
 
 OnLog = Callable[[WorkerLine], None]
-
-
-class WorkerGroup(Protocol):
-    """Workers of one role. Contract tests in `tests/contract/test_worker_group.py`.
-
-    The first worker that raises, dies, or hangs ends the group: calls under way on the other ranks,
-    which may sit in a collective for ever, are abandoned, and all later calls raise the same error.
-    What should fail by itself, such as one engine of several, is a group of its own.
-
-    Every call raises:
-        WorkerError: names role and rank. The traceback of what a worker raised is in the log, once.
-        WinnowError: a worker raised it; it comes through as it is.
-
-    A call that is cancelled goes on in the worker, and its result is dropped.
-    """
-
-    @property
-    def role(self) -> str:
-        """What its workers are, as in `policy[1]: …`."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many workers."""
-        ...
-
-    @property
-    def progress(self) -> tuple[int | None, ...]:
-        """The workers' own, by rank, as last heard; another thread may ask."""
-        ...
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on all ranks at once; results by rank.
-
-        The arguments are serialised once, and large arrays among them held once for all ranks of
-        a machine.
-        """
-        ...
-
-    async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method on all ranks at once, each with its own positional arguments."""
-        ...
-
-    async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method on one rank."""
-        ...
-
-    def processes(self) -> list[int]:
-        """Process ids by rank; [] for a worker in this process."""
-        ...
-
-    async def close(self) -> None:
-        """End the workers; none of their processes is left when it returns.
-
-        Each worker's `close()` comes first, unless something failed. A second time does nothing.
-        """
-        ...

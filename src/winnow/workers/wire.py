@@ -1,4 +1,4 @@
-"""How a call and its outcome travel between two processes of one machine.
+"""Messages between two processes of one machine: calls, their outcomes, and the arrays in them.
 
 A message is one packet of a SOCK_SEQPACKET socket: a number and a pickle, with the arrays' bytes
 beside it as they are. What is too large for a packet lies in anonymous shared memory whose
@@ -8,12 +8,15 @@ to take away: the memory is free once the last array over it is gone.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import mmap
 import os
 import pickle
 import socket
 import struct
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,22 +35,12 @@ class Packed:
     inline: bytes
     """All of it; empty when it lies in shared memory."""
     descriptor: int = -1
-    """Of the shared memory."""
+    """The shared memory's; -1: none."""
 
-    @property
-    def shared_bytes(self) -> int:
-        """How much shared memory it takes."""
-        return 0 if self.descriptor < 0 else os.fstat(self.descriptor).st_size
-
-    def duplicate(self) -> Packed:
-        """The same for another receiver, to be released by itself."""
-        return Packed(self.inline, os.dup(self.descriptor) if self.descriptor >= 0 else -1)
-
-    def release(self) -> None:
+    def __del__(self) -> None:
         """Give back what the sender holds; receivers keep theirs."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
-        self.descriptor = -1
 
 
 def pack(value: Any) -> Packed:
@@ -72,7 +65,7 @@ def pack(value: Any) -> Packed:
 
 
 def unpack(data: Bytes | mmap.mmap) -> Any:
-    """A value from what `pack` laid out; its arrays are views of `data`."""
+    """Read a value from what `pack` laid out; its arrays are views of `data`."""
     view = memoryview(data)
     (count,) = _LENGTH.unpack_from(view)
     lengths = [_LENGTH.unpack_from(view, _LENGTH.size * (1 + i))[0] for i in range(count)]
@@ -100,7 +93,7 @@ def send(channel: socket.socket, number: int, packed: Packed) -> None:
 
 
 def receive(channel: socket.socket) -> tuple[int, Bytes | mmap.mmap] | None:
-    """The next message's number and what `unpack` takes; None when the sender is gone.
+    """Take the next message: its number and what `unpack` reads; None when the sender is gone.
 
     Raises:
         BlockingIOError: none has come.
@@ -109,7 +102,8 @@ def receive(channel: socket.socket) -> tuple[int, Bytes | mmap.mmap] | None:
     try:
         data, descriptors, _, _ = socket.recv_fds(channel, size, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
-        return None
+        # Told once, of a sender that left messages unread, and before those that it sent.
+        data, descriptors, _, _ = socket.recv_fds(channel, size, 1, socket.MSG_CMSG_CLOEXEC)
     if not data:
         return None
     (number,) = _NUMBER.unpack_from(data)
@@ -121,8 +115,74 @@ def receive(channel: socket.socket) -> tuple[int, Bytes | mmap.mmap] | None:
         os.close(descriptors[0])
 
 
+class Channel:
+    """One end of a socket in an event loop; messages that do not go at once wait here.
+
+    Args:
+        on_message: gets the number of each message, and what `unpack` reads.
+        on_cut: called once the other end is closed.
+    """
+
+    def __init__(
+        self,
+        end: socket.socket,
+        on_message: Callable[[int, Bytes | mmap.mmap], None],
+        on_cut: Callable[[], None],
+    ) -> None:
+        end.setblocking(False)
+        self._socket, self._on_message, self._on_cut = end, on_message, on_cut
+        self._unsent: deque[tuple[int, Packed]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(end, self.receive)
+        self.is_cut = False
+
+    def send(self, number: int, packed: Packed) -> None:
+        """Send a message now or as soon as the socket takes it."""
+        self._unsent.append((number, packed))
+        self._flush()
+
+    def receive(self) -> None:
+        """Take in what has come."""
+        while not self.is_cut:
+            try:
+                message = receive(self._socket)
+            except BlockingIOError:
+                return
+            if message is not None:
+                self._on_message(*message)
+                continue
+            self.is_cut = True
+            self._loop.remove_reader(self._socket)
+            self._on_cut()
+
+    def hang_up(self) -> None:
+        """Take and send no more; the other end sees the socket closed."""
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        with contextlib.suppress(OSError):  # the other process is gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up, and give back what is held."""
+        self.hang_up()
+        self._socket.close()
+        self._unsent.clear()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            try:
+                send(self._socket, *self._unsent[0])
+            except BlockingIOError:
+                self._loop.add_writer(self._socket, self._flush)
+                return
+            except OSError:  # the other end is gone, which is about to be read
+                pass
+            self._unsent.popleft()
+        self._loop.remove_writer(self._socket)
+
+
 def _laid_out(parts: Sequence[Bytes]) -> list[Bytes]:
-    """A table of the parts' lengths, then the parts, each beginning at a multiple of 64."""
+    """Lay out a table of the parts' lengths, then the parts, each beginning at a multiple of 64."""
     sizes = [len(part) for part in parts]
     table = b"".join(_LENGTH.pack(size) for size in (len(parts), *sizes))
     found: list[Bytes] = [table]

@@ -326,6 +326,23 @@ def test_cancelling_leaves_a_pool_that_goes_on(user_service: UserRewards) -> Non
     assert ask_all(service, ["right"])[0].reward == 1.0
 
 
+def test_answers_that_callers_gave_up_on_hold_up_no_later_one(user_service: UserRewards) -> None:
+    service = user_service("import time; time.sleep(0.3); return 1", workers=1)
+
+    async def ask(patience_s: float) -> float:
+        asked = service.score(PROMPT, answer(3), "x", training=True)
+        return (await asyncio.wait_for(asked, patience_s)).reward
+
+    async def run() -> tuple[list[object], float]:
+        given_up = await asyncio.gather(*(ask(0.1) for _ in range(12)), return_exceptions=True)
+        await asyncio.sleep(0.5)
+        return given_up, await ask(5)
+
+    given_up, reward = asyncio.run(run())
+    assert [type(each) for each in given_up] == [TimeoutError] * 12
+    assert reward == 1.0
+
+
 def test_closing_ends_a_worker_that_hangs_and_all_it_started(user_service: UserRewards) -> None:
     body = (
         "import subprocess, time, pathlib\ndef compute_score(data_source, solution_str, "

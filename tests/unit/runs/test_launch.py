@@ -15,7 +15,7 @@ from winnow.runs.build import use_machine
 from winnow.runs.launch import LocalLauncher, layout_of
 from winnow.runs.state import _random_states, _set_random_states
 from winnow.runs.topology import uses_device
-from winnow.workers.pools import Bundle, Node
+from winnow.workers.placement import Bundle, Node
 
 FOUR = "trainer/strategy=fsdp2", "trainer.strategy.ranks=4"
 POOL = "cluster.pools={all:{nodes:2,per_node:2,cpus:3}}"

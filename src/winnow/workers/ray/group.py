@@ -1,4 +1,4 @@
-"""Workers in Ray actors, on the nodes that a layout's pools were given (`ray_session.reserve`)."""
+"""Workers in Ray actors, on the nodes that a layout's pools were given (`session.reserve`)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ import re
 import secrets
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from winnow.errors import WorkerError
 from winnow.workers.array_refs import SplitResult
-from winnow.workers.environment import merged
-from winnow.workers.group import START_TIMEOUT_S, WorkerGroupCore
-from winnow.workers.host import Call, Failure, Job, Outcome, Result
-from winnow.workers.log_receiver import LogReceiver
+from winnow.workers.group import START_TIMEOUT_S, WorkerGroup
+from winnow.workers.host import (
+    Call,
+    CallFailure,
+    CallResult,
+    Outcome,
+    WorkerJob,
+    merged_environment,
+)
+from winnow.workers.logs import LogReceiver
 from winnow.workers.protocol import OnLog, RankInfo
-from winnow.workers.ray.handle import RayHandle
 from winnow.workers.ray.session import Placement, ray_module
-from winnow.workers.ray.wire import pack
+from winnow.workers.ray.wire import RayHandle, pack
 from winnow.workers.ray.worker import Place, RayWorker, process_namespace
 
 log = logging.getLogger(__name__)
@@ -34,9 +37,9 @@ log = logging.getLogger(__name__)
 _CALLS_AT_ONCE = 1000
 _COLOUR = re.compile(r"\x1b\[\d*m")
 _ASKED_S = 1.0
-"""For a process to end as Ray ends one, which asks it."""
+"""Seconds for a process to end as Ray ends one, which asks it."""
 _DETAIL_S = 2.0
-"""For Ray to say how an actor died."""
+"""Seconds for Ray to say how an actor died."""
 
 
 async def start_ray(
@@ -47,7 +50,7 @@ async def start_ray(
     environment: Mapping[str, str] | None = None,
     stall_timeout_s: float = float("inf"),
     on_log: OnLog | None = None,
-) -> WorkerGroupCore:
+) -> WorkerGroup:
     """Start workers in actors of the Ray that this process is connected to.
 
     Args:
@@ -63,14 +66,14 @@ async def start_ray(
     listeners = [LogReceiver(role, rank, on_log) for rank in range(placement.size)]
     switchboard = await _Switchboard.open(listeners)
     actors: list[Any] = []
-    links: list[RayLink] = []
+    links: list[RayConnection] = []
     try:
         for rank in range(placement.size):
-            options = _options(placement, rank, merged(environment or {}))
+            options = _options(placement, rank, merged_environment(environment or {}))
             actor_class = ray_module().remote(RayWorker).options(**options)
             actors.append(actor_class.remote(switchboard.address, switchboard.tokens[rank]))
         for rank, actor in enumerate(actors):
-            links.append(RayLink(actor, await _place(role, rank, actor), listeners[rank]))
+            links.append(RayConnection(actor, await _place(role, rank, actor), listeners[rank]))
     except BaseException:
         for actor in actors:
             ray_module().kill(actor)
@@ -81,23 +84,13 @@ async def start_ray(
         raise
     first = links[0].place
     device = 0 if placement.share.devices else None  # of those that Ray lets the process see
-    level = logging.getLogger("winnow").getEffectiveLevel()
-    jobs = [
-        Job(
-            path,
-            kwargs,
-            RankInfo(rank, placement.size, first.address, first.free_port, device),
-            stall_timeout_s,
-            level,
-            tuple(sys.path),
-        )
-        for rank in range(placement.size)
-    ]
+    size, address = placement.size, (first.address, first.free_port)
+    infos = [RankInfo(rank, size, *address, device) for rank in range(size)]
     pairs = list(zip(links, listeners, strict=True))
     # The store pays where several read: it takes a millisecond, more than all the rest of a call.
-    send = _for_all if placement.size > 1 else _for_one
-    group = WorkerGroupCore(role, pairs, send, stall_timeout_s, switchboard.close)
-    await group.start(jobs)
+    send = _for_all if placement.size > 1 else pack
+    group = WorkerGroup(role, pairs, send, stall_timeout_s, switchboard.close)
+    await group.start(path, kwargs, infos)
     return group
 
 
@@ -130,26 +123,12 @@ async def _place(role: str, rank: int, actor: Any) -> Place:
     return found
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """A call, or a reference to one in Ray's object store."""
-
-    asked: Any
-
-    def release(self) -> None:
-        """Ray counts its references."""
-
-
-def _for_all(asked: Job | Call) -> _Sent:
-    return _Sent(ray_module().put(pack(asked)))
-
-
-def _for_one(asked: Job | Call) -> _Sent:
-    return _Sent(pack(asked))
+def _for_all(asked: WorkerJob | Call) -> Any:
+    return ray_module().put(pack(asked))
 
 
 class _Switchboard:
-    """Where actors connect to tell what they say."""
+    """A server to which actors connect to send their logs."""
 
     def __init__(self, listeners: Sequence[LogReceiver]) -> None:
         self.tokens = [secrets.token_hex(16) for _ in listeners]
@@ -160,7 +139,7 @@ class _Switchboard:
 
     @classmethod
     async def open(cls, listeners: Sequence[LogReceiver]) -> _Switchboard:
-        """Listen at this node's address, for these and nobody else."""
+        """Listen at this node's address, for these workers alone."""
         board = cls(listeners)
         host = ray_module().util.get_node_ip_address()
         board._server = await asyncio.start_server(board._connected, host, 0)
@@ -168,7 +147,7 @@ class _Switchboard:
         return board
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         assert self._server is not None
         self._server.close()
         for writer in self._writers:
@@ -184,7 +163,7 @@ class _Switchboard:
         writer.close()
 
 
-class RayLink:
+class RayConnection:
     """The driver's end of one actor (`group.WorkerConnection`)."""
 
     def __init__(self, actor: Any, place: Place, listener: LogReceiver) -> None:
@@ -200,15 +179,15 @@ class RayLink:
         is_here = place.namespace == process_namespace()
         self._process = os.pidfd_open(place.pid) if is_here else -1
 
-    def send(self, number: int, payload: _Sent, tell: Callable[[Outcome], None]) -> None:
+    def send(self, number: int, payload: Any, tell: Callable[[Outcome], None]) -> None:
         """Have a call run."""
-        told, kept = self._call.remote(number, payload.asked)
+        told, kept = self._call.remote(number, payload)
         task = asyncio.get_running_loop().create_task(self._answer(told, kept, tell))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def ending(self) -> str | None:
-        """In words how the process ended, as far as Ray says."""
+        """Say how the process ended, as far as Ray knows."""
         return self._how or ("died" if self._has_gone() else None)
 
     def kill(self) -> None:
@@ -256,12 +235,12 @@ class RayLink:
         exceptions = ray_module().exceptions
         try:
             outcome: Outcome = await told
-            if isinstance(outcome, Result) and isinstance(outcome.value, SplitResult):
+            if isinstance(outcome, CallResult) and isinstance(outcome.value, SplitResult):
                 handle = RayHandle(kept, self._listener.role, self._listener.rank)
                 outcome.value.block.handle = handle
         except exceptions.RayTaskError as error:  # a result that cannot travel
             kept.future().add_done_callback(_seen)  # the same again, which Ray would print
-            outcome = Failure(_in_words(error.cause or error), _COLOUR.sub("", str(error)))
+            outcome = CallFailure(_in_words(error.cause or error), _COLOUR.sub("", str(error)))
         except exceptions.RayError as error:
             kept.future().add_done_callback(_seen)
             self._how = f"died ({_in_words(error)})"
@@ -274,7 +253,7 @@ def _seen(future: Future[Any]) -> None:
 
 
 def _in_words(error: BaseException) -> str:
-    """One line of what Ray tells in many."""
+    """Shorten Ray's many lines about an error to one."""
     text = str(error)
     detail = text.partition("Worker exit detail: ")[2] or text
     detail = detail.partition(" Some common causes include")[0]

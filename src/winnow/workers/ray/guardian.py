@@ -20,7 +20,7 @@ from pathlib import Path
 MARK = "WINNOW_RAY_FOLDER"
 """The variable by which the processes of a private Ray are known."""
 SHUT_DOWN = b"shut down"
-"""What the driver says when it has ended Ray itself."""
+"""The driver's message when it has ended Ray itself."""
 _ATTEMPTS_S = 10.0
 
 
@@ -42,13 +42,13 @@ def main() -> None:
 
 
 def marked(folder: str) -> list[int]:
-    """Processes that were started with the folder's mark."""
+    """List the processes that were started with the folder's mark."""
     entry = f"{MARK}={folder}".encode()
     return _processes(lambda p: entry in (p / "environ").read_bytes().split(b"\0"))
 
 
 def belonging_to(folder: str) -> list[int]:
-    """Those, and processes that have files open in the folder.
+    """List those, and processes that have files open in the folder.
 
     Ray's helpers write their titles over their variables, but have their logs there.
     """

@@ -1,4 +1,4 @@
-"""Ray for the length of a block, and what its cluster offers and reserves."""
+"""A connection to Ray for the length of a block, and reservations on its cluster."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from winnow.errors import ConfigError, WinnowError
-from winnow.workers.pools import Bundle, Layout, Node
+from winnow.workers.placement import Bundle, Layout, Node
 from winnow.workers.ray.guardian import MARK, SHUT_DOWN
 
 PRIVATE_STORE_BYTES = 512 << 20
 _REACH_S = 10.0
 _LONGEST_FOLDER = 30
-"""Ray puts sockets under it, whose paths the system allows 107 bytes."""
+"""Characters: Ray puts sockets under it, whose paths the system allows 107 bytes."""
 _NODE_LABEL = "ray.io/node-id"
 _LOOK_S = 1.0
-"""Between two looks at the nodes while a reservation is awaited."""
+"""Seconds between two looks at the nodes while a reservation is awaited."""
 
 
 def ray_module() -> Any:
-    """The module `ray`.
+    """Import the module `ray`.
 
     Raises:
         ConfigError: it is not installed.
@@ -78,7 +78,7 @@ def ray_session(
         return
     options: dict[str, Any] = {
         "address": address or "local",
-        "log_to_driver": False,  # lines come by `telling`
+        "log_to_driver": False,  # lines come by `workers.logs`
         "logging_level": logging.ERROR,
     }
     with contextlib.ExitStack() as after:
@@ -107,7 +107,7 @@ def ray_session(
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the workers of a group go, and what each takes."""
+    """The slots of a group's workers, and the resources that each takes."""
 
     group: Any
     """Ray's placement group of the pool."""
@@ -118,24 +118,24 @@ class Placement:
 
 
 class Reserved:
-    """What a cluster holds free for a layout's pools, until it is released."""
+    """A cluster's resources that are held free for a layout's pools, until they are released."""
 
     def __init__(self, layout: Layout, groups: dict[str, Any]) -> None:
         self._layout, self._groups = layout, groups
 
     def placement(self, role: str) -> Placement:
-        """Where a role's workers go: rank r to slot r of its pool."""
+        """Place a role's workers: rank r at slot r of its pool."""
         group = self._groups[self._layout.roles[role]]
         return Placement(group, self._layout.size(role), self._layout.share(role))
 
     def slot(self, role: str, number: int) -> Placement:
-        """Where one worker of a role goes that is a group of its own: slot `number` of its pool."""
+        """Place one worker of a role that is a group of its own: at slot `number` of its pool."""
         assert 0 <= number < self._layout.size(role)
         whole = self.placement(role)
         return Placement(whole.group, 1, whole.share, first=number)
 
     async def is_ready(self, nodes: Set[str], give_up: float) -> bool:
-        """Wait until all is held free; False when one of the nodes is gone, or the time is up."""
+        """Wait until all are held; False when one of the nodes is gone, or the time is up."""
         for group in self._groups.values():
             ready = asyncio.ensure_future(group.ready())
             while not ready.done():
@@ -148,7 +148,7 @@ class Reserved:
         return True
 
     def release(self) -> None:
-        """Give it back; a second time does nothing. Workers that are still there are killed."""
+        """Give them back; a second time does nothing. Workers that are still there are killed."""
         from ray.util import remove_placement_group
 
         while self._groups:
@@ -156,7 +156,7 @@ class Reserved:
 
 
 def offers() -> list[Node]:
-    """What each living node of the cluster has, in use or not."""
+    """List the living nodes of the cluster with all of their resources, in use or not."""
     return [
         Node(
             node["NodeID"],
@@ -208,7 +208,7 @@ def _asked_for(layout: Layout, chosen: Mapping[str, Sequence[str]]) -> Reserved:
 
 
 def _reach(address: str) -> None:
-    """See that somebody listens there: Ray would wait for minutes, and then end the process."""
+    """Check that somebody listens there: Ray would wait for minutes, then end the process."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         raise ConfigError(f"cluster.address must be auto or HOST:PORT, got {address!r}")
@@ -222,7 +222,7 @@ def _reach(address: str) -> None:
 
 @contextlib.contextmanager
 def _guarded_folder() -> Iterator[str]:
-    """A folder for a private Ray, with a process that ends what is left of it (`ray_guardian`)."""
+    """Make a folder for a private Ray, and start its guardian, which ends what is left."""
     root = tempfile.gettempdir()
     root = root if len(root) <= _LONGEST_FOLDER else "/tmp"
     folder = tempfile.mkdtemp(prefix="winnow-ray-", dir=root)
@@ -241,7 +241,7 @@ def _guarded_folder() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _marked(folder: str | None) -> Iterator[None]:
-    """What is started within the block, and what that starts, belongs to the folder."""
+    """Mark what is started within the block, and what that starts, as the folder's."""
     if folder is not None:
         os.environ[MARK] = folder
     try:
@@ -252,7 +252,7 @@ def _marked(folder: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_handlers() -> Iterator[None]:
-    """Ray sets a handler for SIGTERM; put this program's back."""
+    """Put this program's signal handlers back after a block in which Ray sets its own."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers} if is_main else {}

@@ -1,7 +1,7 @@
 """A worker in a Ray actor: the actor's class. It runs in the actor's process.
 
 Calls come as Ray delivers them, in any order, and run in that of their numbers. What the process
-prints and logs goes to the driver by a connection of its own (`telling`), not by Ray's log files.
+prints and logs goes to the driver by a connection of its own (`logs`), not by Ray's log files.
 """
 
 from __future__ import annotations
@@ -14,9 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from winnow.workers.array_refs import SplitResult
-from winnow.workers.environment import free_port
-from winnow.workers.host import Call, Host, Job, Outcome, Result, failure_of
-from winnow.workers.log_sender import LogSender, start_telling
+from winnow.workers.host import (
+    Call,
+    CallResult,
+    Host,
+    Outcome,
+    WorkerJob,
+    failure_of,
+    free_port,
+)
+from winnow.workers.logs import LogSender, start_sending
 from winnow.workers.ray.wire import Parcel, unpack
 
 CONNECT_S = 60.0
@@ -24,13 +31,13 @@ CONNECT_S = 60.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where an actor's process is."""
+    """The process and the node of an actor."""
 
     pid: int
     namespace: str
-    """Of process ids, with the machine's boot: two that agree can see each other's processes."""
+    """Names the machine's boot and its space of process ids: two that agree see each other's."""
     address: str
-    """Of this node, as it reaches the driver."""
+    """The node's, as it reaches the driver."""
     free_port: int
 
 
@@ -38,8 +45,8 @@ class RayWorker:
     """Hosts one worker.
 
     Args:
-        driver: host and port at which the driver listens to what is told.
-        token: says which worker this is; nobody else knows it.
+        driver: host and port at which the driver takes logs.
+        token: tells the driver which worker this is; no other process knows it.
     """
 
     def __init__(self, driver: tuple[str, int], token: str) -> None:
@@ -50,7 +57,7 @@ class RayWorker:
         self._early: dict[int, asyncio.Future[None]] = {}
 
     async def connect(self) -> Place:
-        """Send what is printed to the driver from now on.
+        """Send what is printed to the driver from now on; returns where this process is.
 
         Raises:
             OSError: the driver cannot be reached from this node.
@@ -64,7 +71,11 @@ class RayWorker:
         return Place(os.getpid(), process_namespace(), address, free_port(address))
 
     async def call(self, number: int, parcel: Parcel) -> tuple[Outcome, Any]:
-        """Run a call when all before it have begun; what the result keeps is apart from it."""
+        """Run a call when all before it have begun.
+
+        Returns:
+            The outcome, and apart from it what the result keeps here.
+        """
         if number != self._next:
             turn = self._early[number] = asyncio.get_running_loop().create_future()
             await turn
@@ -72,23 +83,23 @@ class RayWorker:
         if self._next in self._early:
             self._early.pop(self._next).set_result(None)
         try:
-            asked: Job | Call = unpack(parcel)
+            asked: WorkerJob | Call = unpack(parcel)
         except Exception as error:  # such as a class that is not to be found here
             return failure_of(error), None
-        if isinstance(asked, Job):
+        if isinstance(asked, WorkerJob):
             sys.path += [path for path in asked.python_path if path not in sys.path]
             if os.path.isdir(asked.folder):  # else each path must be whole
                 os.chdir(asked.folder)
-            start_telling(
+            start_sending(
                 self._teller, self._host, asked.stall_timeout_s, asked.log_level, self._is_orphan
             )
         outcome = await self._host.outcome(asked)
-        if isinstance(outcome, Result) and isinstance(outcome.value, SplitResult):
+        if isinstance(outcome, CallResult) and isinstance(outcome.value, SplitResult):
             return outcome, outcome.value.block.take()
         return outcome, None
 
     def _is_orphan(self) -> bool:
-        """Whether the driver has closed the connection, or is gone."""
+        """Return whether the driver has closed the connection, or is gone."""
         assert self._stream is not None
         try:
             return self._stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
@@ -99,6 +110,6 @@ class RayWorker:
 
 
 def process_namespace() -> str:
-    """Names the processes that this one can see: the machine's boot, and its namespace."""
+    """Name the processes that this one can see: the machine's boot, and its namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -1,8 +1,8 @@
-"""Which workers share which devices, as data: pools, roles, and whether a cluster can hold them.
+"""Pools, roles and nodes as data: the workers that share devices, and room for them in a cluster.
 
 A pool is `nodes` parts of `per_node` slots; a part lies on one node. A slot has one worker of each
 role of the pool, so that roles of one pool share devices (colocated), and roles of different pools
-do not. Nothing here knows Ray; `ray_group` reserves what is worked out here.
+do not. Nothing here knows Ray; `ray.session` reserves what is worked out here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Pool:
 
     @property
     def slots(self) -> int:
-        """How many ranks each of its roles has."""
+        """The number of ranks of each of its roles."""
         return self.nodes * self.per_node
 
 
@@ -42,7 +42,7 @@ class Bundle:
     devices: float
 
     def __str__(self) -> str:
-        """`4 devices and 8 cores`."""
+        """Say `4 devices and 8 cores`."""
         cores = f"{self.cpus:g} core{'' if self.cpus == 1 else 's'}"
         devices = f"{self.devices:g} device{'' if self.devices == 1 else 's'}"
         return f"{devices} and {cores}" if self.devices else cores
@@ -50,7 +50,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Node:
-    """What one node of a cluster offers."""
+    """A node of a cluster, and the resources that it offers."""
 
     name: str
     offer: Bundle
@@ -86,33 +86,33 @@ class Layout:
 
     @classmethod
     def colocated(cls, pool: Pool, roles: Sequence[str]) -> Layout:
-        """All roles in one pool."""
+        """Put all roles in one pool."""
         return cls((pool,), dict.fromkeys(roles, pool.name))
 
     def pool_of(self, role: str) -> Pool:
-        """Where a role's workers are."""
+        """Return the pool of a role."""
         return next(pool for pool in self.pools if pool.name == self.roles[role])
 
     def size(self, role: str) -> int:
-        """How many workers a role has."""
+        """Count a role's workers."""
         return self.pool_of(role).slots
 
     def share(self, role: str) -> Bundle:
-        """What one worker of a role takes of its slot."""
+        """Return the part of its slot that one worker of a role takes."""
         pool = self.pool_of(role)
         return Bundle(pool.cpus, 1 / self._roles_in(pool) if pool.has_devices else 0.0)
 
     def slot(self, pool: Pool) -> Bundle:
-        """What one slot needs: a worker of each role."""
+        """Return the needs of one slot, which has a worker of each role."""
         return Bundle(pool.cpus * self._roles_in(pool), 1.0 if pool.has_devices else 0.0)
 
     def part(self, pool: Pool) -> Bundle:
-        """What a node needs for its part of a pool."""
+        """Return the needs of a part of a pool, which lies on one node."""
         slot = self.slot(pool)
         return Bundle(slot.cpus * pool.per_node, slot.devices * pool.per_node)
 
     def assign(self, nodes: Sequence[Node]) -> dict[str, list[str]]:
-        """The node of each slot, by pool; slots of one part follow each other.
+        """Choose the node of each slot, by pool; slots of one part follow each other.
 
         Finds a way if there is one; parts may share a node.
 
@@ -145,12 +145,12 @@ class Layout:
 
 
 def _whole(bundle: Bundle) -> tuple[int, int]:
-    """Devices and hundredths of cores: exact sums."""
+    """Count devices and cores in hundredths, whose sums are exact."""
     return round(bundle.devices * _CENT), round(bundle.cpus * _CENT)
 
 
 def _packed(items: list[tuple[int, int]], bins: list[tuple[int, int]]) -> list[int] | None:
-    """For each item the index of its bin; None where they do not fit. Items: largest first."""
+    """Choose the index of each item's bin; None where they do not fit. Items: largest first."""
     left = list(bins)
     chosen: list[int] = []
     hopeless: set[tuple[int, tuple[tuple[int, int], ...]]] = set()

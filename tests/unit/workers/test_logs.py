@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.workers.log_receiver import (
+from winnow.workers.logs import (
     LONGEST_LINE_BYTES,
     Beat,
     LogReceiver,
+    LogSender,
     Parser,
     Said,
     log_line,
 )
-from winnow.workers.log_sender import LogSender
 from winnow.workers.protocol import WorkerLine
 
 TEXT = st.text(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.errors import ConfigError
-from winnow.workers.pools import Bundle, Layout, Node, Pool
+from winnow.workers.placement import Bundle, Layout, Node, Pool
 
 POLICY = Pool("policy", 2, 4, has_devices=True, cpus=2)
 ROLLOUT = Pool("rollout", 1, 4, has_devices=True, cpus=3)

@@ -6,20 +6,20 @@ import socket
 
 import pytest
 
-from winnow.workers.environment import DEFAULTS, free_port, merged
+from winnow.workers.host import DEFAULT_VARIABLES, free_port, merged_environment
 
 
 def test_the_users_values_come_before_ours_and_ours_before_defaults(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in DEFAULTS:
+    for name in DEFAULT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert merged({}) == DEFAULTS
+    assert merged_environment({}) == DEFAULT_VARIABLES
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     monkeypatch.setenv("SOMETHING_ELSE", "1")
-    assert merged({"OMP_NUM_THREADS": "2", "HF_HOME": "/x"}) == {
-        **DEFAULTS,
+    assert merged_environment({"OMP_NUM_THREADS": "2", "HF_HOME": "/x"}) == {
+        **DEFAULT_VARIABLES,
         "NCCL_DEBUG": "INFO",
         "OMP_NUM_THREADS": "2",
         "HF_HOME": "/x",

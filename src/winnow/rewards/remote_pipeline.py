@@ -1,0 +1,231 @@
+"""Reward pipelines in other processes: answers go there, scores come back, in pieces.
+
+    driver   begun in one turn of the loop ─► dealt by load ─► one `exchange` a worker ─► scores
+    worker   exchange(answers) ─► a task each ─► the pipeline ─► done ─► the newest exchange
+
+An exchange returns as soon as something is done, so that a slow answer holds up nobody. Of several
+under way only the newest waits: the driver makes another one when it has more to send. The driver
+reads no tokens: an answer goes on as it came, and text is made where it is scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from winnow.errors import WinnowError
+from winnow.rewards.pipeline import RewardPipeline, ScoredAnswer
+from winnow.rewards.wire import portable
+from winnow.types import Prompt, Trajectory
+from winnow.workers.array_refs import begin_fetching
+from winnow.workers.group import ThreadsafeGroup
+
+MOST_CALLS = 2
+"""To one worker at once: one that waits there, and one on its way with what has come since."""
+PATIENCE_S = 1.0
+"""A call returns after so long without news: what hangs is then never the call."""
+LINGER_S = 0.002
+"""For more to be done beside the first, where more is under way."""
+
+Asked = tuple[int, Prompt, Trajectory, str | None, bool]
+"""A number that the driver knows it by, and the arguments of `AnyPipeline.score`."""
+_Future = asyncio.Future[ScoredAnswer]
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreReply:
+    """The answers scored since the last reply."""
+
+    done: Sequence[tuple[int, ScoredAnswer | WinnowError]]
+    """In the order in which they were; an error is that of its answer."""
+    figures: dict[str, int]
+    """Those of the pipeline, since the last reply."""
+
+
+@dataclass(eq=False)
+class _Load:
+    """The answers of one event loop at one worker."""
+
+    rank: int
+    under_way: dict[int, _Future] = field(default_factory=dict)
+    unsent: list[Asked] = field(default_factory=list)
+    calls: int = 0
+
+
+class RemotePipeline:
+    """An `AnyPipeline` over workers that are `PipelineWorker`s. They fail as a group.
+
+    All methods raise WorkerError when a worker fails.
+    """
+
+    def __init__(self, workers: ThreadsafeGroup) -> None:
+        self._workers = workers
+        self._numbers = count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loads: list[_Load] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._figures: dict[str, int] = {}
+        for figures in workers.ask("figures"):
+            self._book(figures)
+
+    def prepare(self, data_sources: Iterable[str]) -> None:
+        self._workers.ask("prepare", sorted(data_sources))
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        self._workers.ask("check_prompt", prompt)
+
+    def takes_time(self, data_sources: Iterable[str]) -> bool:
+        return True
+
+    def figures(self) -> dict[str, int]:
+        told, self._figures = self._figures, dict.fromkeys(self._figures, 0)
+        return told
+
+    def scored_apart(self) -> int:
+        return sum(each or 0 for each in self._workers.progress)
+
+    def close(self) -> None:
+        self._workers.close()
+
+    async def score(
+        self, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool
+    ) -> ScoredAnswer:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._loads = loop, [_Load(rank) for rank in range(self._workers.size)]
+        load = min(self._loads, key=lambda load: len(load.under_way))
+        number = next(self._numbers)
+        future: _Future = loop.create_future()
+        load.under_way[number] = future
+        load.unsent.append((number, prompt, trajectory, text, training))
+        if len(load.unsent) == 1:  # behind whoever is ready to run now, and may ask as well
+            loop.call_soon(self._send, load)
+        try:
+            return await future
+        finally:
+            load.under_way.pop(number, None)
+
+    def _send(self, load: _Load) -> None:
+        """Call a worker where it has answers; one call is always there to bring what is done."""
+        if load.calls < MOST_CALLS and (load.unsent or (load.under_way and not load.calls)):
+            wanted = [asked for asked in load.unsent if asked[0] in load.under_way]
+            load.unsent.clear()
+            load.calls += 1
+            task = asyncio.get_running_loop().create_task(self._exchange(load, wanted))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _exchange(self, load: _Load, asked: Sequence[Asked]) -> None:
+        try:
+            reply: ScoreReply = await self._workers.call_rank(
+                load.rank, "exchange", asked, PATIENCE_S
+            )
+        except Exception as error:  # belongs to those who wait, who would wait for ever
+            for number in list(load.under_way):
+                _settle(load, number, error)
+        else:
+            self._book(reply.figures)
+            for number, said in reply.done:
+                _settle(load, number, said)
+        load.calls -= 1
+        self._send(load)
+
+    def _book(self, figures: dict[str, int]) -> None:
+        for name, value in figures.items():
+            self._figures[name] = self._figures.get(name, 0) + value
+
+
+def _settle(load: _Load, number: int, said: ScoredAnswer | Exception) -> None:
+    future = load.under_way.pop(number, None)
+    if future is None or future.done():  # cancelled, or of a loop that is no more
+        return
+    if isinstance(said, Exception):
+        future.set_exception(said)
+    else:
+        future.set_result(said)
+
+
+class PipelineWorker:
+    """Answers a `RemotePipeline` from another process; close it."""
+
+    def __init__(self, pipeline: RewardPipeline) -> None:
+        self._pipeline = pipeline
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._done: list[tuple[int, ScoredAnswer | WinnowError]] = []
+        self._broken: Exception | None = None
+        self._count = 0
+        self._newest = 0
+        self._news = asyncio.Event()
+
+    @property
+    def progress(self) -> int:
+        """Moves whenever scoring gets on."""
+        return self._count + self._pipeline.scored_apart()
+
+    def prepare(self, data_sources: Sequence[str]) -> None:
+        """Prepare the pipeline."""
+        self._pipeline.prepare(data_sources)
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Have the pipeline check a prompt."""
+        self._pipeline.check_prompt(prompt)
+
+    def figures(self) -> dict[str, int]:
+        """Return the pipeline's figures."""
+        return self._pipeline.figures()
+
+    async def exchange(self, asked: Sequence[Asked], patience_s: float) -> ScoreReply:
+        """Begin to score these, and say what has been done, as soon as anything has.
+
+        Nothing may be, where nothing was for so long, or where there is a newer exchange.
+        """
+        self._newest += 1
+        own = self._newest
+        self._news.set()
+        begin_fetching(trajectory for _, _, trajectory, _, _ in asked)
+        loop = asyncio.get_running_loop()
+        for each in asked:
+            task = loop.create_task(self._score(*each))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._something(own), patience_s)
+        if self._broken is not None:
+            raise self._broken
+        if own != self._newest:
+            return ScoreReply([], {})
+        done, self._done = self._done, []
+        return ScoreReply(done, self._pipeline.figures())
+
+    def close(self) -> None:
+        """End the pipeline's own workers."""
+        self._pipeline.close()
+
+    async def _something(self, own: int) -> None:
+        """Wait until this exchange should return."""
+        while own == self._newest and self._tasks and not self._done:
+            self._news.clear()
+            await self._news.wait()
+        if own == self._newest and self._tasks:
+            await asyncio.sleep(LINGER_S)
+
+    async def _score(
+        self, number: int, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool
+    ) -> None:
+        said: ScoredAnswer | WinnowError
+        try:
+            found = await self._pipeline.score(prompt, trajectory, text, training)
+            # Whatever classes the scorer's process knows, the driver does not.
+            said = replace(found, score=portable(found.score))
+        except WinnowError as error:
+            said = error
+        except Exception as error:  # a mistake of ours: the worker's, not this answer's
+            self._broken = error
+            self._news.set()
+            return
+        self._count += 1
+        self._done.append((number, said))
+        self._news.set()
