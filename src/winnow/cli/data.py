@@ -259,7 +259,7 @@ def _add_overlap(overlap: Overlap, table: _Table) -> None:
 
 
 def _show_conflicts(report: DataReport, console: Console) -> None:
-    from winnow.data.wording import excerpt
+    from winnow.data.files import excerpt
 
     if not report.conflicts:
         return

@@ -24,12 +24,12 @@ class PromptSource(Protocol):
 
     @property
     def size(self) -> int | None:
-        """How many there are; None when they never end."""
+        """The number of prompts; None when they never end."""
         ...
 
     @property
     def data_sources(self) -> frozenset[str]:
-        """All their data sources, to be checked against the scorers before training."""
+        """Their data sources, to be checked against the scorers before training."""
         ...
 
     @property

@@ -5,8 +5,7 @@ from __future__ import annotations
 from winnow.config.reward_model import NoRewardModel
 from winnow.config.reward_shares import share_of
 from winnow.config.root import Config
-from winnow.data.text import decoder
-from winnow.data.tokenizer import load_tokenizer
+from winnow.data.tokenizer import decoder, load_tokenizer
 from winnow.rewards.panel_worker import PipelineWorker
 from winnow.runs.rewarding import make_panel
 from winnow.workers.protocol import RankInfo

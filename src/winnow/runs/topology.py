@@ -19,7 +19,7 @@ from winnow.config.checks_cluster import workers_of
 from winnow.config.cluster import LocalCluster
 from winnow.config.reward_model import SequenceClassifier
 from winnow.config.root import Config
-from winnow.data.text import decoder
+from winnow.data.tokenizer import decoder
 from winnow.learning.canary import Canary
 from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import model_writer

@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from winnow.cli.data import app
-from winnow.data.check import DataReport, check
-from winnow.data.check_text import alike, same
-from winnow.data.prepare_instruction import with_dapo_instruction
+from winnow.data.check import DataReport, alike, check, same
+from winnow.data.published import with_dapo_instruction
 from winnow.errors import DataError, ModelError
 
 WriteJsonl = Callable[..., str]

@@ -219,3 +219,27 @@ def test_a_generated_prompt_must_fit_too() -> None:
     assert isinstance(source, GeneratedPrompts)
     with pytest.raises(DataError, match="none of the 1 prompts fits"):
         source.prompt(0)
+
+
+class CountingTokenizer:
+    """A tokenizer that counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return TOKENIZER(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(TOKENIZER, name)
+
+
+def test_a_generated_prompt_is_tokenized_once() -> None:
+    tokenizer: Any = CountingTokenizer()
+    source = training_prompts(TASK, tokenizer, 1)
+    before = tokenizer.calls
+    made = [source.prompt(index) for index in range(5)]
+    assert tokenizer.calls == before + 5
+    assert [source.find(prompt.uid).text for prompt in made] == [prompt.text for prompt in made]
+    assert tokenizer.calls == before + 10

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from winnow.cli.data import app
 from winnow.config.load import resolve_recipe
 from winnow.data.prepare import Prepared, Request, prepare
-from winnow.data.prepare_instruction import with_dapo_instruction
+from winnow.data.published import with_dapo_instruction
 from winnow.data.sources import read_rows
 from winnow.data.tasks.sort_digits import is_held_out, solution
 from winnow.errors import DataError

@@ -65,7 +65,7 @@ class ProceduralStream:
 
     @property
     def data_source(self) -> str:
-        """What all its rows have."""
+        """The data source of all its rows."""
         return f"{PREFIX}{self._task.task}"
 
     def candidates(self, index: int) -> Iterator[Row]:
@@ -98,7 +98,7 @@ class ProceduralStream:
 
 
 def is_held_out(entry: Mapping[str, Any]) -> bool:
-    """Whether a problem is kept for evaluation."""
+    """Return whether a problem is kept for evaluation."""
     return _crc(entry) % 10 == 0
 
 

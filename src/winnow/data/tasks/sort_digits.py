@@ -58,17 +58,17 @@ def encode(text: str) -> IntArray:
 
 
 def is_held_out(digits: str) -> bool:
-    """Whether a problem is kept for evaluation."""
+    """Return whether a problem is kept for evaluation."""
     return zlib.crc32(digits.encode()) % 10 == 0
 
 
 def prompt_text(digits: str) -> str:
-    """How the problem is asked."""
+    """Write a problem as it is asked."""
     return f"{digits}:"
 
 
 def solution(digits: str) -> str:
-    """The ground truth."""
+    """Sort the digits of a problem: its ground truth."""
     return "".join(sorted(digits))
 
 
