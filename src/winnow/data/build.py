@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from winnow.config.data import DataConfig, ReasoningGymTask, SortDigitsTask
+from winnow.config.data import CustomTask, DataConfig, ReasoningGymTask, SortDigitsTask
 from winnow.data.loader import PromptSource
 from winnow.data.prompts import LengthReport, PromptRenderer, PromptSet
 from winnow.data.sources import Row, read_rows
@@ -17,17 +17,12 @@ if TYPE_CHECKING:
 
 
 class RowStream(Protocol):
-    """Endless rows by index, such as a generated task's."""
+    """Endless rows by index, such as those of a generated task."""
 
-    @property
-    def data_source(self) -> str:
-        """The data source of all its rows."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """A text that changes when the rows do."""
-        ...
+    data_sources: frozenset[str]
+    """The data sources of its rows."""
+    fingerprints: Mapping[str, str]
+    """For each task, a text that changes when the rows do."""
 
     def candidates(self, index: int) -> Iterator[Row]:
         """Yield rows for `index`, always the same: the first that is short enough counts."""
@@ -45,8 +40,7 @@ class GeneratedPrompts:
 
     def __init__(self, stream: RowStream, renderer: PromptRenderer) -> None:
         self._stream, self._renderer = stream, renderer
-        self.data_sources = frozenset({stream.data_source})
-        self.fingerprints = {stream.data_source: stream.fingerprint}
+        self.data_sources, self.fingerprints = stream.data_sources, stream.fingerprints
 
     def prompt(self, index: int) -> Prompt:
         return self._renderer.first_fitting(self._stream.candidates(index))
@@ -58,7 +52,7 @@ class GeneratedPrompts:
 def training_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PromptSource:
-    """Make the training prompts of a recipe; a `PromptSet`, with its report, where they are files.
+    """Make the training prompts of a recipe; a `PromptSet`, with its report, where they end.
 
     Raises:
         DataError: there is no training data, or it is not usable.
@@ -72,6 +66,13 @@ def training_prompts(
         from winnow.data.tasks.procedural import ProceduralStream
 
         return GeneratedPrompts(ProceduralStream(config.task, seed), renderer)
+    if isinstance(config.task, CustomTask):
+        from winnow.data.user_source import UserRows
+
+        rows = UserRows(config.task, config.prompt_key)
+        if rows.size is None:
+            return GeneratedPrompts(rows, renderer)
+        return renderer.render([rows.row(index) for index in range(rows.size)])
     if not config.train_files:
         raise DataError("data.train_files is empty and data/task=none; name the files to train on")
     return renderer.render(read_rows(config.train_files, config.prompt_key))
@@ -95,4 +96,8 @@ def evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -
         from winnow.data.tasks.procedural import held_out_rows
 
         return renderer.render(held_out_rows(config.task))
+    if isinstance(config.task, CustomTask):
+        from winnow.data.user_source import UserRows
+
+        return renderer.render(UserRows(config.task, config.prompt_key).held_out())
     return PromptSet((), LengthReport(0, 0, 0, 0, 0))

@@ -44,7 +44,7 @@ _EVALUATION = "evaluation"
 
 
 class ProceduralStream:
-    """The endless training problems of a task and a seed. Those of an index are always the same."""
+    """The endless training problems of a task and a seed, a `RowStream`."""
 
     def __init__(self, task: ReasoningGymTask, seed: int) -> None:
         """Look the task up.
@@ -60,41 +60,23 @@ class ProceduralStream:
                 f"so that no run could be resumed; write them to a file with `winnow data prepare "
                 f"{PREFIX}{task.task}`"
             )
-        self._task = task
-        self._seed = seed
-
-    @property
-    def data_source(self) -> str:
-        """The data source of all its rows."""
-        return f"{PREFIX}{self._task.task}"
+        self._task, self._seed = task, seed
+        self._source = f"{PREFIX}{task.task}"
+        self.data_sources = frozenset({self._source})
+        made = f"{task.task} {_as_json(task.options)}, seed {seed}"
+        self.fingerprints = {self._source: f"{made}, version {version('reasoning-gym')}"}
 
     def candidates(self, index: int) -> Iterator[Row]:
-        """Rows for `index`: the first will do that is short enough.
-
-        Raises:
-            DataError: the task has hardly any problem that is not held out.
-        """
         return _candidates(self._task, self._seed, index)
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
-        """Those that a uid names.
-
-        Raises:
-            KeyError: no training problem of this task has it.
-        """
-        number = uid.removeprefix(f"{self.data_source}:").partition("-")[0]
+        number = uid.removeprefix(f"{self._source}:").partition("-")[0]
         if number == uid or not number.isdecimal():
             raise KeyError(uid)
         found = next((each for each in self.candidates(int(number)) if each.uid == uid), None)
         if found is None:
             raise KeyError(uid)
         return iter([found])
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the rows do."""
-        options = _as_json(self._task.options)
-        return f"{self._task.task} {options}, seed {self._seed}, version {version('reasoning-gym')}"
 
 
 def is_held_out(entry: Mapping[str, Any]) -> bool:

@@ -96,13 +96,14 @@ def row(digits: str) -> Row:
 
 
 class SortDigitsStream:
-    """The endless training problems of a seed. A row depends on its index alone."""
+    """The endless training problems of a seed, a `RowStream`. A row depends on its index alone."""
 
-    data_source = DATA_SOURCE
+    data_sources = frozenset({DATA_SOURCE})
 
     def __init__(self, task: SortDigitsTask, seed: int) -> None:
-        self._task = task
-        self._seed = seed
+        self._task, self._seed = task, seed
+        digits = f"{task.min_digits}-{task.max_digits} digits, seed {seed}"
+        self.fingerprints = {DATA_SOURCE: digits}
 
     def digits(self, index: int) -> str:
         """The problem at `index`; problems may come round again."""
@@ -114,29 +115,14 @@ class SortDigitsStream:
         return row(self.digits(index))
 
     def candidates(self, index: int) -> Iterator[Row]:
-        """The row at `index` alone: they are all of a length."""
-        return iter([self.row(index)])
+        return iter([self.row(index)])  # alone: they are all of a length
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
-        """The row of a uid alone; KeyError when there is none."""
-        return iter([self.row_of(uid)])
-
-    def row_of(self, uid: str) -> Row:
-        """The row that a uid names.
-
-        Raises:
-            KeyError: no training problem of this task has it.
-        """
         digits = uid.removeprefix(f"{DATA_SOURCE}:")
         fits = self._task.min_digits <= len(digits) <= self._task.max_digits
         if digits == uid or not fits or set(digits) - set(DIGITS) or is_held_out(digits):
             raise KeyError(uid)
-        return row(digits)
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the rows do."""
-        return f"{self._task.min_digits}-{self._task.max_digits} digits, seed {self._seed}"
+        return iter([row(digits)])
 
 
 def held_out_problems(task: SortDigitsTask, count: int) -> list[str]:

@@ -120,7 +120,7 @@ def test_training_problems_have_all_lengths_equally_and_are_never_held_out() -> 
 def test_a_row_is_found_again_by_its_uid() -> None:
     stream = SortDigitsStream(SortDigitsTask(), 1)
     row = stream.row(7)
-    again = stream.row_of(row.uid)
+    again = next(stream.candidates_of(row.uid))
     assert row.uid == "sort_digits:" + stream.digits(7)
     assert (again.uid, again.messages, again.ground_truth) == (
         row.uid,
@@ -133,13 +133,13 @@ def test_a_row_is_found_again_by_its_uid() -> None:
 @pytest.mark.parametrize("uid", ["5391", "sort_digits:53a1", "sort_digits:539", "rows.jsonl:1"])
 def test_a_uid_of_no_training_problem_is_not_found(uid: str) -> None:
     with pytest.raises(KeyError, match=re.escape(uid)):
-        SortDigitsStream(SortDigitsTask(), 1).row_of(uid)
+        SortDigitsStream(SortDigitsTask(), 1).candidates_of(uid)
 
 
 def test_a_held_out_problem_is_not_found_among_training_problems() -> None:
     held_out = held_out_problems(SortDigitsTask(), 1)[0]
     with pytest.raises(KeyError):
-        SortDigitsStream(SortDigitsTask(), 1).row_of(f"sort_digits:{held_out}")
+        SortDigitsStream(SortDigitsTask(), 1).candidates_of(f"sort_digits:{held_out}")
 
 
 def test_held_out_problems_are_always_the_same_ones_first() -> None:
