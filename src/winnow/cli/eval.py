@@ -45,8 +45,7 @@ def eval_command(
 ) -> None:  # fmt: skip
     """Ask a model held-out prompts: avg@N, pass@k, maj@k by source, all answers in a file."""
     with heap.growing():
-        from winnow.runs.evaluate import run_evaluation
-        from winnow.runs.evaluation_subject import EvalRequest
+        from winnow.runs.evaluate import EvalRequest, run_evaluation
         from winnow.runs.shutdown import EXIT_INTERRUPTED, Stopped
 
     request = EvalRequest(model, tuple(overrides or ()), tuple(data or ()), recipe, out, step)
@@ -70,7 +69,7 @@ def compare_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Say whether B is better than A on the problems that both answered, or only luckier."""
-    from winnow.runs.evaluation_compare import run_comparison
+    from winnow.evaluation.compare import run_comparison
 
     run_comparison(a, b, as_json, _console())
 

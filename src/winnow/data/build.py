@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from winnow.config.data import CustomTask, DataConfig, ReasoningGymTask, SortDigitsTask
@@ -21,7 +21,7 @@ class RowStream(Protocol):
 
     data_sources: frozenset[str]
     """The data sources of its rows."""
-    fingerprints: Mapping[str, str]
+    fingerprints: dict[str, str]
     """For each task, a text that changes when the rows do."""
 
     def candidates(self, index: int) -> Iterator[Row]:

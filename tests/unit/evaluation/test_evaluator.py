@@ -13,9 +13,7 @@ from rich.console import Console
 
 from winnow.config.reward import RewardConfig
 from winnow.evaluation.evaluator import AskProgress, Evaluated, EvaluationSettings, Evaluator
-from winnow.evaluation.progress import ProgressLine, in_words
-from winnow.evaluation.report import Report
-from winnow.evaluation.tables import print_report
+from winnow.evaluation.report import ProgressLine, Report, in_words, print_report
 from winnow.rewards.service import RewardService
 from winnow.rollout.engine import EngineStatus, SamplingParams
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from winnow.evaluation.paired import EXACT_FLIPS, FLIPS, paired, sign_flip_p
+from winnow.evaluation.compare import EXACT_FLIPS, FLIPS, paired, sign_flip_p
 
 FEW = st.lists(st.sampled_from([-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=8)
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from winnow.errors import WinnowError
-from winnow.evaluation.paired import paired
+from winnow.evaluation.compare import Answers, compare, notes, paired, read_answers, verdict
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
-from winnow.runs.evaluation_compare import Answers, compare, notes, read_answers, verdict
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
 
