@@ -27,12 +27,11 @@ from rich.console import Console
 from rich.text import Text
 
 from winnow.errors import DataError, WinnowError
-from winnow.evaluation.report import ALL, ANSWERS, REPORT, SCORED, show, table_of
+from winnow.evaluation.report import ALL, ANSWERS, REPORT, SCORED
 from winnow.evaluation.statistics import LEVEL, Floats, two_sided_bound, two_sided_p
-from winnow.observe.figures import share
+from winnow.observe.figures import WIDTH, figure_table, print_table, share
 from winnow.observe.rollouts import read_rollouts, rollout_files
 from winnow.observe.run_folder import RunFolder
-from winnow.observe.summary import WIDTH
 
 _COLUMNS = ("problem", "data_source", "outcome", "accuracy")
 _ERROR = "scorer_error"
@@ -304,7 +303,7 @@ def _print(found: Comparison, console: Console) -> None:
         console.print(Text(f"{name}  {answers.file}"), soft_wrap=True)
     console.print()
     rows = {**found.sources, **({ALL: found.everything} if found.everything else {})}
-    table = table_of("A", "B", "B - A", "95 %", "p", "won/tied/lost")
+    table = figure_table("A", "B", "B - A", "95 %", "p", "won/tied/lost")
     for label, pair in rows.items():
         low, high = pair.interval
         table.add_row(
@@ -316,7 +315,7 @@ def _print(found: Comparison, console: Console) -> None:
             _p(pair.p_flip),
             f"{pair.won}/{pair.tied}/{pair.lost}",
         )
-    show(table, console)
+    print_table(table, console)
     for line in [*notes(found), verdict(found.deciding)]:
         console.print(Text(line), width=width)
 

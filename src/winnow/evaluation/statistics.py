@@ -42,11 +42,11 @@ def two_sided_p(t: float, degrees: int) -> float:
 
     Example: `two_sided_p(12.7062, 1)` is about 0.05.
     """
-    from scipy.special import betaincc, stdtr
+    from scipy.special import betainc, stdtr
 
     # stdtr loses digits near 0: 3e-11 at t = 1e-6.
     if t * t < degrees:
-        return float(betaincc(0.5, degrees / 2, t * t / (degrees + t * t)))
+        return 1 - float(betainc(0.5, degrees / 2, t * t / (degrees + t * t)))
     return 2 * float(stdtr(degrees, -abs(t)))
 
 

@@ -19,12 +19,12 @@ PARTIAL = ".partial"
 
 
 def disk_error(path: Path, error: OSError) -> WinnowError:
-    """What the user reads when `path` cannot be written: file, reason, remedy."""
+    """Word the error for a `path` that cannot be written: file, reason, remedy."""
     return WinnowError(f"cannot write {path}: {reason_and_remedy(error)}")
 
 
 def reason_and_remedy(error: OSError) -> str:
-    """Why the system refused, and what to do about it: `REASON; REMEDY`."""
+    """Say why the system refused, and what to do about it: `REASON; REMEDY`."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in _FULL:
         remedy = "free some space, or put the run on another disk with run.dir=FOLDER"
@@ -36,7 +36,7 @@ def reason_and_remedy(error: OSError) -> str:
 
 
 def system_error(error: Exception) -> OSError | None:
-    """What the system refused; libraries written in Rust tell of it in words, `(os error 28)`."""
+    """Find the system's error in one; libraries written in Rust tell it as `(os error 28)`."""
     if isinstance(error, OSError):
         return error
     told = _TOLD.search(str(error))
@@ -45,7 +45,7 @@ def system_error(error: Exception) -> OSError | None:
 
 @contextlib.contextmanager
 def refusals_told(path: Path) -> Iterator[None]:
-    """What the system refuses within the block is told of the file it names, or else of `path`.
+    """Tell a system's error within the block of the file it names, or else of `path`.
 
     Raises:
         WinnowError: instead of any OSError.

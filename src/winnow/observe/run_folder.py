@@ -1,4 +1,4 @@
-"""runs/NAME/: where everything of a run lies, and its log.
+"""The folder of a run, runs/NAME/, and its log.
 
 `config.yaml`, `metrics.jsonl`, `rollouts/`, `checkpoints/`, `eval/`, `log.txt`, `curve.png`.
 """
@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from winnow.errors import ConfigError, WinnowError
@@ -19,11 +18,18 @@ from winnow.observe.files import disk_error, refusals_told, write_atomic, write_
 from winnow.observe.jsonl import METRICS_FILE
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The folder of one run. Example: `RunFolder.create("runs", None, "quickstart")`."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name
+        self.config = path / "config.yaml"  # the resolved recipe
+        self.metrics = path / METRICS_FILE
+        self.rollouts = path / "rollouts"
+        self.checkpoints = path / "checkpoints"
+        self.evaluations = path / "eval"  # answers to held-out prompts
+        self.log = path / "log.txt"
+        self.curve = path / "curve.png"
 
     @classmethod
     def create(cls, runs: str | Path, name: str | None, recipe: str) -> RunFolder:
@@ -45,7 +51,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """An existing run's folder.
+        """Open an existing run's folder.
 
         Raises:
             WinnowError: there is no run, or it may not be looked at.
@@ -57,56 +63,16 @@ class RunFolder:
             raise WinnowError(f"{path} is not a run's folder (no config.yaml); look in runs/")
         return folder
 
-    @property
-    def name(self) -> str:
-        """The last part of the path."""
-        return self.path.name
-
-    @property
-    def config(self) -> Path:
-        """The resolved recipe."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """One line a step."""
-        return self.path / METRICS_FILE
-
-    @property
-    def rollouts(self) -> Path:
-        """Folder of what was generated."""
-        return self.path / "rollouts"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the training states."""
-        return self.path / "checkpoints"
-
-    @property
-    def evaluations(self) -> Path:
-        """Folder of the answers to held-out prompts."""
-        return self.path / "eval"
-
-    @property
-    def log(self) -> Path:
-        """What happened, with times."""
-        return self.path / "log.txt"
-
-    @property
-    def curve(self) -> Path:
-        """The learning curve."""
-        return self.path / "curve.png"
-
     def rollout(self, step: int) -> Path:
-        """The answers whose groups closed in a step."""
+        """Return the file of the answers whose groups closed in a step."""
         return self.rollouts / f"step-{step}.parquet"
 
     def evaluation(self, step: int) -> Path:
-        """The held-out answers after a step."""
+        """Return the file of the held-out answers after a step."""
         return self.evaluations / f"step-{step}.parquet"
 
     def checkpoint(self, step: int) -> Path:
-        """The training state after a step."""
+        """Return the folder of the training state after a step."""
         return self.checkpoints / f"step-{step}"
 
     def save_config(self, text: str) -> None:
@@ -144,11 +110,7 @@ class RunFolder:
 
 
 class _LogFile(logging.StreamHandler["_WholeLines"]):
-    """A log that a full disk silences: the figures, not the log, decide whether a run goes on.
-
-    Raises:
-        WinnowError: the file cannot be opened.
-    """
+    """A log that a full disk silences: the figures, not the log, decide whether a run goes on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -192,7 +154,7 @@ class _WholeLines:
             raise
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no text is held back."""
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""

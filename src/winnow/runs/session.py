@@ -24,9 +24,8 @@ from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.names import SFT_S, Record
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.run_folder import RunFolder
-from winnow.observe.samples import samples
 from winnow.observe.sinks import FirstRecord, RunInfo, Sinks
-from winnow.observe.summary import Summary, print_summary
+from winnow.observe.summary import Summary, print_summary, samples
 from winnow.rewards.service import Rewards
 from winnow.runs.build import Built, build, make_saver, use_machine
 from winnow.runs.build_learner import needs_start
