@@ -1,4 +1,4 @@
-"""What this machine has for Winnow, what is missing, and how to get it: `winnow doctor`.
+"""`winnow doctor`: what this machine has for Winnow, what is missing, and how to get it.
 
 Everything is tried rather than asked: torch multiplies, a program runs in each sandbox, a file is
 written where runs go. A fault keeps every run from starting; a note is about something that only
@@ -25,7 +25,7 @@ from winnow.errors import RewardError
 State = Literal["ok", "note", "fault"]
 _GIB = 1 << 30
 _LEAST_FREE = 2 * _GIB
-"""Of a disk: a few checkpoints of a small model."""
+"""Bytes of disk for a few checkpoints of a small model."""
 _LEAST_MEMORY = 2 * _GIB
 _NOT_FOR_USERS = {"all", "dev", "browser"}
 _PURPOSE = {
@@ -48,7 +48,7 @@ class Finding:
     state: State
     text: str
     remedy: str = ""
-    """What to do, in one line; empty where nothing is to be done."""
+    """Remedy in one line; empty where nothing is to be done."""
 
 
 def examine(runs: str) -> Iterator[Finding]:
@@ -91,7 +91,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _requirements(extra: str) -> Iterator[Any]:
-    """What Winnow itself asks for, or what an extra adds."""
+    """Yield the requirements of Winnow itself, or those that an extra adds."""
     from packaging.requirements import Requirement
 
     for line in metadata.requires("winnow") or ():
@@ -114,7 +114,7 @@ def _unmet(requirement: Any) -> str:
 
 
 def _torch() -> Iterator[Finding]:
-    """Whether it computes, and on what."""
+    """Try whether torch computes, and find its devices."""
     try:
         import torch
 
@@ -286,7 +286,7 @@ def _runs_folder(folder: Path) -> Finding:
 
 
 def _caches() -> Iterator[Finding]:
-    """What is kept between runs, and how large it has become."""
+    """Measure what is kept between runs."""
     own = os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow"
     hub = (
         os.environ.get("HF_HUB_CACHE")
