@@ -100,4 +100,4 @@ def evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -
         from winnow.data.user_source import UserRows
 
         return renderer.render(UserRows(config.task, config.prompt_key).held_out())
-    return PromptSet((), LengthReport(0, 0, 0, 0, 0))
+    return PromptSet((), LengthReport(0, 0, 0))

@@ -97,11 +97,6 @@ class Overlap:
     """Rows of the checked file that are such prompts."""
     shared: tuple[SharedPrompt, ...]
 
-    @property
-    def total(self) -> int:
-        """Evaluation prompts found in the file."""
-        return sum(self.shared_by_source.values())
-
 
 @dataclass(frozen=True)
 class DataReport:

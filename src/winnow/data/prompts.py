@@ -29,7 +29,7 @@ _EVERY_SOURCE = "*"
 
 @dataclass(frozen=True)
 class LengthReport:
-    """The effect of the length limit on the rows, in prompts and tokens."""
+    """The effect of the length limit on the rows, in numbers of rows."""
 
     rows: int
     """Rows looked at."""
@@ -37,10 +37,6 @@ class LengthReport:
     """Rows left out because they were too long."""
     cut: int
     """Rows cut to the limit."""
-    shortest_tokens: int
-    """Over all rows, before the limit."""
-    longest_tokens: int
-    """Over all rows, before the limit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +116,6 @@ class PromptRenderer:
             rows=len(rows),
             filtered=len(rows) - len(prompts),
             cut=sum(length > limit for length, prompt in fitted if prompt is not None),
-            shortest_tokens=min((length for length, _ in fitted), default=0),
-            longest_tokens=max((length for length, _ in fitted), default=0),
         )
         return PromptSet(prompts, report)
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from winnow.errors import ConfigError, WinnowError
-from winnow.observe.files import disk_error, refusals_told, write_atomic, write_fully
+from winnow.observe.files import AppendFile, disk_error, refusals_told, write_atomic
 from winnow.observe.jsonl import METRICS_FILE
 
 
@@ -109,58 +108,30 @@ class RunFolder:
             handler.close()
 
 
-class _LogFile(logging.StreamHandler["_WholeLines"]):
+class _LogFile(logging.Handler):
     """A log that a full disk silences: the figures, not the log, decide whether a run goes on."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._refused: OSError | None = None
-        try:
-            super().__init__(_WholeLines(path))
-        except OSError as error:
-            raise disk_error(path, error) from error
+        super().__init__()
+        self._file = AppendFile(path)
+        self._refused: WinnowError | None = None
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError):
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._file.append(f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
+        except WinnowError as error:
             self._refused = self._refused or error
-        else:
-            super().handleError(record)
+        except Exception:
+            self.handleError(record)
 
     def report(self) -> None:
         """Tell of lines that are missing; a run that fails has something else to tell."""
         if self._refused is not None:
-            print(f"{disk_error(self._path, self._refused)} (no log)", file=sys.stderr)
+            print(f"{self._refused} (no log)", file=sys.stderr)
 
     def close(self) -> None:
         super().close()
-        self.stream.close()
-
-
-class _WholeLines:
-    """A file that takes each text whole or leaves it."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-
-    def write(self, text: str) -> None:
-        """Append; a disk that fills in the middle keeps nothing of it."""
-        before = os.fstat(self._descriptor).st_size
-        try:
-            write_fully(self._descriptor, text.encode("utf-8", "backslashreplace"))
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, before)
-            raise
-
-    def flush(self) -> None:
-        """Do nothing: no text is held back."""
-
-    def close(self) -> None:
-        """Close the file; a second time does nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        self._file.close()
 
 
 def _free_name(runs: Path, recipe: str) -> Path:

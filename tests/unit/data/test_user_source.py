@@ -83,7 +83,7 @@ def test_a_list_of_rows_comes_round_in_epochs_as_a_file_does(tmp_path: Path) -> 
     assert made.data_sources == {"s0", "s1"}
     loader = PromptLoader(made, seed=3)
     taken = [loader.next() for _ in range(10)]
-    assert loader.epoch == 2
+    assert loader.state_dict()["epoch"] == 2
     assert (
         {p.uid for p in taken[:5]} == {f"rows:{i}" for i in range(5)} == {p.uid for p in taken[5:]}
     )

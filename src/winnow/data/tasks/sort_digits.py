@@ -72,17 +72,6 @@ def solution(digits: str) -> str:
     return "".join(sorted(digits))
 
 
-def worked_form(digits: str) -> str:
-    """The selection sort of a problem, with its answer: what a perfect policy may write."""
-    steps = []
-    remaining = digits
-    while remaining:
-        least = min(remaining)
-        remaining = remaining.replace(least, "", 1)
-        steps.append(f"{least}|{remaining}")
-    return f"{';'.join(steps)}#{solution(digits)}"
-
-
 def row(digits: str) -> Row:
     """A problem as a row of data; its uid is the same whenever the problem comes round."""
     return Row(
