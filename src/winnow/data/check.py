@@ -12,12 +12,13 @@ z^4 + z^2 apart from z^4 - z^2.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from winnow.config.data import DataConfig
 from winnow.data.files import excerpt
@@ -232,17 +233,12 @@ def _lengths(
     return Lengths(
         unit=unit,
         shortest=lengths[0],
-        median=_quantile(lengths, 0.5),
-        p95=_quantile(lengths, 0.95),
+        median=int(np.quantile(lengths, 0.5, method="inverted_cdf")),
+        p95=int(np.quantile(lengths, 0.95, method="inverted_cdf")),
         longest=lengths[-1],
         limit=limit,
         beyond=None if limit is None else sum(length > limit for length in lengths),
     )
-
-
-def _quantile(ordered: Sequence[int], share: float) -> int:
-    """Return the smallest value that at least this share of the values does not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def _number(row: Row) -> int:

@@ -18,22 +18,6 @@ from winnow.errors import DataError
 
 _LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _PARQUET = ".parquet"
-DRIVERS = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "az": "adlfs",
-    "http": "requests aiohttp",
-    "https": "requests aiohttp",
-    "sftp": "paramiko",
-    "ssh": "paramiko",
-    "smb": "smbprotocol",
-}
-"""By protocol, the packages through which fsspec reads it, as pip calls them. (hdfs comes with
-pyarrow, and asks for a Hadoop client on the machine.)"""
 
 
 def read_records(path: str) -> Iterator[tuple[int, Any]]:
@@ -77,9 +61,8 @@ def _read_remote(path: str) -> bytes:
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file; check the URL") from error
     except ImportError as error:
-        package = DRIVERS.get(protocol, "what fsspec asks for")
         raise DataError(
-            f"{path}: {protocol}:// needs a package that is not installed; pip install {package}"
+            f"{path}: {protocol}:// needs a package that is not installed; {said(error)}"
         ) from error
     # Each file system has a family of errors of its own (botocore's, aiohttp's, httpx's).
     except Exception as error:

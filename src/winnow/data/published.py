@@ -119,10 +119,10 @@ class NamedSet:
     """For each split, patterns of file names: the first one that finds any counts."""
     data_source: str
     """Given to rows that have none; routes to a scorer."""
-    own_sources: tuple[str, ...]
-    """Patterns, in lower case, of the `data_source`s that rows of this set may have already."""
     truth: Mapping[str, Reader]
     """Columns of the ground truth: the first that a row fills counts."""
+    own_sources: tuple[str, ...]
+    """Patterns, in lower case, of the `data_source`s that rows of this set may have already."""
     is_integer: bool = False
     """True if ground truths are integers from 0 to 999, however they are written."""
     kept: tuple[str, ...] = ()
@@ -137,97 +137,57 @@ def _splits(pattern: str) -> dict[str, tuple[str, ...]]:
     return {split: (pattern.format(split),) for split in ("train", "test")}
 
 
+# fmt: off
 SETS: Mapping[str, NamedSet] = {
     "gsm8k": NamedSet(
-        repo="openai/gsm8k",
-        licence="MIT",
-        files=_splits("main/{}-*.parquet"),
-        data_source="openai/gsm8k",
-        own_sources=("gsm8k", "openai/gsm8k"),
-        truth=_GSM8K,
-        kept=("question", "answer"),
-        dapo_scored=False,
+        "openai/gsm8k", "MIT", _splits("main/{}-*.parquet"), "openai/gsm8k", _GSM8K,
+        own_sources=("gsm8k", "openai/gsm8k"), kept=("question", "answer"), dapo_scored=False,
     ),
     # Every row in one file a split, as verl takes it; EleutherAI/hendrycks_math holds the same
     # problems in 14 files, and the original hendrycks/competition_math is off the hub.
     "math": NamedSet(
-        repo="DigitalLearningGmbH/MATH-lighteval",
-        licence="MIT",
-        files=_splits("data/{}-*.parquet"),
-        data_source="MATH",
-        own_sources=(
-            "math",
-            "math-500*",
-            "huggingfaceh4/math-500",
-            "lighteval/math",
-            "digitallearninggmbh/math-lighteval",
-        ),
-        truth=_MATHS,
+        "DigitalLearningGmbH/MATH-lighteval", "MIT", _splits("data/{}-*.parquet"), "MATH", _MATHS,
+        own_sources=("math", "math-500*", "huggingfaceh4/math-500", "lighteval/math",
+                     "digitallearninggmbh/math-lighteval"),
         kept=("level", "type", "subject", "unique_id"),
     ),
     "dapo-math-17k": NamedSet(
-        repo="BytedTsinghua-SIA/DAPO-Math-17k",
-        licence="Apache-2.0",
-        files={"train": ("data/dapo-math-17k.parquet", "data/*.parquet")},
-        data_source="math_dapo",
+        "BytedTsinghua-SIA/DAPO-Math-17k", "Apache-2.0",
+        {"train": ("data/dapo-math-17k.parquet", "data/*.parquet")}, "math_dapo", _MATHS,
         own_sources=("math_dapo*", "dapo_math*", "dapo-math*", "dapo-17k*"),
-        truth=_MATHS,
     ),
     # The DAPO authors' own file: 30 problems, each 32 times.
     "aime-2024": NamedSet(
-        repo="BytedTsinghua-SIA/AIME-2024",
-        licence="Apache-2.0",
-        files={"test": ("data/aime-2024.parquet", "data/*.parquet")},
-        data_source="aime-2024",
+        "BytedTsinghua-SIA/AIME-2024", "Apache-2.0",
+        {"test": ("data/aime-2024.parquet", "data/*.parquet")}, "aime-2024", _MATHS,
         own_sources=("math_dapo", "aime-2024*", "aime_2024*", "aime2024*", "aime24*"),
-        truth=_MATHS,
-        is_integer=True,
-        kept=("ID", "id", "url"),
-        renamed="math_dapo",
+        is_integer=True, kept=("ID", "id", "url"), renamed="math_dapo",
     ),
     "aime-2025": NamedSet(
-        repo="math-ai/aime25",
-        licence="Apache-2.0",
-        files={"test": ("test.jsonl", "test*.parquet", "data/test*.parquet")},
-        data_source="aime-2025",
+        "math-ai/aime25", "Apache-2.0",
+        {"test": ("test.jsonl", "test*.parquet", "data/test*.parquet")}, "aime-2025", _MATHS,
         own_sources=("math_dapo", "aime-2025*", "aime_2025*", "aime2025*", "aime25*"),
-        truth=_MATHS,
-        is_integer=True,
-        kept=("ID", "id", "url"),
-        renamed="math_dapo",
+        is_integer=True, kept=("ID", "id", "url"), renamed="math_dapo",
     ),
     # AMC 12 of 2022 and 2023; answers are written as numbers such as 142.0.
     "amc": NamedSet(
-        repo="AI-MO/aimo-validation-amc",
-        licence="Apache-2.0",
-        files={"test": ("data/train-*.parquet", "data/*.parquet")},
-        data_source="amc",
-        own_sources=("amc*", "ai-mo/aimo-validation-amc", "math-ai/amc23"),
-        truth=_MATHS,
-        kept=("id", "url"),
+        "AI-MO/aimo-validation-amc", "Apache-2.0",
+        {"test": ("data/train-*.parquet", "data/*.parquet")}, "amc", _MATHS,
+        own_sources=("amc*", "ai-mo/aimo-validation-amc", "math-ai/amc23"), kept=("id", "url"),
     ),
     "humaneval": NamedSet(
-        repo="openai/openai_humaneval",
-        licence="MIT",
-        files={"test": ("openai_humaneval/test-*.parquet",)},
-        data_source="humaneval",
-        own_sources=("humaneval*",),
-        truth=_TESTS,
-        kept=("task_id", "canonical_solution"),
-        dapo_scored=False,
+        "openai/openai_humaneval", "MIT",
+        {"test": ("openai_humaneval/test-*.parquet",)}, "humaneval", _TESTS,
+        own_sources=("humaneval*",), kept=("task_id", "canonical_solution"), dapo_scored=False,
     ),
     # The 427 problems that people went over; of the 974 many are ambiguous.
     "mbpp": NamedSet(
-        repo="google-research-datasets/mbpp",
-        licence="CC-BY-4.0",
-        files=_splits("sanitized/{}-*.parquet"),
-        data_source="mbpp",
-        own_sources=("mbpp*",),
-        truth=_TESTS,
-        kept=("task_id", "code", "canonical_solution"),
-        dapo_scored=False,
+        "google-research-datasets/mbpp", "CC-BY-4.0", _splits("sanitized/{}-*.parquet"), "mbpp",
+        _TESTS,
+        own_sources=("mbpp*",), kept=("task_id", "code", "canonical_solution"), dapo_scored=False,
     ),
 }
+# fmt: on
 
 
 def foreign_source(record: Record, named: NamedSet) -> str | None:

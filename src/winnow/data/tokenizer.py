@@ -46,7 +46,7 @@ def load_tokenizer(
 
     folder = Path(path).expanduser()
     is_folder = folder.is_dir()
-    if not is_folder and not _may_be_hub_name(path):
+    if not is_folder and not may_be_hub_name(path):
         raise ModelError(
             f"{field} {path}: no such folder; give a Hugging Face model folder or a hub name"
         )
@@ -130,7 +130,7 @@ def _check_hub(name: str, field: str) -> None:
         )
 
 
-def _may_be_hub_name(path: str) -> bool:
+def may_be_hub_name(path: str) -> bool:
     """Return whether a path is `name` or `owner/name`, and lies in no folder that is here."""
     if path.startswith(("/", ".", "~")) or path.count("/") > 1 or "\\" in path:
         return False

@@ -38,7 +38,7 @@ class RunFolder:
             ConfigError: another run has that name.
             WinnowError: the folder cannot be made or written to.
         """
-        path = _free_name(Path(runs), Path(recipe).stem) if name is None else Path(runs) / name
+        path = free_path(Path(runs), Path(recipe).stem) if name is None else Path(runs) / name
         _make(path)
         if any(path.iterdir()):
             raise ConfigError(
@@ -134,12 +134,13 @@ class _LogFile(logging.Handler):
         self._file.close()
 
 
-def _free_name(runs: Path, recipe: str) -> Path:
-    stem = f"{recipe}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    path, number = runs / stem, 1
-    while path.exists():  # two runs within a second
+def free_path(folder: Path, name: str) -> Path:
+    """Name a folder NAME-DATE-TIME that is not there yet."""
+    stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    path, number = folder / stem, 1
+    while path.exists():  # two within a second
         number += 1
-        path = runs / f"{stem}-{number}"
+        path = folder / f"{stem}-{number}"
     return path
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,49 +53,6 @@ class Sample:
     after_right: bool
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The content of the closing screen; an empty part is not shown."""
-
-    title: str
-    before: Mapping[str, Evaluation] = field(default_factory=dict)
-    """Evaluations by data source."""
-    after: Mapping[str, Evaluation] = field(default_factory=dict)
-    samples: Sequence[Sample] = ()
-    tokens: Mapping[str, int] = field(default_factory=dict)
-    """Tokens by use, from `history.token_account`."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase."""
-    paths: Mapping[str, Path] = field(default_factory=dict)
-    """Files by what they hold."""
-    commands: Mapping[str, str] = field(default_factory=dict)
-    """Command lines, and what each does."""
-
-    @classmethod
-    def of(
-        cls,
-        title: str,
-        records: Sequence[Record],
-        *,
-        samples: Sequence[Sample] = (),
-        paths: Mapping[str, Path] | None = None,
-        commands: Mapping[str, str] | None = None,
-    ) -> Summary:
-        """Gather the summary from the lines of metrics.jsonl."""
-        evaluated = [(record["step"], evaluations(record)) for record in records]
-        found = [(step, by_source) for step, by_source in evaluated if by_source]
-        return cls(
-            title=title,
-            before=found[0][1] if found and found[0][0] == 0 else {},
-            after=found[-1][1] if found and found[-1][0] > 0 else {},
-            samples=samples,
-            tokens=token_account(records),
-            seconds=phase_seconds(records),
-            paths=paths or {},
-            commands=commands or {},
-        )
-
-
 def samples(before: Path, after: Path) -> list[Sample]:
     """Pick a question that training changed from wrong to right, else the first with its text.
 
@@ -125,26 +82,46 @@ def _answers(file: Path) -> dict[int, dict[str, Any]]:
     return {row["group"]: row for row in greedy or kept}
 
 
-def print_summary(summary: Summary, console: Console) -> None:
-    """Print the closing screen, at most 100 columns wide."""
+def print_summary(
+    console: Console,
+    title: str,
+    records: Sequence[Record],
+    *,
+    samples: Sequence[Sample] = (),
+    paths: Mapping[str, Path] | None = None,
+    commands: Mapping[str, str] | None = None,
+) -> None:
+    """Print the closing screen, at most 100 columns wide; an empty part is left out.
+
+    Args:
+        records: the lines of metrics.jsonl.
+        paths: files by what they hold.
+        commands: command lines, and what each does.
+    """
     width = min(WIDTH, console.width)
-    _rule(console, printable(summary.title, console.encoding), width)
-    for source in dict.fromkeys([*summary.before, *summary.after]):
-        table = _accuracy_table(source, summary.before.get(source), summary.after.get(source))
+    _rule(console, printable(title, console.encoding), width)
+    evaluated = [(record["step"], evaluations(record)) for record in records]
+    found = [(step, by_source) for step, by_source in evaluated if by_source]
+    before = found[0][1] if found and found[0][0] == 0 else {}
+    after = found[-1][1] if found and found[-1][0] > 0 else {}
+    for source in dict.fromkeys([*before, *after]):
+        table = _accuracy_table(source, before.get(source), after.get(source))
         console.print(table, width=width)
-    for sample in summary.samples:
+    for sample in samples:
         console.print(_sample_table(sample, console.encoding), width=width)
-    _print_costs(console, summary, width)
-    _print_pairs(console, "Look at", {k: str(v) for k, v in summary.paths.items()}, width)
-    _print_pairs(console, "Next", summary.commands, width)
+    _print_costs(console, token_account(records), phase_seconds(records), width)
+    _print_pairs(console, "Look at", {k: str(v) for k, v in (paths or {}).items()}, width)
+    _print_pairs(console, "Next", commands or {}, width)
 
 
-def _print_costs(console: Console, summary: Summary, width: int) -> None:
+def _print_costs(
+    console: Console, tokens: Mapping[str, int], seconds: Mapping[str, float], width: int
+) -> None:
     tables = []
-    if sum(summary.tokens.values()):
-        tables.append(_token_table(summary.tokens))
-    if summary.seconds:
-        tables.append(_time_table(summary.seconds))
+    if sum(tokens.values()):
+        tables.append(_token_table(tokens))
+    if seconds:
+        tables.append(_time_table(seconds))
     side_by_side = Table.grid(padding=(0, 3, 0, 0))
     side_by_side.add_row(*tables)
     unbounded = console.options.update(width=10 * WIDTH)

@@ -9,7 +9,6 @@ figures of a part would flatter.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from winnow.config.evaluation import EvaluationConfig
 from winnow.config.files import evaluation_recipe
 from winnow.config.load import load_recipe, resolve_recipe
 from winnow.config.root import Config
+from winnow.data.tokenizer import may_be_hub_name
 from winnow.errors import (
     CheckpointError,
     ConfigError,
@@ -44,7 +44,7 @@ from winnow.evaluation.report import (
     watched,
 )
 from winnow.observe.files import refusals_told, write_atomic
-from winnow.observe.run_folder import RunFolder
+from winnow.observe.run_folder import RunFolder, free_path
 from winnow.rewards.routing import Router
 from winnow.rollout.engine import WeightUpdate
 from winnow.runs.build import make_evaluator, use_machine
@@ -266,7 +266,8 @@ def _kind_of(path: Path, name: str) -> Literal["checkpoint", "model", "run"]:
     if (path / MANIFEST).is_file():
         return "checkpoint"
     if not path.exists():
-        return "model" if _may_be_hub_name(name) else "run"
+        is_ours = name.endswith("/") or name.partition("/")[0] in ("runs", "evals")
+        return "model" if may_be_hub_name(name) and not is_ours else "run"
     if (path / "config.json").is_file():
         return "model"
     if not (path / CONFIG).is_file():
@@ -313,7 +314,7 @@ def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, recipe
     name = f"checkpoint-{checkpoint.step}"
     answers, report = run.evaluations / f"{name}.parquet", run.evaluations / f"{name}.json"
     if request.out is not None or not run.config.is_file():
-        answers, report = _in_folder(request.out or str(_free_name(name)))
+        answers, report = _in_folder(request.out or str(free_path(_FOLDERS, name)))
     elif answers.exists() or report.exists():
         raise WinnowError(
             f"{answers} holds an evaluation of this checkpoint already; give --out FOLDER, or "
@@ -334,7 +335,7 @@ def _of_model(request: EvalRequest) -> Subject:
     config = _asking(request, config.model_copy(update={"model": model}))
     if request.out is None:
         name = Path(request.model).expanduser().absolute().name
-        answers, report = _in_folder(str(_free_name(name)))
+        answers, report = _in_folder(str(free_path(_FOLDERS, name)))
     else:
         answers, report = _in_folder(request.out)
     return Subject(request.model, request.model, config, 0, answers, report)
@@ -374,22 +375,5 @@ def _in_folder(out: str) -> tuple[Path, Path]:
     return folder / ANSWERS, folder / REPORT
 
 
-def _free_name(model: str) -> Path:
-    stem = f"{model}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    path, number = _FOLDERS / stem, 1
-    while path.exists():  # two evaluations within a second
-        number += 1
-        path = _FOLDERS / f"{stem}-{number}"
-    return path
-
-
 def _is_of_model(override: str) -> bool:
     return override.lstrip("+~").startswith(("model.", "model/", "model="))
-
-
-def _may_be_hub_name(name: str) -> bool:
-    """Return whether a name is `name` or `owner/name`, and no path into a folder that is here."""
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/"):
-        return False
-    owner, slash, _ = name.partition("/")
-    return not (slash and (Path(owner).is_dir() or owner in ("runs", "evals")))
