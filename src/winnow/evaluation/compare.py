@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,32 +48,25 @@ _CLOSE = 1e-12
 
 @dataclass(frozen=True)
 class Paired:
-    """Two evaluations over the same problems."""
+    """Two evaluations over the same problems, with the names of `winnow compare --json`."""
 
     problems: int
-    mean_a: float
-    mean_b: float
+    a: float
+    """Mean accuracy of A."""
+    b: float
+    difference: float
+    """The mean of B less that of A."""
     standard_error: float
     """Standard error of the difference; NaN for a single problem."""
+    low: float
+    """Lower end of the 95 % interval by Student's t; -1 for a single problem."""
+    high: float
     p_t: float
-    p_flip: float
+    p_sign_flips: float
     won: int
     """Problems on which B is better."""
     tied: int
     lost: int
-
-    @property
-    def difference(self) -> float:
-        """The mean of B less that of A."""
-        return self.mean_b - self.mean_a
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The 95 % interval by Student's t; everything for a single problem."""
-        if not math.isfinite(self.standard_error):
-            return -1.0, 1.0
-        half = two_sided_bound(1 - LEVEL, self.problems - 1) * self.standard_error
-        return self.difference - half, self.difference + half
 
     @property
     def visible(self) -> float:
@@ -85,8 +78,7 @@ class Paired:
     @property
     def is_clear(self) -> bool:
         """True if both tests tell the difference from luck, at 5 %."""
-        low, high = self.interval
-        return self.p_flip < 1 - LEVEL and not low <= 0 <= high
+        return self.p_sign_flips < 1 - LEVEL and not self.low <= 0 <= self.high
 
 
 def paired(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Paired:
@@ -104,19 +96,21 @@ def paired(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Paired:
                          f"{right.shape}")  # fmt: skip
     d = right - left
     d[np.abs(d) < _CLOSE] = 0.0  # such as 0.1 + 0.2 against 0.3
-    count = d.size
-    error = float(d.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
+    mean_a, mean_b, count = float(left.mean()), float(right.mean()), d.size
+    difference, error, low, high, p_t = mean_b - mean_a, math.nan, -1.0, 1.0, 1.0
+    if count > 1:
+        error = float(d.std(ddof=1) / math.sqrt(count))
+        half = two_sided_bound(1 - LEVEL, count - 1) * error
+        low, high = difference - half, difference + half
+        mean = float(d.mean())
+        if error > _CLOSE:
+            p_t = two_sided_p(mean / error, count - 1)
+        elif abs(mean) > _CLOSE:
+            p_t = 0.0
     return Paired(
-        problems=count,
-        mean_a=float(left.mean()),
-        mean_b=float(right.mean()),
-        standard_error=error,
-        p_t=_p_of_t(float(d.mean()), error, count),
-        p_flip=sign_flip_p(d, seed),
-        won=int((d > 0).sum()),
-        tied=int((d == 0).sum()),
-        lost=int((d < 0).sum()),
-    )
+        count, mean_a, mean_b, difference, error, low, high, p_t, sign_flip_p(d, seed),
+        won=int((d > 0).sum()), tied=int((d == 0).sum()), lost=int((d < 0).sum()),
+    )  # fmt: skip
 
 
 def sign_flip_p(differences: ArrayLike, seed: int = 0) -> float:
@@ -144,14 +138,6 @@ def _random_signs(width: int, seed: int, rows: int = 1000) -> Iterator[Floats]:
     generator = np.random.default_rng(seed)
     for _ in range(FLIPS // rows):
         yield np.where(generator.random((rows, width)) < 0.5, -1.0, 1.0)
-
-
-def _p_of_t(mean: float, error: float, count: int) -> float:
-    if count < 2:
-        return 1.0
-    if error <= _CLOSE:
-        return 1.0 if abs(mean) <= _CLOSE else 0.0
-    return two_sided_p(mean / error, count - 1)
 
 
 @dataclass(frozen=True)
@@ -305,14 +291,13 @@ def _print(found: Comparison, console: Console) -> None:
     rows = {**found.sources, **({ALL: found.everything} if found.everything else {})}
     table = figure_table("A", "B", "B - A", "95 %", "p", "won/tied/lost")
     for label, pair in rows.items():
-        low, high = pair.interval
         table.add_row(
             Text(label),
-            share(pair.mean_a, 1),
-            share(pair.mean_b, 1),
+            share(pair.a, 1),
+            share(pair.b, 1),
             f"{100 * pair.difference:+.1f}",
-            f"{100 * low:+.1f} .. {100 * high:+.1f}",
-            _p(pair.p_flip),
+            f"{100 * pair.low:+.1f} .. {100 * pair.high:+.1f}",
+            _p(pair.p_sign_flips),
             f"{pair.won}/{pair.tied}/{pair.lost}",
         )
     print_table(table, console)
@@ -357,7 +342,7 @@ def verdict(pair: Paired) -> str:
             f"luck ({_p_said(pair)}); a difference below about {100 * pair.visible:.1f} points "
             "would often be missed here."
         )
-    low, high = sorted(abs(100 * each) for each in pair.interval)
+    low, high = sorted((abs(100 * pair.low), abs(100 * pair.high)))
     return (
         f"B is {better}: by {points} on these {_problems(pair)}, most likely {low:.1f} to "
         f"{high:.1f} ({_p_said(pair)})."
@@ -370,7 +355,7 @@ def _problems(pair: Paired) -> str:
 
 def _p_said(pair: Paired) -> str:
     kind = "all" if pair.problems - pair.tied <= EXACT_FLIPS else "random"
-    p = _p(pair.p_flip)
+    p = _p(pair.p_sign_flips)
     return f"p {p if p.startswith('<') else f'= {p}'} by {kind} sign flips"
 
 
@@ -389,19 +374,5 @@ def _as_json(found: Comparison) -> dict[str, Any]:
 
 
 def _figures(pair: Paired) -> dict[str, Any]:
-    low, high = pair.interval
-    error = pair.standard_error
-    return {
-        "problems": pair.problems,
-        "a": pair.mean_a,
-        "b": pair.mean_b,
-        "difference": pair.difference,
-        "standard_error": error if math.isfinite(error) else None,
-        "low": low,
-        "high": high,
-        "p_t": pair.p_t,
-        "p_sign_flips": pair.p_flip,
-        "won": pair.won,
-        "tied": pair.tied,
-        "lost": pair.lost,
-    }
+    """Return the figures as plain values; JSON has no NaN."""
+    return {name: value if math.isfinite(value) else None for name, value in asdict(pair).items()}
