@@ -25,7 +25,7 @@ class Sink:
 
     def log(self, step, record):
         record.clear()  # its own copy
-        self.fail(f"log {step}")
+        self.fail("log")
 
     def close(self):
         self.fail("close")
@@ -92,7 +92,7 @@ def test_a_sink_of_ones_own_gets_every_record(tmp_path: Path) -> None:
     assert warnings == []
 
 
-@pytest.mark.parametrize("where", ["init", "start", "log 1", "log 2", "close"])
+@pytest.mark.parametrize("where", ["init", "start", "log", "close"])
 def test_a_sink_that_raises_is_dropped_with_one_warning_and_the_others_go_on(
     tmp_path: Path, where: str
 ) -> None:
