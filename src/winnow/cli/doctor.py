@@ -74,7 +74,7 @@ def _python() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    """Winnow and what it always needs."""
+    """Check Winnow and what it always needs."""
     yield Finding("winnow", "ok", f"{__version__} at {Path(__file__).parent}")
     try:
         needed = list(_requirements(""))
@@ -103,7 +103,7 @@ def _requirements(extra: str) -> Iterator[Any]:
 
 
 def _unmet(requirement: Any) -> str:
-    """Why a requirement is not met; empty where it is."""
+    """Say why a requirement is not met; empty where it is."""
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
@@ -165,7 +165,7 @@ def _cores() -> Finding:
 
 
 def _cgroup_cores(file: str = "/sys/fs/cgroup/cpu.max") -> float | None:
-    """Cores' worth of time that a container has; None without a limit."""
+    """Read how many cores' worth of time a container has; None without a limit."""
     words = _first_line(file).split()
     if len(words) != 2 or words[0] == "max":
         return None
@@ -245,7 +245,7 @@ def _sandbox_remedy(name: str) -> str:
 
 
 def _extras() -> Iterator[Finding]:
-    """Optional parts: present, or how to get them."""
+    """Check the optional parts, and say how to get those that are missing."""
     try:
         names = metadata.metadata("winnow").get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
@@ -304,7 +304,7 @@ def _caches() -> Iterator[Finding]:
 
 
 def _sizes(folder: Path) -> Iterator[int]:
-    """Bytes of each file below, links not followed."""
+    """Yield the bytes of each file below, links not followed."""
     for place, _, names in os.walk(folder):
         for name in names:
             try:
@@ -329,13 +329,13 @@ def _size(size: int) -> str:
 
 
 class Health:
-    """Counts what is found while it is told."""
+    """The report of `winnow doctor`, and counts of what it finds."""
 
     def __init__(self) -> None:
         self.faults = self.notes = 0
 
     def report(self, runs: str) -> Iterator[str]:
-        """The lines to print, each as soon as it is known."""
+        """Yield the lines to print, each as soon as it is known."""
         for finding in examine(runs):
             self.faults += finding.state == "fault"
             self.notes += finding.state == "note"

@@ -101,7 +101,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class DataReport:
-    """All there is to say about a file."""
+    """The findings of `winnow data check` about a file."""
 
     file: str
     rows: int
@@ -117,7 +117,7 @@ class DataReport:
     overlap: Overlap | None
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain values."""
+        """Return the report as plain values."""
         return asdict(self)
 
 

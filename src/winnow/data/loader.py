@@ -38,11 +38,11 @@ class PromptSource(Protocol):
         ...
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at an index below `size`."""
+        """Return the prompt at an index below `size`."""
         ...
 
     def find(self, uid: str) -> Prompt:
-        """The prompt of a uid; KeyError when there is none."""
+        """Return the prompt of a uid; KeyError when there is none."""
         ...
 
 

@@ -68,15 +68,9 @@ class PromptSet:
         return {file: digest.hexdigest() for file, digest in digests.items()}
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at `index`."""
         return self.prompts[index]
 
     def find(self, uid: str) -> Prompt:
-        """The prompt that a uid names.
-
-        Raises:
-            KeyError: there is none.
-        """
         return self.prompts[self._index[uid]]
 
     @cached_property

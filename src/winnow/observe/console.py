@@ -38,7 +38,7 @@ class ConsoleSink(Sink, Protocol):
         ...
 
     def status(self, text: str) -> None:
-        """Say what the step is at; shown live only."""
+        """Show the progress within a step, where the view is live."""
         ...
 
 

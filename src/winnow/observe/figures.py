@@ -45,26 +45,26 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def share(value: float | None, digits: int = 0) -> str:
-    """`0.423` as `42 %`."""
+    """Write a share in percent: `0.423` as `42 %`."""
     if value is None:
         return DASH
     return f"{100 * value:.{digits}f} %" if math.isfinite(value) else str(value)
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A figure with fixed digits."""
+    """Write a figure with fixed digits."""
     return DASH if value is None else f"{value:.{digits}f}"
 
 
 def count(value: float | None) -> str:
-    """`12345` as `12,345`; from ten million on in millions."""
+    """Write a count: `12345` as `12,345`; from ten million on in millions."""
     if value is None or not math.isfinite(value):
         return DASH if value is None else str(value)
     return f"{value / 1e6:,.1f} M" if abs(value) >= 1e7 else f"{value:,.0f}"
 
 
 def duration(seconds: float | None) -> str:
-    """`75` as `1:15`; from an hour on `1:02:03`."""
+    """Write seconds: `75` as `1:15`; from an hour on `1:02:03`."""
     if seconds is None or not math.isfinite(seconds):
         return DASH
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)
@@ -79,7 +79,7 @@ def printable(text: str, encoding: str = "utf-8") -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """The text, cut in the middle when longer than `limit`."""
+    """Cut a text in the middle where it is longer than `limit`."""
     if len(text) <= limit:
         return text
     head = (limit - 5) * 2 // 3

@@ -81,7 +81,7 @@ EVAL = "eval/"
 
 
 def by_source(record: Mapping[str, Number]) -> dict[str, dict[str, Number]]:
-    """The evaluation figures of a record: data source → figure → number.
+    """Pick the evaluation figures of a record: data source → figure → number.
 
     A source may hold slashes (`openai/gsm8k`), a figure holds none.
     """

@@ -89,7 +89,7 @@ def _crc(entry: Mapping[str, Any]) -> int:
 
 
 def training_rows(task: ReasoningGymTask, seed: int, count: int) -> Iterator[Row]:
-    """The first `count` rows of a seed; any task will do, because a file holds still.
+    """Yield the first `count` rows of a seed, of any task: a file holds still.
 
     Raises:
         DataError: as `ProceduralStream`.
@@ -98,7 +98,7 @@ def training_rows(task: ReasoningGymTask, seed: int, count: int) -> Iterator[Row
 
 
 def held_out_rows(task: ReasoningGymTask) -> list[Row]:
-    """The first `eval_problems` of the one fixed list of different held-out problems.
+    """Return the first `eval_problems` of the one fixed list of different held-out problems.
 
     Raises:
         DataError: there are not so many.
@@ -119,7 +119,11 @@ def held_out_rows(task: ReasoningGymTask) -> list[Row]:
 
 
 def row(task: str, options: str, entry: Mapping[str, Any], number: str) -> Row:
-    """A problem as a row of data; `options` is JSON. The uid tells problems of a number apart."""
+    """Make a problem a row of data; its uid tells problems of one number apart.
+
+    Args:
+        options: the settings of the task as JSON.
+    """
     source = f"{PREFIX}{task}"
     number = f"{number}-{_crc(entry):08x}"
     info = {"task": task, "config": options, "entry": _as_json(dict(entry))}
@@ -158,7 +162,7 @@ def _entry(task: str, options: str, key: str, index: int) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=8)
 def _dataset(task: str, options: str, key: str, block: int) -> Any:
-    """The problems of a block.
+    """Make the problems of a block.
 
     Raises:
         DataError: the package or the task is missing, or refuses its options.

@@ -36,7 +36,7 @@ _EVALUATION_SEED = "evaluation"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A Hugging Face tokenizer with one token a character, 29 in all; it adds none by itself."""
+    """Build a Hugging Face tokenizer of 29 tokens, one a character; it adds none by itself."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -73,7 +73,7 @@ def solution(digits: str) -> str:
 
 
 def row(digits: str) -> Row:
-    """A problem as a row of data; its uid is the same whenever the problem comes round."""
+    """Make a problem a row of data; its uid is the same whenever the problem comes round."""
     return Row(
         uid=f"{DATA_SOURCE}:{digits}",
         origin=f"{DATA_SOURCE} {digits}",
@@ -95,12 +95,12 @@ class SortDigitsStream:
         self.fingerprints = {DATA_SOURCE: digits}
 
     def digits(self, index: int) -> str:
-        """The problem at `index`; problems may come round again."""
+        """Return the problem at `index`; problems may come round again."""
         candidates = _candidates(self._task, f"{self._seed}/{index}")
         return next(digits for digits in candidates if not is_held_out(digits))
 
     def row(self, index: int) -> Row:
-        """The row at `index`."""
+        """Return the row at `index`."""
         return row(self.digits(index))
 
     def candidates(self, index: int) -> Iterator[Row]:
@@ -115,7 +115,7 @@ class SortDigitsStream:
 
 
 def held_out_problems(task: SortDigitsTask, count: int) -> list[str]:
-    """The first `count` of the one fixed list of different held-out problems.
+    """Return the first `count` of the one fixed list of different held-out problems.
 
     Raises:
         DataError: there are not so many.
