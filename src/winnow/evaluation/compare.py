@@ -28,7 +28,8 @@ from rich.text import Text
 
 from winnow.errors import DataError, WinnowError
 from winnow.evaluation.report import ALL, ANSWERS, REPORT, SCORED
-from winnow.evaluation.statistics import LEVEL, Floats, two_sided_bound, two_sided_p
+from winnow.evaluation.statistics import LEVEL, Floats
+from winnow.evaluation.student import two_sided_bound, two_sided_p
 from winnow.observe.figures import WIDTH, figure_table, print_table, share
 from winnow.observe.rollouts import read_rollouts, rollout_files
 from winnow.observe.run_folder import RunFolder

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from winnow.evaluation.student import two_sided_bound
 from winnow.observe.names import EVAL
 
 Floats = NDArray[np.float64]
@@ -35,29 +36,6 @@ LEVEL = 0.95
 EXACT_ANSWERS = 128
 """Up to so many answers maj@k is exact; beyond, it is a mean over random draws."""
 DRAWS = 2000
-
-
-def two_sided_p(t: float, degrees: int) -> float:
-    """Return the chance of a |T| as large as |t| under Student's t distribution.
-
-    Example: `two_sided_p(12.7062, 1)` is about 0.05.
-    """
-    from scipy.special import betainc, stdtr
-
-    # stdtr loses digits near 0: 3e-11 at t = 1e-6.
-    if t * t < degrees:
-        return 1 - float(betainc(0.5, degrees / 2, t * t / (degrees + t * t)))
-    return 2 * float(stdtr(degrees, -abs(t)))
-
-
-def two_sided_bound(p: float, degrees: int) -> float:
-    """Return the t that |T| exceeds with the chance `p`: 0.05 gives a 95 % interval's bound.
-
-    Example: `two_sided_bound(0.05, 29)` is about 2.045.
-    """
-    from scipy.special import stdtrit
-
-    return -float(stdtrit(degrees, p / 2))
 
 
 @dataclass(frozen=True, eq=False)

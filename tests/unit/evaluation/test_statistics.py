@@ -23,9 +23,8 @@ from winnow.evaluation.statistics import (
     maj_at_k,
     pass_at_k,
     summarise,
-    two_sided_bound,
-    two_sided_p,
 )
+from winnow.evaluation.student import two_sided_bound, two_sided_p
 
 
 def brute_pass(n: int, correct: int, k: int) -> float:
