@@ -20,10 +20,10 @@ from rich.text import Text
 
 import winnow
 from winnow.config.data import DataConfig, NoTask
-from winnow.config.evaluation import EvaluationConfig
 from winnow.config.files import evaluation_recipe
 from winnow.config.load import load_recipe, resolve_recipe
 from winnow.config.root import Config
+from winnow.config.trainer import EvaluationConfig
 from winnow.data.tokenizer import may_be_hub_name
 from winnow.errors import (
     CheckpointError,

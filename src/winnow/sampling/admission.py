@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from winnow.config.sampling import SamplingConfig
+from winnow.config.rollout import SamplingConfig
 from winnow.errors import ConfigError
 
 LEAST_CHANCE = 1 / 32

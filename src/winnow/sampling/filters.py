@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from winnow.config.sampling import BandFilter, Filter, NoFilter, VarianceFilter
+from winnow.config.rollout import BandFilter, Filter, NoFilter, VarianceFilter
 from winnow.errors import RewardError
 from winnow.types import Score
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from winnow.config.sampling import NoFilter, SamplingConfig
+from winnow.config.rollout import NoFilter, SamplingConfig
 from winnow.sampling.account import Fate, TokenAccount
 from winnow.sampling.accounting import StepAccounting
 from winnow.sampling.admission import AdmissionRule, QualifyRate

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from winnow.config.sampling import SamplingConfig
+from winnow.config.rollout import SamplingConfig
 from winnow.errors import NoSignalError
 from winnow.rollout.engine import CompletionEvent, Engine, SamplingParams
 from winnow.rollout.single_turn import group_request, trajectory_of

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.config.sampling import SamplingConfig
+from winnow.config.rollout import SamplingConfig
 from winnow.errors import ConfigError
 from winnow.sampling.admission import (
     ALL_HISTORIES,

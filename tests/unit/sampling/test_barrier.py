@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from engines import Prompts, ScriptedEngine, uniforms
-from winnow.config.sampling import SamplingConfig
+from winnow.config.rollout import SamplingConfig
 from winnow.rollout.engine import (
     AnswerRequest,
     CompletionEvent,

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.config.sampling import BandFilter, NoFilter, VarianceFilter
+from winnow.config.rollout import BandFilter, NoFilter, VarianceFilter
 from winnow.errors import RewardError
 from winnow.sampling.filters import judge, qualifies
 from winnow.types import Score

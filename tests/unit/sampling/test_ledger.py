@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from engines import prompt, written
-from winnow.config.sampling import NoFilter, SamplingConfig, VarianceFilter
+from winnow.config.rollout import NoFilter, SamplingConfig, VarianceFilter
 from winnow.rollout.single_turn import answer_seed
 from winnow.sampling.ledger import Ledger
 from winnow.sampling.report import StepGroups
