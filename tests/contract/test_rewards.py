@@ -21,7 +21,7 @@ from tests.reward_models import classifier_folder
 from tests.small_tokenizers import CHAT_TEMPLATE, train_bpe
 
 from winnow.config.root import Config
-from winnow.data.text import decoder
+from winnow.data.tokenizer import decoder
 from winnow.errors import RewardError, WorkerError
 from winnow.rewards import remote_pipeline
 from winnow.rewards.pipeline import Rewards

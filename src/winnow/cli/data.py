@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
-    from winnow.data.check import DataReport, Overlap
+    from winnow.data.check import Conflict, DataReport, SharedPrompt
     from winnow.data.prepare import Prepared
 
 app = typer.Typer(
@@ -25,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_Line = tuple[str, int | None, str]
+"""A name, a number and a remark; without a number, a heading."""
 _SHOWN = 5
 """Examples of a kind that the table shows; --json has them all."""
 
@@ -113,7 +114,7 @@ def check_command(
 
     report = check(
         file,
-        _scorer_names(),
+        _scorer_of,
         tokenizer=_tokenizer(tokenizer) if tokenizer else None,
         limit=max_prompt_tokens or DataConfig().max_prompt_tokens,
         evaluation=evaluation,
@@ -134,20 +135,15 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
         raise ModelError(str(error).replace("model.path", "--tokenizer", 1)) from error
 
 
-def _scorer_names() -> Callable[[str], str | None]:
-    """From a data source to the name of its built-in scorer."""
+def _scorer_of(source: str) -> str | None:
+    """Name the built-in scorer of a data source."""
     from winnow.errors import RewardError
     from winnow.rewards.routing import Router
 
-    router = Router({})
-
-    def name(source: str) -> str | None:
-        try:
-            return router.scorer(source).name
-        except RewardError:
-            return None
-
-    return name
+    try:
+        return Router({}).scorer(source).name
+    except RewardError:
+        return None
 
 
 def _console() -> Console:
@@ -158,22 +154,20 @@ def _console() -> Console:
 
 def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
     console.print(f"{done.name} ({done.split}) from {done.origin}", markup=False)
-    table = _Table(console)
-    table.line("rows read", done.read)
-    for source, count in done.other_sources.items():
-        table.line(f"left out, of source {source}", count)
-    table.line("exact copies removed", done.copies)
+    lines: list[_Line] = [("rows read", done.read, "")]
+    lines += [(f"left out, of source {name}", n, "") for name, n in done.other_sources.items()]
+    lines.append(("exact copies removed", done.copies, ""))
     if done.instructions_removed:
-        table.line("with an instruction, taken off", done.instructions_removed)
-    table.line("rows written", done.written, done.out)
-    table.show()
-    scorer_of = _scorer_names()
-    unknown = [source for source in done.data_sources if scorer_of(source) is None]
-    for source in done.data_sources:
-        console.print(_routing(source, scorer_of(source)), markup=False)
+        lines.append(("with an instruction, taken off", done.instructions_removed, ""))
+    lines.append(("rows written", done.written, done.out))
+    _print_lines(lines, console)
+    scorers = {source: _scorer_of(source) for source in done.data_sources}
+    for source, scorer in scorers.items():
+        console.print(_routing(source, scorer), markup=False)
     if done.name != _BARE:
         console.print(_asking(done, instruction), markup=False)
     console.print(f"Next: winnow data check {shlex.quote(done.out)}", markup=False)
+    unknown = [source for source, scorer in scorers.items() if scorer is None]
     console.print(f"      {_training(done, instruction, unknown)}", markup=False)
 
 
@@ -202,7 +196,7 @@ def _asking(done: Prepared, instruction: str) -> str:
 
 
 def _training(done: Prepared, instruction: str, unknown: list[str]) -> str:
-    """A command that trains on the file, or evaluates with it."""
+    """Write a command that trains on the file, or evaluates with it."""
     words = ["winnow", "train"]
     if done.name == _BARE:
         words += ["quickstart", "data/task=none"]
@@ -224,62 +218,60 @@ def _training(done: Prepared, instruction: str, unknown: list[str]) -> str:
 
 def _show_report(report: DataReport, console: Console) -> None:
     console.print(f"{report.file}: {report.rows:,} rows", markup=False, style="bold")
-    table = _Table(console)
-    table.head("Sources")
+    lines: list[_Line] = [("Sources", None, "")]
     for source in report.sources:
         scorer = f"scored by {source.scorer}" if source.scorer else "NO SCORER for it"
-        table.line(source.source, source.rows, scorer)
+        lines.append((source.source, source.rows, scorer))
     lengths = report.lengths
-    table.head(f"Prompts in {lengths.unit}")
-    table.line("shortest", lengths.shortest)
-    table.line("median", lengths.median)
-    table.line("95 % are within", lengths.p95)
-    table.line("longest", lengths.longest)
+    lines += [
+        (f"Prompts in {lengths.unit}", None, ""),
+        ("shortest", lengths.shortest, ""),
+        ("median", lengths.median, ""),
+        ("95 % are within", lengths.p95, ""),
+        ("longest", lengths.longest, ""),
+    ]
     if lengths.beyond is not None:
-        share = 100 * lengths.beyond / report.rows
-        table.line(f"longer than {lengths.limit:,}", lengths.beyond, f"{share:.2f} % of the rows")
-    table.head("Duplicates")
-    table.line("unique prompts", report.unique_prompts)
-    table.line("copies", report.copies, "rows that repeat another")
-    table.line("alike", report.alike_prompts, "prompts that differ from another in form only")
-    table.line("conflicting labels", len(report.conflicts), "prompts with more than one label")
-    if report.overlap is not None:
-        _add_overlap(report.overlap, table)
-    table.show()
-    _show_conflicts(report, console)
-    if report.overlap is not None and report.overlap.shared:
-        _show_shared(report.overlap, console)
+        share = f"{100 * lengths.beyond / report.rows:.2f} % of the rows"
+        lines.append((f"longer than {lengths.limit:,}", lengths.beyond, share))
+    lines += [
+        ("Duplicates", None, ""),
+        ("unique prompts", report.unique_prompts, ""),
+        ("copies", report.copies, "rows that repeat another"),
+        ("alike", report.alike_prompts, "prompts that differ from another in form only"),
+        ("conflicting labels", len(report.conflicts), "prompts with more than one label"),
+    ]
+    overlap = report.overlap
+    if overlap is not None:
+        lines.append(("Overlap", None, f"with {overlap.file}"))
+        lines += [(f"prompts of {name}", n, "") for name, n in overlap.shared_by_source.items()]
+        lines.append(("rows that hold them", overlap.rows_affected, ""))
+    _print_lines(lines, console)
+    _show_examples("Conflicting labels", [_conflict(each) for each in report.conflicts], console)
+    shared = [] if overlap is None else [_shared(each) for each in overlap.shared]
+    _show_examples("In both files", shared, console)
 
 
-def _add_overlap(overlap: Overlap, table: _Table) -> None:
-    table.head("Overlap", f"with {overlap.file}")
-    for source, count in overlap.shared_by_source.items():
-        table.line(f"prompts of {source}", count)
-    table.line("rows that hold them", overlap.rows_affected)
+def _conflict(conflict: Conflict) -> str:
+    from winnow.data.files import excerpt
+
+    labels = " or ".join(excerpt(label, 40) for label in conflict.labels)
+    return f"  {_rows(conflict.rows)}: {labels}\n    {conflict.prompt}"
 
 
-def _show_conflicts(report: DataReport, console: Console) -> None:
-    from winnow.data.wording import excerpt
+def _shared(shared: SharedPrompt) -> str:
+    differs = "" if shared.same_label else ", with another label: perhaps another problem"
+    where = f"row {shared.evaluation_row} of the other ({shared.source}{differs})"
+    return f"  {_rows(shared.rows)}: {where}\n    {shared.prompt}"
 
-    if not report.conflicts:
+
+def _show_examples(title: str, examples: list[str], console: Console) -> None:
+    if not examples:
         return
-    console.print("\nConflicting labels", style="bold")
-    for conflict in report.conflicts[:_SHOWN]:
-        labels = " or ".join(excerpt(label, 40) for label in conflict.labels)
-        console.print(f"  {_rows(conflict.rows)}: {labels}\n    {conflict.prompt}", markup=False)
-    _say_more(len(report.conflicts), console)
-
-
-def _show_shared(overlap: Overlap, console: Console) -> None:
-    console.print("\nIn both files", style="bold")
-    for shared in overlap.shared[:_SHOWN]:
-        differs = "" if shared.same_label else ", with another label: perhaps another problem"
-        console.print(
-            f"  {_rows(shared.rows)}: row {shared.evaluation_row} of the other ({shared.source}"
-            f"{differs})\n    {shared.prompt}",
-            markup=False,
-        )
-    _say_more(len(overlap.shared), console)
+    console.print(f"\n{title}", style="bold")
+    for example in examples[:_SHOWN]:
+        console.print(example, markup=False)
+    if len(examples) > _SHOWN:
+        console.print(f"  … and {len(examples) - _SHOWN} more; --json lists them all")
 
 
 def _rows(numbers: tuple[int, ...]) -> str:
@@ -287,35 +279,18 @@ def _rows(numbers: tuple[int, ...]) -> str:
     return f"row{'s' if len(numbers) > 1 else ''} {some}{', …' if len(numbers) > _SHOWN else ''}"
 
 
-def _say_more(count: int, console: Console) -> None:
-    if count > _SHOWN:
-        console.print(f"  … and {count - _SHOWN} more; --json lists them all")
+def _print_lines(lines: list[_Line], console: Console) -> None:
+    """Print names to the left, numbers to the right and remarks behind, in one table."""
+    from rich.table import Table
+    from rich.text import Text
 
-
-class _Table:
-    """Names to the left, numbers to the right, remarks behind; no lines around them."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.table import Table
-
-        self._console = console
-        self._table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        self._table.add_column(no_wrap=True)
-        self._table.add_column(justify="right", no_wrap=True)
-        self._table.add_column(overflow="fold")
-
-    def head(self, text: str, remark: str = "") -> None:
-        """A heading over the lines to come."""
-        from rich.text import Text
-
-        self._table.add_row(Text(text, style="bold"), "", Text(remark))
-
-    def line(self, name: str, number: int, remark: str = "") -> None:
-        """A number and what it is."""
-        from rich.text import Text
-
-        self._table.add_row(Text(f"  {name}"), f"{number:,}", Text(remark))
-
-    def show(self) -> None:
-        """Print what was added."""
-        self._console.print(self._table)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, number, remark in lines:
+        if number is None:
+            table.add_row(Text(name, style="bold"), "", Text(remark))
+        else:
+            table.add_row(Text(f"  {name}"), f"{number:,}", Text(remark))
+    console.print(table)

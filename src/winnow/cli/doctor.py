@@ -1,4 +1,4 @@
-"""What this machine has for Winnow, what is missing, and how to get it: `winnow doctor`.
+"""`winnow doctor`: what this machine has for Winnow, what is missing, and how to get it.
 
 Everything is tried rather than asked: torch multiplies, a program runs in each sandbox, a file is
 written where runs go. A fault keeps every run from starting; a note is about something that only
@@ -25,7 +25,7 @@ from winnow.errors import RewardError
 State = Literal["ok", "note", "fault"]
 _GIB = 1 << 30
 _LEAST_FREE = 2 * _GIB
-"""Of a disk: a few checkpoints of a small model."""
+"""Bytes of disk for a few checkpoints of a small model."""
 _LEAST_MEMORY = 2 * _GIB
 _DISTRIBUTION = "winnow-rl"
 """Name on the package index, where `winnow` is another project."""
@@ -46,7 +46,7 @@ class Finding:
     state: State
     text: str
     remedy: str = ""
-    """What to do, in one line; empty where nothing is to be done."""
+    """Remedy in one line; empty where nothing is to be done."""
 
 
 def examine(runs: str) -> Iterator[Finding]:
@@ -72,7 +72,7 @@ def _python() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    """Winnow and what it always needs."""
+    """Check Winnow and what it always needs."""
     yield Finding("winnow", "ok", f"{__version__} at {Path(__file__).parent}")
     try:
         needed = list(_requirements(""))
@@ -91,7 +91,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _requirements(extra: str) -> Iterator[Any]:
-    """What Winnow itself asks for, or what an extra adds."""
+    """Yield the requirements of Winnow itself, or those that an extra adds."""
     from packaging.requirements import Requirement
 
     for line in metadata.requires(_DISTRIBUTION) or ():
@@ -103,7 +103,7 @@ def _requirements(extra: str) -> Iterator[Any]:
 
 
 def _unmet(requirement: Any) -> str:
-    """Why a requirement is not met; empty where it is."""
+    """Say why a requirement is not met; empty where it is."""
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
@@ -114,7 +114,7 @@ def _unmet(requirement: Any) -> str:
 
 
 def _torch() -> Iterator[Finding]:
-    """Whether it computes, and on what."""
+    """Try whether torch computes, and find its devices."""
     try:
         import torch
 
@@ -165,7 +165,7 @@ def _cores() -> Finding:
 
 
 def _cgroup_cores(file: str = "/sys/fs/cgroup/cpu.max") -> float | None:
-    """Cores' worth of time that a container has; None without a limit."""
+    """Read how many cores' worth of time a container has; None without a limit."""
     words = _first_line(file).split()
     if len(words) != 2 or words[0] == "max":
         return None
@@ -245,7 +245,7 @@ def _sandbox_remedy(name: str) -> str:
 
 
 def _extras() -> Iterator[Finding]:
-    """Optional parts: present, or how to get them."""
+    """Check the optional parts, and say how to get those that are missing."""
     try:
         names = metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
@@ -286,7 +286,7 @@ def _runs_folder(folder: Path) -> Finding:
 
 
 def _caches() -> Iterator[Finding]:
-    """What is kept between runs, and how large it has become."""
+    """Measure what is kept between runs."""
     own = os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow"
     hub = (
         os.environ.get("HF_HUB_CACHE")
@@ -304,7 +304,7 @@ def _caches() -> Iterator[Finding]:
 
 
 def _sizes(folder: Path) -> Iterator[int]:
-    """Bytes of each file below, links not followed."""
+    """Yield the bytes of each file below, links not followed."""
     for place, _, names in os.walk(folder):
         for name in names:
             try:
@@ -329,13 +329,13 @@ def _size(size: int) -> str:
 
 
 class Health:
-    """Counts what is found while it is told."""
+    """The report of `winnow doctor`, and counts of what it finds."""
 
     def __init__(self) -> None:
         self.faults = self.notes = 0
 
     def report(self, runs: str) -> Iterator[str]:
-        """The lines to print, each as soon as it is known."""
+        """Yield the lines to print, each as soon as it is known."""
         for finding in examine(runs):
             self.faults += finding.state == "fault"
             self.notes += finding.state == "note"

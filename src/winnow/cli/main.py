@@ -15,7 +15,6 @@ from typer.core import TyperOption
 
 from winnow import gc_tuning as heap
 from winnow.cli.data import app as data_app
-from winnow.cli.eval import compare_command, eval_command
 from winnow.cli.reward import app as reward_app
 from winnow.cli.sandbox import app as sandbox_app
 from winnow.errors import WinnowError
@@ -101,17 +100,75 @@ def sft(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> No
     typer.echo(f"Warm start: {run_sft(config, fresh, _console())}")
 
 
-app.command("eval", no_args_is_help=True)(eval_command)
-app.command("compare", no_args_is_help=True)(compare_command)
+@app.command("eval", no_args_is_help=True)
+def eval_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run's folder (runs/NAME), a checkpoint's, a Hugging Face folder or hub name.",
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings over the recipe's, such as "
+                       "evaluation.n=16."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Held-out prompts: parquet or JSONL; may be repeated."),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="How to ask: a name that `winnow recipes` lists, or a YAML file. A run "
+                     "brings its own."),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Where answers.parquet and report.json go; RUN/eval/ "
+                     "or evals/ by default."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="A run's checkpoint; the last by default.")
+    ] = None,
+) -> None:  # fmt: skip
+    """Ask a model held-out prompts: avg@N, pass@k, maj@k by source, all answers in a file."""
+    with heap.growing():
+        from winnow.runs.evaluate import EvalRequest, run_evaluation
+        from winnow.runs.shutdown import EXIT_INTERRUPTED, Stopped
+
+    request = EvalRequest(model, tuple(overrides or ()), tuple(data or ()), recipe, out, step)
+    try:
+        run_evaluation(request, _console())
+    except (KeyboardInterrupt, Stopped) as stopped:
+        # Answers that end first are the short ones: figures of a part would flatter.
+        typer.echo("winnow: interrupted; nothing of this evaluation is kept", err=True)
+        code = stopped.exit_code if isinstance(stopped, Stopped) else EXIT_INTERRUPTED
+        raise typer.Exit(code) from None
+
+
+@app.command("compare", no_args_is_help=True)
+def compare_command(
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="A folder that `winnow eval` wrote, a file in it, or a run's folder."
+        ),
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Say whether B is better than A on the problems that both answered, or only luckier."""
+    from winnow.evaluation.compare import run_comparison
+
+    run_comparison(a, b, as_json, _console())
 
 
 @app.command(no_args_is_help=True)
 def export(
     run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME.")],
     target: Annotated[str, typer.Argument(help="Folder to make.")],
-    step: Annotated[
-        int | None, typer.Option(help="Checkpoint to take; the last by default.")
-    ] = None,
+    step: Step = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write a LoRA adapter alone, as a PEFT folder.")
     ] = False,
@@ -193,7 +250,7 @@ def _console() -> Console:
 
 
 def _print_settings(recipe: str, words: list[str]) -> None:
-    """Settings as the recipe and overrides resolve them, under the prefixes among `words`."""
+    """Print settings as recipe and overrides resolve them, under the prefixes among `words`."""
     from winnow.config.load import describe_config, resolve_recipe
 
     prefixes = [word for word in words if "=" not in word]
@@ -231,11 +288,11 @@ def main() -> None:
 
 
 _UsageError: Any = typer.BadParameter.__base__
-"""What typer raises for a command line that it cannot read; it has no name of its own there."""
+"""The error of typer for a command line that it cannot read; typer exports no name for it."""
 
 
 def _usage_line(error: Any) -> str:
-    """What is wrong with the words typed, the value where there is one, and where to read on."""
+    """Say what is wrong with the words typed, with the value if any, and where to read on."""
     said = " ".join(error.format_message().split()).rstrip(".")
     option = getattr(error, "param", None)
     typed = _typed_for(option.opts) if isinstance(option, TyperOption) else None
@@ -246,7 +303,7 @@ def _usage_line(error: Any) -> str:
 
 
 def _typed_for(names: list[str]) -> str | None:
-    """What was typed for an option, in either way: `--step 3`, `--step=3`."""
+    """Return the words typed for an option, in either way: `--step 3`, `--step=3`."""
     words = sys.argv[1:]
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")

@@ -170,7 +170,7 @@ def _prompt(
 ) -> Prompt:
     import numpy as np
 
-    from winnow.data.check_text import prompt_text
+    from winnow.data.check import prompt_text
     from winnow.data.sources import read_rows
     from winnow.types import Prompt
 

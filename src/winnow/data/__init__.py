@@ -1,1 +1,1 @@
-"""Where prompts come from: files, generated tasks, chat templates, and a loader that can resume."""
+"""Prompts from files, generated tasks or a user's code, and a loader that can resume."""

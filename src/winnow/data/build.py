@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from winnow.config.data import DataConfig, ReasoningGymTask, SortDigitsTask
+from winnow.config.data import CustomTask, DataConfig, ReasoningGymTask, SortDigitsTask
 from winnow.data.loader import PromptSource
 from winnow.data.prompts import LengthReport, PromptRenderer, PromptSet
 from winnow.data.sources import Row, read_rows
-from winnow.data.tasks.procedural import ProceduralStream, held_out_rows
-from winnow.data.tasks.sort_digits import SortDigitsStream, held_out_problems, row
 from winnow.errors import DataError
 from winnow.types import Prompt
 
@@ -19,86 +17,69 @@ if TYPE_CHECKING:
 
 
 class RowStream(Protocol):
-    """A task's endless rows: `SortDigitsStream`, `ProceduralStream`."""
+    """Endless rows by index, such as those of a generated task."""
 
-    @property
-    def data_source(self) -> str:
-        """What all its rows have."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the rows do."""
-        ...
+    data_sources: frozenset[str]
+    """The data sources of its rows."""
+    fingerprints: dict[str, str]
+    """For each task, a text that changes when the rows do."""
 
     def candidates(self, index: int) -> Iterator[Row]:
-        """Rows for `index`, always the same ones: the first that is short enough counts."""
+        """Yield rows for `index`, always the same: the first that is short enough counts."""
         ...
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
-        """Those that a uid names; KeyError when the task has none of it."""
+        """Yield the rows that a uid names; KeyError where there is none of it."""
         ...
 
 
 class GeneratedPrompts:
-    """An endless `PromptSource`: a task's stream of rows, rendered as they are asked for."""
+    """An endless `PromptSource`: a stream of rows, rendered as they are asked for."""
 
     size = None
 
     def __init__(self, stream: RowStream, renderer: PromptRenderer) -> None:
-        self._stream = stream
-        self._renderer = renderer
-
-    @property
-    def data_sources(self) -> frozenset[str]:
-        """The one of the task."""
-        return frozenset({self._stream.data_source})
-
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """What decides the rows."""
-        return {self._stream.data_source: self._stream.fingerprint}
+        self._stream, self._renderer = stream, renderer
+        self.data_sources, self.fingerprints = stream.data_sources, stream.fingerprints
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at `index`.
-
-        Raises:
-            DataError: no candidate for it is short enough.
-        """
-        return self._first_kept(self._stream.candidates(index))
+        return self._renderer.first_fitting(self._stream.candidates(index))
 
     def find(self, uid: str) -> Prompt:
-        """The prompt of a uid; KeyError when the task has none of it."""
-        return self._first_kept(self._stream.candidates_of(uid))
-
-    def _first_kept(self, rows: Iterator[Row]) -> Prompt:
-        for each in rows:
-            last = each
-            if self._renderer.keeps(each):
-                break
-        return self._renderer.prompt(last)
+        return self._renderer.first_fitting(self._stream.candidates_of(uid))
 
 
 def training_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PromptSource:
-    """The training prompts of a recipe; a `PromptSet`, with its report, where they are files.
+    """Make the training prompts of a recipe; a `PromptSet`, with its report, where they end.
 
     Raises:
         DataError: there is no training data, or it is not usable.
     """
     renderer = PromptRenderer(tokenizer, config)
     if isinstance(config.task, SortDigitsTask):
+        from winnow.data.tasks.sort_digits import SortDigitsStream
+
         return GeneratedPrompts(SortDigitsStream(config.task, seed), renderer)
     if isinstance(config.task, ReasoningGymTask):
+        from winnow.data.tasks.procedural import ProceduralStream
+
         return GeneratedPrompts(ProceduralStream(config.task, seed), renderer)
+    if isinstance(config.task, CustomTask):
+        from winnow.data.user_source import UserRows
+
+        rows = UserRows(config.task, config.prompt_key)
+        if rows.size is None:
+            return GeneratedPrompts(rows, renderer)
+        return renderer.render([rows.row(index) for index in range(rows.size)])
     if not config.train_files:
         raise DataError("data.train_files is empty and data/task=none; name the files to train on")
     return renderer.render(read_rows(config.train_files, config.prompt_key))
 
 
 def evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-    """The held-out prompts of a recipe; an empty set where it names none.
+    """Make the held-out prompts of a recipe; an empty set where it names none.
 
     Raises:
         DataError: the evaluation data is not usable.
@@ -107,8 +88,16 @@ def evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -
     if config.eval_files:
         return renderer.render(read_rows(config.eval_files, config.prompt_key))
     if isinstance(config.task, SortDigitsTask):
+        from winnow.data.tasks.sort_digits import held_out_problems, row
+
         problems = held_out_problems(config.task, config.task.eval_problems)
         return renderer.render([row(digits) for digits in problems])
     if isinstance(config.task, ReasoningGymTask):
+        from winnow.data.tasks.procedural import held_out_rows
+
         return renderer.render(held_out_rows(config.task))
-    return PromptSet((), LengthReport(0, 0, 0, 0, 0))
+    if isinstance(config.task, CustomTask):
+        from winnow.data.user_source import UserRows
+
+        return renderer.render(UserRows(config.task, config.prompt_key).held_out())
+    return PromptSet((), LengthReport(0, 0, 0))

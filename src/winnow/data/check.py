@@ -1,26 +1,39 @@
-"""What a data file holds, and what is wrong with it as training data.
+r"""Report on a data file: what it holds, and what is wrong with it as training data.
 
-The rules for "same" and "alike" are in `winnow.data.check_text`.
+Two prompts are *the same* if they are equal once white space at the ends and a known instruction
+are off. This decides what counts as a duplicate and whether labels conflict, so nothing that might
+matter is thrown away.
+
+They are *alike* if they are equal in their letters, digits, decimal points and signs
+(+ - * / = < >), whatever the case, spacing, punctuation, brackets and `\left`, `\right` around
+them. This finds an evaluation problem that was typed again for a training file, and keeps
+z^4 + z^2 apart from z^4 - z^2.
 """
 
 from __future__ import annotations
 
-import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from winnow.config.data import DataConfig
-from winnow.data.check_text import alike, prompt_text, same
+from winnow.data.files import excerpt
 from winnow.data.prompts import PromptRenderer
-from winnow.data.sources import Row, read_rows
-from winnow.data.wording import excerpt
+from winnow.data.published import bare
+from winnow.data.sources import Message, Row, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ANY_LENGTH = 10**9
+_SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])")
+_MINUS = str.maketrans({"\u2212": "-", "\u2013": "-"})
+_NO_MATTER = re.compile(r"(?!(?<=\d)\.\d)(?:[^\w+\-*/=<>]|_)")
+"""A point within a number does matter."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +48,7 @@ class SourceCount:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the prompts are."""
+    """Quantiles of the prompts' lengths."""
 
     unit: str
     """`tokens` (with the chat template, as training sends them) or `characters`."""
@@ -63,37 +76,32 @@ class SharedPrompt:
     """An evaluation prompt that is in the file too."""
 
     source: str
-    """Of the evaluation row."""
+    """The evaluation row's data source."""
     prompt: str
     """Its beginning."""
     evaluation_row: int
     rows: tuple[int, ...]
     same_label: bool
-    """Whether some row of the file gives it the evaluation's label."""
+    """True if some row of the file gives it the evaluation's label."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a file shares with an evaluation file."""
+    """Prompts that a file shares with an evaluation file."""
 
     file: str
     rows: int
-    """Of the evaluation file."""
+    """Rows of the evaluation file."""
     shared_by_source: Mapping[str, int]
     """Evaluation prompts found in the file, for every source of the evaluation file."""
     rows_affected: int
     """Rows of the checked file that are such prompts."""
     shared: tuple[SharedPrompt, ...]
 
-    @property
-    def total(self) -> int:
-        """Evaluation prompts found in the file."""
-        return sum(self.shared_by_source.values())
-
 
 @dataclass(frozen=True)
 class DataReport:
-    """All there is to say about a file."""
+    """The findings of `winnow data check` about a file."""
 
     file: str
     rows: int
@@ -109,7 +117,7 @@ class DataReport:
     overlap: Overlap | None
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain values."""
+        """Return the report as plain values."""
         return asdict(self)
 
 
@@ -122,7 +130,7 @@ def check(
     evaluation: str | None = None,
     prompt_key: str = "prompt",
 ) -> DataReport:
-    """Look at a file as training would see it.
+    """Report on a file as training would see it.
 
     Raises:
         DataError: a file cannot be read, or a row of it is not usable.
@@ -155,8 +163,25 @@ def check(
     )
 
 
+def prompt_text(messages: Sequence[Message]) -> str:
+    """Join the messages of a prompt to one text."""
+    return "\n".join(message["content"] for message in messages)
+
+
+def same(messages: Sequence[Message]) -> str:
+    """Return a key that is equal for prompts that are the same."""
+    return "\n".join(bare(message["content"]) for message in messages)
+
+
+def alike(messages: Sequence[Message]) -> str:
+    """Return a key that is equal for prompts that are alike."""
+    text = _SIZES.sub("", same(messages)).translate(_MINUS)
+    # A prompt of nothing but punctuation is like itself alone.
+    return _NO_MATTER.sub("", text).casefold() or text
+
+
 def label(row: Row) -> str:
-    """The ground truth as a text to compare."""
+    """Return the ground truth as a text to compare."""
     return str(row.ground_truth).strip()
 
 
@@ -170,7 +195,7 @@ def _conflicts(by_prompt: Mapping[str, Sequence[Row]]) -> list[Conflict]:
 
 
 def _overlap(by_look: Mapping[str, Sequence[Row]], file: str, others: Sequence[Row]) -> Overlap:
-    """The evaluation prompts that occur; one that the evaluation file repeats counts once."""
+    """Find the evaluation prompts that occur; one that their file repeats counts once."""
     shared: list[SharedPrompt] = []
     counts = {name: 0 for name, _ in Counter(row.data_source for row in others).most_common()}
     hit: dict[tuple[str, str], None] = {}
@@ -208,17 +233,12 @@ def _lengths(
     return Lengths(
         unit=unit,
         shortest=lengths[0],
-        median=_quantile(lengths, 0.5),
-        p95=_quantile(lengths, 0.95),
+        median=int(np.quantile(lengths, 0.5, method="inverted_cdf")),
+        p95=int(np.quantile(lengths, 0.95, method="inverted_cdf")),
         longest=lengths[-1],
         limit=limit,
         beyond=None if limit is None else sum(length > limit for length in lengths),
     )
-
-
-def _quantile(ordered: Sequence[int], share: float) -> int:
-    """The smallest value that at least this share of the values does not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def _number(row: Row) -> int:

@@ -1,4 +1,4 @@
-"""Records out of data files, local or remote: what is in them is checked by others.
+"""Reading of data files, local or remote, into records; `winnow.data.sources` checks them.
 
 Formats are told apart by name: `.parquet`, and one JSON object a line in `.jsonl`, `.json`,
 `.jsonl.gz`, `.json.gz`. A path with `://` is opened by fsspec.
@@ -14,31 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from winnow.data.wording import excerpt, said
 from winnow.errors import DataError
 
 _LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _PARQUET = ".parquet"
-DRIVERS = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "az": "adlfs",
-    "http": "requests aiohttp",
-    "https": "requests aiohttp",
-    "sftp": "paramiko",
-    "ssh": "paramiko",
-    "smb": "smbprotocol",
-}
-"""What pip calls the package through which fsspec reads a protocol. (hdfs comes with pyarrow, and
-asks for a Hadoop client on the machine.)"""
 
 
 def read_records(path: str) -> Iterator[tuple[int, Any]]:
-    """Each record of a file with its number, counted from 1; blank lines count but are skipped.
+    """Yield each record of a file with its number from 1; blank lines count but are skipped.
 
     Raises:
         DataError: the file is missing, empty or damaged, or of no known format.
@@ -78,9 +61,8 @@ def _read_remote(path: str) -> bytes:
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file; check the URL") from error
     except ImportError as error:
-        package = DRIVERS.get(protocol, "what fsspec asks for")
         raise DataError(
-            f"{path}: {protocol}:// needs a package that is not installed; pip install {package}"
+            f"{path}: {protocol}:// needs a package that is not installed; {said(error)}"
         ) from error
     # Each file system has a family of errors of its own (botocore's, aiohttp's, httpx's).
     except Exception as error:
@@ -146,7 +128,7 @@ def _parquet(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _batches(path: str, content: bytes) -> Iterator[Any]:
-    """A file's rows, a few at a time: many copies of a row take little space while packed."""
+    """Yield a file's rows in batches: many copies of a row take little space while packed."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -159,7 +141,7 @@ def _batches(path: str, content: bytes) -> Iterator[Any]:
 
 
 def _bad_value(path: str, batch: Any, before: int, error: Exception) -> DataError:
-    """Which of a batch's values Python cannot take."""
+    """Name the value of a batch that Python cannot take."""
     for i in range(batch.num_rows):
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             try:
@@ -172,3 +154,16 @@ def _bad_value(path: str, batch: Any, before: int, error: Exception) -> DataErro
                 continue
             return DataError(f"{path} row {before + i + 1}: {excerpt(name)} {fault}")
     return DataError(f"{path}: not a readable parquet file ({said(error)}); write it again")
+
+
+def excerpt(text: str, characters: int = 100) -> str:
+    """Cut a text to its beginning, on one line and safe to print."""
+    text = " ".join(text[: 10 * characters].split())
+    cut = text if len(text) <= characters else f"{text[: characters - 1]}…"
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cut)
+
+
+def said(error: BaseException) -> str:
+    """Quote the first line of another library's error, or else name its type."""
+    lines = str(error).strip().splitlines()
+    return (excerpt(lines[0], 300) if lines else "") or type(error).__name__

@@ -1,4 +1,4 @@
-"""The prompts of a run, one after another without end, from a cursor that can be restored.
+"""An endless walk over the prompts of a run, from a cursor that can be restored.
 
 A finite source comes round in epochs, each shuffled by a seed of its own; an endless one is
 walked by index. Prompts given back come first again, in the order given.
@@ -24,12 +24,12 @@ class PromptSource(Protocol):
 
     @property
     def size(self) -> int | None:
-        """How many there are; None when they never end."""
+        """The number of prompts; None when they never end."""
         ...
 
     @property
     def data_sources(self) -> frozenset[str]:
-        """All their data sources, to be checked against the scorers before training."""
+        """Their data sources, to be checked against the scorers before training."""
         ...
 
     @property
@@ -38,11 +38,11 @@ class PromptSource(Protocol):
         ...
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at an index below `size`."""
+        """Return the prompt at an index below `size`."""
         ...
 
     def find(self, uid: str) -> Prompt:
-        """The prompt of a uid; KeyError when there is none."""
+        """Return the prompt of a uid; KeyError when there is none."""
         ...
 
 
@@ -59,13 +59,8 @@ class PromptLoader:
         self._order: tuple[int, IntArray] | None = None
         self._returned: deque[Prompt] = deque()
 
-    @property
-    def epoch(self) -> int:
-        """Whole rounds of a finite source behind the cursor; 0 for an endless one."""
-        return self._epoch
-
     def next(self) -> Prompt:
-        """The next prompt: the first of those given back, else the one under the cursor."""
+        """Return the next prompt: the first of those given back, else the one under the cursor."""
         if self._returned:
             return self._returned.popleft()
         size = self._source.size
@@ -84,7 +79,7 @@ class PromptLoader:
         self._returned.extendleft(reversed(list(prompts)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The walk so far as plain JSON values."""
+        """Return the walk so far as plain JSON values."""
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,

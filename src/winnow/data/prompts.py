@@ -1,4 +1,4 @@
-"""From a row of data to what the policy is given: template, chat template, ids, length limit.
+"""Rendering of data rows into prompts: template, chat template, token ids, length limit.
 
 The data source's template goes around the last user message, the tokenizer's chat template
 around them all. A begin-of-sequence token appears once, whoever writes it.
@@ -7,7 +7,7 @@ around them all. A begin-of-sequence token appears once, whoever writes it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from winnow.config.data import DataConfig
+from winnow.data.files import said
 from winnow.data.sources import Message, Row
-from winnow.data.wording import said
 from winnow.errors import ConfigError, DataError, ModelError
 from winnow.types import IntArray, Prompt
 
@@ -29,7 +29,7 @@ _EVERY_SOURCE = "*"
 
 @dataclass(frozen=True)
 class LengthReport:
-    """What the length limit did to the rows, in tokens and prompts."""
+    """The effect of the length limit on the rows, in numbers of rows."""
 
     rows: int
     """Rows looked at."""
@@ -37,10 +37,6 @@ class LengthReport:
     """Rows left out because they were too long."""
     cut: int
     """Rows cut to the limit."""
-    shortest_tokens: int
-    """Of all rows, before the limit."""
-    longest_tokens: int
-    """Of all rows, before the limit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +48,7 @@ class PromptSet:
 
     @property
     def size(self) -> int:
-        """How many prompts there are."""
+        """The number of prompts."""
         return len(self.prompts)
 
     @cached_property
@@ -72,15 +68,9 @@ class PromptSet:
         return {file: digest.hexdigest() for file, digest in digests.items()}
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at `index`."""
         return self.prompts[index]
 
     def find(self, uid: str) -> Prompt:
-        """The prompt that a uid names.
-
-        Raises:
-            KeyError: there is none.
-        """
         return self.prompts[self._index[uid]]
 
     @cached_property
@@ -104,60 +94,73 @@ class PromptRenderer:
         self._bos: list[int] = [bos] if adds_bos and not self._use_chat_template else []
 
     def render(self, rows: Sequence[Row]) -> PromptSet:
-        """All rows that fit, or are made to fit.
+        """Render all rows that fit, or are made to fit.
 
         Raises:
             DataError: a row cannot be rendered, is too long with `overlong_prompts: error`, or
                 none fits.
             ModelError: the chat template fails.
         """
+        fitted = list(self._fitted(rows))
+        prompts = tuple(prompt for _, prompt in fitted if prompt is not None)
+        if rows and not prompts:
+            raise self._none_fits(rows, [length for length, _ in fitted])
+        limit = self._config.max_prompt_tokens
+        report = LengthReport(
+            rows=len(rows),
+            filtered=len(rows) - len(prompts),
+            cut=sum(length > limit for length, prompt in fitted if prompt is not None),
+        )
+        return PromptSet(prompts, report)
+
+    def first_fitting(self, candidates: Iterator[Row]) -> Prompt:
+        """Render the first row that fits, or is made to fit; each candidate is tokenized once.
+
+        Raises:
+            DataError: none does, or one cannot be rendered.
+        """
+        for row in candidates:
+            last = row
+            ((length, prompt),) = self._fitted([row])
+            if prompt is not None:
+                return prompt
+        raise self._none_fits([last], [length])
+
+    def _fitted(self, rows: Sequence[Row]) -> Iterator[tuple[int, Prompt | None]]:
+        """Yield each row's length before the limit, and its prompt; None where it is left out."""
         asked = [self._with_template(row) for row in rows]
         texts = [self._text(row, messages) for row, messages in zip(rows, asked, strict=True)]
-        limit = self._config.max_prompt_tokens
-        prompts: list[Prompt] = []
-        lengths: list[int] = []
-        cut = 0
+        limit, rule = self._config.max_prompt_tokens, self._config.overlong_prompts
         for row, messages, text, ids in zip(rows, asked, texts, self._encode(texts), strict=True):
-            lengths.append(len(ids))
+            length = len(ids)
             if not ids:
                 raise DataError(f"{row.origin}: the prompt has no tokens; give it a text")
-            if len(ids) <= limit:
-                prompts.append(_prompt(row, messages, text, ids))
-            elif self._config.overlong_prompts == "error":
+            if length > limit and rule == "error":
                 raise DataError(
-                    f"{row.origin}: the prompt has {len(ids)} tokens, data.max_prompt_tokens is "
+                    f"{row.origin}: the prompt has {length} tokens, data.max_prompt_tokens is "
                     f"{limit}; raise it, or set data.overlong_prompts to filter, left, right or "
                     "middle"
                 )
-            elif self._config.overlong_prompts != "filter":
-                cut += 1
-                ids = _cut(ids, limit, self._config.overlong_prompts)
-                prompts.append(_prompt(row, messages, self._tokenizer.decode(ids), ids))
-        report = LengthReport(
-            len(rows),
-            len(rows) - len(prompts),
-            cut,
-            min(lengths, default=0),
-            max(lengths, default=0),
+            if length > limit and rule == "filter":
+                yield length, None
+                continue
+            if length > limit:
+                ids = _cut(ids, limit, rule)
+                text = self._tokenizer.decode(ids)
+            token_ids: IntArray = np.array(ids, dtype=np.int64)
+            yield length, Prompt(
+                row.uid, token_ids, text, row.data_source, row.ground_truth, row.extra,
+                tuple(messages),
+            )  # fmt: skip
+
+    def _none_fits(self, rows: Sequence[Row], lengths: Sequence[int]) -> DataError:
+        files = ", ".join(dict.fromkeys(row.uid.rpartition(":")[0] for row in rows))
+        return DataError(
+            f"{files}: none of the {len(rows)} prompts fits into "
+            f"data.max_prompt_tokens={self._config.max_prompt_tokens} (shortest {min(lengths)} "
+            f"tokens, longest {max(lengths)}); raise it, or set data.overlong_prompts to left, "
+            "right or middle to cut them"
         )
-        if rows and not prompts:
-            raise DataError(_none_fits(rows, report, limit))
-        return PromptSet(tuple(prompts), report)
-
-    def keeps(self, row: Row) -> bool:
-        """False where a row is too long and such rows are left out."""
-        if self._config.overlong_prompts != "filter":
-            return True
-        (ids,) = self._encode([self._text(row, self._with_template(row))])
-        return len(ids) <= self._config.max_prompt_tokens
-
-    def prompt(self, row: Row) -> Prompt:
-        """One row that must fit.
-
-        Raises:
-            DataError: it does not, or cannot be rendered.
-        """
-        return self.render([row]).prompts[0]
 
     def _text(self, row: Row, messages: Sequence[Message]) -> str:
         if not self._use_chat_template:
@@ -201,7 +204,7 @@ class PromptRenderer:
 
 
 def _templates(given: Mapping[str, str]) -> dict[str, str]:
-    """By lower-case source."""
+    """Key the templates by lower-case source."""
     templates: dict[str, str] = {}
     for source, template in given.items():
         if source.lower() in templates:
@@ -212,27 +215,11 @@ def _templates(given: Mapping[str, str]) -> dict[str, str]:
     return templates
 
 
-def _prompt(row: Row, messages: Sequence[Message], text: str, ids: list[int]) -> Prompt:
-    token_ids: IntArray = np.array(ids, dtype=np.int64)
-    return Prompt(
-        row.uid, token_ids, text, row.data_source, row.ground_truth, row.extra, tuple(messages)
-    )
-
-
 def _cut(ids: list[int], limit: int, side: str) -> list[int]:
-    """`limit` of the ids, taken away on the side named."""
+    """Keep `limit` of the ids; the rest goes on the side named."""
     if side == "left":
         return ids[-limit:]
     if side == "right":
         return ids[:limit]
     head = limit // 2
     return ids[:head] + ids[len(ids) - (limit - head) :]
-
-
-def _none_fits(rows: Sequence[Row], report: LengthReport, limit: int) -> str:
-    files = ", ".join(dict.fromkeys(row.uid.rpartition(":")[0] for row in rows))
-    return (
-        f"{files}: none of the {len(rows)} prompts fits into data.max_prompt_tokens={limit} "
-        f"(shortest {report.shortest_tokens} tokens, longest {report.longest_tokens}); raise it, "
-        "or set data.overlong_prompts to left, right or middle to cut them"
-    )

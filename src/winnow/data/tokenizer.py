@@ -1,13 +1,17 @@
-"""Tokenizers as training needs them: one that loads, and knows how an answer ends."""
+"""Loading of tokenizers, the ids that end an answer, and ids back to text."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from winnow.errors import ModelError
+from winnow.types import IntArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,10 +32,10 @@ def load_tokenizer(
     field: str = "model.path",
     ends_answers: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder (or of a hub name), which `field` of the recipe gives.
+    """Load the tokenizer of a model folder (or of a hub name), which `field` of the recipe gives.
 
     Args:
-        ends_answers: it is of a model that writes, and so needs an end-of-sequence token.
+        ends_answers: True if it is of a model that writes, and so needs an end-of-sequence token.
 
     Raises:
         ModelError: no such folder, no tokenizer in it, or one without an end-of-sequence token.
@@ -42,7 +46,7 @@ def load_tokenizer(
 
     folder = Path(path).expanduser()
     is_folder = folder.is_dir()
-    if not is_folder and not _may_be_hub_name(path):
+    if not is_folder and not may_be_hub_name(path):
         raise ModelError(
             f"{field} {path}: no such folder; give a Hugging Face model folder or a hub name"
         )
@@ -76,8 +80,9 @@ def load_tokenizer(
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, model_path: str | None = None, loaded: object = None
 ) -> tuple[int, ...]:
-    """The ids that end an answer: the tokenizer's EOS, then those that the model's generation
-    config names besides (chat models end a turn with a token of its own).
+    """List the ids that end an answer: the tokenizer's EOS, then the model's other ones.
+
+    Those stand in its generation config: chat models end a turn with a token of its own.
 
     Args:
         model_path: a folder, whose `generation_config.json` is read.
@@ -125,9 +130,27 @@ def _check_hub(name: str, field: str) -> None:
         )
 
 
-def _may_be_hub_name(path: str) -> bool:
-    """`name` or `owner/name`, as opposed to what can only be a path, or is in a folder of ours."""
+def may_be_hub_name(path: str) -> bool:
+    """Return whether a path is `name` or `owner/name`, and lies in no folder that is here."""
     if path.startswith(("/", ".", "~")) or path.count("/") > 1 or "\\" in path:
         return False
     owner, slash, _ = path.partition("/")
     return not (slash and Path(owner).is_dir())
+
+
+def decoder(
+    tokenizer: PreTrainedTokenizerBase, special_tokens: bool = False
+) -> Callable[[IntArray | Sequence[int]], str]:
+    """Make a function from ids to text, with or without special tokens.
+
+    Fast tokenizers are asked directly: the wrapper around them costs several times as much,
+    and a step decodes each of its answers.
+    """
+    plain = tokenizer.is_fast and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
+    inner: Any = tokenizer.backend_tokenizer if plain else tokenizer
+
+    def decode(ids: IntArray | Sequence[int]) -> str:
+        numbers = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        return cast(str, inner.decode(numbers, skip_special_tokens=not special_tokens))
+
+    return decode

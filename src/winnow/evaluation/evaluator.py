@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: sampled answers, greedy ones, statistics, a file of all.
+"""Evaluation on held-out prompts: sampled and greedy answers, scored and written to a file.
 
 The random numbers of an answer depend on the run's seed, the prompt's place and the answer's
 index, not on when it is asked: evaluations of one run share them, which takes noise out of the
@@ -31,12 +31,12 @@ from winnow.types import Answer, Group, Prompt, Trajectory
 
 _SEED_STREAM = 0x0E7A1
 _SCORES_CASES = "passed_share"
-"""A number of scorers whose `pred` says what became of an answer's tests, not what it says."""
+"""A metric of scorers whose `pred` tells of an answer's tests, not what the answer says."""
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """How held-out answers are sampled."""
+    """Settings under which held-out answers are sampled."""
 
     n: int
     greedy: bool
@@ -45,7 +45,7 @@ class EvaluationSettings:
 
     @classmethod
     def of(cls, config: EvaluationConfig, rollout: SamplingParams, seed: int) -> EvaluationSettings:
-        """From a recipe's section; limits and stop conditions are the rollout's."""
+        """Take the settings of a recipe's section; stop conditions are the rollout's."""
         sampling = replace(
             rollout,
             max_tokens=config.max_response_tokens or rollout.max_tokens,
@@ -65,21 +65,21 @@ class Evaluated:
     greedy: tuple[Group, ...]
     """One greedy answer a prompt; empty where none was asked for."""
     votes: frozenset[str]
-    """The data sources whose scorers tell what an answer says."""
+    """Data sources whose scorers tell what an answer says, for maj@k."""
     seed: int
 
     @property
     def problems(self) -> list[PromptAnswers]:
-        """The sampled answers by problem."""
+        """Group the sampled answers by problem."""
         return by_problem(self.groups, self.votes)
 
     @property
     def greedy_problems(self) -> list[PromptAnswers]:
-        """The greedy answers by problem."""
+        """Group the greedy answers by problem."""
         return by_problem(self.greedy, frozenset())
 
     def record(self) -> dict[str, Number]:
-        """Figures `eval/SOURCE/…`."""
+        """Compute the figures `eval/SOURCE/…` of a step's record."""
         greedy = summarise(self.greedy_problems, self.seed) if self.greedy else None
         sampled = summarise(self.problems, self.seed)
         return {**as_record(sampled, greedy), **_means(self.groups)}
@@ -87,14 +87,14 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class AskProgress:
-    """How far an evaluation has come, in answers and tokens."""
+    """Progress of an evaluation, in answers and tokens."""
 
     answers: int
-    """That it will have in all."""
+    """Answers that it will have in all."""
     written: int
     scored: int
     tokens: int
-    """Written so far."""
+    """Tokens written so far."""
 
 
 class Evaluator:
@@ -102,8 +102,8 @@ class Evaluator:
 
     Args:
         rewards: this evaluator's own, because it counts failures.
-        text_groups: prompts whose answers are kept with their text.
-        left_out: rows of the held-out data that were too long to be asked.
+        text_groups: number of prompts whose answers are kept with their text.
+        left_out: number of held-out rows that were too long to be asked.
     """
 
     def __init__(
@@ -117,42 +117,37 @@ class Evaluator:
         text_groups: int,
         left_out: int = 0,
     ) -> None:
-        self._engine, self._prompts, self._rewards = engine, tuple(prompts), rewards
+        self._engine, self.prompts, self._rewards = engine, tuple(prompts), rewards
         self._settings, self._file_of = settings, file_of
         self.decode, self.left_out = decode, left_out
         self._text_groups = text_groups
         self._asked = self._scorings = self._tokens_before = 0
 
     @property
-    def prompts(self) -> tuple[Prompt, ...]:
-        """The held-out prompts."""
-        return self._prompts
-
-    @property
     def progress(self) -> AskProgress:
-        """How far the evaluation under way has come."""
+        """The progress of the evaluation under way."""
         status = self._engine.status()
         return AskProgress(
-            answers=len(self._prompts) * (self._settings.n + self._settings.greedy),
+            answers=len(self.prompts) * (self._settings.n + self._settings.greedy),
             written=self._asked - status.running - status.queued,
             scored=self._scorings,
             tokens=status.generated_tokens - self._tokens_before,
         )
 
     async def evaluate(self, step: int) -> dict[str, Number]:
-        """Figures `eval/SOURCE/…`; nothing where there are no held-out prompts.
+        """Ask the held-out prompts and return `eval/SOURCE/…`; nothing where there are none.
 
-        Writes all answers to the run's evaluation file of the step.
+        All answers go to the run's evaluation file of the step.
 
         Raises:
             RewardError: scoring failed for more than `reward.max_failure_share` of them.
         """
-        if not self._prompts:
+        if not self.prompts:
             return {}
         return (await self.ask(step)).record()
 
     async def ask(self, step: int) -> Evaluated:
-        """The scored answers to the held-out prompts, which are written to the step's file, too.
+        """Ask the held-out prompts, score the answers and write them to the step's file.
 
         Raises:
             RewardError: scoring failed for more than `reward.max_failure_share` of them.
@@ -172,7 +167,7 @@ class Evaluator:
         seed = self._settings.seed ^ _SEED_STREAM
         requests = [
             group_request(place, prompt, fresh, sampling, seed)
-            for place, prompt in enumerate(self._prompts)
+            for place, prompt in enumerate(self.prompts)
         ]
         self._asked += n * len(requests)
         done = await generate(self._engine, requests)
@@ -180,13 +175,13 @@ class Evaluator:
         answers = await asyncio.gather(
             *(
                 self._scored(prompt, done[place, index])
-                for place, prompt in enumerate(self._prompts)
+                for place, prompt in enumerate(self.prompts)
                 for index in range(n)
             )
         )
         return [
             Group(place, prompt, tuple(answers[place * n : (place + 1) * n]))
-            for place, prompt in enumerate(self._prompts)
+            for place, prompt in enumerate(self.prompts)
         ]
 
     async def _scored(self, prompt: Prompt, trajectory: Trajectory) -> Answer:
@@ -195,7 +190,7 @@ class Evaluator:
         return Answer(trajectory, score)
 
     def _votes(self) -> frozenset[str]:
-        sources = {prompt.data_source for prompt in self._prompts}
+        sources = {prompt.data_source for prompt in self.prompts}
         known = {source: self._rewards.known_metrics([source]) for source in sources}
         return frozenset(s for s in sources if _SCORES_CASES not in (known[s] or ()))
 
@@ -221,7 +216,7 @@ class Evaluator:
 
 
 def by_problem(groups: Sequence[Group], votes: frozenset[str]) -> list[PromptAnswers]:
-    """The answers to each problem: rows that ask the same are one problem.
+    """Group answers by problem; rows that ask the same are one problem.
 
     Published files repeat a problem for each answer that they want; answers to copies of a row
     are no more independent than answers to the row.
@@ -247,7 +242,7 @@ def _statistics_of(copies: Sequence[Group], votes: frozenset[str]) -> PromptAnsw
 
 
 def _vote(pred: object) -> str | None:
-    """What an answer says, for the majority; None where nothing could be read."""
+    """Return an answer's vote in the majority; None where nothing could be read."""
     return None if pred is None or pred == "" else pred if isinstance(pred, str) else repr(pred)
 
 

@@ -1,4 +1,4 @@
-"""Statistics of an evaluation: numbers for each prompt first, then means over prompts.
+"""Statistics of an evaluation: figures of each prompt first, then means over prompts.
 
 Legend: `P` prompts, `N` answers to a prompt, `D` different parsed answers of a prompt.
 An answer counts as right where its accuracy is 1; avg@N and std@N take accuracy as it is, so
@@ -32,7 +32,7 @@ from winnow.observe.names import EVAL
 
 Floats = NDArray[np.float64]
 LEVEL = 0.95
-"""Of the intervals."""
+"""Coverage of the intervals."""
 EXACT_ANSWERS = 128
 """Up to so many answers maj@k is exact; beyond, it is a mean over random draws."""
 DRAWS = 2000
@@ -46,11 +46,11 @@ class PromptAnswers:
     accuracies: Sequence[float]
     """[N] 0..1"""
     parsed: Sequence[Hashable | None] | None = None
-    """[N] what each answer says; None where nothing could be read. Absent: no maj@k."""
+    """[N] the parsed answers; None where nothing could be read. Absent: no maj@k."""
     tokens: Sequence[int] = ()
     """[N] lengths."""
     truncated: Sequence[bool] = ()
-    """[N] whether the limit ended it."""
+    """[N] True where the limit ended the answer."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Estimate:
 
     mean: float
     standard_error: float
-    """Over prompts: answers to one prompt are not independent. NaN for a single prompt."""
+    """The error over prompts: answers to one are not independent. NaN for a single prompt."""
     prompts: int
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % for a share: Wilson's interval at the effective number of independent answers.
+        """The 95 % interval of a share: Wilson's at the effective number of independent answers.
 
         That number is mean·(1-mean)/standard_error², or the number of prompts where all agree,
         so that 30 right ones of 30 do not pretend to certainty. The bound is Student's for
@@ -81,7 +81,7 @@ class Estimate:
 
 
 def pass_at_k(n: ArrayLike, correct: ArrayLike, k: int) -> Floats:
-    """The unbiased pass@k of each prompt, as a product that neither over- nor underflows.
+    """Compute the unbiased pass@k of each prompt, by a product that neither over- nor underflows.
 
     Example: `pass_at_k([4], [1], 2)` is `[0.5]`.
 
@@ -109,7 +109,7 @@ def maj_at_k(
     seed: int | Sequence[int] = 0,
     exact_answers: int = EXACT_ANSWERS,
 ) -> Floats:
-    """The maj@k of one prompt for each k: the expectation over all draws of k different answers.
+    """Compute the maj@k of one prompt for each k: its mean over all draws of k different answers.
 
     The most frequent parsed answer wins and brings the mean accuracy of the answers that say it;
     equally frequent ones share: each brings its part. What could not be parsed has no vote; where
@@ -142,7 +142,7 @@ def maj_at_k(
 def _drawn_votes(
     sizes: NDArray[np.int64], worth: Floats, k: int, generator: np.random.Generator
 ) -> float:
-    """The mean over `DRAWS` random draws; `sizes` [1 + D] begins with the unparsed."""
+    """Estimate maj@k from `DRAWS` random draws; `sizes` [1 + D] begins with the unparsed."""
     votes = generator.multivariate_hypergeometric(sizes, k, size=DRAWS)[:, 1:]  # [R, D]
     most = votes.max(axis=1, keepdims=True, initial=0)
     wins = (votes == most) & (most > 0)
@@ -150,7 +150,7 @@ def _drawn_votes(
 
 
 def _votes(sizes: Sequence[int], worth: Sequence[float], blank: int) -> Floats:
-    """maj@1 … maj@N of classes of these sizes, by counting the draws in which m votes win.
+    """Compute maj@1 … maj@N of classes of these sizes from the draws in which m votes win.
 
     In polynomials in x, whose power is the number of answers drawn: a class that gets fewer than m
     votes is sum over v < m of C(size, v) x^v, and one that gets m is C(size, m) x^m, here times u
@@ -178,7 +178,7 @@ def _votes(sizes: Sequence[int], worth: Sequence[float], blank: int) -> Floats:
 
 
 def _fewer(polynomials: Floats, size: int, m: int) -> Floats:
-    """Times sum over v < m of C(size, v) x^v."""
+    """Multiply by the sum over v < m of C(size, v) x^v."""
     product = np.zeros_like(polynomials)
     for v in range(m):
         product += math.comb(size, v) * _shifted(polynomials, v)
@@ -186,7 +186,7 @@ def _fewer(polynomials: Floats, size: int, m: int) -> Floats:
 
 
 def _shifted(polynomials: Floats, power: int) -> Floats:
-    """Times x^power, cut off behind the last power."""
+    """Multiply by x^power, cut off behind the last power."""
     if power == 0:
         return polynomials
     moved = np.zeros_like(polynomials)
@@ -195,7 +195,7 @@ def _shifted(polynomials: Floats, power: int) -> Floats:
 
 
 def estimate(per_prompt: ArrayLike) -> Estimate:
-    """The mean over prompts with its standard error.
+    """Average over prompts, with the standard error of the mean.
 
     Raises:
         ValueError: there is no prompt.
@@ -208,13 +208,13 @@ def estimate(per_prompt: ArrayLike) -> Estimate:
 
 
 def default_ks(n: int) -> tuple[int, ...]:
-    """1, 2, 4, … and N itself."""
+    """List the powers of two up to N, and N itself."""
     powers = [2**i for i in range(n.bit_length()) if 2**i <= n]
     return tuple(dict.fromkeys([*powers, n]))
 
 
 def summarise(prompts: Sequence[PromptAnswers], seed: int = 0) -> dict[str, dict[str, Estimate]]:
-    """All statistics: data source → `avg@N`, `std@N`, `pass@k`, `maj@k` → estimate.
+    """Compute all statistics: data source → `avg@N`, `std@N`, `pass@k`, `maj@k` → estimate.
 
     N is the smallest number of answers to a prompt of the source; k runs through `default_ks(N)`,
     maj@k starts at 2, and needs parsed answers throughout. Random draws of a prompt depend on
@@ -228,14 +228,14 @@ def summarise(prompts: Sequence[PromptAnswers], seed: int = 0) -> dict[str, dict
         if not prompt.accuracies:
             raise ValueError(f"prompt {place} of {prompt.data_source} has no answer to evaluate")
         by_source.setdefault(prompt.data_source, []).append((place, prompt))
-    return {source: _of_source(members, seed) for source, members in by_source.items()}
+    return {source: figures_of(members, seed) for source, members in by_source.items()}
 
 
 def as_record(
     sampled: Mapping[str, Mapping[str, Estimate]],
     greedy: Mapping[str, Mapping[str, Estimate]] | None = None,
 ) -> dict[str, float]:
-    """The figures as a step's record has them: `eval/SOURCE/pass@1`, `…/greedy`, `…/prompts`.
+    """Name the figures as a step's record does: `eval/SOURCE/pass@1`, `…/greedy`, `…/prompts`.
 
     `greedy` is the summary of one greedy answer a prompt. The standard errors of avg@N and of
     the greedy answers go along under the name with `_se`.
@@ -253,7 +253,8 @@ def as_record(
     return record
 
 
-def _of_source(members: Sequence[tuple[int, PromptAnswers]], seed: int) -> dict[str, Estimate]:
+def figures_of(members: Sequence[tuple[int, PromptAnswers]], seed: int) -> dict[str, Estimate]:
+    """Compute the statistics of prompts taken as one source, each given with its place."""
     accuracies = [np.asarray(prompt.accuracies, dtype=np.float64) for _, prompt in members]
     sizes = np.array([len(values) for values in accuracies])
     correct = np.array([int((values >= 1).sum()) for values in accuracies])

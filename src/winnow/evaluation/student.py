@@ -1,4 +1,7 @@
-"""Student's t distribution in float64: what intervals and paired tests need of it.
+"""Student's t distribution in float64, for intervals and paired tests.
+
+Own code instead of scipy, because transformers imports scipy.optimize wherever scipy is installed:
+0.37 s of CPU and 44 MB more in each process that loads a model.
 
 The distribution function is a regularised incomplete beta function, computed by its continued
 fraction (Abramowitz and Stegun 26.7.1 and 26.5.8, evaluated by Lentz's method).
@@ -15,7 +18,7 @@ _MOST_TERMS = 10_000
 
 
 def two_sided_p(t: float, degrees: int) -> float:
-    """The chance of a |T| as large as |t|, for `degrees` of freedom, at least 1.
+    """Return the chance of a |T| as large as |t|, for `degrees` of freedom, at least 1.
 
     Example: `two_sided_p(12.7062, 1)` is about 0.05.
     """
@@ -28,7 +31,7 @@ def two_sided_p(t: float, degrees: int) -> float:
 
 @lru_cache(maxsize=256)
 def two_sided_bound(p: float, degrees: int) -> float:
-    """The t that |T| exceeds with the chance `p`: 0.05 gives the bound of a 95 % interval.
+    """Return the t that |T| exceeds with the chance `p`: 0.05 gives a 95 % interval's bound.
 
     Example: `two_sided_bound(0.05, 29)` is about 2.045.
     """
@@ -45,7 +48,7 @@ def two_sided_bound(p: float, degrees: int) -> float:
 
 
 def _incomplete_beta(x: float, rest: float, a: float, b: float) -> float:
-    """I_x(a, b); `rest` is 1 - x, which x near 1 would lose."""
+    """Compute I_x(a, b); `rest` is 1 - x, which x near 1 would lose."""
     if x <= 0 or rest <= 0:
         return float(rest <= 0)
     # The fraction converges fast on this side; on the other, I_x(a, b) = 1 - I_(1-x)(b, a).
@@ -57,7 +60,7 @@ def _incomplete_beta(x: float, rest: float, a: float, b: float) -> float:
 
 
 def _fraction(x: float, a: float, b: float) -> float:
-    """1 + d1 / (1 + d2 / (1 + …)) of A&S 26.5.8."""
+    """Evaluate 1 + d1 / (1 + d2 / (1 + …)) of A&S 26.5.8."""
     value = numerator = 1.0
     denominator = 0.0
     for term in range(1, _MOST_TERMS):

@@ -1,1 +1,1 @@
-"""What a run writes down and shows; everything that shows a run reads its folder alone."""
+"""Records, files and views of a run; everything that shows a run reads its folder alone."""

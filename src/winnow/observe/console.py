@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live view on a terminal, plain lines elsewhere.
+"""The view of a run while it goes on: live on a terminal, plain lines elsewhere.
 
 The live view is a bar and the last step's figures at the bottom of the screen, with a line left
 above it every few steps. Only figures that steer a decision are shown; metrics.jsonl has the rest.
@@ -38,22 +38,22 @@ class ConsoleSink(Sink, Protocol):
         ...
 
     def status(self, text: str) -> None:
-        """Say what the step is at; shown live only."""
+        """Show the progress within a step, where the view is live."""
         ...
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure: where it is found, what it is called, how it is written."""
+    """One figure of the view: its title, where it is found, and how it is written."""
 
     title: str
     names: tuple[str, ...]
-    """The first of these in the record is shown."""
+    """Names in the record; the first that is there is shown."""
     show: Callable[[float | None], str]
     width: int
 
     def cell(self, record: Record) -> str:
-        """The figure of a record, or a dash."""
+        """Write the figure of a record, or a dash."""
         found = (record[name] for name in self.names if name in record)
         return self.show(next(found, None))
 
@@ -76,36 +76,17 @@ def make_console(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ConsoleSink:
-    """The console sink of `observe.console`."""
+    """Make the console sink of `observe.console`."""
     console = console or Console()
     if mode == "off":
-        return SilentConsole()
+        console = Console(quiet=True)
     if mode == "auto" and console.is_terminal and not console.is_dumb_terminal:
         return LiveConsole(console, clock)
     return PlainConsole(console, clock)
 
 
-class SilentConsole:
-    """Says nothing."""
-
-    def start(self, info: RunInfo) -> None:
-        """Nothing."""
-
-    def log(self, step: int, record: Record) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-    def status(self, text: str) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
 class PlainConsole:
-    """One line a step (of a warm-up, about ten in all), the column heads once."""
+    """A `ConsoleSink` of one line a step (about ten for a warm-up), the column heads once."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -115,13 +96,11 @@ class PlainConsole:
         self._has_header = False
 
     def start(self, info: RunInfo) -> None:
-        """Begin a run or a warm-up."""
         self._info = info
         self._began = self._steps_began = self._clock()
         self._has_header = False
 
     def log(self, step: int, record: Record) -> None:
-        """Print the step, and what was evaluated after it."""
         if step < self._info.first_step:
             self._steps_began = self._clock()
         elif self._has_line(step):
@@ -130,14 +109,13 @@ class PlainConsole:
             self.note(line)
 
     def note(self, text: str) -> None:
-        """Print a line."""
         self._say(Text(text), is_row=False)
 
     def status(self, text: str) -> None:
-        """Not shown: a log has no place for what passes."""
+        pass  # a log has no place for what passes
 
     def close(self) -> None:
-        """Nothing is held."""
+        pass
 
     def _has_line(self, step: int) -> bool:
         if self._info.kind == "train":
@@ -171,7 +149,7 @@ class PlainConsole:
 
 
 class LiveConsole(PlainConsole):
-    """A bar and the latest figures at the bottom, a line above them every few steps."""
+    """A `ConsoleSink` with a bar and the latest figures, and a line above them every few steps."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, clock)
@@ -184,7 +162,6 @@ class LiveConsole(PlainConsole):
         self._spinner = Spinner("line" if ascii_only else "dots")
 
     def start(self, info: RunInfo) -> None:
-        """Show the bar."""
         self.close()
         super().start(info)
         self._step, self._record, self._status = info.first_step - 1, {}, ""
@@ -194,18 +171,15 @@ class LiveConsole(PlainConsole):
         self._live.start(refresh=True)
 
     def log(self, step: int, record: Record) -> None:
-        """Move the bar; the figures show from the next refresh on."""
         self._step, self._record, self._status = step, dict(record), ""
         if math.isnan(self._first_loss):
             self._first_loss = record.get(names.SFT_LOSS, math.nan)
         super().log(step, record)
 
     def status(self, text: str) -> None:
-        """Say what the step is at."""
         self._status = text
 
     def close(self) -> None:
-        """Take the bar away; a warm-up leaves one line behind."""
         if self._live is None:
             return
         self._live.stop()
@@ -217,7 +191,7 @@ class LiveConsole(PlainConsole):
             self.note(f"warm-up: {self._step:,} steps in {seconds}, {fell}")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The bar, and below it the figures that fit."""
+        """Draw the bar, and below it the figures that fit."""
         info = self._info
         step = max(self._step, 0)
         head = Table.grid(padding=(0, 1), expand=True)
@@ -243,12 +217,12 @@ class LiveConsole(PlainConsole):
 
 
 def columns_of(info: RunInfo) -> tuple[Column, ...]:
-    """What is shown of a step."""
+    """Return the figures that are shown of a step."""
     return WARM_UP_COLUMNS if info.kind == "warm_up" else TRAIN_COLUMNS
 
 
 def evaluation_lines(step: int, record: Record) -> list[str]:
-    """A line for each data source that was evaluated after the step."""
+    """Write a line for each data source that was evaluated after the step."""
     when = "start" if step == 0 else f"step {step}"
     return [
         f"held out, {when}: {source} {_in_words(evaluation)}"
@@ -271,7 +245,7 @@ def _in_words(evaluation: Evaluation) -> str:
 
 
 def _fitting(pairs: list[tuple[str, str]], status: str, width: int) -> Text:
-    """As many figures as one line holds, the first ones first; a status goes before them."""
+    """Write as many figures as one line holds, the first ones first, behind a status."""
     line = Text(no_wrap=True, overflow="crop")
     if status:
         line.append(status, style="italic")

@@ -1,34 +1,70 @@
-"""Figures as people read them: short, aligned, and plain ASCII where a terminal asks for it."""
+"""Figures and tables as people read them: short, aligned, in what a terminal can show."""
 
 from __future__ import annotations
 
 import math
 import unicodedata
 
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
 DASH = "-"
+WIDTH = 100
+"""Widest table."""
+
+
+def figure_table(*columns: str, title: str | None = None) -> Table:
+    """Make a table of names and right-aligned figures under `columns`; without them no head."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD if columns else None,
+        show_header=bool(columns),
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
+    if columns:
+        table.add_column("", overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True, overflow="crop")
+    return table
+
+
+def spaced(table: Table) -> Padding:
+    """Put a line of space behind a table."""
+    return Padding(table, (0, 0, 1, 0), expand=False)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table at most 100 columns wide, with a line of space behind it."""
+    console.print(spaced(table), width=min(WIDTH, console.width))
 
 
 def share(value: float | None, digits: int = 0) -> str:
-    """`0.423` as `42 %`."""
+    """Write a share in percent: `0.423` as `42 %`."""
     if value is None:
         return DASH
     return f"{100 * value:.{digits}f} %" if math.isfinite(value) else str(value)
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A figure with fixed digits."""
+    """Write a figure with fixed digits."""
     return DASH if value is None else f"{value:.{digits}f}"
 
 
 def count(value: float | None) -> str:
-    """`12345` as `12,345`; from ten million on in millions."""
+    """Write a count: `12345` as `12,345`; from ten million on in millions."""
     if value is None or not math.isfinite(value):
         return DASH if value is None else str(value)
     return f"{value / 1e6:,.1f} M" if abs(value) >= 1e7 else f"{value:,.0f}"
 
 
 def duration(seconds: float | None) -> str:
-    """`75` as `1:15`; from an hour on `1:02:03`."""
+    """Write seconds: `75` as `1:15`; from an hour on `1:02:03`."""
     if seconds is None or not math.isfinite(seconds):
         return DASH
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)
@@ -37,13 +73,13 @@ def duration(seconds: float | None) -> str:
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """What a model wrote, made safe to print: no control codes, nothing beyond the encoding."""
+    """Make a model's text safe to print: no control codes, nothing beyond the encoding."""
     shown = "".join(c if _is_harmless(c) else c.encode("unicode_escape").decode() for c in text)
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def shorten(text: str, limit: int) -> str:
-    """The text, cut in the middle when longer than `limit`."""
+    """Cut a text in the middle where it is longer than `limit`."""
     if len(text) <= limit:
         return text
     head = (limit - 5) * 2 // 3

@@ -19,12 +19,12 @@ PARTIAL = ".partial"
 
 
 def disk_error(path: Path, error: OSError) -> WinnowError:
-    """What the user reads when `path` cannot be written: file, reason, remedy."""
+    """Word the error for a `path` that cannot be written: file, reason, remedy."""
     return WinnowError(f"cannot write {path}: {reason_and_remedy(error)}")
 
 
 def reason_and_remedy(error: OSError) -> str:
-    """Why the system refused, and what to do about it: `REASON; REMEDY`."""
+    """Say why the system refused, and what to do about it: `REASON; REMEDY`."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in _FULL:
         remedy = "free some space, or put the run on another disk with run.dir=FOLDER"
@@ -36,7 +36,7 @@ def reason_and_remedy(error: OSError) -> str:
 
 
 def system_error(error: Exception) -> OSError | None:
-    """What the system refused; libraries written in Rust tell of it in words, `(os error 28)`."""
+    """Find the system's error in one; libraries written in Rust tell it as `(os error 28)`."""
     if isinstance(error, OSError):
         return error
     told = _TOLD.search(str(error))
@@ -45,7 +45,7 @@ def system_error(error: Exception) -> OSError | None:
 
 @contextlib.contextmanager
 def refusals_told(path: Path) -> Iterator[None]:
-    """What the system refuses within the block is told of the file it names, or else of `path`.
+    """Tell a system's error within the block of the file it names, or else of `path`.
 
     Raises:
         WinnowError: instead of any OSError.
@@ -86,3 +86,63 @@ def write_atomic(path: Path, data: bytes) -> None:
         if isinstance(error, OSError):
             raise disk_error(path, error) from error
         raise
+
+
+class AppendFile:
+    """A file that takes each text whole or leaves it; errors are told with file and remedy."""
+
+    def __init__(self, path: Path) -> None:
+        """Open for appending; made if absent.
+
+        Raises:
+            WinnowError: the file cannot be written.
+        """
+        self._path, self._descriptor = path, -1
+        with self._told():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return os.fstat(self._descriptor).st_size
+
+    def append(self, data: bytes) -> None:
+        """Append and hand it to the system at once; of a write that fails nothing is left."""
+        before = self.size
+        with self._told():
+            try:
+                write_fully(self._descriptor, data)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, before)
+                raise
+
+    def sync(self) -> None:
+        """Wait until all is safely on disk."""
+        with self._told():
+            os.fsync(self._descriptor)
+
+    def ends_line(self, offset: int) -> bool:
+        """Return whether a line ends at an offset, or none has begun."""
+        if offset == 0:
+            return True
+        return offset <= self.size and os.pread(self._descriptor, 1, offset - 1) == b"\n"
+
+    def truncate(self, offset: int) -> None:
+        """Forget everything after an offset."""
+        with self._told():
+            os.ftruncate(self._descriptor, offset)
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise disk_error(self._path, error) from error

@@ -1,10 +1,11 @@
-"""What the records of a run amount to: evaluations, the token account, time by phase."""
+"""Sums over the records of a run: evaluations, the token account, time by phase."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from winnow.observe import names
 from winnow.observe.names import Record
@@ -12,7 +13,7 @@ from winnow.observe.names import Record
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a policy did on the held-out prompts of one data source."""
+    """The results of a policy on the held-out prompts of one data source."""
 
     accuracy: float
     """pass@1, or avg@N of a scorer that gives part marks only."""
@@ -29,7 +30,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, figures: Record) -> Evaluation | None:
-        """From the `eval/SOURCE/…` figures of a record; None where accuracy is not among them."""
+        """Read the `eval/SOURCE/…` figures of a record; None where accuracy is not among them."""
         accuracy = figures.get("pass@1", (_largest(figures, "avg@", 1) or (0, None))[1])
         if accuracy is None:
             return None
@@ -46,13 +47,13 @@ class Evaluation:
 
 
 def evaluations(record: Record) -> dict[str, Evaluation]:
-    """The evaluations in a record, by data source."""
+    """Read the evaluations in a record, by data source."""
     found = {source: Evaluation.of(f) for source, f in names.by_source(record).items()}
     return {source: evaluation for source, evaluation in found.items() if evaluation}
 
 
 def token_account(records: Iterable[Record]) -> dict[str, int]:
-    """Tokens by what they were used for, over a run; `in_progress` as it stands at the end.
+    """Sum the tokens of a run by their use; `in_progress` as it stands at the end.
 
     Example: `{"trained": 700, …, "failed": 0, "in_progress": 31}`.
     """
@@ -66,7 +67,7 @@ def token_account(records: Iterable[Record]) -> dict[str, int]:
 
 
 def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
-    """Seconds by phase over a run: the warm-up, then the longest first, `other` included."""
+    """Sum the seconds of a run by phase: the warm-up, then the longest first, `other` included."""
     total: dict[str, float] = {}
     warm_up: dict[str, float] = {}
     for record in records:
@@ -80,7 +81,7 @@ def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
 
 
 def series(records: Sequence[Record], *candidates: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a figure, under the first of the names that any record has."""
+    """Return steps and values of a figure, under the first of the names that any record has."""
     for name in candidates:
         points = [(int(r["step"]), float(r[name])) for r in records if name in r]
         if points:
@@ -89,14 +90,9 @@ def series(records: Sequence[Record], *candidates: str) -> tuple[list[int], list
 
 
 def tokens_by_step(records: Sequence[Record]) -> tuple[list[int], list[float]]:
-    """Steps and the tokens generated up to the end of each."""
+    """Return the steps, and the tokens generated up to the end of each."""
     steps, tokens = series(records, names.GENERATED_TOKENS)
-    total = 0.0
-    sums = []
-    for value in tokens:
-        total += value
-        sums.append(total)
-    return steps, sums
+    return steps, list(accumulate(tokens))
 
 
 def _largest(figures: Mapping[str, float], prefix: str, least: int) -> tuple[int, float] | None:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line a step, complete or absent.
+"""The file metrics.jsonl: one line a step, complete or absent.
 
 JSON has no NaN: such a figure is `null`, and the line's `non_finite` says what it was, so that
 nothing is lost and every JSON reader can read the file.
@@ -6,15 +6,13 @@ nothing is lost and every JSON reader can read the file.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from winnow.errors import CheckpointError, WinnowError
-from winnow.observe.files import disk_error, write_fully
+from winnow.observe.files import AppendFile
 from winnow.observe.metrics import plain
 from winnow.observe.names import Number, Record
 from winnow.observe.sinks import RunInfo
@@ -33,43 +31,23 @@ class MetricsLog:
         Raises:
             WinnowError: the file cannot be written.
         """
-        self._path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            self._size = os.fstat(self._descriptor).st_size
-        except OSError as error:
-            raise disk_error(path, error) from error
+        self._path, self._file = path, AppendFile(path)
+        self.close = self._file.close
 
     def start(self, info: RunInfo) -> None:
-        """Nothing to say: the file holds steps alone."""
+        pass  # the file holds steps alone
 
     def log(self, step: int, record: Record) -> None:
-        """Append the line of a step and hand it to the system at once.
-
-        Raises:
-            WinnowError: it could not be written whole; then none of it is left.
-        """
-        line = encode_line(step, record)
-        try:
-            write_fully(self._descriptor, line)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self._size)
-            raise disk_error(self._path, error) from error
-        self._size += len(line)
+        self._file.append(encode_line(step, record))
 
     def offset(self) -> int:
-        """Bytes up to here, safely on disk: what a checkpoint's manifest notes.
+        """Return the bytes up to here, safely on disk: a checkpoint's manifest notes them.
 
         Raises:
             WinnowError: the disk refuses.
         """
-        try:
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise disk_error(self._path, error) from error
-        return self._size
+        self._file.sync()
+        return self._file.size
 
     def truncate(self, offset: int) -> None:
         """Forget every line after `offset`.
@@ -77,26 +55,17 @@ class MetricsLog:
         Raises:
             CheckpointError: the file is shorter, or no line ends there.
         """
-        if offset > self._size or (offset and os.pread(self._descriptor, 1, offset - 1) != b"\n"):
+        if not self._file.ends_line(offset):
             raise CheckpointError(
-                f"{self._path} has {self._size} bytes and no line that ends at {offset}, where the "
-                "checkpoint continues: it was changed since; put it back, or start a new run"
+                f"{self._path} has {self._file.size} bytes and no line that ends at {offset}, "
+                "where the checkpoint continues: it was changed since; put it back, or start a "
+                "new run"
             )
-        try:
-            os.ftruncate(self._descriptor, offset)
-        except OSError as error:
-            raise disk_error(self._path, error) from error
-        self._size = offset
-
-    def close(self) -> None:
-        """Close the file; a second time does nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        self._file.truncate(offset)
 
 
 def encode_line(step: int, record: Record) -> bytes:
-    """The line of a step, its newline included."""
+    """Write the line of a step, its newline included."""
     numbers = {name: plain(value) for name, value in record.items()}
     odd = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
     line: dict[str, object] = {"step": step, **numbers, **dict.fromkeys(odd)}
@@ -106,7 +75,7 @@ def encode_line(step: int, record: Record) -> bytes:
 
 
 def decode_line(line: bytes | str) -> dict[str, Number]:
-    """The record that `encode_line` wrote, its `step` among the figures.
+    """Read the record that `encode_line` wrote, its `step` among the figures.
 
     Raises:
         ValueError: not such a line.
@@ -120,7 +89,7 @@ def decode_line(line: bytes | str) -> dict[str, Number]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Number]]:
-    """The records of a run, in order. A last line without its end is still being written: left out.
+    """Read the records of a run, in order; a last line without its end is still being written.
 
     Raises:
         WinnowError: no such file, or a line that is none of ours.

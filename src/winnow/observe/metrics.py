@@ -11,76 +11,43 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from winnow.observe.names import Number
 
+Reduction = Literal["mean", "sum", "max", "min", "last"]
+
 
 @dataclass(frozen=True, slots=True)
-class Mean:
-    """A weighted mean, held as its sum and weight; NaN while nothing has weight."""
+class Figure:
+    """A number that knows how to merge with others of its name."""
 
-    total: float
-    weight: float
-
-    def merge(self, other: Mean) -> Mean:
-        """The mean over both."""
-        return Mean(self.total + other.total, self.weight + other.weight)
+    reduction: Reduction
+    total: Number
+    """The value; of a mean, its sum."""
+    weight: float = 1.0
+    """Weight of a mean."""
 
     @property
-    def value(self) -> float:
-        """The mean."""
+    def value(self) -> Number:
+        """The number to write down; NaN for a mean over nothing."""
+        if self.reduction != "mean":
+            return self.total
         return self.total / self.weight if self.weight else math.nan
 
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """A sum; of integers, an integer."""
-
-    value: Number
-
-    def merge(self, other: Sum) -> Sum:
-        """Both together."""
-        return Sum(self.value + other.value)
-
-
-@dataclass(frozen=True, slots=True)
-class Max:
-    """The largest; NaN wins, so that it is seen wherever it came up."""
-
-    value: Number
-
-    def merge(self, other: Max) -> Max:
-        """The larger of both."""
-        return other if math.isnan(other.value) or other.value > self.value else self
-
-
-@dataclass(frozen=True, slots=True)
-class Min:
-    """The smallest; NaN wins, so that it is seen wherever it came up."""
-
-    value: Number
-
-    def merge(self, other: Min) -> Min:
-        """The smaller of both."""
-        return other if math.isnan(other.value) or other.value < self.value else self
-
-
-@dataclass(frozen=True, slots=True)
-class Last:
-    """What was said last, such as a learning rate."""
-
-    value: Number
-
-    def merge(self, other: Last) -> Last:
-        """The later of both."""
-        return other
-
-
-Metric = Mean | Sum | Max | Min | Last
+    def merge(self, other: Figure) -> Figure:
+        """Reduce both to one. NaN wins as an extreme, so that it is seen wherever it came up."""
+        if self.reduction == "mean":
+            return Figure("mean", self.total + other.total, self.weight + other.weight)
+        if self.reduction == "sum":
+            return Figure("sum", self.total + other.total)
+        if self.reduction == "last" or math.isnan(other.total):
+            return other
+        sign = 1 if self.reduction == "max" else -1
+        return other if sign * other.total > sign * self.total else self
 
 
 class Metrics:
@@ -90,44 +57,42 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._metrics: dict[str, Metric] = {}
+        self._figures: dict[str, Figure] = {}
 
-    def add(self, name: str, metric: Metric) -> None:
-        """Take a figure; a name keeps its reduction for good."""
-        held = self._metrics.get(name)
-        if held is None:
-            self._metrics[name] = metric
-            return
-        assert type(held) is type(metric), f"{name} is a {type(held).__name__}, got {metric}"
-        # Each class merges with its own kind only, which the line above makes sure of.
-        self._metrics[name] = held.merge(metric)  # type: ignore[arg-type]
+    def add(self, name: str, figure: Figure) -> None:
+        """Merge a figure with what was held under its name, which keeps its reduction for good."""
+        held = self._figures.get(name)
+        if held is not None:
+            assert held.reduction == figure.reduction, f"{name} is a {held.reduction}, got {figure}"
+            figure = held.merge(figure)
+        self._figures[name] = figure
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
-        """A mean over `weight` things; nothing weighs nothing, whatever its value."""
-        self.add(name, Mean(value * weight if weight else 0.0, weight))
+        """Add a mean over `weight` things; nothing weighs nothing, whatever its value."""
+        self.add(name, Figure("mean", value * weight if weight else 0.0, weight))
 
     def mean_of(self, name: str, total: float, count: float) -> None:
-        """A mean given as sum and count."""
-        self.add(name, Mean(total, count))
+        """Add a mean given as sum and count."""
+        self.add(name, Figure("mean", total, count))
 
     def sum(self, name: str, value: Number) -> None:
-        """A count or an amount."""
-        self.add(name, Sum(value))
+        """Add to a count or an amount; of integers, an integer."""
+        self.add(name, Figure("sum", value))
 
     def max(self, name: str, value: Number) -> None:
-        """A peak."""
-        self.add(name, Max(value))
+        """Keep the largest."""
+        self.add(name, Figure("max", value))
 
     def min(self, name: str, value: Number) -> None:
-        """A trough."""
-        self.add(name, Min(value))
+        """Keep the smallest."""
+        self.add(name, Figure("min", value))
 
     def last(self, name: str, value: Number) -> None:
-        """A state of which the latest counts."""
-        self.add(name, Last(value))
+        """Keep the latest, such as a learning rate."""
+        self.add(name, Figure("last", value))
 
     def spread(self, name: str, values: ArrayLike) -> None:
-        """`name/mean`, `name/max` and `name/min` of many values; of none, nothing."""
+        """Add `name/mean`, `name/max` and `name/min` of many values; of none, nothing."""
         array = np.asarray(values, dtype=np.float64).ravel()
         if array.size == 0:
             return
@@ -137,8 +102,8 @@ class Metrics:
 
     def merge(self, other: Metrics) -> None:
         """Take in what another rank or phase collected."""
-        for name, metric in other._metrics.items():
-            self.add(name, metric)
+        for name, figure in other._figures.items():
+            self.add(name, figure)
 
     def update(self, record: Mapping[str, Number]) -> None:
         """Take plain numbers, the latest of each name."""
@@ -146,12 +111,12 @@ class Metrics:
             self.last(name, value)
 
     def record(self) -> dict[str, Number]:
-        """Each name with its number, in the order of first mention."""
-        return {name: plain(metric.value) for name, metric in self._metrics.items()}
+        """Return each name with its number, in the order of first mention."""
+        return {name: plain(figure.value) for name, figure in self._figures.items()}
 
 
 def plain(value: Any) -> Number:
-    """A Python number: numpy's and torch's scalars are unwrapped."""
+    """Return a Python number: numpy's and torch's scalars are unwrapped."""
     number = value if isinstance(value, (int, float)) else value.item()
     return int(number) if isinstance(number, bool) else number
 
@@ -182,7 +147,7 @@ class Stopwatch:
             self._open.pop()
 
     def lap(self) -> dict[str, Number]:
-        """`time/PHASE_s`, `time/other_s` and `time/step_s` since the last lap; starts a new one."""
+        """Start another lap; return the `time/PHASE_s`, `other_s` and `step_s` of the last."""
         self._book()
         total = self._since - self._lap_start
         record: dict[str, Number] = {f"time/{k}_s": v for k, v in self._seconds.items()}
@@ -193,12 +158,12 @@ class Stopwatch:
         return record
 
     def seconds(self) -> dict[str, float]:
-        """By phase, since the last lap."""
+        """Return the seconds by phase since the last lap."""
         self._book()
         return dict(self._seconds)
 
     def rebook(self, name: str, seconds: Mapping[str, float]) -> None:
-        """Book part of a phase's time under other phases, as somebody else has measured it."""
+        """Book part of a phase's time under other phases, as another process has measured it."""
         for phase, part in seconds.items():
             self._seconds[phase] = self._seconds.get(phase, 0.0) + part
         self._seconds[name] = max(self._seconds[name] - sum(seconds.values()), 0.0)

@@ -59,7 +59,7 @@ Number = int | float
 Record = Mapping[str, Number]
 
 Outcome = Literal["trained", "all_right", "all_wrong", "surplus", "stale", "failed"]
-"""What a closed group was used for; each token is booked under one of these."""
+"""Uses of a closed group; each token is booked under one of these."""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 # What the viewers (console, curve, summary) look for by name.
@@ -81,7 +81,7 @@ EVAL = "eval/"
 
 
 def by_source(record: Mapping[str, Number]) -> dict[str, dict[str, Number]]:
-    """The evaluation figures of a record: data source → figure → number.
+    """Pick the evaluation figures of a record: data source → figure → number.
 
     A source may hold slashes (`openai/gsm8k`), a figure holds none.
     """

@@ -55,14 +55,14 @@ class RolloutGroup:
 
     @property
     def kinds(self) -> list[str]:
-        """`sampled` or `greedy` for each of the group's scored answers."""
+        """The kind of each scored answer, `sampled` or `greedy`."""
         kind = "greedy" if self.outcome == "held_out_greedy" else "sampled"
         baseline = [] if self.group.baseline is None else ["greedy"]
         return [kind] * len(self.group.answers) + baseline
 
 
 def problem_id(prompt: Prompt) -> str:
-    """A digest of what a prompt asks and its answers are compared with.
+    """Digest what a prompt asks and what its answers are compared with.
 
     The conversation counts, not the text that a tokenizer's template makes of it, so that two
     models answer the same problem.
@@ -73,7 +73,7 @@ def problem_id(prompt: Prompt) -> str:
 
 
 def choose_text_groups(group_ids: Iterable[int], count: int, seed: int, step: int) -> set[int]:
-    """The groups of a step whose text is kept: all if they are few, else a seeded choice."""
+    """Choose the groups of a step whose text is kept: all if they are few, else a seeded choice."""
     ordered = sorted(group_ids)
     if len(ordered) <= count:
         return set(ordered)
@@ -105,7 +105,7 @@ def write_rollouts(
 
 
 def read_rollouts(path: Path) -> pa.Table:
-    """The rows of one step's file, or of all files of a folder in the order of their steps.
+    """Read the rows of one step's file, or of all files of a folder in the order of their steps.
 
     A column that only some files have is null in the others; where a scorer's figure is a number
     in one and text in another, it is text in all.
@@ -130,7 +130,7 @@ def read_rollouts(path: Path) -> pa.Table:
 
 
 def rollout_files(folder: Path) -> list[tuple[int, Path]]:
-    """The steps that have a file in a rollouts folder, and the files."""
+    """List the steps that have a file in a rollouts folder, and the files."""
     if not folder.is_dir():
         return []
     matches = ((_FILE.fullmatch(file.name), file) for file in folder.iterdir())
@@ -232,7 +232,7 @@ def _parts(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def _names(mappings: Iterable[Iterable[str]]) -> list[str]:
-    """Every key in the order of first mention."""
+    """List every key in the order of first mention."""
     return list(dict.fromkeys(chain.from_iterable(mappings)))
 
 
@@ -287,7 +287,7 @@ def _texts(
 
 
 def _lists(arrays: Sequence[Any], dtype: type[np.generic]) -> Any:
-    """A list column; built from one flat array, because pyarrow walks nested ones cell by cell."""
+    """Build a list column from one flat array: pyarrow walks nested ones cell by cell."""
     kind = pa.list_(pa.from_numpy_dtype(np.dtype(dtype)))
     kept = [array for array in arrays if array is not None]
     if not kept:

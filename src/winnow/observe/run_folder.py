@@ -1,4 +1,4 @@
-"""runs/NAME/: where everything of a run lies, and its log.
+"""The folder of a run, runs/NAME/, and its log.
 
 `config.yaml`, `metrics.jsonl`, `rollouts/`, `checkpoints/`, `eval/`, `log.txt`, `curve.png`.
 """
@@ -8,22 +8,27 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from winnow.errors import ConfigError, WinnowError
-from winnow.observe.files import disk_error, refusals_told, write_atomic, write_fully
+from winnow.observe.files import AppendFile, disk_error, refusals_told, write_atomic
 from winnow.observe.jsonl import METRICS_FILE
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The folder of one run. Example: `RunFolder.create("runs", None, "quickstart")`."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name
+        self.config = path / "config.yaml"  # the resolved recipe
+        self.metrics = path / METRICS_FILE
+        self.rollouts = path / "rollouts"
+        self.checkpoints = path / "checkpoints"
+        self.evaluations = path / "eval"  # answers to held-out prompts
+        self.log = path / "log.txt"
+        self.curve = path / "curve.png"
 
     @classmethod
     def create(cls, runs: str | Path, name: str | None, recipe: str) -> RunFolder:
@@ -33,7 +38,7 @@ class RunFolder:
             ConfigError: another run has that name.
             WinnowError: the folder cannot be made or written to.
         """
-        path = _free_name(Path(runs), Path(recipe).stem) if name is None else Path(runs) / name
+        path = free_path(Path(runs), Path(recipe).stem) if name is None else Path(runs) / name
         _make(path)
         if any(path.iterdir()):
             raise ConfigError(
@@ -45,7 +50,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """An existing run's folder.
+        """Open an existing run's folder.
 
         Raises:
             WinnowError: there is no run, or it may not be looked at.
@@ -57,56 +62,16 @@ class RunFolder:
             raise WinnowError(f"{path} is not a run's folder (no config.yaml); look in runs/")
         return folder
 
-    @property
-    def name(self) -> str:
-        """The last part of the path."""
-        return self.path.name
-
-    @property
-    def config(self) -> Path:
-        """The resolved recipe."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """One line a step."""
-        return self.path / METRICS_FILE
-
-    @property
-    def rollouts(self) -> Path:
-        """Folder of what was generated."""
-        return self.path / "rollouts"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the training states."""
-        return self.path / "checkpoints"
-
-    @property
-    def evaluations(self) -> Path:
-        """Folder of the answers to held-out prompts."""
-        return self.path / "eval"
-
-    @property
-    def log(self) -> Path:
-        """What happened, with times."""
-        return self.path / "log.txt"
-
-    @property
-    def curve(self) -> Path:
-        """The learning curve."""
-        return self.path / "curve.png"
-
     def rollout(self, step: int) -> Path:
-        """The answers whose groups closed in a step."""
+        """Return the file of the answers whose groups closed in a step."""
         return self.rollouts / f"step-{step}.parquet"
 
     def evaluation(self, step: int) -> Path:
-        """The held-out answers after a step."""
+        """Return the file of the held-out answers after a step."""
         return self.evaluations / f"step-{step}.parquet"
 
     def checkpoint(self, step: int) -> Path:
-        """The training state after a step."""
+        """Return the folder of the training state after a step."""
         return self.checkpoints / f"step-{step}"
 
     def save_config(self, text: str) -> None:
@@ -143,70 +108,39 @@ class RunFolder:
             handler.close()
 
 
-class _LogFile(logging.StreamHandler["_WholeLines"]):
-    """A log that a full disk silences: the figures, not the log, decide whether a run goes on.
-
-    Raises:
-        WinnowError: the file cannot be opened.
-    """
+class _LogFile(logging.Handler):
+    """A log that a full disk silences: the figures, not the log, decide whether a run goes on."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._refused: OSError | None = None
-        try:
-            super().__init__(_WholeLines(path))
-        except OSError as error:
-            raise disk_error(path, error) from error
+        super().__init__()
+        self._file = AppendFile(path)
+        self._refused: WinnowError | None = None
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError):
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._file.append(f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
+        except WinnowError as error:
             self._refused = self._refused or error
-        else:
-            super().handleError(record)
+        except Exception:
+            self.handleError(record)
 
     def report(self) -> None:
         """Tell of lines that are missing; a run that fails has something else to tell."""
         if self._refused is not None:
-            print(f"{disk_error(self._path, self._refused)} (no log)", file=sys.stderr)
+            print(f"{self._refused} (no log)", file=sys.stderr)
 
     def close(self) -> None:
         super().close()
-        self.stream.close()
+        self._file.close()
 
 
-class _WholeLines:
-    """A file that takes each text whole or leaves it."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-
-    def write(self, text: str) -> None:
-        """Append; a disk that fills in the middle keeps nothing of it."""
-        before = os.fstat(self._descriptor).st_size
-        try:
-            write_fully(self._descriptor, text.encode("utf-8", "backslashreplace"))
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, before)
-            raise
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def close(self) -> None:
-        """Close the file; a second time does nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
-
-
-def _free_name(runs: Path, recipe: str) -> Path:
-    stem = f"{recipe}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    path, number = runs / stem, 1
-    while path.exists():  # two runs within a second
+def free_path(folder: Path, name: str) -> Path:
+    """Name a folder NAME-DATE-TIME that is not there yet."""
+    stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    path, number = folder / stem, 1
+    while path.exists():  # two within a second
         number += 1
-        path = runs / f"{stem}-{number}"
+        path = folder / f"{stem}-{number}"
     return path
 
 

@@ -1,24 +1,36 @@
-"""The closing screen of a run: what it learnt, what it cost, where to look next."""
+"""The closing screen of a run: its gain, an example, its cost, and where to look next."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from winnow.observe.figures import DASH, count, duration, number, printable, share, shorten
+from winnow.observe.figures import (
+    DASH,
+    WIDTH,
+    count,
+    duration,
+    figure_table,
+    number,
+    printable,
+    share,
+    shorten,
+    spaced,
+)
 from winnow.observe.history import Evaluation, evaluations, phase_seconds, token_account
 from winnow.observe.names import Record
+from winnow.observe.rollouts import read_rollouts
 
-WIDTH = 100
 _ANSWER_CHARACTERS = 240
+_SAMPLE_COLUMNS = ("group", "answer", "outcome", "accuracy", "prompt", "response")
 _TOKEN_CLASSES = {
     "trained": "trained on",
     "all_right": "all right, no signal",
@@ -41,69 +53,75 @@ class Sample:
     after_right: bool
 
 
-@dataclass(frozen=True)
-class Summary:
-    """All that the closing screen says; what is empty is not shown."""
+def samples(before: Path, after: Path) -> list[Sample]:
+    """Pick a question that training changed from wrong to right, else the first with its text.
 
-    title: str
-    before: Mapping[str, Evaluation] = field(default_factory=dict)
-    """By data source."""
-    after: Mapping[str, Evaluation] = field(default_factory=dict)
-    samples: Sequence[Sample] = ()
-    tokens: Mapping[str, int] = field(default_factory=dict)
-    """As `history.token_account` gives them."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """By phase."""
-    paths: Mapping[str, Path] = field(default_factory=dict)
-    """What lies where."""
-    commands: Mapping[str, str] = field(default_factory=dict)
-    """A command line, and what it does."""
+    Greedy answers where there are any, else the first one sampled. Empty where an evaluation was
+    not made, or kept no text (`observe.rollout_text_groups`).
 
-    @classmethod
-    def of(
-        cls,
-        title: str,
-        records: Sequence[Record],
-        *,
-        samples: Sequence[Sample] = (),
-        paths: Mapping[str, Path] | None = None,
-        commands: Mapping[str, str] | None = None,
-    ) -> Summary:
-        """From the lines of metrics.jsonl."""
-        evaluated = [(record["step"], evaluations(record)) for record in records]
-        found = [(step, by_source) for step, by_source in evaluated if by_source]
-        return cls(
-            title=title,
-            before=found[0][1] if found and found[0][0] == 0 else {},
-            after=found[-1][1] if found and found[-1][0] > 0 else {},
-            samples=samples,
-            tokens=token_account(records),
-            seconds=phase_seconds(records),
-            paths=paths or {},
-            commands=commands or {},
-        )
+    Raises:
+        WinnowError: a file is damaged.
+    """
+    if not before.is_file() or not after.is_file():
+        return []
+    old, new = _answers(before), _answers(after)
+    pairs = [(old[group], new[group]) for group in sorted(old.keys() & new.keys())]
+    if not pairs:
+        return []
+    rights = [(b["accuracy"] >= 1, a["accuracy"] >= 1) for b, a in pairs]
+    place = rights.index((False, True)) if (False, True) in rights else 0
+    (was, now), (was_right, is_right) = pairs[place], rights[place]
+    return [Sample(now["prompt"], was["response"], was_right, now["response"], is_right)]
 
 
-def print_summary(summary: Summary, console: Console) -> None:
-    """Print the closing screen, at most 100 columns wide."""
+def _answers(file: Path) -> dict[int, dict[str, Any]]:
+    """Map each group whose text was kept to the answer that is shown of it."""
+    rows = read_rollouts(file).select(_SAMPLE_COLUMNS).to_pylist()
+    kept = [row for row in rows if row["response"] is not None and row["answer"] == 0]
+    greedy = [row for row in kept if row["outcome"] == "held_out_greedy"]
+    return {row["group"]: row for row in greedy or kept}
+
+
+def print_summary(
+    console: Console,
+    title: str,
+    records: Sequence[Record],
+    *,
+    samples: Sequence[Sample] = (),
+    paths: Mapping[str, Path] | None = None,
+    commands: Mapping[str, str] | None = None,
+) -> None:
+    """Print the closing screen, at most 100 columns wide; an empty part is left out.
+
+    Args:
+        records: the lines of metrics.jsonl.
+        paths: files by what they hold.
+        commands: command lines, and what each does.
+    """
     width = min(WIDTH, console.width)
-    _rule(console, printable(summary.title, console.encoding), width)
-    for source in dict.fromkeys([*summary.before, *summary.after]):
-        table = _accuracy_table(source, summary.before.get(source), summary.after.get(source))
+    _rule(console, printable(title, console.encoding), width)
+    evaluated = [(record["step"], evaluations(record)) for record in records]
+    found = [(step, by_source) for step, by_source in evaluated if by_source]
+    before = found[0][1] if found and found[0][0] == 0 else {}
+    after = found[-1][1] if found and found[-1][0] > 0 else {}
+    for source in dict.fromkeys([*before, *after]):
+        table = _accuracy_table(source, before.get(source), after.get(source))
         console.print(table, width=width)
-    for sample in summary.samples:
+    for sample in samples:
         console.print(_sample_table(sample, console.encoding), width=width)
-    _print_costs(console, summary, width)
-    _print_pairs(console, "Look at", {k: str(v) for k, v in summary.paths.items()}, width)
-    _print_pairs(console, "Next", summary.commands, width)
+    _print_costs(console, token_account(records), phase_seconds(records), width)
+    _print_pairs(console, "Look at", {k: str(v) for k, v in (paths or {}).items()}, width)
+    _print_pairs(console, "Next", commands or {}, width)
 
 
-def _print_costs(console: Console, summary: Summary, width: int) -> None:
+def _print_costs(
+    console: Console, tokens: Mapping[str, int], seconds: Mapping[str, float], width: int
+) -> None:
     tables = []
-    if sum(summary.tokens.values()):
-        tables.append(_token_table(summary.tokens))
-    if summary.seconds:
-        tables.append(_time_table(summary.seconds))
+    if sum(tokens.values()):
+        tables.append(_token_table(tokens))
+    if seconds:
+        tables.append(_time_table(seconds))
     side_by_side = Table.grid(padding=(0, 3, 0, 0))
     side_by_side.add_row(*tables)
     unbounded = console.options.update(width=10 * WIDTH)
@@ -119,34 +137,11 @@ def _rule(console: Console, title: str, width: int) -> None:
     console.print(Text(line * width, style="dim"), width=width, no_wrap=True)
 
 
-def _table(title: str, *columns: str) -> Table:
-    """A first column of names, and right-aligned figures under `columns`; without them no head."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD if columns else None,
-        show_header=bool(columns),
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
-    if columns:
-        table.add_column("", no_wrap=True, overflow="crop")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True, overflow="crop")
-    return table
-
-
-def _spaced(table: Table) -> Padding:
-    return Padding(table, (0, 0, 1, 0), expand=False)
-
-
 def _accuracy_table(source: str, before: Evaluation | None, after: Evaluation | None) -> Padding:
     known = [evaluation for evaluation in (before, after) if evaluation]
     prompts = next((e.prompts for e in known if e.prompts), None)
     of = f"{count(prompts)} held-out problems of {source}" if prompts else f"held out: {source}"
-    table = _table(of, "before", "after")
+    table = figure_table("before", "after", title=of)
 
     def row(title: str, get: Callable[[Evaluation], float | None], percent: bool = True) -> None:
         values = [None if e is None else get(e) for e in (before, after)]
@@ -161,11 +156,11 @@ def _accuracy_table(source: str, before: Evaluation | None, after: Evaluation | 
         row(f"{words} in {k}", lambda e, kind=kind: (getattr(e, kind) or (0, None))[1])  # type: ignore[misc]
     row("cut off at the limit", lambda e: e.truncated)
     row("length of an answer", lambda e: e.length, percent=False)
-    return _spaced(table)
+    return spaced(table)
 
 
 def _sample_table(sample: Sample, encoding: str) -> Padding:
-    table = _table("A held-out problem: " + _one_line(sample.question, encoding))
+    table = figure_table(title="A held-out problem: " + _one_line(sample.question, encoding))
     table.add_column(no_wrap=True, overflow="crop")
     table.add_column(no_wrap=True, overflow="crop")
     table.add_column(overflow="fold")
@@ -175,7 +170,7 @@ def _sample_table(sample: Sample, encoding: str) -> Padding:
     ):
         verdict = Text("right", style="green") if is_right else Text("wrong", style="red")
         table.add_row(when, verdict, Text(_one_line(text, encoding)))
-    return _spaced(table)
+    return spaced(table)
 
 
 def _one_line(text: str, encoding: str) -> str:
@@ -185,33 +180,33 @@ def _one_line(text: str, encoding: str) -> str:
 
 def _token_table(tokens: Mapping[str, int]) -> Padding:
     total = sum(tokens.values())
-    table = _table("Tokens generated", "tokens", "share")
+    table = figure_table("tokens", "share", title="Tokens generated")
     for name, words in _TOKEN_CLASSES.items():
         value = tokens.get(name, 0)
         table.add_row(words, f"{value:,}", share(value / total, 1))
     table.add_section()
     table.add_row("in all", f"{total:,}", share(1.0, 1))
-    return _spaced(table)
+    return spaced(table)
 
 
 def _time_table(seconds: Mapping[str, float]) -> Padding:
     total = sum(seconds.values())
-    table = _table("Time", "min:s", "share")
+    table = figure_table("min:s", "share", title="Time")
     for phase, value in seconds.items():
         portion = share(value / total, 1) if total else DASH
         table.add_row(phase.replace("_", " "), duration(value), portion)
     table.add_section()
     table.add_row("in all", duration(total), share(1.0, 1))
-    return _spaced(table)
+    return spaced(table)
 
 
 def _print_pairs(console: Console, title: str, pairs: Mapping[str, str], width: int) -> None:
-    """A heading and two columns; on a narrow screen the second folds, nothing is lost."""
+    """Print a heading and two columns; on a narrow screen the second folds, nothing is lost."""
     if not pairs:
         return
-    table = _table(title)
+    table = figure_table(title=title)
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
     for left, right in pairs.items():
         table.add_row(Text(left), Text(printable(right, console.encoding)))
-    console.print(_spaced(table), width=width)
+    console.print(spaced(table), width=width)

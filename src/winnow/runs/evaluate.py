@@ -1,7 +1,9 @@
-"""`winnow eval` from its words to the table: load, ask, score, write, show.
+"""`winnow eval`: find the model, settle how it is asked, ask, score, write and show.
 
-Ctrl-C or SIGTERM ends it with nothing written: answers that are finished first are the short
-ones, so figures of a part would flatter.
+A run brings its recipe along, which says how its model is asked; any other model is asked as a
+recipe for evaluation says. Where the answers go is decided before anything is loaded. Ctrl-C or
+SIGTERM ends it with nothing written: answers that are finished first are the short ones, so
+figures of a part would flatter.
 """
 
 from __future__ import annotations
@@ -9,34 +11,85 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.text import Text
 
 import winnow
+from winnow.config.data import DataConfig, NoTask
+from winnow.config.files import evaluation_recipe
+from winnow.config.load import load_recipe, resolve_recipe
 from winnow.config.root import Config
 from winnow.config.trainer import EvaluationConfig
-from winnow.errors import DataError, ModelError, RewardError
+from winnow.data.tokenizer import may_be_hub_name
+from winnow.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    RewardError,
+    WinnowError,
+)
 from winnow.evaluation.evaluator import Evaluated, Evaluator
-from winnow.evaluation.progress import ProgressLine, watched
-from winnow.evaluation.report import Report
-from winnow.evaluation.tables import print_report
-from winnow.observe.files import write_atomic
+from winnow.evaluation.report import (
+    ANSWERS,
+    REPORT,
+    SCORED,
+    ProgressLine,
+    Report,
+    print_report,
+    watched,
+)
+from winnow.observe.files import refusals_told, write_atomic
+from winnow.observe.run_folder import RunFolder, free_path
 from winnow.rewards.routing import Router
 from winnow.rollout.engine import WeightUpdate
 from winnow.runs.build import make_evaluator, use_machine
-from winnow.runs.evaluation_subject import (
-    SCORED,
-    EvalRequest,
-    Subject,
-    check_not_asked_twice,
-    subject_of,
-)
+from winnow.runs.checkpoint import CONFIG, MANIFEST, Checkpoint, read_manifest, verify
+from winnow.runs.commands import find_checkpoint
 from winnow.runs.loading import load_policy
 from winnow.runs.rewarding import make_rewards
 from winnow.runs.shutdown import ShutdownSignal, Stopped
 from winnow.runs.topology import make_engine
+
+DEFAULT_RECIPE = "default"
+_FOLDERS = Path("evals")
+"""Folder of the evaluations of models that belong to no run."""
+_LONG = 20
+"""Characters from which on the words of a template are an instruction."""
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """The words of `winnow eval`."""
+
+    model: str
+    """Folder of a run, of a checkpoint or of a model, or a hub name."""
+    overrides: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    """Files, over the recipe's."""
+    recipe: str | None = None
+    out: str | None = None
+    """Folder of the answers and figures."""
+    step: int | None = None
+    """Step of a run's checkpoint; None is the last."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, how to ask it, and where the answers go."""
+
+    title: str
+    model: str
+    """Folder or hub name."""
+    config: Config
+    step: int
+    """Step of a run's checkpoint, else 0."""
+    answers: Path
+    report: Path
 
 
 def run_evaluation(request: EvalRequest, console: Console) -> Report:
@@ -73,7 +126,7 @@ def _evaluation(request: EvalRequest, console: Console, stop: ShutdownSignal) ->
 
 @contextlib.contextmanager
 def _nothing_left_of(subject: Subject) -> Iterator[None]:
-    """A stop takes the answers away, too; where scoring fails too often, it is said of them."""
+    """Take the answers away after a stop; where scoring fails too often, say where they are."""
     had_folder = subject.answers.parent.exists()
     try:
         yield
@@ -115,7 +168,7 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
 
 
 def _with_all_texts(config: Config) -> Config:
-    """Every answer is kept with its text; in a run only some are."""
+    """Have every answer kept with its text; in a run only some are."""
     rows = 2**63 - 1
     observe = config.observe.model_copy(update={"rollout_text_groups": rows})
     return config.model_copy(update={"observe": observe})
@@ -123,7 +176,7 @@ def _with_all_texts(config: Config) -> Config:
 
 @contextlib.contextmanager
 def _limits_named_as_given(config: EvaluationConfig) -> Iterator[None]:
-    """A limit that does not fit is told by the key that set it."""
+    """Name a limit that does not fit by the key that set it."""
     try:
         yield
     except ModelError as error:
@@ -159,7 +212,7 @@ def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, 
 
 
 def _scoring(config: Config, sources: Sequence[str]) -> dict[str, str]:
-    """What scored the answers; a scorer for each source, which comparisons have in common."""
+    """Say what scored the answers: for each source a scorer, so that comparisons see a change."""
     reward = config.reward
     function = reward.function
     found: dict[str, str] = {
@@ -185,3 +238,142 @@ def _title(subject: Subject, evaluator: Evaluator) -> str:
     how += [f"top_k {asked.top_k}"] if asked.top_k else []
     limit = subject.config.rollout.max_response_tokens
     return f"{subject.title}: {', '.join(how)}, at most {limit:,} tokens"
+
+
+def subject_of(request: EvalRequest) -> Subject:
+    """Find the model and settle the recipe; reads no weights.
+
+    Raises:
+        WinnowError: there is no such run, checkpoint or model folder, the recipe is wrong, no data
+            is named, or the folder for the answers is taken.
+    """
+    path = Path(request.model).expanduser()
+    with refusals_told(path):
+        kind = _kind_of(path, request.model)
+    if kind == "checkpoint":
+        checkpoint = Checkpoint(path, read_manifest(Checkpoint(path, 0)).step)
+        verify(checkpoint)
+        run = RunFolder(path.absolute().parent.parent)
+        return _of_run(request, run, checkpoint, str(path / CONFIG))
+    if kind == "model":
+        return _of_model(request)
+    folder = RunFolder.open(path)
+    return _of_run(request, folder, find_checkpoint(folder, request.step), str(folder.config))
+
+
+def _kind_of(path: Path, name: str) -> Literal["checkpoint", "model", "run"]:
+    """Tell what lies there; a missing path is a model on the hub, or else taken for a run."""
+    if (path / MANIFEST).is_file():
+        return "checkpoint"
+    if not path.exists():
+        is_ours = name.endswith("/") or name.partition("/")[0] in ("runs", "evals")
+        return "model" if may_be_hub_name(name) and not is_ours else "run"
+    if (path / "config.json").is_file():
+        return "model"
+    if not (path / CONFIG).is_file():
+        raise WinnowError(
+            f"{path} is neither a run's folder (no config.yaml) nor a model's (no config.json); "
+            "give runs/NAME, a Hugging Face folder or a hub name"
+        )
+    return "run"
+
+
+def check_not_asked_twice(data: DataConfig, questions: Sequence[tuple[str, str]]) -> None:
+    """Refuse a template around rows that hold its instruction already, as published files do.
+
+    Args:
+        questions: uid and rendered text of each prompt.
+
+    Raises:
+        DataError: names the row.
+    """
+    starts = {text.partition("{prompt}")[0].strip() for text in data.prompt_template.values()}
+    for uid, text in questions:
+        if any(len(start) >= _LONG and text.count(start) > 1 for start in starts):
+            raise DataError(
+                f"{uid}: the row holds the instruction of data.prompt_template already, so it "
+                "would be given twice; add 'data.prompt_template={*:\"{prompt}\"}', or take the "
+                "bare questions of winnow data prepare"
+            )
+
+
+def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, recipe: str) -> Subject:
+    if request.step is not None and request.step != checkpoint.step:
+        raise CheckpointError(
+            f"--step is {request.step}, but {checkpoint.path} is of step {checkpoint.step}; "
+            "leave one of them out"
+        )
+    overrides = request.overrides
+    if request.recipe is None:
+        config = load_recipe(recipe, overrides)
+    else:
+        # The run says which model, the recipe how to ask it.
+        own = load_recipe(recipe, [o for o in overrides if _is_of_model(o)])
+        config = _recipe(request.recipe, [o for o in overrides if not _is_of_model(o)])
+        config = config.model_copy(update={"model": own.model})
+    name = f"checkpoint-{checkpoint.step}"
+    answers, report = run.evaluations / f"{name}.parquet", run.evaluations / f"{name}.json"
+    if request.out is not None or not run.config.is_file():
+        answers, report = _in_folder(request.out or str(free_path(_FOLDERS, name)))
+    elif answers.exists() or report.exists():
+        raise WinnowError(
+            f"{answers} holds an evaluation of this checkpoint already; give --out FOLDER, or "
+            "delete it and the .json beside it"
+        )
+    title = f"{run.name}, step {checkpoint.step}"
+    asked = _asking(request, config)
+    return Subject(title, str(checkpoint.model), asked, checkpoint.step, answers, report)
+
+
+def _of_model(request: EvalRequest) -> Subject:
+    if request.step is not None:
+        raise ConfigError(
+            f"--step is {request.step}, but {request.model} is a model, not a run; leave it out"
+        )
+    config = _recipe(request.recipe or DEFAULT_RECIPE, request.overrides)
+    model = config.model.model_copy(update={"path": request.model})
+    config = _asking(request, config.model_copy(update={"model": model}))
+    if request.out is None:
+        name = Path(request.model).expanduser().absolute().name
+        answers, report = _in_folder(str(free_path(_FOLDERS, name)))
+    else:
+        answers, report = _in_folder(request.out)
+    return Subject(request.model, request.model, config, 0, answers, report)
+
+
+def _recipe(name: str, overrides: Sequence[str]) -> Config:
+    """Resolve a recipe without the rules across sections: most of them are about training."""
+    return resolve_recipe(evaluation_recipe(name), overrides)
+
+
+def _asking(request: EvalRequest, config: Config) -> Config:
+    """Settle the data of the command line, and room for the answers that are asked for."""
+    data = config.data
+    if request.data:
+        data = data.model_copy(update={"eval_files": request.data})
+    if not data.eval_files and isinstance(data.task, NoTask):
+        raise DataError("no held-out prompts: give --data FILE, data.eval_files=[FILE] or a task")
+    known = config.evaluation.data_set
+    missing = [f for f in data.eval_files if "://" not in f and not Path(f).expanduser().exists()]
+    if known is not None and missing and not request.data:
+        raise DataError(
+            f"{missing[0]}: no such file; get it by `winnow data prepare {known}`, or give "
+            "--data FILE"
+        )
+    limit = config.evaluation.max_response_tokens or config.rollout.max_response_tokens
+    rollout = config.rollout.model_copy(update={"max_response_tokens": limit})
+    return config.model_copy(update={"data": data, "rollout": rollout})
+
+
+def _in_folder(out: str) -> tuple[Path, Path]:
+    folder = Path(out).expanduser()
+    if folder.is_file():
+        raise WinnowError(f"--out {out} is a file; name a folder")
+    taken = [folder / name for name in (ANSWERS, REPORT) if (folder / name).exists()]
+    if taken:
+        raise WinnowError(f"--out {out} holds an evaluation already; name another folder")
+    return folder / ANSWERS, folder / REPORT
+
+
+def _is_of_model(override: str) -> bool:
+    return override.lstrip("+~").startswith(("model.", "model/", "model="))

@@ -13,8 +13,7 @@ from torch import Tensor
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.root import Config
 from winnow.data.prompts import PromptSet
-from winnow.data.text import decoder
-from winnow.data.tokenizer import load_tokenizer, stop_token_ids
+from winnow.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from winnow.errors import ModelError
 from winnow.models.causal_lm import freeze, load_causal_lm, torch_dtype
 from winnow.models.lora import adapter_base, add_lora, load_lora

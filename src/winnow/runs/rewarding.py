@@ -77,8 +77,7 @@ def make_pipeline_worker(rank: RankInfo, config: Config, tokenizer: str) -> Pipe
     Raises:
         RewardError, ModelError: as for `make_rewards`.
     """
-    from winnow.data.text import decoder
-    from winnow.data.tokenizer import load_tokenizer
+    from winnow.data.tokenizer import decoder, load_tokenizer
     from winnow.rewards.remote_pipeline import PipelineWorker
 
     index = rank.device_index

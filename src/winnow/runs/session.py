@@ -24,9 +24,8 @@ from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.names import SFT_S, Record
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.run_folder import RunFolder
-from winnow.observe.samples import samples
 from winnow.observe.sinks import FirstRecord, RunInfo, Sinks
-from winnow.observe.summary import Summary, print_summary
+from winnow.observe.summary import print_summary, samples
 from winnow.rewards.pipeline import Rewards
 from winnow.runs.build import Built, build, make_saver, use_machine
 from winnow.runs.build_learner import needs_start
@@ -324,15 +323,15 @@ def _close(
         "model": last.model,
         "figures": folder.metrics,
     }
-    summary = Summary.of(
-        f"{folder.name}: done",
-        records,
-        samples=samples(folder.evaluation(0), folder.evaluation(config.trainer.steps)),
-        paths=paths,
-        commands=next_commands(config, recipe, folder),
-    )
     if config.observe.console != "off":
-        print_summary(summary, console)
+        print_summary(
+            console,
+            f"{folder.name}: done",
+            records,
+            samples=samples(folder.evaluation(0), folder.evaluation(config.trainer.steps)),
+            paths=paths,
+            commands=next_commands(config, recipe, folder),
+        )
 
 
 def next_commands(config: Config, recipe: str, folder: RunFolder) -> dict[str, str]:

@@ -20,7 +20,7 @@ from winnow.config.rollout import TorchEngineConfig
 from winnow.config.root import Config
 from winnow.config.rules import workers_of
 from winnow.config.trainer import LocalCluster
-from winnow.data.text import decoder
+from winnow.data.tokenizer import decoder
 from winnow.learning.canary import Canary
 from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import model_writer

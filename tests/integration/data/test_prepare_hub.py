@@ -18,9 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from winnow.data.prepare import Prepared, Request, prepare
-from winnow.data.prepare_hub import download
-from winnow.data.prepare_instruction import with_dapo_instruction
+from winnow.data.prepare import Prepared, Request, download, prepare
+from winnow.data.published import with_dapo_instruction
 from winnow.data.sources import read_rows
 from winnow.errors import DataError
 

@@ -27,11 +27,11 @@ def prompts(count: int, name: str = "f.jsonl", shift: int = 0) -> PromptSet:
     made = tuple(
         Prompt(f"{name}:{i}", np.array([i + shift]), str(i), "math", "2") for i in range(count)
     )
-    return PromptSet(made, LengthReport(count, 0, 0, 1, 1))
+    return PromptSet(made, LengthReport(count, 0, 0))
 
 
 def merged(*sets: PromptSet) -> PromptSet:
-    return PromptSet(tuple(p for s in sets for p in s.prompts), LengthReport(0, 0, 0, 0, 0))
+    return PromptSet(tuple(p for s in sets for p in s.prompts), LengthReport(0, 0, 0))
 
 
 def take(loader: PromptLoader, count: int) -> list[str]:
@@ -52,7 +52,7 @@ def generated() -> PromptSource:
 def test_each_epoch_brings_every_prompt_once_in_an_order_of_its_own() -> None:
     loader = PromptLoader(prompts(20), seed=3)
     epochs = [take(loader, 20) for _ in range(4)]
-    assert loader.epoch == 4
+    assert loader.state_dict()["epoch"] == 4
     assert all(len(set(epoch)) == 20 for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
@@ -74,7 +74,7 @@ def test_a_single_prompt_comes_again_and_again() -> None:
 def test_a_generated_task_never_ends_and_has_no_epochs(generated: PromptSource) -> None:
     loader = PromptLoader(generated, seed=1)
     problems = [loader.next() for _ in range(300)]
-    assert loader.epoch == 0
+    assert loader.state_dict()["epoch"] == 0
     assert all(p.text == p.extra["extra_info"]["digits"] + ":" for p in problems)
     assert not any(is_held_out(p.extra["extra_info"]["digits"]) for p in problems)
     assert {p.data_source for p in problems} == generated.data_sources == {"sort_digits"}
@@ -219,3 +219,27 @@ def test_a_generated_prompt_must_fit_too() -> None:
     assert isinstance(source, GeneratedPrompts)
     with pytest.raises(DataError, match="none of the 1 prompts fits"):
         source.prompt(0)
+
+
+class CountingTokenizer:
+    """A tokenizer that counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return TOKENIZER(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(TOKENIZER, name)
+
+
+def test_a_generated_prompt_is_tokenized_once() -> None:
+    tokenizer: Any = CountingTokenizer()
+    source = training_prompts(TASK, tokenizer, 1)
+    before = tokenizer.calls
+    made = [source.prompt(index) for index in range(5)]
+    assert tokenizer.calls == before + 5
+    assert [source.find(prompt.uid).text for prompt in made] == [prompt.text for prompt in made]
+    assert tokenizer.calls == before + 10

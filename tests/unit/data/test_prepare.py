@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from winnow.cli.data import app
 from winnow.config.load import resolve_recipe
 from winnow.data.prepare import Prepared, Request, prepare
-from winnow.data.prepare_instruction import with_dapo_instruction
+from winnow.data.published import with_dapo_instruction
 from winnow.data.sources import read_rows
 from winnow.data.tasks.sort_digits import is_held_out, solution
 from winnow.errors import DataError
@@ -98,14 +98,17 @@ def test_several_files_and_kinds_of_url_are_read_as_one(
 def test_a_missing_file_system_package_is_named(
     scheme: str, prepare_file: Callable[..., Prepared]
 ) -> None:
-    package = {"s3": "s3fs", "gs": "gcsfs"}[scheme]
+    package, said = {
+        "s3": ("s3fs", "Install s3fs to access S3"),
+        "gs": ("gcsfs", "Please install gcsfs to access Google Storage"),
+    }[scheme]
     if _installed(package):
         pytest.skip(f"{package} is installed")
     with pytest.raises(DataError) as caught:
         prepare_file("gsm8k", f"{scheme}://bucket/train.parquet")
     assert str(caught.value) == (
         f"{scheme}://bucket/train.parquet: {scheme}:// needs a package that is not installed; "
-        f"pip install {package}"
+        f"{said}"
     )
 
 

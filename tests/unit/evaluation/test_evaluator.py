@@ -14,9 +14,7 @@ from tests.scoring import rewards_of
 
 from winnow.config.reward import RewardConfig
 from winnow.evaluation.evaluator import AskProgress, Evaluated, EvaluationSettings, Evaluator
-from winnow.evaluation.progress import ProgressLine, in_words
-from winnow.evaluation.report import Report
-from winnow.evaluation.tables import print_report
+from winnow.evaluation.report import ProgressLine, Report, in_words, print_report
 from winnow.rollout.engine import EngineStatus, SamplingParams
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 

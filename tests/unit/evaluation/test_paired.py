@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from winnow.evaluation.paired import EXACT_FLIPS, FLIPS, paired, sign_flip_p
+from winnow.evaluation.compare import EXACT_FLIPS, FLIPS, paired, sign_flip_p
 
 FEW = st.lists(st.sampled_from([-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=8)
 
@@ -27,14 +27,16 @@ def counted(differences: list[float]) -> float:
 def test_a_comparison_by_hand() -> None:
     found = paired([0.5, 0.5, 0.0, 1.0], [1.0, 0.5, 0.5, 0.75])
     assert (found.problems, found.won, found.tied, found.lost) == (4, 2, 1, 1)
-    assert (found.mean_a, found.mean_b, found.difference) == (0.5, 0.6875, 0.1875)
+    assert (found.a, found.b, found.difference) == (0.5, 0.6875, 0.1875)
     # Differences .5 0 .5 -.25: variance .140625 (n - 1), over 4 problems.
     error = math.sqrt(0.140625 / 4)
     assert found.standard_error == pytest.approx(error)
-    assert found.interval == pytest.approx((0.1875 - 3.182446 * error, 0.1875 + 3.182446 * error))
+    assert (found.low, found.high) == pytest.approx(
+        (0.1875 - 3.182446 * error, 0.1875 + 3.182446 * error)
+    )
     # t = 1 with 3 degrees of freedom; signs of .5 .5 -.25: 4 of 8 go as far as .75.
     assert found.p_t == pytest.approx(0.391002, abs=1e-6)
-    assert found.p_flip == 0.5
+    assert found.p_sign_flips == 0.5
     assert not found.is_clear
 
 
@@ -44,9 +46,9 @@ def test_students_example_of_two_drugs_for_sleep() -> None:
     b = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
     found = paired(a, b)
     assert found.p_t == pytest.approx(0.002833, abs=1e-6)
-    assert found.interval == pytest.approx((0.7001142, 2.4598858), abs=1e-6)
+    assert (found.low, found.high) == pytest.approx((0.7001142, 2.4598858), abs=1e-6)
     # All nine differences that are not 0 point one way: 2 of 512 patterns.
-    assert found.p_flip == 2 / 512
+    assert found.p_sign_flips == 2 / 512
     assert found.is_clear
 
 
@@ -77,7 +79,7 @@ def test_order_does_not_matter_and_sides_only_turn_the_sign(
     c, d = zip(*random.sample(pairs, len(pairs)), strict=True)
     here, mixed, turned = paired(a, b), paired(c, d), paired(b, a)
     assert mixed.difference == pytest.approx(here.difference)
-    assert mixed.p_flip == pytest.approx(here.p_flip)
+    assert mixed.p_sign_flips == pytest.approx(here.p_sign_flips)
     assert turned.difference == pytest.approx(-here.difference)
     assert (turned.won, turned.lost) == (here.lost, here.won)
     assert turned.p_t == pytest.approx(here.p_t, abs=1e-9)
@@ -88,9 +90,9 @@ def test_alike_evaluations_are_called_different_five_times_of_a_hundred() -> Non
     rates = generator.beta(0.5, 1, size=(400, 12))
     a, b = (generator.binomial(8, rates) / 8 for _ in range(2))
     found = [paired(x, y) for x, y in zip(a, b, strict=True)]
-    covered = np.mean([f.interval[0] <= 0 <= f.interval[1] for f in found])
+    covered = np.mean([f.low <= 0 <= f.high for f in found])
     assert 0.92 <= covered <= 0.98
-    for p in ([f.p_t for f in found], [f.p_flip for f in found]):
+    for p in ([f.p_t for f in found], [f.p_sign_flips for f in found]):
         assert 0.02 <= np.mean(np.array(p) < 0.05) <= 0.08
 
 
@@ -113,12 +115,12 @@ def test_pairing_takes_out_what_both_find_hard() -> None:
 
 def test_the_same_everywhere_and_a_single_problem() -> None:
     same = paired([0.1 + 0.2, 0.5], [0.3, 0.5])
-    assert (same.p_t, same.p_flip, same.tied, same.interval) == (1, 1, 2, (0, 0))
+    assert (same.p_t, same.p_sign_flips, same.tied, (same.low, same.high)) == (1, 1, 2, (0, 0))
     one = paired([0.0], [1.0])
     assert math.isnan(one.standard_error)
-    assert (one.p_t, one.p_flip, one.interval, one.is_clear) == (1, 1, (-1, 1), False)
+    assert (one.p_t, one.p_sign_flips, (one.low, one.high), one.is_clear) == (1, 1, (-1, 1), False)
     constant = paired([0.0] * 10, [0.5] * 10)
-    assert (constant.p_t, constant.p_flip, constant.is_clear) == (0, 2 / 1024, True)
+    assert (constant.p_t, constant.p_sign_flips, constant.is_clear) == (0, 2 / 1024, True)
 
 
 @pytest.mark.parametrize(("a", "b"), [([], []), ([0.5], [0.5, 0.5])])

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.image import imread
 
 from winnow.errors import WinnowError
-from winnow.observe.curve import DPI, SIZE_INCHES, draw_curve, draw_overlay
+from winnow.observe.curve import DPI, SIZE_INCHES, draw_curve
 from winnow.observe.jsonl import MetricsLog
 
 Records = list[dict[str, float]]
@@ -47,15 +47,6 @@ def test_a_run_is_drawn_at_its_size_beside_its_metrics(
     assert sorted(file.name for file in target.parent.iterdir()) == ["curve.png", "metrics.jsonl"]
 
 
-def test_several_runs_are_laid_over_one_another(
-    tmp_path: Path, quickstart_records: Records
-) -> None:
-    folders = [make_run(tmp_path / f"seed-{i}", quickstart_records[: 81 - i]) for i in range(3)]
-    target = draw_overlay(folders, tmp_path / "figures" / "seeds.png", "three seeds")
-    assert size_of(target) == (1290, 810)
-    assert is_drawn(target)
-
-
 @pytest.mark.parametrize(
     "records",
     [
@@ -69,7 +60,6 @@ def test_several_runs_are_laid_over_one_another(
 def test_a_run_with_few_figures_is_drawn_all_the_same(tmp_path: Path, records: Records) -> None:
     folder = make_run(tmp_path, records)
     assert size_of(draw_curve(folder)) == (1290, 810)
-    assert size_of(draw_overlay([folder, folder], tmp_path / "b.png", "b")) == (1290, 810)
 
 
 def test_a_run_without_a_step_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.observe.metrics import Max, Mean, Metrics, Min, Stopwatch, plain
+from winnow.observe.metrics import Figure, Metrics, Stopwatch, plain
 
 
 def test_a_mean_weighs_what_it_merges() -> None:
@@ -29,7 +29,7 @@ def test_what_has_no_weight_changes_no_mean_even_if_it_is_nan() -> None:
 
 
 def test_a_mean_over_nothing_is_nan() -> None:
-    assert math.isnan(Mean(0.0, 0.0).value)
+    assert math.isnan(Figure("mean", 0.0, 0.0).value)
 
 
 def test_each_reduction_does_what_its_name_says_and_sums_of_integers_stay_integers() -> None:
@@ -63,8 +63,8 @@ def test_the_record_does_not_depend_on_how_the_parts_are_split(
 
 def test_nan_is_seen_in_extremes_whatever_the_order() -> None:
     for first, second in ((math.nan, 1.0), (1.0, math.nan)):
-        assert math.isnan(Max(first).merge(Max(second)).value)
-        assert math.isnan(Min(first).merge(Min(second)).value)
+        assert math.isnan(Figure("max", first).merge(Figure("max", second)).value)
+        assert math.isnan(Figure("min", first).merge(Figure("min", second)).value)
 
 
 def test_a_spread_gives_mean_max_and_min_and_merges_with_the_right_weight() -> None:
@@ -79,7 +79,7 @@ def test_a_spread_gives_mean_max_and_min_and_merges_with_the_right_weight() -> N
 def test_a_name_cannot_change_its_reduction() -> None:
     metrics = Metrics()
     metrics.sum("x", 1)
-    with pytest.raises(AssertionError, match="x is a Sum"):
+    with pytest.raises(AssertionError, match="x is a sum"):
         metrics.mean("x", 1.0)
 
 

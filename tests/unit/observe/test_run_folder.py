@@ -73,7 +73,7 @@ def test_a_name_too_long_for_the_disk_is_one_line(tmp_path: Path) -> None:
 def test_a_run_is_opened_again_and_another_folder_is_not(tmp_path: Path) -> None:
     made = RunFolder.create(tmp_path, "mine", "quickstart")
     made.save_config("seed: 1\n")
-    assert RunFolder.open(str(made.path)) == made
+    assert RunFolder.open(str(made.path)).path == made.path
     with pytest.raises(WinnowError, match=r"is not a run's folder \(no config\.yaml\)"):
         RunFolder.open(tmp_path)
 

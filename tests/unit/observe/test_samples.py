@@ -9,8 +9,7 @@ import pytest
 
 from winnow.errors import WinnowError
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
-from winnow.observe.samples import samples
-from winnow.observe.summary import Sample
+from winnow.observe.summary import Sample, samples
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 
 

@@ -20,27 +20,36 @@ from winnow.observe.history import (
     tokens_by_step,
 )
 from winnow.observe.names import SFT_S
-from winnow.observe.summary import Sample, Summary, print_summary
+from winnow.observe.summary import Sample, print_summary
 
 Records = list[dict[str, float]]
 SAMPLE = Sample("5391:", "1|539;3|59?" * 11, False, "1|539;3|59;5|9;9|#1359", True)
 
 
-def summary_of(records: Records) -> Summary:
-    return Summary.of(
-        "quickstart: 80 steps in 2:05",
+def shown(
+    records: Records,
+    width: int = 100,
+    encoding: str = "utf-8",
+    sample: Sample = SAMPLE,
+    title: str = "quickstart: 80 steps in 2:05",
+) -> str:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
+    print_summary(
+        Console(file=file, width=width, color_system=None),
+        title,
         [records[0] | {SFT_S: 60.0}, *records[1:]],
-        samples=[SAMPLE],
+        samples=[sample],
         paths={"learning curve": Path("runs/quickstart-20260102-030405/curve.png")},
         commands={"winnow train quickstart seed=1": "the same with another seed"},
     )
-
-
-def shown(summary: Summary, width: int = 100, encoding: str = "utf-8") -> str:
-    raw = io.BytesIO()
-    file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
-    print_summary(summary, Console(file=file, width=width, color_system=None))
     return raw.getvalue().decode(encoding)
+
+
+def shown_alone(title: str, records: Records) -> str:
+    file = io.StringIO()
+    print_summary(Console(file=file, width=100, color_system=None), title, records)
+    return file.getvalue()
 
 
 def row(text: str, start: str) -> list[str]:
@@ -49,7 +58,7 @@ def row(text: str, start: str) -> list[str]:
 
 
 def test_the_screen_shows_before_and_after(quickstart_records: Records) -> None:
-    text = shown(summary_of(quickstart_records))
+    text = shown(quickstart_records)
     assert "2,000 held-out problems of sort_digits" in text
     assert row(text, "right, sampled (pass@1)") == ["30.0", "%", "87.6", "%"]
     assert row(text, "right, greedy") == ["57.0", "%", "95.4", "%"]
@@ -60,7 +69,7 @@ def test_the_screen_shows_before_and_after(quickstart_records: Records) -> None:
 
 
 def test_the_token_account_adds_up_to_the_whole(quickstart_records: Records) -> None:
-    text = shown(summary_of(quickstart_records))
+    text = shown(quickstart_records)
     account = token_account(quickstart_records)
     assert account["trained"] == 80 * 24000
     assert account["in_progress"] == 1234  # as it stands at the end, not summed
@@ -72,11 +81,11 @@ def test_the_times_by_phase_stand_longest_first(quickstart_records: Records) -> 
     seconds = phase_seconds(quickstart_records)
     assert list(seconds) == ["generate", "update", "other"]
     assert seconds["generate"] == pytest.approx(56.0)
-    assert re.search(r"generate +0:56 +34\.1 %", shown(summary_of(quickstart_records)))
+    assert re.search(r"generate +0:56 +34\.1 %", shown(quickstart_records))
 
 
 def test_the_sample_answer_shows_whole_before_and_after(quickstart_records: Records) -> None:
-    text = shown(summary_of(quickstart_records))
+    text = shown(quickstart_records)
     assert "A held-out problem: 5391:" in text
     assert "right  1|539;3|59;5|9;9|#1359" in text
     assert "".join(text.split()).count("1|539;3|59?") == 11
@@ -86,7 +95,7 @@ def test_the_sample_answer_shows_whole_before_and_after(quickstart_records: Reco
 def test_no_line_is_wider_than_the_screen_or_100_columns(
     quickstart_records: Records, width: int, encoding: str
 ) -> None:
-    text = shown(summary_of(quickstart_records), width, encoding)
+    text = shown(quickstart_records, width, encoding)
     assert max(map(len, text.splitlines())) <= min(width, 100)
     squeezed = "".join(text.split())
     assert "runs/quickstart-20260102-030405/curve.png" in squeezed
@@ -95,9 +104,8 @@ def test_no_line_is_wider_than_the_screen_or_100_columns(
 
 def test_what_a_model_wrote_cannot_steer_the_terminal(quickstart_records: Records) -> None:
     evil = replace(SAMPLE, before="\x1b[2Jgone\u202e [red]x[/red]\r\n" + "é" * 3)
-    summary = replace(summary_of(quickstart_records), samples=[evil])
     for encoding in ("utf-8", "ascii"):
-        text = shown(summary, encoding=encoding)
+        text = shown(quickstart_records, encoding=encoding, sample=evil)
         assert "\x1b" not in text
         assert "\u202e" not in text
         assert r"\x1b[2Jgone\u202e [red]x[/red]" in text
@@ -108,20 +116,20 @@ def test_a_run_without_evaluation_shows_its_account_alone(quickstart_records: Re
         {name: value for name, value in record.items() if not name.startswith("eval/")}
         for record in quickstart_records[1:]
     ]
-    text = shown(Summary.of("dapo-math: 80 steps", records))
+    text = shown_alone("dapo-math: 80 steps", records)
     assert "Tokens generated" in text
     assert "before" not in text
     assert "Next" not in text
 
 
 def test_a_run_that_trained_nothing_shows_its_title() -> None:
-    text = shown(Summary.of("stopped before the first step", []))
+    text = shown_alone("stopped before the first step", [])
     assert text.split("\n")[1] == "stopped before the first step"
     assert len(text.strip().splitlines()) == 2
 
 
 def test_an_evaluation_after_training_only_leaves_before_open(quickstart_records: Records) -> None:
-    text = shown(Summary.of("a", quickstart_records[1:]))
+    text = shown_alone("a", quickstart_records[1:])
     assert row(text, "right, greedy") == ["-", "95.4", "%"]
 
 

@@ -9,61 +9,55 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
+
+from winnow.data.sources import Row
 
 DATA_SOURCE = "countdown"
 LARGEST_NUMBER = 99
 TARGETS = range(10, 100)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Numbers, each to be used once, and what they are to make."""
-
-    numbers: tuple[int, ...]
-    target: int
-
-    @property
-    def ground_truth(self) -> str:
-        """As the scorer `countdown` reads it."""
-        return json.dumps({"target": self.target, "numbers": list(self.numbers)})
-
-    @property
-    def question(self) -> str:
-        """How it is asked."""
-        numbers = ", ".join(map(str, self.numbers))
-        return (
-            f"Make {self.target} from the numbers {numbers}. Use each number exactly once, with "
-            "+, -, *, / and brackets as you like. Think step by step, then write the expression "
-            "alone between <answer> and </answer>, for example <answer>(1 + 2) * 3</answer>."
-        )
-
-    @property
-    def is_test(self) -> bool:
-        """Whether it belongs to the test split, however its numbers are ordered."""
-        same = f"{sorted(self.numbers)}={self.target}"
-        return zlib.crc32(same.encode()) % 10 == 0
-
-
-def problems(seed: int, count: int, test: bool) -> list[Problem]:
-    """The first `count` of a split; the test split is one and the same for every seed."""
+def rows(seed: int, number: int, test: bool) -> Iterator[Row]:
+    """Yield the first problems of a split; the test split is the same for every seed."""
     key = "test" if test else str(seed)
-    return list(islice((p for p in _stream(key) if p.is_test == test), count))
+    of_split = (p for p in _problems(key) if _is_test(*p) == test)
+    return (_row(*problem) for problem in islice(of_split, number))
 
 
-def _stream(key: str) -> Iterator[Problem]:
+def _row(numbers: Sequence[int], target: int) -> Row:
+    question = (
+        f"Make {target} from the numbers {', '.join(map(str, numbers))}. Use each number exactly "
+        "once, with +, -, *, / and brackets as you like. Think step by step, then write the "
+        "expression alone between <answer> and </answer>, for example "
+        "<answer>(1 + 2) * 3</answer>."
+    )
+    return Row(
+        uid=f"{DATA_SOURCE}:{'-'.join(map(str, numbers))}={target}",
+        origin=f"{DATA_SOURCE} {target}",
+        data_source=DATA_SOURCE,
+        messages=({"role": "user", "content": question},),
+        ground_truth=json.dumps({"target": target, "numbers": list(numbers)}),
+    )
+
+
+def _is_test(numbers: Sequence[int], target: int) -> bool:
+    """Return whether a problem belongs to the test split, however its numbers are ordered."""
+    return zlib.crc32(f"{sorted(numbers)}={target}".encode()) % 10 == 0
+
+
+def _problems(key: str) -> Iterator[tuple[tuple[int, ...], int]]:
     for index in count():
         draws = _draws(f"{key}/{index}")
         numbers = tuple(1 + next(draws) % LARGEST_NUMBER for _ in range(3 + next(draws) % 2))
         target = _value(list(numbers), draws)
         if target in TARGETS:
-            yield Problem(numbers, target)
+            yield numbers, target
 
 
 def _value(left: list[int], draws: Iterator[int]) -> int:
-    """The value of some expression of all the numbers; all values in it are whole and positive."""
+    """Evaluate some expression of all the numbers; all values in it are whole and positive."""
     while len(left) > 1:
         a = left.pop(next(draws) % len(left))
         b = left.pop(next(draws) % len(left))
@@ -76,7 +70,7 @@ def _value(left: list[int], draws: Iterator[int]) -> int:
 
 
 def _draws(key: str) -> Iterator[int]:
-    """Numbers from a hash, so that no library's generator can change the data."""
+    """Yield numbers from a hash, so that no library's generator can change the data."""
     for number in count():
         digest = hashlib.blake2b(f"{key}/{number}".encode(), digest_size=8).digest()
         yield int.from_bytes(digest, "big")

@@ -33,7 +33,7 @@ def demonstrations(
     max_response_tokens: int,
     rng: np.random.Generator,
 ) -> list[Demonstration]:
-    """`count` demonstrations on training problems, in random order of their kinds."""
+    """Make `count` demonstrations on training problems, in random order of their kinds."""
     kinds = rng.random(count)
     made = []
     for digits, kind in zip(_training_problems(count, task, rng), kinds, strict=True):
@@ -61,7 +61,7 @@ def _training_problems(count: int, task: SortDigitsTask, rng: np.random.Generato
 
 
 def _guess(digits: str, noise: float, rng: np.random.Generator) -> str:
-    """An answer without working: the digits sorted by their value plus noise."""
+    """Write an answer without working: the digits sorted by their value plus noise."""
     shifts = noise * rng.standard_normal(len(digits))
     keys = [int(digit) + shift for digit, shift in zip(digits, shifts, strict=True)]
     order = sorted(range(len(digits)), key=keys.__getitem__)
@@ -71,7 +71,7 @@ def _guess(digits: str, noise: float, rng: np.random.Generator) -> str:
 def _worked(
     digits: str, step_error: float, repeat: float, limit: int, rng: np.random.Generator
 ) -> str:
-    """A chain of steps and its answer; each time with chance `repeat` it starts over first.
+    """Write a chain of steps and its answer; each time with chance `repeat` it starts over first.
 
     An answer that starts over until it is longer than `limit` never comes to its end.
     """
@@ -83,7 +83,7 @@ def _worked(
 
 
 def _chain(digits: str, step_error: float, rng: np.random.Generator) -> tuple[str, str]:
-    """The steps of a selection sort, and the digits they picked.
+    """Write the steps of a selection sort, and return the digits they picked, too.
 
     A step that errs is followed by steps that are right for what it wrote: the slip shows in
     the answer, as it would for a person.
@@ -102,7 +102,7 @@ def _chain(digits: str, step_error: float, rng: np.random.Generator) -> tuple[st
 
 
 def _slip(remaining: str, least: str, rest: str, rng: np.random.Generator) -> tuple[str, str]:
-    """A step gone wrong: a digit picked that is not the least, or one that is left miscopied.
+    """Make a step err: it picks a digit that is not the least, or miscopies one that is left.
 
     The last step has nothing else to pick or to copy: there the pick itself is miscopied.
     """

@@ -45,7 +45,7 @@ _EVALUATION = "evaluation"
 
 
 class ProceduralStream:
-    """The endless training problems of a task and a seed. Those of an index are always the same."""
+    """The endless training problems of a task and a seed, a `RowStream`."""
 
     def __init__(self, task: ReasoningGymTask, seed: int) -> None:
         """Look the task up.
@@ -61,29 +61,17 @@ class ProceduralStream:
                 f"so that no run could be resumed; write them to a file with `winnow data prepare "
                 f"{PREFIX}{task.task}`"
             )
-        self._task = task
-        self._seed = seed
-
-    @property
-    def data_source(self) -> str:
-        """What all its rows have."""
-        return f"{PREFIX}{self._task.task}"
+        self._task, self._seed = task, seed
+        self._source = f"{PREFIX}{task.task}"
+        self.data_sources = frozenset({self._source})
+        made = f"{task.task} {_as_json(task.options)}, seed {seed}"
+        self.fingerprints = {self._source: f"{made}, version {version('reasoning-gym')}"}
 
     def candidates(self, index: int) -> Iterator[Row]:
-        """Rows for `index`: the first will do that is short enough.
-
-        Raises:
-            DataError: the task has hardly any problem that is not held out.
-        """
         return _candidates(self._task, self._seed, index)
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
-        """Those that a uid names.
-
-        Raises:
-            KeyError: no training problem of this task has it.
-        """
-        number = uid.removeprefix(f"{self.data_source}:").partition("-")[0]
+        number = uid.removeprefix(f"{self._source}:").partition("-")[0]
         if number == uid or not number.isdecimal():
             raise KeyError(uid)
         found = next((each for each in self.candidates(int(number)) if each.uid == uid), None)
@@ -91,15 +79,9 @@ class ProceduralStream:
             raise KeyError(uid)
         return iter([found])
 
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the rows do."""
-        options = _as_json(self._task.options)
-        return f"{self._task.task} {options}, seed {self._seed}, version {version('reasoning-gym')}"
-
 
 def is_held_out(entry: Mapping[str, Any]) -> bool:
-    """Whether a problem is kept for evaluation."""
+    """Return whether a problem is kept for evaluation."""
     return _crc(entry) % 10 == 0
 
 
@@ -108,7 +90,7 @@ def _crc(entry: Mapping[str, Any]) -> int:
 
 
 def training_rows(task: ReasoningGymTask, seed: int, count: int) -> Iterator[Row]:
-    """The first `count` rows of a seed; any task will do, because a file holds still.
+    """Yield the first `count` rows of a seed, of any task: a file holds still.
 
     Raises:
         DataError: as `ProceduralStream`.
@@ -117,7 +99,7 @@ def training_rows(task: ReasoningGymTask, seed: int, count: int) -> Iterator[Row
 
 
 def held_out_rows(task: ReasoningGymTask) -> list[Row]:
-    """The first `eval_problems` of the one fixed list of different held-out problems.
+    """Return the first `eval_problems` of the one fixed list of different held-out problems.
 
     Raises:
         DataError: there are not so many.
@@ -138,7 +120,11 @@ def held_out_rows(task: ReasoningGymTask) -> list[Row]:
 
 
 def row(task: str, options: str, entry: Mapping[str, Any], number: str) -> Row:
-    """A problem as a row of data; `options` is JSON. The uid tells problems of a number apart."""
+    """Make a problem a row of data; its uid tells problems of one number apart.
+
+    Args:
+        options: the settings of the task as JSON.
+    """
     source = f"{PREFIX}{task}"
     number = f"{number}-{_crc(entry):08x}"
     info = {"task": task, "config": options, "entry": _as_json(dict(entry))}
@@ -177,7 +163,7 @@ def _entry(task: str, options: str, key: str, index: int) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=8)
 def _dataset(task: str, options: str, key: str, block: int) -> Any:
-    """The problems of a block.
+    """Make the problems of a block.
 
     Raises:
         DataError: the package or the task is missing, or refuses its options.

@@ -36,7 +36,7 @@ _EVALUATION_SEED = "evaluation"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A Hugging Face tokenizer with one token a character, 29 in all; it adds none by itself."""
+    """Build a Hugging Face tokenizer of 29 tokens, one a character; it adds none by itself."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -58,33 +58,22 @@ def encode(text: str) -> IntArray:
 
 
 def is_held_out(digits: str) -> bool:
-    """Whether a problem is kept for evaluation."""
+    """Return whether a problem is kept for evaluation."""
     return zlib.crc32(digits.encode()) % 10 == 0
 
 
 def prompt_text(digits: str) -> str:
-    """How the problem is asked."""
+    """Write a problem as it is asked."""
     return f"{digits}:"
 
 
 def solution(digits: str) -> str:
-    """The ground truth."""
+    """Sort the digits of a problem: its ground truth."""
     return "".join(sorted(digits))
 
 
-def worked_form(digits: str) -> str:
-    """The selection sort of a problem, with its answer: what a perfect policy may write."""
-    steps = []
-    remaining = digits
-    while remaining:
-        least = min(remaining)
-        remaining = remaining.replace(least, "", 1)
-        steps.append(f"{least}|{remaining}")
-    return f"{';'.join(steps)}#{solution(digits)}"
-
-
 def row(digits: str) -> Row:
-    """A problem as a row of data; its uid is the same whenever the problem comes round."""
+    """Make a problem a row of data; its uid is the same whenever the problem comes round."""
     return Row(
         uid=f"{DATA_SOURCE}:{digits}",
         origin=f"{DATA_SOURCE} {digits}",
@@ -96,51 +85,37 @@ def row(digits: str) -> Row:
 
 
 class SortDigitsStream:
-    """The endless training problems of a seed. A row depends on its index alone."""
+    """The endless training problems of a seed, a `RowStream`. A row depends on its index alone."""
 
-    data_source = DATA_SOURCE
+    data_sources = frozenset({DATA_SOURCE})
 
     def __init__(self, task: SortDigitsTask, seed: int) -> None:
-        self._task = task
-        self._seed = seed
+        self._task, self._seed = task, seed
+        digits = f"{task.min_digits}-{task.max_digits} digits, seed {seed}"
+        self.fingerprints = {DATA_SOURCE: digits}
 
     def digits(self, index: int) -> str:
-        """The problem at `index`; problems may come round again."""
+        """Return the problem at `index`; problems may come round again."""
         candidates = _candidates(self._task, f"{self._seed}/{index}")
         return next(digits for digits in candidates if not is_held_out(digits))
 
     def row(self, index: int) -> Row:
-        """The row at `index`."""
+        """Return the row at `index`."""
         return row(self.digits(index))
 
     def candidates(self, index: int) -> Iterator[Row]:
-        """The row at `index` alone: they are all of a length."""
-        return iter([self.row(index)])
+        return iter([self.row(index)])  # alone: they are all of a length
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
-        """The row of a uid alone; KeyError when there is none."""
-        return iter([self.row_of(uid)])
-
-    def row_of(self, uid: str) -> Row:
-        """The row that a uid names.
-
-        Raises:
-            KeyError: no training problem of this task has it.
-        """
         digits = uid.removeprefix(f"{DATA_SOURCE}:")
         fits = self._task.min_digits <= len(digits) <= self._task.max_digits
         if digits == uid or not fits or set(digits) - set(DIGITS) or is_held_out(digits):
             raise KeyError(uid)
-        return row(digits)
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the rows do."""
-        return f"{self._task.min_digits}-{self._task.max_digits} digits, seed {self._seed}"
+        return iter([row(digits)])
 
 
 def held_out_problems(task: SortDigitsTask, count: int) -> list[str]:
-    """The first `count` of the one fixed list of different held-out problems.
+    """Return the first `count` of the one fixed list of different held-out problems.
 
     Raises:
         DataError: there are not so many.

@@ -8,9 +8,20 @@ import pytest
 from winnow.config.data import SortDigitsTask
 from winnow.config.model import DemonstrationConfig
 from winnow.data.tasks.demonstrations import Demonstration, demonstrations
-from winnow.data.tasks.sort_digits import EOS, VOCABULARY, is_held_out, solution, worked_form
+from winnow.data.tasks.sort_digits import EOS, VOCABULARY, is_held_out, solution
 
 LIMIT = 128
+
+
+def worked_form(digits: str) -> str:
+    """Sort by selection, with the answer: what a demonstration without errors writes."""
+    steps = []
+    remaining = digits
+    while remaining:
+        least = min(remaining)
+        remaining = remaining.replace(least, "", 1)
+        steps.append(f"{least}|{remaining}")
+    return f"{';'.join(steps)}#{solution(digits)}"
 
 
 def make(count: int = 4000, seed: int = 0, **config: float) -> list[Demonstration]:
@@ -63,7 +74,10 @@ def test_a_guess_without_noise_is_right() -> None:
     assert all(response == f"#{solution(digits)}{EOS}" for digits, response in pairs)
 
 
-def test_working_without_errors_is_the_worked_form() -> None:
+def test_working_without_errors_is_selection_sort() -> None:
+    assert worked_form("3313") == "1|333;3|33;3|3;3|#1333"
+    assert worked_form("2121") == "1|221;1|22;2|2;2|#1122"
+    assert worked_form("7") == "7|#7"
     pairs = texts(make(500, guess_share=0.0, working_share=1.0, step_error=0.0))
     assert all(response == worked_form(digits) + EOS for digits, response in pairs)
 

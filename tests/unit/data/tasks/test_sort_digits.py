@@ -22,48 +22,12 @@ from winnow.data.tasks.sort_digits import (
     held_out_problems,
     is_held_out,
     prompt_text,
-    solution,
-    worked_form,
 )
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import DataError
 
 TOKENIZER = build_tokenizer()
 KNOWN_TEXT = st.text(alphabet="".join(VOCABULARY[3:]), min_size=1, max_size=60)
-PROBLEM = st.text(alphabet="0123456789", min_size=1, max_size=12)
-
-
-@pytest.mark.parametrize(
-    ("digits", "form"),
-    [
-        ("5391", "1|539;3|59;5|9;9|#1359"),
-        ("3313", "1|333;3|33;3|3;3|#1333"),
-        ("0000", "0|000;0|00;0|0;0|#0000"),
-        ("2121", "1|221;1|22;2|2;2|#1122"),
-        ("7", "7|#7"),
-    ],
-)
-def test_the_worked_form_is_selection_sort(digits: str, form: str) -> None:
-    assert worked_form(digits) == form
-
-
-@given(PROBLEM)
-def test_each_step_takes_the_first_of_the_least_digits_out_of_what_remains(digits: str) -> None:
-    working, _, answer = worked_form(digits).partition("#")
-    remaining = digits
-    for step in working.split(";"):
-        least, _, rest = step.partition("|")
-        assert least == min(remaining)
-        at = remaining.index(least)
-        assert rest == remaining[:at] + remaining[at + 1 :]
-        remaining = rest
-    assert remaining == ""
-    assert answer == solution(digits)
-
-
-@given(PROBLEM.filter(lambda digits: len(digits) <= 8))
-def test_a_worked_form_of_eight_digits_with_eos_fits_the_response_limit(digits: str) -> None:
-    assert len(encode(worked_form(digits))) + 1 <= 128
 
 
 def test_the_vocabulary_has_29_different_entries() -> None:
@@ -91,7 +55,7 @@ def test_an_unknown_character_is_one_unknown_token(text: str) -> None:
 def test_the_tokenizer_is_the_same_after_saving_and_loading(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path)
     loaded = load_tokenizer(str(tmp_path))
-    text = prompt_text("5391") + worked_form("5391")
+    text = prompt_text("5391") + "1|539;3|59;5|9;9|#1359"
     assert loaded(text)["input_ids"] == encode(text).tolist()
     assert loaded.eos_token_id == EOS_ID
     assert loaded.decode([*encode(text), EOS_ID], skip_special_tokens=True) == text
@@ -120,7 +84,7 @@ def test_training_problems_have_all_lengths_equally_and_are_never_held_out() -> 
 def test_a_row_is_found_again_by_its_uid() -> None:
     stream = SortDigitsStream(SortDigitsTask(), 1)
     row = stream.row(7)
-    again = stream.row_of(row.uid)
+    again = next(stream.candidates_of(row.uid))
     assert row.uid == "sort_digits:" + stream.digits(7)
     assert (again.uid, again.messages, again.ground_truth) == (
         row.uid,
@@ -133,13 +97,13 @@ def test_a_row_is_found_again_by_its_uid() -> None:
 @pytest.mark.parametrize("uid", ["5391", "sort_digits:53a1", "sort_digits:539", "rows.jsonl:1"])
 def test_a_uid_of_no_training_problem_is_not_found(uid: str) -> None:
     with pytest.raises(KeyError, match=re.escape(uid)):
-        SortDigitsStream(SortDigitsTask(), 1).row_of(uid)
+        SortDigitsStream(SortDigitsTask(), 1).candidates_of(uid)
 
 
 def test_a_held_out_problem_is_not_found_among_training_problems() -> None:
     held_out = held_out_problems(SortDigitsTask(), 1)[0]
     with pytest.raises(KeyError):
-        SortDigitsStream(SortDigitsTask(), 1).row_of(f"sort_digits:{held_out}")
+        SortDigitsStream(SortDigitsTask(), 1).candidates_of(f"sort_digits:{held_out}")
 
 
 def test_held_out_problems_are_always_the_same_ones_first() -> None:

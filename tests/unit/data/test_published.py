@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from winnow.data.prepare_instruction import bare, with_dapo_instruction
-from winnow.data.prepare_rows import Item, last_boxed, to_item
-from winnow.data.prepare_sets import NAMES, SETS
+from winnow.data.published import SETS, Item, bare, last_boxed, to_item, with_dapo_instruction
 from winnow.errors import DataError
 
 
 def item(name: str, **record: Any) -> Item:
-    return to_item(record, "f.jsonl", 7, SETS[name])
+    return to_item(record, "f.jsonl row 7", SETS[name])
 
 
 def error(name: str, **record: Any) -> str:
@@ -122,7 +120,6 @@ def test_a_row_that_does_not_fit_is_named_with_field_and_value() -> None:
 
 
 def test_every_set_says_where_it_lies_and_under_which_licence() -> None:
-    assert set(NAMES) == {*SETS, "sort_digits", "countdown", "reasoning_gym/TASK"}
     for named in SETS.values():
         assert named.repo.count("/") == 1
         assert named.licence in ("MIT", "Apache-2.0", "CC-BY-4.0")

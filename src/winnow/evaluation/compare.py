@@ -1,48 +1,162 @@
-"""`winnow compare`: two files of held-out answers, paired by problem."""
+"""`winnow compare`: two files of held-out answers, paired by problem; is the difference luck?
+
+Legend: `P` problems that both answered, `d` [P] the difference of their mean accuracies, B - A.
+
+Pairing by problem takes out the noise of problems that both find hard, which is most of it (Miller
+2024, arXiv 2411.00640, section 4). Two tests see whether d is centred on 0:
+
+| test | rests on |
+|---|---|
+| Student's t | the mean of d being about normal |
+| sign flips | signs alone: were A and B alike, each d could as well be -d; exact for few problems |
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike
 from rich.console import Console
 from rich.text import Text
 
 from winnow.errors import DataError, WinnowError
-from winnow.evaluation.paired import EXACT_FLIPS, Paired, paired
-from winnow.evaluation.tables import ALL, show, table_of
-from winnow.observe.figures import share
+from winnow.evaluation.report import ALL, ANSWERS, REPORT, SCORED
+from winnow.evaluation.statistics import LEVEL, Floats
+from winnow.evaluation.student import two_sided_bound, two_sided_p
+from winnow.observe.figures import WIDTH, figure_table, print_table, share
 from winnow.observe.rollouts import read_rollouts, rollout_files
 from winnow.observe.run_folder import RunFolder
-from winnow.observe.summary import WIDTH
-from winnow.runs.evaluation_subject import ANSWERS, REPORT, SCORED
 
 _COLUMNS = ("problem", "data_source", "outcome", "accuracy")
 _ERROR = "scorer_error"
 _LEAST_PROBLEMS = 6
 """With fewer no sign test can be clear: 2 of 2^5 patterns are more than 5 %."""
+EXACT_FLIPS = 14
+"""Up to so many problems with a difference all sign patterns are counted: 16,384."""
+FLIPS = 20_000
+"""Random patterns are drawn beyond."""
+_POWER_BOUND = 0.8416212335729143
+"""The standard normal's quantile of 0.8: a power of four in five."""
+_CLOSE = 1e-12
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Two evaluations over the same problems, with the names of `winnow compare --json`."""
+
+    problems: int
+    a: float
+    """Mean accuracy of A."""
+    b: float
+    difference: float
+    """The mean of B less that of A."""
+    standard_error: float
+    """Standard error of the difference; NaN for a single problem."""
+    low: float
+    """Lower end of the 95 % interval by Student's t; -1 for a single problem."""
+    high: float
+    p_t: float
+    p_sign_flips: float
+    won: int
+    """Problems on which B is better."""
+    tied: int
+    lost: int
+
+    @property
+    def visible(self) -> float:
+        """The true difference that a comparison of this noise shows four times of five."""
+        if self.problems < 2:
+            return math.nan
+        return (two_sided_bound(1 - LEVEL, self.problems - 1) + _POWER_BOUND) * self.standard_error
+
+    @property
+    def is_clear(self) -> bool:
+        """True if both tests tell the difference from luck, at 5 %."""
+        return self.p_sign_flips < 1 - LEVEL and not self.low <= 0 <= self.high
+
+
+def paired(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Paired:
+    """Compare mean accuracies [P] of the same problems in the same order.
+
+    Args:
+        seed: seed of the random sign patterns.
+
+    Raises:
+        ValueError: there is no problem, or the lengths differ.
+    """
+    left, right = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    if left.shape != right.shape or left.ndim != 1 or not left.size:
+        raise ValueError(f"paired: two equally long lists, not empty, got {left.shape}, "
+                         f"{right.shape}")  # fmt: skip
+    d = right - left
+    d[np.abs(d) < _CLOSE] = 0.0  # such as 0.1 + 0.2 against 0.3
+    mean_a, mean_b, count = float(left.mean()), float(right.mean()), d.size
+    difference, error, low, high, p_t = mean_b - mean_a, math.nan, -1.0, 1.0, 1.0
+    if count > 1:
+        error = float(d.std(ddof=1) / math.sqrt(count))
+        half = two_sided_bound(1 - LEVEL, count - 1) * error
+        low, high = difference - half, difference + half
+        mean = float(d.mean())
+        if error > _CLOSE:
+            p_t = two_sided_p(mean / error, count - 1)
+        elif abs(mean) > _CLOSE:
+            p_t = 0.0
+    return Paired(
+        count, mean_a, mean_b, difference, error, low, high, p_t, sign_flip_p(d, seed),
+        won=int((d > 0).sum()), tied=int((d == 0).sum()), lost=int((d < 0).sum()),
+    )  # fmt: skip
+
+
+def sign_flip_p(differences: ArrayLike, seed: int = 0) -> float:
+    """Return the share of sign patterns whose sum is as far from 0 as the one there is.
+
+    All patterns of the differences that are not 0, where these are few; else random ones, among
+    which the one there is counts, so that no p is 0 (Phipson and Smyth 2010).
+
+    Example: `sign_flip_p([1, 1, 1])` is 0.25: 2 of 8 patterns.
+    """
+    d = np.asarray(differences, dtype=np.float64)
+    d = d[d != 0]
+    if not d.size:
+        return 1.0
+    bound = abs(float(d.sum())) - _CLOSE * float(np.abs(d).sum())
+    if d.size <= EXACT_FLIPS:
+        signs = np.array(list(itertools.product((1.0, -1.0), repeat=d.size)))
+        return float(np.mean(np.abs(signs @ d) >= bound))
+    reached = sum(int((np.abs(signs @ d) >= bound).sum()) for signs in _random_signs(d.size, seed))
+    return (1 + reached) / (1 + FLIPS)
+
+
+def _random_signs(width: int, seed: int, rows: int = 1000) -> Iterator[Floats]:
+    """Yield patterns in blocks, which take less memory than all at once."""
+    generator = np.random.default_rng(seed)
+    for _ in range(FLIPS // rows):
+        yield np.where(generator.random((rows, width)) < 0.5, -1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a file of held-out answers says of each problem."""
+    """The accuracies in a file of held-out answers, by problem."""
 
     file: Path
     sources: Mapping[str, str]
-    """By problem, in the order of the file."""
+    """Data sources by problem, in the order of the file."""
     accuracies: Mapping[str, Sequence[float]]
-    """By problem."""
+    """Accuracies of the answers by problem."""
     settings: Mapping[str, Any]
-    """How they were sampled and scored; empty where no report lies beside the file."""
+    """Settings of sampling and scoring; empty where no report lies beside the file."""
     failed: int = 0
     """Answers whose scoring failed; they count as wrong."""
 
     def mean(self, problem: str) -> float:
-        """The mean accuracy of a problem's answers."""
+        """Average the accuracy of a problem's answers."""
         return math.fsum(self.accuracies[problem]) / len(self.accuracies[problem])
 
 
@@ -54,7 +168,7 @@ class Comparison:
     b: Answers
     sources: Mapping[str, Paired]
     everything: Paired | None
-    """Over all sources, where there are several."""
+    """The pair over all sources, where there are several."""
 
     @property
     def shared(self) -> int:
@@ -68,7 +182,7 @@ class Comparison:
 
 
 def run_comparison(a: str, b: str, as_json: bool, console: Console) -> Comparison:
-    """Compare two evaluations and print what came of it.
+    """Compare two evaluations and print the result.
 
     Raises:
         WinnowError: one of them is missing or damaged, or they are of different problems.
@@ -101,7 +215,7 @@ def compare(a: Answers, b: Answers) -> Comparison:
 
 
 def read_answers(path: str) -> Answers:
-    """The sampled held-out answers of a file, of a folder that `winnow eval` wrote, or of a run.
+    """Read the sampled held-out answers of a file, of an evaluation's folder, or of a run.
 
     Raises:
         WinnowError: there are none.
@@ -176,25 +290,24 @@ def _print(found: Comparison, console: Console) -> None:
         console.print(Text(f"{name}  {answers.file}"), soft_wrap=True)
     console.print()
     rows = {**found.sources, **({ALL: found.everything} if found.everything else {})}
-    table = table_of("A", "B", "B - A", "95 %", "p", "won/tied/lost")
+    table = figure_table("A", "B", "B - A", "95 %", "p", "won/tied/lost")
     for label, pair in rows.items():
-        low, high = pair.interval
         table.add_row(
             Text(label),
-            share(pair.mean_a, 1),
-            share(pair.mean_b, 1),
+            share(pair.a, 1),
+            share(pair.b, 1),
             f"{100 * pair.difference:+.1f}",
-            f"{100 * low:+.1f} .. {100 * high:+.1f}",
-            _p(pair.p_flip),
+            f"{100 * pair.low:+.1f} .. {100 * pair.high:+.1f}",
+            _p(pair.p_sign_flips),
             f"{pair.won}/{pair.tied}/{pair.lost}",
         )
-    show(table, console)
+    print_table(table, console)
     for line in [*notes(found), verdict(found.deciding)]:
         console.print(Text(line), width=width)
 
 
 def notes(found: Comparison) -> list[str]:
-    """What makes the comparison less than it seems."""
+    """List the reasons why the comparison shows less than it seems."""
     lines = []
     for name, mine, other in (("A", found.a, found.b), ("B", found.b, found.a)):
         alone = len([problem for problem in mine.sources if problem not in other.sources])
@@ -214,7 +327,7 @@ def notes(found: Comparison) -> list[str]:
 
 
 def verdict(pair: Paired) -> str:
-    """One honest sentence."""
+    """Sum a comparison up in one honest sentence."""
     points = f"{100 * abs(pair.difference):.1f} points"
     better = "better" if pair.difference > 0 else "worse"
     if pair.tied == pair.problems:
@@ -230,7 +343,7 @@ def verdict(pair: Paired) -> str:
             f"luck ({_p_said(pair)}); a difference below about {100 * pair.visible:.1f} points "
             "would often be missed here."
         )
-    low, high = sorted(abs(100 * each) for each in pair.interval)
+    low, high = sorted((abs(100 * pair.low), abs(100 * pair.high)))
     return (
         f"B is {better}: by {points} on these {_problems(pair)}, most likely {low:.1f} to "
         f"{high:.1f} ({_p_said(pair)})."
@@ -243,7 +356,7 @@ def _problems(pair: Paired) -> str:
 
 def _p_said(pair: Paired) -> str:
     kind = "all" if pair.problems - pair.tied <= EXACT_FLIPS else "random"
-    p = _p(pair.p_flip)
+    p = _p(pair.p_sign_flips)
     return f"p {p if p.startswith('<') else f'= {p}'} by {kind} sign flips"
 
 
@@ -262,19 +375,5 @@ def _as_json(found: Comparison) -> dict[str, Any]:
 
 
 def _figures(pair: Paired) -> dict[str, Any]:
-    low, high = pair.interval
-    error = pair.standard_error
-    return {
-        "problems": pair.problems,
-        "a": pair.mean_a,
-        "b": pair.mean_b,
-        "difference": pair.difference,
-        "standard_error": error if math.isfinite(error) else None,
-        "low": low,
-        "high": high,
-        "p_t": pair.p_t,
-        "p_sign_flips": pair.p_flip,
-        "won": pair.won,
-        "tied": pair.tied,
-        "lost": pair.lost,
-    }
+    """Return the figures as plain values; JSON has no NaN."""
+    return {name: value if math.isfinite(value) else None for name, value in asdict(pair).items()}

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from winnow.errors import WinnowError
-from winnow.evaluation.paired import paired
+from winnow.evaluation.compare import Answers, compare, notes, paired, read_answers, verdict
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
-from winnow.runs.evaluation_compare import Answers, compare, notes, read_answers, verdict
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
 
@@ -142,12 +141,12 @@ def test_the_sentence_claims_no_more_than_both_tests_show() -> None:
 def test_a_comparison_is_clear_for_both_tests_or_not_at_all() -> None:
     # All six point one way, but unlike in size: 2 of 64 signs, and an interval around 0.
     skewed = paired([0.0] * 6, [0.01, 0.01, 0.01, 0.01, 0.02, 0.9])
-    assert skewed.p_flip == 2 / 64
-    assert skewed.interval[0] < 0
+    assert skewed.p_sign_flips == 2 / 64
+    assert skewed.low < 0
     assert not skewed.is_clear
     # All five the same: no spread for Student's t, but 2 of 32 signs are not rare enough.
     alike = paired([0.0] * 5, [0.5] * 5)
-    assert (alike.p_t, alike.interval, alike.p_flip) == (0, (0.5, 0.5), 2 / 32)
+    assert (alike.p_t, alike.low, alike.high, alike.p_sign_flips) == (0, 0.5, 0.5, 2 / 32)
     assert not alike.is_clear
 
 

@@ -1,0 +1,314 @@
+"""Published data sets: where each lies, and how its rows become questions with ground truths.
+
+`SETS` is the table of `winnow data prepare`. A row is in verl's schema already, or has a question
+and an answer, a worked solution or tests in columns of their own. The instructions that published
+files wrap around their questions come off: Winnow's recipes say how to ask
+(`data.prompt_template`), so a question is best stored bare.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from winnow.data.sources import AFTER_MARK, Record, after_mark, to_row, wrong_field
+
+_BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
+_DEGREES = re.compile(r"\^\\circ|\^\{\\circ\}|°")
+_FENCED = "\n\n```python\n{}\n```"
+_COMPLETE = (
+    "Complete this Python function. Answer with the whole function, and what it imports, in one "
+    "block of code." + _FENCED
+)
+_WRITE = (
+    "{}\n\nThe code must pass these tests:"
+    + _FENCED
+    + "\n\nAnswer with all of the code in one block."
+)
+_DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+_DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+_AROUND = (
+    (_DAPO_BEFORE, _DAPO_AFTER),
+    # verl's own preprocessing of gsm8k and MATH.
+    ("", 'Let\'s think step by step and output the final answer after "####".'),
+    ("", "Let's think step by step and output the final answer within \\boxed{}."),
+)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question, ready to be written."""
+
+    data_source: str
+    messages: tuple[tuple[str, str], ...]
+    """Role and content."""
+    ground_truth: str
+    notes: Mapping[str, str]
+    """More for `extra_info`."""
+    instruction_removed: bool = False
+    ability: str = "math"
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """All but the notes: rows that agree in it are copies of each other."""
+        return self.data_source, self.messages, self.ground_truth
+
+
+def bare(prompt: str) -> str:
+    """Take a known instruction, and white space at the ends, off a prompt."""
+    prompt = prompt.strip()
+    for before, after in _AROUND:
+        if prompt.startswith(before) and prompt.endswith(after):
+            return prompt[len(before) : len(prompt) - len(after)].strip()
+    return prompt
+
+
+def with_dapo_instruction(question: str) -> str:
+    """Ask a bare question as the published DAPO files do."""
+    return f"{_DAPO_BEFORE}{question}{_DAPO_AFTER}"
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Read the last `\boxed{…}` (or `\fbox{…}`, or `\boxed 5`) of a text; None without one."""
+    found = list(_BOX.finditer(text))
+    if not found:
+        return None
+    rest = text[found[-1].end() :].lstrip()
+    if not rest.startswith("{"):
+        return re.split(r"[\s$]", rest, maxsplit=1)[0]
+    depth = 0
+    for mark in re.finditer(r"(?<!\\)(?:\\\\)*([{}])", rest):
+        depth += 1 if mark.group(1) == "{" else -1
+        if depth == 0:
+            return rest[1 : mark.end() - 1].strip()
+    return None
+
+
+Reader = tuple[Callable[[str], str | None], str]
+"""Reads a ground truth out of a column's text, and says what the column must hold."""
+_MARKED: Reader = (after_mark, AFTER_MARK)
+_AS_IT_STANDS: Reader = (str, "a text or a number")
+_BOXED: Reader = (last_boxed, "a text with the final answer in \\boxed{}")
+# The columns that may hold what is asked, and those of the ground truth with their readers.
+_QUESTIONS = ("question", "problem", "Problem", "Question")
+_GSM8K = {"answer": _MARKED, "Answer": _MARKED}
+_MATHS = {
+    "answer": _AS_IT_STANDS,
+    "Answer": _AS_IT_STANDS,
+    "solution": _BOXED,
+    "Solution": _BOXED,
+}
+_TESTS: Mapping[str, Reader] = {}
+"""Python tests, in the columns of HumanEval or of MBPP."""
+
+
+@dataclass(frozen=True)
+class NamedSet:
+    """A data set on the hub."""
+
+    repo: str
+    licence: str
+    files: Mapping[str, tuple[str, ...]]
+    """For each split, patterns of file names: the first one that finds any counts."""
+    data_source: str
+    """Given to rows that have none; routes to a scorer."""
+    truth: Mapping[str, Reader]
+    """Columns of the ground truth: the first that a row fills counts."""
+    own_sources: tuple[str, ...]
+    """Patterns, in lower case, of the `data_source`s that rows of this set may have already."""
+    is_integer: bool = False
+    """True if ground truths are integers from 0 to 999, however they are written."""
+    kept: tuple[str, ...] = ()
+    """Columns that go into `extra_info`."""
+    renamed: str | None = None
+    """An own source that says too little and becomes `data_source`."""
+    dapo_scored: bool = True
+    """True if the answer is asked for on a line `Answer:`."""
+
+
+def _splits(pattern: str) -> dict[str, tuple[str, ...]]:
+    return {split: (pattern.format(split),) for split in ("train", "test")}
+
+
+# fmt: off
+SETS: Mapping[str, NamedSet] = {
+    "gsm8k": NamedSet(
+        "openai/gsm8k", "MIT", _splits("main/{}-*.parquet"), "openai/gsm8k", _GSM8K,
+        own_sources=("gsm8k", "openai/gsm8k"), kept=("question", "answer"), dapo_scored=False,
+    ),
+    # Every row in one file a split, as verl takes it; EleutherAI/hendrycks_math holds the same
+    # problems in 14 files, and the original hendrycks/competition_math is off the hub.
+    "math": NamedSet(
+        "DigitalLearningGmbH/MATH-lighteval", "MIT", _splits("data/{}-*.parquet"), "MATH", _MATHS,
+        own_sources=("math", "math-500*", "huggingfaceh4/math-500", "lighteval/math",
+                     "digitallearninggmbh/math-lighteval"),
+        kept=("level", "type", "subject", "unique_id"),
+    ),
+    "dapo-math-17k": NamedSet(
+        "BytedTsinghua-SIA/DAPO-Math-17k", "Apache-2.0",
+        {"train": ("data/dapo-math-17k.parquet", "data/*.parquet")}, "math_dapo", _MATHS,
+        own_sources=("math_dapo*", "dapo_math*", "dapo-math*", "dapo-17k*"),
+    ),
+    # The DAPO authors' own file: 30 problems, each 32 times.
+    "aime-2024": NamedSet(
+        "BytedTsinghua-SIA/AIME-2024", "Apache-2.0",
+        {"test": ("data/aime-2024.parquet", "data/*.parquet")}, "aime-2024", _MATHS,
+        own_sources=("math_dapo", "aime-2024*", "aime_2024*", "aime2024*", "aime24*"),
+        is_integer=True, kept=("ID", "id", "url"), renamed="math_dapo",
+    ),
+    "aime-2025": NamedSet(
+        "math-ai/aime25", "Apache-2.0",
+        {"test": ("test.jsonl", "test*.parquet", "data/test*.parquet")}, "aime-2025", _MATHS,
+        own_sources=("math_dapo", "aime-2025*", "aime_2025*", "aime2025*", "aime25*"),
+        is_integer=True, kept=("ID", "id", "url"), renamed="math_dapo",
+    ),
+    # AMC 12 of 2022 and 2023; answers are written as numbers such as 142.0.
+    "amc": NamedSet(
+        "AI-MO/aimo-validation-amc", "Apache-2.0",
+        {"test": ("data/train-*.parquet", "data/*.parquet")}, "amc", _MATHS,
+        own_sources=("amc*", "ai-mo/aimo-validation-amc", "math-ai/amc23"), kept=("id", "url"),
+    ),
+    "humaneval": NamedSet(
+        "openai/openai_humaneval", "MIT",
+        {"test": ("openai_humaneval/test-*.parquet",)}, "humaneval", _TESTS,
+        own_sources=("humaneval*",), kept=("task_id", "canonical_solution"), dapo_scored=False,
+    ),
+    # The 427 problems that people went over; of the 974 many are ambiguous.
+    "mbpp": NamedSet(
+        "google-research-datasets/mbpp", "CC-BY-4.0", _splits("sanitized/{}-*.parquet"), "mbpp",
+        _TESTS,
+        own_sources=("mbpp*",), kept=("task_id", "code", "canonical_solution"), dapo_scored=False,
+    ),
+}
+# fmt: on
+
+
+def foreign_source(record: Record, named: NamedSet) -> str | None:
+    """Return the row's data source if that is not one of the set's."""
+    source = record.get("data_source")
+    if not isinstance(source, str):
+        return None
+    name = source.strip().lower()
+    is_own = any(fnmatchcase(name, pattern) for pattern in named.own_sources)
+    return None if is_own else source.strip()
+
+
+def to_item(record: Record, origin: str, named: NamedSet) -> Item:
+    """Convert a row of a set.
+
+    Raises:
+        DataError: a column is missing, or the ground truth is not in it.
+    """
+    notes = {key: str(record[key]) for key in named.kept if isinstance(record.get(key), str | int)}
+    if "data_source" in record or "reward_model" in record:
+        item = _from_verl(record, origin, named)
+    elif named.truth:
+        asked, truth = _from_columns(record, origin, named)
+        plain = bare(asked)
+        removed = plain != asked.strip()
+        item = Item(named.data_source, (("user", plain),), truth, notes, removed)
+    else:
+        asked, truth = _from_tests(record, origin)
+        item = Item(named.data_source, (("user", asked),), truth, notes, ability="code")
+    return _as_integer(item, origin) if named.is_integer else item
+
+
+def _from_verl(record: Record, origin: str, named: NamedSet) -> Item:
+    row = to_row({"data_source": named.data_source, **record}, origin)
+    source = named.data_source if row.data_source.lower() == named.renamed else row.data_source
+    messages, removed = [], False
+    for message in row.messages:
+        content = message["content"]
+        if message["role"] == "user":
+            content = bare(content)
+            removed |= content != message["content"].strip()
+        messages.append((message["role"], content))
+    info = row.extra.get("extra_info")
+    index = info.get("index") if isinstance(info, dict) else None
+    notes = {} if index is None else {"original_index": str(index)}
+    truth = _text(row.ground_truth, origin, "reward_model.ground_truth")
+    return Item(source, tuple(messages), truth, notes, removed)
+
+
+def _from_columns(record: Record, origin: str, named: NamedSet) -> tuple[str, str]:
+    """Return the question as it stands, and the ground truth."""
+    asked = _first(record, _QUESTIONS)
+    if asked is None:
+        raise wrong_field(origin, "question or problem", None, "a text in one of them")
+    question = record[asked]
+    if not isinstance(question, str) or not question.strip():
+        raise wrong_field(origin, asked, question, "a text")
+    column = _first(record, tuple(named.truth))
+    if column is None:
+        known = " or ".join(dict.fromkeys(name.lower() for name in named.truth))
+        raise wrong_field(origin, known, None, "the final answer, or a text with it")
+    text = _text(record[column], origin, column)
+    read, wanted = named.truth[column]
+    truth = read(text)
+    if not truth:
+        raise wrong_field(origin, column, text, wanted)
+    return question, truth
+
+
+def _from_tests(record: Record, origin: str) -> tuple[str, str]:
+    """Return what is asked, and the tests as JSON, as `winnow.rewards.scorers.code` reads them.
+
+    The JSON has `test` with a function `check` and its `entry_point`, or `test_list` with asserts;
+    `prompt` is code that the tests, and an answer that only goes on, may rely on.
+    """
+    prompt = _source_code(record, "prompt", origin)
+    if "test_list" in record:
+        tests = _lines_of_code(record, "test_list", origin)
+        imports = _lines_of_code(record, "test_imports", origin)
+        if not tests:
+            raise wrong_field(origin, "test_list", None, "a list of Python asserts")
+        asked = _WRITE.format(prompt.strip(), "\n".join([*imports, *tests]))
+        truth: dict[str, Any] = {"test_list": tests, "prompt": "\n".join(imports)}
+    else:
+        asked = _COMPLETE.format(prompt.rstrip())
+        truth = {name: _source_code(record, name, origin) for name in ("test", "entry_point")}
+        truth["prompt"] = prompt
+    return asked, json.dumps(truth, ensure_ascii=False)
+
+
+def _source_code(record: Record, column: str, origin: str) -> str:
+    value = record.get(column)
+    if not isinstance(value, str) or not value.strip():
+        raise wrong_field(origin, column, value, "a text")
+    return value
+
+
+def _lines_of_code(record: Record, column: str, origin: str) -> list[str]:
+    value = record.get(column, [])
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise wrong_field(origin, column, value, "a list of texts")
+    return value
+
+
+def _as_integer(item: Item, origin: str) -> Item:
+    """Normalise an AIME answer: some files write `033`, and one writes degrees."""
+    text = item.ground_truth
+    digits = _DEGREES.sub("", text).strip("$ ")
+    if not re.fullmatch(r"[0-9]{1,3}", digits):
+        raise wrong_field(origin, "the answer", text, "an integer from 0 to 999")
+    return replace(item, ground_truth=str(int(digits)))
+
+
+def _text(value: Any, origin: str, column: str) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        whole = isinstance(value, float) and value.is_integer()
+        return str(int(value)) if whole else str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise wrong_field(origin, column, value, "a text or a number")
+    return value.strip()
+
+
+def _first(record: Record, columns: tuple[str, ...]) -> str | None:
+    return next((column for column in columns if record.get(column) not in (None, "")), None)

@@ -1,0 +1,122 @@
+"""Rows from a user's own code: `data/task=custom data.task.path=mine.py:Sums`.
+
+The place names a class, or a function, that is called with `data.task.options` and returns a
+source. `source[index]` is a row of index 0, 1, …: a dict in the schema of data files, and always
+the same one for an index. A list will do, and so will a map-style dataset of torch. Where
+`len(source)` is known the rows come round in epochs, as a file's do; without it they never end.
+Held-out rows for evaluation may stand in `source.held_out`, a list. Example:
+
+    class Sums:
+        def __init__(self, largest: int = 99) -> None:
+            self.largest = largest
+            self.held_out = [self[-index] for index in range(1, 101)]
+
+        def __getitem__(self, index: int) -> dict:
+            random = Random(str(index))
+            a, b = random.randint(0, self.largest), random.randint(0, self.largest)
+            truth = {"ground_truth": str(a + b)}
+            return {"data_source": "sums", "prompt": f"{a} + {b} =", "reward_model": truth}
+
+A run keeps indices alone, so that one that is resumed goes on at the same row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from winnow.config.data import CustomTask
+from winnow.data.files import said
+from winnow.data.sources import Row, to_row
+from winnow.errors import DataError
+from winnow.user_code import load_user_object
+
+_SAMPLE = 32
+"""Rows of an endless source that tell its data sources, and whether it is still the same."""
+_ATTEMPTS, _STRIDE = 20, 1 << 32
+"""A row that is too long is replaced by one that lies so many further on, so many times."""
+
+
+class UserRows:
+    """The rows of a user's source, checked as those of a file are; endless, a `RowStream`."""
+
+    def __init__(self, task: CustomTask, prompt_key: str) -> None:
+        """Make the source.
+
+        Raises:
+            DataError: the code fails, or makes something that has no rows by index.
+        """
+        self._place, self._prompt_key = f"data.task.path {task.path}", prompt_key
+        make = load_user_object(task.path, "data.task.path", DataError)
+        self._source: Any = _told(self._place, lambda: make(**task.options))
+        self.name = task.path.rpartition(":")[2]
+        if not hasattr(type(self._source), "__getitem__"):
+            raise DataError(
+                f"{self._place} returns a {type(self._source).__name__}, which has no rows by "
+                "index; give it __getitem__(index), or return a list of rows"
+            )
+        self.size: int | None = None
+        if hasattr(type(self._source), "__len__"):
+            self.size = _told(self._place, lambda: len(self._source))
+            if not self.size:
+                raise DataError(f"{self._place} has no rows; return at least one")
+            return
+        sample = [self.row(index) for index in range(_SAMPLE)]
+        self.data_sources = frozenset(row.data_source for row in sample)
+        said_of = repr([(row.data_source, row.messages, row.ground_truth) for row in sample])
+        digest = hashlib.blake2b(said_of.encode("utf-8", "replace"), digest_size=16)
+        self.fingerprints = {self.name: digest.hexdigest()}
+
+    def row(self, index: int) -> Row:
+        """Check the row at `index`.
+
+        Raises:
+            DataError: the code fails, or the row is not usable.
+        """
+        origin = f"{self._place} row {index}"
+        record = _told(origin, lambda: self._source[index])
+        return self._checked(record, origin, f"{self.name}:{index}")
+
+    def held_out(self) -> list[Row]:
+        """Check the held-out rows; none where the source has no such attribute.
+
+        Raises:
+            DataError: a row is not usable.
+        """
+        records = getattr(self._source, "held_out", ())
+        return [
+            self._checked(each, f"{self._place} held_out[{i}]", f"{self.name}.held_out:{i}")
+            for i, each in enumerate(records)
+        ]
+
+    def candidates(self, index: int) -> Iterator[Row]:
+        return (self.row(index + attempt * _STRIDE) for attempt in range(_ATTEMPTS))
+
+    def candidates_of(self, uid: str) -> Iterator[Row]:
+        name, _, index = uid.rpartition(":")
+        if name != self.name or not index.isdecimal():
+            raise KeyError(uid)
+        return iter([self.row(int(index))])
+
+    def _checked(self, record: object, origin: str, uid: str) -> Row:
+        if not isinstance(record, Mapping):
+            raise DataError(
+                f"{origin}: must be a dict with columns, got a {type(record).__name__}; see "
+                "docs/data.md"
+            )
+        return to_row(dict(record), origin, uid, self._prompt_key)
+
+
+def _told(origin: str, call: Callable[[], Any]) -> Any:
+    """Run a user's code; what it raises is told of its place.
+
+    Raises:
+        DataError: instead of any other exception.
+    """
+    try:
+        return call()
+    except Exception as error:
+        raise DataError(
+            f"{origin} fails with {type(error).__name__}: {said(error)}; correct the code"
+        ) from error

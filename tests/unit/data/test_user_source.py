@@ -1,0 +1,134 @@
+"""A user's own source of prompts: checked, rendered and resumed as files are."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from winnow.config.data import CustomTask, DataConfig
+from winnow.data import user_source
+from winnow.data.build import evaluation_prompts, training_prompts
+from winnow.data.loader import PromptLoader, PromptSource
+from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.errors import CheckpointError, DataError
+
+TOKENIZER = build_tokenizer()
+# The example of the module's docstring, for a tokenizer that knows digits alone.
+EXAMPLE = "from random import Random\n" + textwrap.dedent(
+    str(user_source.__doc__).partition("Example:\n")[2].partition("A run keeps")[0]
+)
+FINITE = """
+def rows(count=5):
+    truth = {"ground_truth": "1"}
+    return [
+        {"data_source": f"s{i % 2}", "prompt": f"{i}:", "reward_model": truth, "level": i}
+        for i in range(count)
+    ]
+"""
+
+
+def recipe(tmp_path: Path, code: str, name: str, **options: Any) -> DataConfig:
+    file = tmp_path / f"mine{len(list(tmp_path.iterdir()))}.py"  # a file is imported once
+    file.write_text(code)
+    task = CustomTask(path=f"{file}:{name}", options=options)
+    return DataConfig(task=task, max_prompt_tokens=12)
+
+
+def source(tmp_path: Path, code: str, name: str, **options: Any) -> PromptSource:
+    return training_prompts(recipe(tmp_path, code, name, **options), TOKENIZER, seed=1)
+
+
+def error_of(tmp_path: Path, code: str, name: str = "rows", **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        source(tmp_path, code, name, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value).replace(str(tmp_path), "")
+
+
+def test_the_example_never_ends_and_a_resumed_run_goes_on_at_the_same_row(tmp_path: Path) -> None:
+    made = source(tmp_path, EXAMPLE, "Sums", largest=9)
+    assert made.size is None
+    assert made.data_sources == {"sums"}
+    loader = PromptLoader(made, seed=1)
+    taken = [loader.next() for _ in range(7)]
+    assert all(eval(p.text.removesuffix("=")) == int(p.ground_truth) for p in taken)
+    loader.give_back(taken[-2:])
+    state = json.loads(json.dumps(loader.state_dict()))
+    again = PromptLoader(source(tmp_path, EXAMPLE, "Sums", largest=9), seed=1)
+    again.load_state_dict(state)
+    later, same = ([each.next() for _ in range(20)] for each in (loader, again))
+    assert [p.uid for p in later] == [f"Sums:{i}" for i in range(5, 25)] == [p.uid for p in same]
+    assert [p.text for p in later] == [p.text for p in same]
+    other = PromptLoader(source(tmp_path, EXAMPLE, "Sums", largest=10), seed=1)
+    with pytest.raises(CheckpointError, match="Sums: the prompts differ from those"):
+        other.load_state_dict(state)
+
+
+def test_held_out_rows_of_the_source_are_evaluated_on(tmp_path: Path) -> None:
+    config = recipe(tmp_path, EXAMPLE, "Sums")
+    held_out = evaluation_prompts(config, TOKENIZER)
+    assert held_out.size == 100
+    assert held_out.prompt(3).uid == "Sums.held_out:3"
+    finite = recipe(tmp_path, FINITE, "rows")
+    assert evaluation_prompts(finite, TOKENIZER).size == 0
+
+
+def test_a_list_of_rows_comes_round_in_epochs_as_a_file_does(tmp_path: Path) -> None:
+    made = source(tmp_path, FINITE, "rows")
+    assert made.size == 5
+    assert made.data_sources == {"s0", "s1"}
+    loader = PromptLoader(made, seed=3)
+    taken = [loader.next() for _ in range(10)]
+    assert loader.state_dict()["epoch"] == 2
+    assert (
+        {p.uid for p in taken[:5]} == {f"rows:{i}" for i in range(5)} == {p.uid for p in taken[5:]}
+    )
+    assert all(p.extra == {"level": int(p.uid[-1])} for p in taken)
+    again = PromptLoader(source(tmp_path, FINITE, "rows"), seed=3)
+    again.load_state_dict(loader.state_dict())
+    assert again.next().uid == loader.next().uid
+
+
+def test_a_row_that_is_too_long_gives_way_to_one_further_on(tmp_path: Path) -> None:
+    code = """
+    class Rows:
+        def __getitem__(self, index):
+            prompt = "1" * (99 if index == 1 else 3)
+            return {"data_source": "s", "prompt": prompt, "reward_model": {"ground_truth": "1"}}
+    """
+    made = source(tmp_path, textwrap.dedent(code), "Rows")
+    replaced = made.prompt(1)
+    assert replaced.text == "111"
+    assert made.find(replaced.uid).uid == replaced.uid != "Rows:1"
+    with pytest.raises(KeyError):
+        made.find("Other:1")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("rows = lambda: 7", "returns a int, which has no rows by index; give it __getitem__("),
+        ("rows = list", "has no rows; return at least one"),
+        ("rows = lambda: [3]", "row 0: must be a dict with columns, got a int; see docs/data.md"),
+        ("rows = lambda: [{'prompt': '1'}]", "row 0: data_source is missing; it must be a name"),
+        (
+            "rows = lambda: [{'data_source': 's', 'prompt': [], 'reward_model': "
+            "{'ground_truth': 1}}]",
+            "row 0: prompt is an empty list; it must be a text or a list of messages",
+        ),
+        ("rows = lambda: 1 / 0", "fails with ZeroDivisionError: division by zero; correct the co"),
+        (
+            "class rows:\n def __getitem__(self, i): return {}[i]",
+            "row 0 fails with KeyError: 0; co",
+        ),
+        ("other = 1\ndef f(): 1", "has no callable rows; it has f"),
+    ],
+)
+def test_a_source_that_fails_is_told_in_one_line(tmp_path: Path, code: str, message: str) -> None:
+    said = error_of(tmp_path, code)
+    assert said.startswith("data.task.path /mine0.py:rows ")
+    assert message in said
