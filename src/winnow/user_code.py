@@ -42,7 +42,8 @@ def load_user_object(
     found = getattr(module, name, None)
     if not callable(found):
         own = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-        raise error(f"{where} has no callable {name}; give one of {', '.join(own) or 'none'}")
+        others = f"give one of {', '.join(own)}" if own else f"define {name} in it"
+        raise error(f"{where} has no callable {name}; {others}")
     return found  # type: ignore[no-any-return]
 
 

@@ -125,7 +125,7 @@ def test_a_row_that_is_too_long_gives_way_to_one_further_on(tmp_path: Path) -> N
             "class rows:\n def __getitem__(self, i): return {}[i]",
             "row 0 fails with KeyError: 0; co",
         ),
-        ("other = 1\ndef f(): 1", "has no callable rows; it has f"),
+        ("other = 1\ndef f(): 1", "has no callable rows; give one of f"),
     ],
 )
 def test_a_source_that_fails_is_told_in_one_line(tmp_path: Path, code: str, message: str) -> None:

@@ -113,7 +113,7 @@ def test_a_sink_that_cannot_be_one_is_refused_before_the_run(tmp_path: Path) -> 
             "class Sink:\n def start(self, info): ...",
             r"\[0\]\.path .*:Sink has no method log; a",
         ),
-        ("other = 1", "has no callable Sink; it has none"),
+        ("other = 1", "has no callable Sink; define Sink in it"),
         ("import nothing_of_this_name", "importing it fails with ModuleNotFoundError"),
     ):
         with pytest.raises(ConfigError, match=message):

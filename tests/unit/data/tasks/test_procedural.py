@@ -116,7 +116,7 @@ def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     task = ReasoningGymTask(task="chain_sum", options={"max_terms": 4})  # not made before
-    with pytest.raises(DataError, match=r"pip install 'winnow\[reasoning-gym\]'$"):
+    with pytest.raises(DataError, match=r"pip install 'winnow-rl\[reasoning-gym\]'$"):
         ProceduralStream(task, 0)
 
 
