@@ -51,7 +51,7 @@ def test_two_files_of_one_name_stay_apart(tmp_path: Path) -> None:
     [
         (None, "{}:f", "no such file; give the Python file"),
         ("def g(): ...\n", "{}:f", "has no callable f; give one of g"),
-        ("f = 3\n", "{}:f", "has no callable f; give one of none"),
+        ("f = 3\n", "{}:f", "has no callable f; define f in it"),
         ("x = 1\nimport nowhere_to_be_found\n", "{}:f", "line 2: importing it fails with Module"),
         ("x = = 1\n", "{}:f", "line 1: importing it fails with SyntaxError"),
         ("raise SystemExit(3)\n", "{}:f", "importing it fails with SystemExit: 3"),

@@ -360,7 +360,7 @@ def serve_command(
     except ModuleNotFoundError as error:
         raise RewardError(
             f"winnow reward serve needs the package {error.name}, which is not installed; "
-            "pip install 'winnow[serve]'"
+            "pip install 'winnow-rl[serve]'"
         ) from None
     from winnow.config.reward import RewardConfig, UserFunction
     from winnow.http.client import token_of
