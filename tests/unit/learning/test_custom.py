@@ -127,7 +127,9 @@ def test_a_file_that_is_missing_and_a_name_it_has_not_are_told(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"algorithm\.policy_loss\.path .*no such file"):
         load_policy_loss(CustomPolicyLoss(path=f"{tmp_path}/none.py:f"))
     (tmp_path / "mine.py").write_text("def estimate(inputs):\n    return inputs.rewards\n")
-    with pytest.raises(ConfigError, match=r"advantage\.path .*no callable mine; give one of estimate"):
+    with pytest.raises(
+        ConfigError, match=r"advantage\.path .*no callable mine; give one of estimate"
+    ):
         load_estimator(CustomAdvantage(path=f"{tmp_path}/mine.py:mine"))
 
 
