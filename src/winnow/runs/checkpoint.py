@@ -2,7 +2,8 @@
 
     checkpoints/step-80/
         model/          Hugging Face folder: config, tokenizer, weights
-        state.pt        optimizer, sampler with its carried groups, loader, counters
+        state.json      sampler with its carried groups, loader, counters (`winnow.runs.state_file`)
+        state.safetensors   its arrays, and the optimizer's tensors
         config.yaml     the recipe it was made with
         manifest.json   step, place in metrics.jsonl, machine, each file's size and checksum
 
@@ -17,7 +18,6 @@ import contextlib
 import hashlib
 import json
 import os
-import pickle
 import platform
 import re
 import shutil
@@ -34,11 +34,29 @@ from safetensors import SafetensorError
 from winnow import __version__
 from winnow.errors import CheckpointError
 from winnow.observe.files import reason_and_remedy, system_error
+from winnow.runs.state_file import SHARD_INDEX, check_shards, read_state, write_state
+from winnow.sampling.accounting import (
+    SettledGroup,
+    StepAccounting,
+    Tally,
+    TokenAccount,
+    TokenCounts,
+)
+from winnow.sampling.admission import ClosedPrefix, QualifyRate
+from winnow.sampling.ledger import AnswerState, GroupState, LiveGroups
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
 _NAME = re.compile(r"step-(\d+)$")
 _REPLACED = re.compile(r"\.(step-\d+)\.replaced$")
-_FORMAT = 3
+_FORMAT = 4
+_LAST_WITH_PICKLES = 3
 MANIFEST = "manifest.json"
+STATE_CLASSES = (
+    *(Prompt, VersionSpan, Segment, Trajectory, Score, Answer, Group),
+    *(AnswerState, GroupState, LiveGroups, QualifyRate, ClosedPrefix),
+    *(StepAccounting, TokenAccount, TokenCounts, Tally, SettledGroup),
+)
+"""Classes of which a state holds objects."""
 CONFIG = "config.yaml"
 
 
@@ -120,9 +138,7 @@ def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
         draft.mkdir(parents=True)
         content.save_model(draft / "model")
         content.save_ranks(draft)
-        # Through a file of ours, so that a full disk is an OSError as everywhere else.
-        with (draft / "state.pt").open("wb") as file:
-            torch.save(dict(content.state), file)
+        write_state(draft, content.state)
         (draft / CONFIG).write_text(content.config, encoding="utf-8")
         _write_manifest(draft, content)
         _sync_tree(draft)
@@ -179,14 +195,9 @@ def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
         CheckpointError: a file is missing, damaged, or of another format.
     """
     verify(checkpoint)
-    path = checkpoint.path / "state.pt"
-    try:
-        # Carried groups hold numpy arrays and our own plain values, which weights_only refuses.
-        state = torch.load(path, map_location="cpu", weights_only=False)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; use another checkpoint") from error
-    assert isinstance(state, dict)
-    return state
+    for index in checkpoint.path.rglob(SHARD_INDEX):
+        check_shards(index.parent)
+    return read_state(checkpoint.path, STATE_CLASSES)
 
 
 def read_manifest(checkpoint: Checkpoint) -> Manifest:
@@ -202,6 +213,11 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a manifest"
         raise CheckpointError(f"{path} cannot be read: {reason}; use another checkpoint") from error
+    if version in range(1, _LAST_WITH_PICKLES + 1):
+        raise CheckpointError(
+            f"{path} has format {version}: its state.pt is a pickle, which may run code and is not "
+            "read any more; use the version of winnow that wrote it, or the model folder beside it"
+        )
     if version != _FORMAT:
         raise CheckpointError(
             f"{path} has format {version}, this version reads {_FORMAT}; "

@@ -13,7 +13,7 @@ from winnow.observe.metrics import Metrics
 from winnow.observe.rollouts import RolloutGroup
 from winnow.rewards.blending import TASK
 from winnow.rewards.shaping import OVERLONG, OVERLONG_REWARD
-from winnow.sampling.report import StepGroups
+from winnow.sampling.accounting import StepGroups
 from winnow.types import Score
 
 _ELSEWHERE = ("truncated_answers", "in_progress", "baseline_tokens")

@@ -227,7 +227,9 @@ def _train(
                 if config.sampling.on_bound == "stop":
                     parts.state.note_sampling()
                 # The answers that taught nothing are what there is to look at now.
-                seen = [RolloutGroup(s.group, s.fate) for s in parts.sampler.ledger.books.settled]
+                seen = [
+                    RolloutGroup(s.group, s.fate) for s in parts.sampler.ledger.accounting.settled
+                ]
                 parts.keep_rollouts((parts.state.step or 0) + 1, seen)
             parts.state.save()
             raise

@@ -1,4 +1,4 @@
-"""Which groups carry signal: pure functions from the scores of a group to a verdict."""
+"""Filters, which keep the groups that carry signal: pure functions from scores to a verdict."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOAT_NOISE = 1e-6
 
 
 def qualifies(values: Sequence[float], rule: Filter, mean_accuracy: float) -> Verdict:
-    """What a rule says of a group whose answers have these values of the rule's metric.
+    """Apply a rule to a group whose answers have these values of the rule's metric.
 
     A group that does not qualify counts as right or wrong by its mean accuracy.
     """
@@ -36,7 +36,7 @@ def qualifies(values: Sequence[float], rule: Filter, mean_accuracy: float) -> Ve
 
 
 def differ(values: Sequence[float]) -> bool:
-    """Whether the values differ by more than float noise."""
+    """Return whether the values differ by more than float noise."""
     if not values:
         return False
     low, high = min(values), max(values)
@@ -44,7 +44,7 @@ def differ(values: Sequence[float]) -> bool:
 
 
 def judge(scores: Sequence[Score], rule: Filter) -> Verdict:
-    """The verdict on a group with these scores.
+    """Judge a group by its answers' scores.
 
     An answer whose scoring failed and that lacks the metric is left out.
 

@@ -173,11 +173,11 @@ def test_a_run_without_a_checkpoint_begins_at_the_beginning(tmp_path: Path) -> N
 
 def test_a_damaged_newest_checkpoint_falls_back_and_says_so(tmp_path: Path) -> None:
     run = run_to(tmp_path, 6)
-    (run / "checkpoints" / "step-6" / "state.pt").write_bytes(b"rubbish")
+    (run / "checkpoints" / "step-6" / "state.json").write_bytes(b"rubbish")
     opened = open_again(recipe(tmp_path))
     assert opened.checkpoint is not None
     assert opened.checkpoint.step == 4
-    assert "step-6/state.pt is damaged" in opened.notes[0]
+    assert "step-6/state.json is damaged" in opened.notes[0]
     assert "going on from step 4" in opened.notes[0]
 
 
@@ -204,8 +204,8 @@ def test_a_path_to_nothing_is_refused(path: str, tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_asked_for_by_name_is_refused(tmp_path: Path) -> None:
     run = run_to(tmp_path, 6)
-    (run / "checkpoints/step-4/state.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"step-4/state.pt is missing"):
+    (run / "checkpoints/step-4/state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-4/state.json is missing"):
         open_again(recipe(tmp_path, f"run.resume={run}/checkpoints/step-4"))
 
 

@@ -83,7 +83,7 @@ def test_steps_are_listed_in_order_and_drafts_are_not(tmp_path: Path) -> None:
 
 def parts() -> list[str]:
     return [
-        *("manifest.json", "state.pt", "config.yaml"),
+        *("manifest.json", "state.json", "state.safetensors", "config.yaml"),
         *("model/config.json", "model/model.safetensors"),
     ]
 
@@ -118,7 +118,7 @@ def test_damage_of_any_kind_to_any_part_is_found_and_the_one_before_is_used(
 
 def test_without_a_usable_checkpoint_none_is_found(tmp_path: Path) -> None:
     for step in (1, 2):
-        (save(tmp_path, step).path / "state.pt").unlink()
+        (save(tmp_path, step).path / "state.json").unlink()
     found, faults = newest_usable(tmp_path)
     assert found is None
     assert len(faults) == 2
@@ -127,7 +127,7 @@ def test_without_a_usable_checkpoint_none_is_found(tmp_path: Path) -> None:
 def test_another_format_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = save(tmp_path, 1)
     monkeypatch.setattr(module, "_FORMAT", 99)
-    with pytest.raises(CheckpointError, match=r"has format 3, this version reads 99; use the"):
+    with pytest.raises(CheckpointError, match=r"has format 4, this version reads 99; use the"):
         verify(saved)
 
 
@@ -201,7 +201,7 @@ def test_every_file_is_flushed_before_the_checkpoint_has_its_name_and_the_name_a
     ((draft, place),) = [(path, i) for i, (what, path) in enumerate(done) if what == "renamed"]
     there = {path.relative_to(saved.path) for path in (saved.path, *saved.path.rglob("*"))}
     assert {path.relative_to(draft) for _, path in done[:place]} == there
-    assert len(there) == 7
+    assert len(there) == 8
     assert done[place + 1 :] == [("flushed", tmp_path)]
 
 

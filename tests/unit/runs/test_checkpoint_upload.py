@@ -70,7 +70,7 @@ def test_drafts_and_the_lock_stay_here(url: str, tmp_path: Path) -> None:
     saved = save(run, 1)
     (run / ".lock").touch()
     (run / "checkpoints" / ".step-2.partial").mkdir()
-    (run / "checkpoints" / ".step-2.partial" / "state.pt").touch()
+    (run / "checkpoints" / ".step-2.partial" / "state.safetensors").touch()
     (run / "rollouts" / "step-2.parquet.partial").touch()
     CheckpointUpload(url, run).push(saved)
     shutil.rmtree(run)

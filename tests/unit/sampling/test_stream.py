@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.states import read_back
 
 from engines import Prompts, ScriptedEngine, greedy_seed, uniforms, written
 from winnow.config.sampling import SamplingConfig, VarianceFilter
@@ -18,7 +18,8 @@ from winnow.errors import NoSignalError, RewardError, TrainingError
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
 from winnow.rollout.single_turn import answer_seed
 from winnow.sampling import watchdog
-from winnow.sampling.report import Progress, StepGroups
+from winnow.sampling.accounting import StepGroups
+from winnow.sampling.report import Progress
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Trajectory
 
@@ -145,7 +146,7 @@ def test_at_the_target_everything_is_aborted_and_resumed_first_in_the_next_step(
             status = run.engine.status()
             assert status.running == status.queued == 0
             carried += step.counts.carried_open
-            waiting = sorted(run.sampler.ledger.lives.open)
+            waiting = sorted(run.sampler.ledger.groups.open)
             run.engine.submitted.clear()
             following = await run.step()
             resumed = [r.group_id for r in run.engine.submitted][: len(waiting)]
@@ -174,7 +175,7 @@ def test_every_prompt_is_used_once_and_none_is_skipped() -> None:
     run = Run()
     steps = run.steps(10)
     ended = [s.group for step in steps for s in (*step.trained, *step.discarded)]
-    left = [*run.sampler.ledger.lives.open.values(), *run.sampler.ledger.lives.qualified.values()]
+    left = [*run.sampler.ledger.groups.open.values(), *run.sampler.ledger.groups.qualified.values()]
     uids = sorted([int(g.prompt.uid) for g in ended] + [int(life.prompt.uid) for life in left])
     assert uids == list(range(run.prompts.cursor))
 
@@ -259,9 +260,9 @@ def test_a_run_goes_on_exactly_from_its_state(with_baseline: bool) -> None:
     undisturbed = Run(lookahead=1, with_baseline=with_baseline).steps(8)
     first = Run(lookahead=1, with_baseline=with_baseline)
     before = first.steps(3)
-    saved = pickle.dumps(first.sampler.state_dict())
+    saved = read_back(first.sampler.state_dict())
     second = Run(lookahead=1, with_baseline=with_baseline)
-    second.sampler.load_state_dict(pickle.loads(saved))
+    second.sampler.load_state_dict(saved)
     second.prompts.cursor = first.prompts.cursor
     second.version = first.version
     assert told(before + second.steps(5)) == told(undisturbed)
@@ -291,14 +292,14 @@ def test_a_state_between_two_steps_has_every_token_of_answers_under_way() -> Non
     run = Run(lookahead=1)
     run.steps(4)
     assert run.engine.status().running > 0
-    lives = run.sampler.ledger.lives
+    lives = run.sampler.ledger.groups
     kept = {
         key: len(prefix) if (prefix := lives.at_engine(*key).prefix) else 0
         for key in lives.with_engine()
     }
     assert sum(kept.values()) > 0
     other = Run(lookahead=1)
-    other.sampler.load_state_dict(pickle.loads(pickle.dumps(run.sampler.state_dict())))
+    other.sampler.load_state_dict(read_back(run.sampler.state_dict()))
     assert other.sampler.ledger.account.read() == run.sampler.ledger.account.read()
     assert run.sampler.ledger.account.generated == run.engine.status().generated_tokens
     asked = {
@@ -517,9 +518,9 @@ def test_a_run_that_stops_at_the_bound_keeps_what_it_accepted() -> None:
     message = str(caught.value)
     assert message.startswith(f"sampling.on_bound is stop and {accepted} qualified groups do not")
     assert "raise sampling.max_groups_per_step" in message
-    ids = sorted(run.sampler.ledger.lives.qualified)
+    ids = sorted(run.sampler.ledger.groups.qualified)
     wider = Run(max_groups_per_step=40, on_bound="stop")
-    wider.sampler.load_state_dict(pickle.loads(pickle.dumps(run.sampler.state_dict())))
+    wider.sampler.load_state_dict(read_back(run.sampler.state_dict()))
     wider.version = run.version
     (step,) = wider.steps(1)
     assert [g.id for g in step.groups][:accepted] == ids

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from typing import Any, cast
 
@@ -11,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.states import read_back
 from tests.stored import Elsewhere
 
 from winnow.learning.batch import pack
 from winnow.rollout.detached_events import attach_arrays, detach_arrays
 from winnow.rollout.engine import CompletionEvent
-from winnow.sampling.serialization import answer_from, plain_answer
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, LocalRef, PickleAsArray, fetch
 
@@ -86,7 +85,6 @@ def test_what_counts_and_sends_on_fetches_nothing() -> None:
     trajectory = first.answers[0].trajectory
     assert (trajectory.generated_tokens, len(second.answers[0].trajectory.gen_mask)) == (4, 5)
     assert trajectory.versions == (0,)
-    plain_answer(first.answers[0])
     assert far.fetched == 0
 
 
@@ -122,17 +120,11 @@ def test_a_checkpoint_holds_the_arrays_themselves() -> None:
     events = events_of([4, 5])
     bare, arrays = detach_arrays(events)
     groups = groups_of(attach_arrays(bare, Elsewhere(arrays.get())))
-    state = [plain_answer(group.answers[0]) for group in groups]
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    found = torch.load(file, weights_only=False)
-    for group, saved, event in zip(groups, found, events, strict=True):
-        assert type(saved["trajectory"]["segments"][0]["token_ids"]) is np.ndarray
-        for each in (saved, plain_answer(group.answers[0])):
-            answer = answer_from(each)
-            assert answer is not None
-            same(answer.trajectory.segments[0], event.segment)
+    saved = read_back({"answers": [group.answers[0] for group in groups]})["answers"]
+    for answer, event in zip(saved, events, strict=True):
+        segment = answer.trajectory.segments[0]
+        assert type(segment.token_ids) is np.ndarray
+        same(segment, event.segment)
 
 
 def test_numpy_reads_a_stored_array_like_any_other() -> None:
