@@ -153,8 +153,10 @@ def _continuing(config: Config, folder: str) -> Config:
 
 def _supervise(config: Config, words: list[str], folder: str | None) -> NoReturn:
     """Train in a child that is started again when it fails."""
+    from winnow.runs.shutdown import outlive_readers
     from winnow.runs.supervisor import Supervisor, winnow_command
 
+    outlive_readers()
     trainer = config.trainer
     supervisor = Supervisor(
         winnow_command(words), trainer.max_restarts, trainer.stall_timeout_s, folder=folder
@@ -165,8 +167,9 @@ def _supervise(config: Config, words: list[str], folder: str | None) -> NoReturn
 def _train(config: Config, recipe: str, fresh: bool, heartbeat: int | None) -> None:
     """Train in this process, and end with the exit code of what stopped it."""
     from winnow.runs.heartbeat import Heartbeat
-    from winnow.runs.shutdown import ShutdownSignal, Stopped
+    from winnow.runs.shutdown import ShutdownSignal, Stopped, outlive_readers
 
+    outlive_readers()
     stop = ShutdownSignal()
     try:
         with stop.listening():
