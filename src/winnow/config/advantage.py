@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from winnow.config.base import Section
+from winnow.config.base import Options, Section, UserObject
 
 
 class GrpoAdvantage(Section):
@@ -94,6 +94,16 @@ class GaeAdvantage(Section):
     """Weight of longer looks ahead: 0 trusts the critic, 1 the rewards."""
 
 
+class CustomAdvantage(Section):
+    """An estimator of your own, given by its place; docs/algorithms.md shows its signature."""
+
+    name: Literal["custom"] = "custom"
+    path: UserObject
+    """Place of the function: FILE.py:NAME or package.module:NAME."""
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments passed to the function."""
+
+
 Advantage = Annotated[
     GrpoAdvantage
     | GrpoPasskAdvantage
@@ -105,6 +115,7 @@ Advantage = Annotated[
     | GpgAdvantage
     | GdpoAdvantage
     | OptimalTokenBaselineAdvantage
-    | GaeAdvantage,
+    | GaeAdvantage
+    | CustomAdvantage,
     Field(discriminator="name"),
 ]

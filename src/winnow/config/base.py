@@ -6,10 +6,23 @@ import re
 from typing import Annotated
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """A decay rate of AdamW."""
+
+
+def _user_object(value: str) -> str:
+    module, _, name = value.rpartition(":")
+    if not module or not name.isidentifier():
+        raise ValueError("must be FILE.py:NAME or package.module:NAME")
+    return value
+
+
+UserObject = Annotated[str, AfterValidator(_user_object)]
+"""The place of a user's own function or class: `FILE.py:NAME` or `package.module:NAME`."""
+Options = dict[str, bool | int | float | str]
+"""Keyword arguments of a user's own function or class."""
 
 
 class Section(BaseModel):

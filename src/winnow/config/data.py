@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from winnow.config.base import Section
+from winnow.config.base import Options, Section, UserObject
 
 
 class NoTask(Section):
@@ -45,7 +45,19 @@ class ReasoningGymTask(Section):
     """Held-out problems for evaluation, always the same ones first."""
 
 
-Task = Annotated[NoTask | SortDigitsTask | ReasoningGymTask, Field(discriminator="name")]
+class CustomTask(Section):
+    """A source of prompts of your own, given by its place; docs/data.md shows its signature."""
+
+    name: Literal["custom"] = "custom"
+    path: UserObject
+    """Place of the function or class: FILE.py:NAME or package.module:NAME."""
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments passed to the function or class."""
+
+
+Task = Annotated[
+    NoTask | SortDigitsTask | ReasoningGymTask | CustomTask, Field(discriminator="name")
+]
 
 
 class DataConfig(Section):

@@ -7,6 +7,7 @@ sections (`checks`). Every fault is a `ConfigError` of one line a fault.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -131,7 +132,8 @@ def describe_config(config: Config, prefix: str | None = None) -> list[KeyHelp]:
         shown = default if isinstance(default, str) and default else show(default)
         rows.append(KeyHelp(key.spelling, allowed(key.field), shown, meaning, variant))
     if not rows:
-        near = nearest_keys(join(wanted))
+        near = difflib.get_close_matches(wanted[0], Config.model_fields, n=1)
+        near = near or nearest_keys(join(wanted))
         hint = f"did you mean {' or '.join(near)}?" if near else ""
         sections = ", ".join(Config.model_fields)
         raise ConfigError(f"no key starts with {show(prefix)}; {hint or f'sections: {sections}'}")

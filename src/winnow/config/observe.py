@@ -6,7 +6,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from winnow.config.base import Section
+from winnow.config.base import Options, Section, UserObject
+
+
+class CustomSink(Section):
+    """A sink of your own for the records of steps; winnow.observe.sinks has the protocol."""
+
+    path: UserObject
+    """Place of the class: FILE.py:NAME or package.module:NAME."""
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments passed to the class."""
 
 
 class ObserveConfig(Section):
@@ -19,3 +28,6 @@ class ObserveConfig(Section):
     are kept (seeded choice); scalars always."""
     peak_tflops: float | None = Field(None, gt=0)
     """The device's peak in TFLOP/s, for model FLOP utilisation; null leaves that out."""
+    sinks: tuple[CustomSink, ...] = ()
+    """Sinks of your own that get every record beside metrics.jsonl, such as
+    [{path: mine.py:Wandb, options: {project: x}}]."""

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from winnow.config.base import Section
+from winnow.config.base import Options, Section, UserObject
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -161,6 +161,16 @@ class ReinforceLoss(PolicyLossSection):
     name: Literal["reinforce"] = "reinforce"
 
 
+class CustomPolicyLoss(PolicyLossSection):
+    """A policy loss of your own, given by its place; docs/algorithms.md shows its signature."""
+
+    name: Literal["custom"] = "custom"
+    path: UserObject
+    """Place of the function: FILE.py:NAME or package.module:NAME."""
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments passed to the function."""
+
+
 PolicyLoss = Annotated[
     PpoClipLoss
     | GspoLoss
@@ -173,6 +183,7 @@ PolicyLoss = Annotated[
     | DppoKlLoss
     | DroLoss
     | GpgLoss
-    | ReinforceLoss,
+    | ReinforceLoss
+    | CustomPolicyLoss,
     Field(discriminator="name"),
 ]

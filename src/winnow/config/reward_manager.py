@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from winnow.config.base import Section, environment_name, web_address
+from winnow.config.base import Section, UserObject, environment_name, web_address
 
 
 class AutoManager(Section):
@@ -70,18 +70,10 @@ class CustomManager(Section):
     """A class of your own scores every source."""
 
     name: Literal["custom"] = "custom"
-    path: str
-    """`package.module:Class`, or `FILE.py:Class`."""
+    path: UserObject
+    """Place of the class: FILE.py:NAME or package.module:NAME."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the class."""
-
-    @field_validator("path")
-    @classmethod
-    def _names_a_class(cls, value: str) -> str:
-        module, _, name = value.rpartition(":")
-        if not module or not name.isidentifier():
-            raise ValueError("must be package.module:Class or FILE.py:Class")
-        return value
 
 
 RewardManager = Annotated[

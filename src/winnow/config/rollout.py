@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from winnow.config.base import Section
+from winnow.config.base import Options, Section, UserObject
 
 
 class TorchEngineConfig(Section):
@@ -21,7 +21,19 @@ class TorchEngineConfig(Section):
     """Most prompt tokens prefilled between two decode ticks."""
 
 
-Engine = TorchEngineConfig
+class CustomEngine(Section):
+    """An engine of your own, given by its place; docs/rollouts.md shows its protocol."""
+
+    name: Literal["custom"] = "custom"
+    path: UserObject
+    """Place of the class: FILE.py:NAME or package.module:NAME."""
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments passed to the class."""
+    processes: int = Field(0, ge=0)
+    """Engines in processes of their own; 0 runs one in the run's process."""
+
+
+Engine = Annotated[TorchEngineConfig | CustomEngine, Field(discriminator="name")]
 
 
 class RolloutConfig(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from winnow.config.base import Section
+from winnow.config.base import Options, Section, UserObject
 
 
 class NoFilter(Section):
@@ -35,7 +35,19 @@ class BandFilter(Section):
     """Highest mean that passes."""
 
 
-Filter = Annotated[NoFilter | VarianceFilter | BandFilter, Field(discriminator="name")]
+class CustomFilter(Section):
+    """A filter of your own, given by its place; docs/sampling.md shows its signature."""
+
+    name: Literal["custom"] = "custom"
+    path: UserObject
+    """Place of the function or class: FILE.py:NAME or package.module:NAME."""
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments passed to the function or class."""
+
+
+Filter = Annotated[
+    NoFilter | VarianceFilter | BandFilter | CustomFilter, Field(discriminator="name")
+]
 
 
 class SamplingConfig(Section):

@@ -18,6 +18,7 @@ import torch
 from winnow.config.checks_cluster import workers_of
 from winnow.config.cluster import LocalCluster
 from winnow.config.reward_model import SequenceClassifier
+from winnow.config.rollout import TorchEngineConfig
 from winnow.config.root import Config
 from winnow.data.text import decoder
 from winnow.learning.canary import Canary
@@ -244,6 +245,7 @@ def make_engine(config: Config, policy: Policies) -> TorchEngine:
 
 def _engine_options(config: Config, policy: Policies) -> dict[str, Any]:
     engine = config.rollout.engine
+    assert isinstance(engine, TorchEngineConfig)
     return {
         "slots": engine.slots,
         "prefill_tokens": engine.prefill_tokens,

@@ -54,6 +54,7 @@ def judge(scores: Sequence[Score], rule: Filter) -> Verdict:
     accuracy = math.fsum(score.accuracy for score in scores) / len(scores)
     if isinstance(rule, NoFilter):
         return "qualified"
+    assert isinstance(rule, VarianceFilter | BandFilter)
     values = []
     for score in scores:
         value = _value(score, rule.metric)

@@ -11,7 +11,8 @@ from winnow.errors import ConfigError
 
 SHELL = "(set by the command line)"
 LOSSES = (
-    "ppo_clip, gspo, cispo, sapo, gmpo, clip_cov, kl_cov, dppo_tv, dppo_kl, dro, gpg, reinforce"
+    "ppo_clip, gspo, cispo, sapo, gmpo, clip_cov, kl_cov, dppo_tv, dppo_kl, dro, gpg, reinforce, "
+    "custom"
 )
 OVERRIDES = [
     # Values
@@ -128,7 +129,7 @@ OVERRIDES = [
         ["algorithm.policy_loss=null"],
         f"algorithm.policy_loss must be one of {LOSSES}, got null {SHELL}",
     ),
-    (["rollout.engine=vllm"], f"rollout.engine must be torch, got 'vllm' {SHELL}"),
+    (["rollout.engine=vllm"], f"rollout.engine must be one of torch, custom, got 'vllm' {SHELL}"),
     (
         ["algorithm/policy_loss=reinforce", "algorithm.policy_loss.dual_clip=4"],
         f"algorithm.policy_loss.dual_clip is no key of algorithm/policy_loss=reinforce {SHELL}; "

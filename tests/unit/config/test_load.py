@@ -426,7 +426,7 @@ def test_help_shows_the_values_of_the_recipe_and_the_keys_of_other_variants() ->
     assert table["optim.lr", ""].default == "0.5"
     assert table["optim.lr", ""].type == "a number greater than 0"
     assert table["optim.lr", ""].meaning == "Peak learning rate."
-    assert table["sampling/filter", ""].type == "one of none, variance, band"
+    assert table["sampling/filter", ""].type == "one of none, variance, band, custom"
     assert table["sampling/filter", ""].default == "variance"
     assert table["sampling.filter.low", "sampling/filter=band"].default == "0.0"
     assert table["optim.betas", ""].type == "a list of 2 numbers in [0, 1)"
@@ -439,7 +439,7 @@ def test_help_narrows_to_a_prefix() -> None:
     assert [row.key for row in describe_config(config, "optim.lr")] == ["optim.lr"]
     union = describe_config(config, "algorithm/policy_loss")
     assert union[0].key == "algorithm/policy_loss"
-    with pytest.raises(ConfigError, match=r"no key starts with 'optin'; did you mean .*optim\."):
+    with pytest.raises(ConfigError, match=r"no key starts with 'optin'; did you mean optim\?"):
         describe_config(config, "optin")
 
 

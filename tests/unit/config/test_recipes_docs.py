@@ -64,6 +64,8 @@ def test_the_keys_of_each_variant_are_those_it_has(title: str, union: object) ->
     told = keys_told(title)
     for variant in get_args(get_args(union)[0]):
         name = variant.model_fields["name"].default
+        if name == "custom":
+            continue
         assert told.get(name, set()) == set(variant.model_fields) - {"name"}, name
 
 

@@ -1,0 +1,55 @@
+"""A user's own code is named by its place, wherever a variant can be chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from winnow.config.load import dump_config, load_recipe, resolve_recipe
+from winnow.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        "algorithm/policy_loss",
+        "algorithm/advantage",
+        "sampling/filter",
+        "rollout/engine",
+        "data/task",
+    ],
+)
+def test_a_user_s_own_code_is_chosen_like_a_variant_of_ours(group: str, tmp_path: Path) -> None:
+    key = group.replace("/", ".")
+    options = "{steps: 3, share: 0.5, on: true, text: '3'}"
+    config = resolve_recipe(
+        "quickstart",
+        [f"{group}=custom", f"{key}.path=mine.py:made", f"{key}.options={options}"],
+    )
+    section, name = group.split("/")
+    chosen = getattr(getattr(config, section), name)
+    assert (chosen.name, chosen.path) == ("custom", "mine.py:made")
+    assert chosen.options == {"steps": 3, "share": 0.5, "on": True, "text": "3"}
+    assert isinstance(chosen.options["on"], bool)
+    written = tmp_path / "again.yaml"
+    written.write_text(dump_config(config))
+    assert resolve_recipe(str(written)) == config
+
+
+def test_sinks_of_a_user_are_a_list_of_places_with_options() -> None:
+    sinks = "observe.sinks=[{path: mine.py:Table},{path: a.b:Line, options: {width: 3}}]"
+    table, line = load_recipe("quickstart", [sinks]).observe.sinks
+    assert (table.path, table.options) == ("mine.py:Table", {})
+    assert (line.path, line.options) == ("a.b:Line", {"width": 3})
+
+
+@pytest.mark.parametrize("place", ["mine.py", "mine.py:", ":made", "mine.py:two words"])
+def test_a_place_without_file_or_name_is_refused(place: str) -> None:
+    chosen = ["sampling/filter=custom", f"sampling.filter.path='{place}'"]
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("quickstart", chosen)
+    assert str(caught.value) == (
+        f"sampling.filter.path must be FILE.py:NAME or package.module:NAME, got '{place}' "
+        "(set by the command line)"
+    )
