@@ -1,4 +1,4 @@
-"""Output that nothing takes any more: a reader of a pipe that goes, a full disk, a lost terminal."""
+"""Output that nothing takes: a reader of a pipe that goes, a full disk, a lost terminal."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_a_terminal_that_is_gone_saves_the_run_and_ends_it_with_75(
         "os.execv(sys.argv[1], sys.argv[1:])"
     )
     assert isinstance(lab, QuickLab)
+    words = lab.words(run.name, PLAIN, "trainer.save_every=100", *more)
     process = subprocess.Popen(
-        [sys.executable, "-c", starter, WINNOW]
-        + lab.words(run.name, PLAIN, "trainer.save_every=100", *more),
+        [sys.executable, "-c", starter, WINNOW, *words],
         env={**os.environ, "WINNOW_CACHE": str(lab.folder / "cache"), "OMP_NUM_THREADS": "1"},
         stdin=theirs, stdout=theirs, stderr=theirs, pass_fds=(theirs,),
     )  # fmt: skip

@@ -83,9 +83,11 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped or killed, from its newest checkpoint."""
     from winnow.observe.run_folder import RunFolder
+    from winnow.runs.trust import require_trust
 
     recipe = str(RunFolder.open(run).config)
     config = _load(recipe, overrides)
+    require_trust(config, overrides or [], run, "model.trust_remote_code=true")
     if config.trainer.max_restarts:
         _supervise(config, [recipe, *(overrides or [])], run)
     _train(_continuing(config, run), recipe, fresh=False, heartbeat=None)
@@ -115,12 +117,16 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write a LoRA adapter alone, as a PEFT folder.")
     ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
+    ] = False,
 ) -> None:
     """Write a run's model as a Hugging Face folder that AutoModelForCausalLM loads."""
     with heap.growing():
         from winnow.runs.export import run_export
 
-    typer.echo(f"Exported to {run_export(run, target, step, adapter)}")
+    overrides = ["model.trust_remote_code=true"] if trust_remote_code else []
+    typer.echo(f"Exported to {run_export(run, target, step, adapter, overrides)}")
 
 
 @app.command()

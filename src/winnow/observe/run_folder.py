@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +34,11 @@ class RunFolder:
             ConfigError: another run has that name.
             WinnowError: the folder cannot be made or written to.
         """
-        path = _free_name(Path(runs), Path(recipe).stem) if name is None else Path(runs) / name
+        path = (
+            _free_name(Path(runs), re.sub(r"\.ya?ml$", "", Path(recipe).name))
+            if name is None
+            else Path(runs) / name
+        )
         _make(path)
         if any(path.iterdir()):
             raise ConfigError(

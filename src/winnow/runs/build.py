@@ -35,6 +35,7 @@ from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState, Stateful
 from winnow.runs.throughput import Throughput
 from winnow.runs.topology import Topology
+from winnow.runs.trust import code_hashes
 from winnow.sampling.report import Progress
 from winnow.sampling.stream import Sampler
 
@@ -152,7 +153,12 @@ def make_state(
         parts,
         metrics.offset,
         saver.save,
-        partial(Content, config=dump_config(config), machine=placed.machine),
+        partial(
+            Content,
+            config=dump_config(config),
+            machine=placed.machine,
+            code=code_hashes(config),
+        ),
         config.trainer.keep_best,
     )
 

@@ -86,6 +86,8 @@ class Manifest:
     """The evaluation of the step, if there was one."""
     machine: Mapping[str, str | int]
     """What bits depend on beside the recipe."""
+    code: Mapping[str, str]
+    """sha256 of the user's Python files, by the keys of the recipe that name them."""
     files: Mapping[str, Mapping[str, Any]]
     """By path: bytes and sha256."""
 
@@ -106,6 +108,7 @@ class Content:
     metrics_bytes: int = 0
     figures: Mapping[str, float] = field(default_factory=dict)
     machine: Mapping[str, str | int] = field(default_factory=dict)
+    code: Mapping[str, str] = field(default_factory=dict)
 
 
 def this_machine(device: torch.device) -> dict[str, str | int]:
@@ -360,6 +363,7 @@ def _write_manifest(draft: Path, content: Content) -> None:
         content.metrics_bytes,
         dict(content.figures),
         dict(content.machine),
+        dict(content.code),
         files,
     )
     entries = asdict(manifest)

@@ -67,7 +67,10 @@ class CheckpointUpload:
                 return False
             shutil.rmtree(draft, ignore_errors=True)
             for name in self._files.find(str(self._root)):
-                path = draft / PurePosixPath(name).relative_to(self._root)
+                place = PurePosixPath(name).relative_to(self._root)
+                if ".." in place.parts:
+                    raise ValueError(f"the key {name} leads out of the run's folder")
+                path = draft / place
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(name, str(path))
             draft.rename(self._folder)

@@ -21,6 +21,7 @@ from winnow.observe.files import refusals_told
 from winnow.observe.run_folder import RunFolder
 from winnow.runs.checkpoint import CONFIG, MANIFEST, Checkpoint, read_manifest, verify
 from winnow.runs.commands import find_checkpoint
+from winnow.runs.trust import require_trust
 
 ANSWERS, REPORT = "answers.parquet", "report.json"
 SCORED = "reward: "
@@ -132,6 +133,7 @@ def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, recipe
         own = load_recipe(recipe, [o for o in overrides if _is_of_model(o)])
         config = _recipe(request.recipe, [o for o in overrides if not _is_of_model(o)])
         config = config.model_copy(update={"model": own.model})
+    require_trust(config, overrides, run.path, "model.trust_remote_code=true")
     name = f"checkpoint-{checkpoint.step}"
     answers, report = run.evaluations / f"{name}.parquet", run.evaluations / f"{name}.json"
     if request.out is not None or not run.config.is_file():

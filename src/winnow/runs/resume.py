@@ -39,6 +39,7 @@ from winnow.runs.checkpoint import (
 )
 from winnow.runs.checkpoint_upload import CheckpointUpload
 from winnow.runs.lock import LOCK_FILE, locked
+from winnow.runs.trust import code_notes
 
 HARMLESS = frozenset(
     {
@@ -241,6 +242,7 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     made_with = checkpoint.path / CONFIG
     if made_with.read_bytes() != folder.config.read_bytes():
         _check_checkpoint(config, load_recipe(str(made_with)), checkpoint)
+    notes += code_notes(config, folder.path, manifest.code)
     notes.append(f"Continuing {folder.path} after step {checkpoint.step} of {config.trainer.steps}")
     return Opened(folder, kept, checkpoint, manifest, tuple(notes))
 

@@ -19,7 +19,7 @@ from typing import Any
 from winnow.config.sampling import NoFilter, SamplingConfig
 from winnow.sampling.accounting import Fate, StepAccounting, StepGroups, Tally, TokenAccount
 from winnow.sampling.admission import AdmissionRule, ClosedPrefix, History, Outcome, QualifyRate
-from winnow.sampling.filters import Verdict, judge
+from winnow.sampling.filters import Verdict, make_judge
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 
 
@@ -236,6 +236,7 @@ class Ledger:
         self.accounting = StepAccounting()
         self._n, self._with_baseline = n, with_baseline
         self._rule = AdmissionRule.of(config)
+        self._judge = make_judge(config.filter)
         self._in_order = config.commit == "admission_order"
         self._drop_failed_scores = drop_failed_scores
         self.next_id = 0
@@ -351,7 +352,7 @@ class Ledger:
         elif group.unscored == 1:
             # Judged before anything changes: it may raise.
             scores = [score if each is answer else each.score for each in group.sampled]
-            verdict = judge([each for each in scores if each is not None], self.config.filter)
+            verdict = self._judge([each for each in scores if each is not None])
             answer.score = score
             group.unscored = 0
             self._close(group, verdict)

@@ -127,3 +127,17 @@ def test_a_copy_that_fails_is_tried_again_and_then_stops_the_run(
 def test_a_url_of_no_known_kind_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"trainer.checkpoint_url={url} cannot be used"):
         CheckpointUpload(url, tmp_path)
+
+
+def test_a_key_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    store = fsspec.filesystem("memory").store
+    store.clear()
+    run = tmp_path / "runs" / "a"
+    run.parent.mkdir()
+    mirror = CheckpointUpload("memory://bucket", run)
+    mirror.push(save(run, 1))
+    shutil.rmtree(run)
+    store["/bucket/a/../../evil.txt"] = store["/bucket/a/config.yaml"]
+    with pytest.raises(CheckpointError, match=r"the key .*evil.txt leads out of the run's folder"):
+        mirror.fetch()
+    assert list(tmp_path.rglob("*")) == [run.parent]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import pickle
 import random
 import warnings
@@ -23,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from tests.bombs import Bomb
 from tests.examples import examples
 from tests.states import read_back, same
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -185,16 +185,6 @@ def test_a_state_that_is_none_is_refused_in_one_line(
     with pytest.raises(CheckpointError, match=r"cannot be read: .+; use another") as caught:
         read_state(tmp_path, [VersionSpan])
     assert "\n" not in str(caught.value)
-
-
-class Bomb:
-    """A pickle of it makes a file when it is read."""
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._mark),)
 
 
 @pytest.mark.parametrize("name", [TREE, TENSORS])
