@@ -27,8 +27,7 @@ from winnow.config.warm_start import SftWarmStart
 from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.learning.single import SingleStrategy
 from winnow.models.causal_lm import model_writer, use_layout_attention
-from winnow.runs.checkpoint import Content, Retention, this_machine
-from winnow.runs.saver import Saver
+from winnow.runs.checkpoint import Content, Retention, Saver, this_machine
 from winnow.runs.snapshot import LocalTensors
 from winnow.runs.state import RunState
 from winnow.runs.warm_start import tiny_model

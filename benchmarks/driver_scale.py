@@ -50,15 +50,14 @@ from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import RemoteEngine
 from winnow.rollout.router import quantum_for
 from winnow.rollout.worker import EngineWorker
-from winnow.runs.checkpoint import Content, Retention
+from winnow.runs.checkpoint import Content, Retention, Saver
 from winnow.runs.learner_worker import RankFacts, StepReply
 from winnow.runs.loop import Course, Parts, Schedule, train
+from winnow.runs.metrics import Passes, Throughput
 from winnow.runs.publishing import Sharing
 from winnow.runs.remote_learner import RemoteLearner, RemoteSnapshots
-from winnow.runs.saver import Saver
 from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState
-from winnow.runs.throughput import Passes, Throughput
 from winnow.runs.worker_groups import WorkerGroups
 from winnow.sampling.stream import Sampler
 from winnow.types import Group, IntArray, Prompt, Score, Trajectory

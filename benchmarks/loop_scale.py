@@ -45,14 +45,13 @@ from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
-from winnow.runs.checkpoint import Content, Retention
+from winnow.runs.checkpoint import Content, Retention, Saver
 from winnow.runs.loop import Course, Parts, Schedule, train
+from winnow.runs.metrics import Passes, Throughput
 from winnow.runs.publishing import Sharing
-from winnow.runs.saver import Saver
 from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.snapshot import LocalTensors
 from winnow.runs.state import RunState
-from winnow.runs.throughput import Passes, Throughput
 from winnow.sampling.stream import Sampler
 from winnow.types import IntArray, Prompt, Score, Trajectory
 

@@ -172,8 +172,8 @@ def _supervise(config: Config, words: list[str], folder: str | None) -> NoReturn
 
 def _train(config: Config, recipe: str, fresh: bool, heartbeat: int | None) -> None:
     """Train in this process, and end with the exit code of what stopped it."""
-    from winnow.runs.heartbeat import Heartbeat
     from winnow.runs.shutdown import ShutdownSignal, Stopped, outlive_readers
+    from winnow.runs.supervisor import Heartbeat
 
     outlive_readers()
     stop = ShutdownSignal()

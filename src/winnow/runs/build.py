@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,13 @@ from winnow.rewards.service import Rewards
 from winnow.rollout.engine import Engine, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
 from winnow.runs.build_learner import needs_of
-from winnow.runs.checkpoint import Content, Retention, sync
-from winnow.runs.checkpoint_upload import CheckpointUpload
+from winnow.runs.checkpoint import Content, Retention, Saver, sync
 from winnow.runs.loading import Policies, check_positions, longest_prompt
-from winnow.runs.loop import Course, Parts, Schedule
-from winnow.runs.saver import Saver
+from winnow.runs.loop import Run, Schedule
+from winnow.runs.metrics import Throughput
 from winnow.runs.scoring import TrainingScores
 from winnow.runs.shutdown import ShutdownSignal
-from winnow.runs.state import RunState, Stateful
-from winnow.runs.throughput import Throughput
+from winnow.runs.state import RunState
 from winnow.runs.topology import Topology
 from winnow.runs.trust import code_hashes
 from winnow.sampling.report import Progress
@@ -113,17 +110,6 @@ def make_evaluator(
     )
 
 
-@dataclass(frozen=True)
-class Built:
-    """A run that is ready to start."""
-
-    parts: Parts
-    course: Course
-    evaluator: Evaluator
-    notes: tuple[str, ...]
-    """What the user should know about the data before it starts."""
-
-
 def make_saver(config: Config, folder: RunFolder) -> Saver:
     """What writes checkpoints into a run's folder."""
     trainer = config.trainer
@@ -136,31 +122,10 @@ def make_saver(config: Config, folder: RunFolder) -> Saver:
     retention = Retention(trainer.keep_last, trainer.keep_every, trainer.keep_best)
     if trainer.checkpoint_url is None:
         return Saver(folder.checkpoints, retention, before=sync_folders)
-    mirror = CheckpointUpload(trainer.checkpoint_url, folder.path)
-    return Saver(folder.checkpoints, retention, before=sync_folders, after=mirror.push)
+    from winnow.runs.checkpoint_upload import CheckpointUpload
 
-
-def make_state(
-    config: Config,
-    placed: Topology,
-    parts: Mapping[str, Stateful],
-    metrics: MetricsLog,
-    saver: Saver,
-) -> RunState:
-    """What a checkpoint holds."""
-    return RunState(
-        placed.tensors,
-        parts,
-        metrics.offset,
-        saver.save,
-        partial(
-            Content,
-            config=dump_config(config),
-            machine=placed.machine,
-            code=code_hashes(config),
-        ),
-        config.trainer.keep_best,
-    )
+    upload = CheckpointUpload(trainer.checkpoint_url, folder.path)
+    return Saver(folder.checkpoints, retention, before=sync_folders, after=upload.push)
 
 
 def build(
@@ -174,8 +139,8 @@ def build(
     rewards: Rewards,
     placed: Topology,
     on_progress: Callable[[Progress], None] | None = None,
-) -> Built:
-    """Everything that `loop.train` sequences.
+) -> Run:
+    """Build everything that `loop.train` sequences.
 
     Raises:
         WinnowError: data, scorers and model do not fit what the recipe asks.
@@ -208,39 +173,38 @@ def build(
         look_ticks=engine.quantum_ticks if isinstance(engine, EngineGroup) else 1,
         on_progress=on_progress,
     )
-    states: dict[str, Stateful] = {
-        "sampler": sampler,
-        "loader": loader,
-        "learner": placed.learner,
-    }
-    parts = Parts(
+    state = RunState(
+        placed.tensors,
+        {"sampler": sampler, "loader": loader, "learner": placed.learner},
+        metrics.offset,
+        saver.save,
+        partial(
+            Content,
+            config=dump_config(config),
+            machine=placed.machine,
+            code=code_hashes(config),
+        ),
+        config.trainer.keep_best,
+    )
+    steps, peak = config.trainer.steps, config.observe.peak_tflops
+    return Run(
         sampler=sampler,
         learner=placed.learner,
         engine=engine,
         evaluator=evaluator,
         sinks=sinks,
         publish=placed.publish,
-        throughput=Throughput(
-            placed.passes, placed.device, config.observe.peak_tflops, placed.ranks
-        ),
-        state=make_state(config, placed, states, metrics, saver),
+        throughput=Throughput(placed.passes, placed.device, peak, placed.ranks),
+        state=state,
         stop=stop,
         keep_rollouts=_rollout_writer(config, folder, policy.decode),
         check_scoring=scores.end_step,
         scoring_figures=rewards.figures,
-    )
-    course = _course(config, bool(evaluator.prompts))
-    return Built(parts, course, evaluator, (*_notes(source), *placed.notes))
-
-
-def _course(config: Config, has_evaluation: bool) -> Course:
-    steps = config.trainer.steps
-    return Course(
-        first_step=1,
-        steps=steps,
-        evaluate_before=config.evaluation.before and has_evaluation,
         evaluations=Schedule(config.evaluation.every, steps),
         checkpoints=Schedule(config.trainer.save_every, steps),
+        steps=steps,
+        evaluate_before=config.evaluation.before and bool(evaluator.prompts),
+        notes=(*_notes(source), *placed.notes),
     )
 
 

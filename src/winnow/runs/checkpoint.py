@@ -17,13 +17,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import platform
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy
@@ -50,6 +53,7 @@ _NAME = re.compile(r"step-(\d+)$")
 _REPLACED = re.compile(r"\.(step-\d+)\.replaced$")
 _FORMAT = 4
 _LAST_WITH_PICKLES = 3
+_ABANDON_S = 1.0
 MANIFEST = "manifest.json"
 STATE_CLASSES = (
     *(Prompt, VersionSpan, Segment, Trajectory, Score, Answer, Group),
@@ -57,6 +61,8 @@ STATE_CLASSES = (
     *(StepAccounting, TokenAccount, TokenCounts, Tally, SettledGroup),
 )
 """Classes of which a state holds objects."""
+
+log = logging.getLogger(__name__)
 CONFIG = "config.yaml"
 
 
@@ -176,6 +182,22 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
         Checkpoint(folder / name, int(match[1])) for name in names if (match := _NAME.match(name))
     ]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
+    """Find a run's checkpoint of a step, or its last, and check its files.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    found = checkpoints_in(run / "checkpoints")
+    chosen = [c for c in found if step is None or c.step == step]
+    if not chosen:
+        there = ", ".join(str(c.step) for c in found) or "none"
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise CheckpointError(f"{run} has no {wanted}; there are: {there}")
+    verify(chosen[-1])
+    return chosen[-1]
 
 
 def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -332,6 +354,90 @@ class Retention:
         if best is not None:
             keep.add(best[1])
         remove(c for c in found if c not in keep)
+
+
+class Saver:
+    """The next save waits for the one before; an error comes up there, or at the end.
+
+    Args:
+        before: makes durable what the checkpoint refers to.
+        after: called with a checkpoint that is in place, such as to copy it elsewhere.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        retention: Retention,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[Checkpoint], None] = lambda _: None,
+    ) -> None:
+        self._folder, self._retention = folder, retention
+        self._before, self._after = before, after
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, content: Content) -> None:
+        """Begin to write `content`.
+
+        Raises:
+            CheckpointError: the save before failed.
+        """
+        self.wait()
+        self._thread = threading.Thread(
+            target=self._write, args=(content,), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until what was begun is on disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for the last save; after Ctrl-C twice give it up and leave no draft."""
+        if isinstance(error, KeyboardInterrupt):
+            if self._thread is not None:
+                self._thread.join(_ABANDON_S)
+            with contextlib.suppress(CheckpointError):  # the next start meets it, and says so
+                clean(self._folder)
+            return
+        try:
+            self.wait()
+        except Exception as failure:
+            if error is None:
+                raise
+            # What broke the run off matters more.
+            log.warning("%s", failure)
+
+    def _write(self, content: Content) -> None:
+        try:
+            self._before()
+            checkpoint = save_checkpoint(self._folder, content)
+            self._retention.apply(self._folder)
+            self._after(checkpoint)
+        except BaseException as error:  # handed over to whoever waits
+            self._error = error
 
 
 def sync(folder: Path) -> None:

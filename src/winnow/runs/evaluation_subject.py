@@ -19,8 +19,14 @@ from winnow.config.root import Config
 from winnow.errors import CheckpointError, ConfigError, DataError, WinnowError
 from winnow.observe.files import refusals_told
 from winnow.observe.run_folder import RunFolder
-from winnow.runs.checkpoint import CONFIG, MANIFEST, Checkpoint, read_manifest, verify
-from winnow.runs.commands import find_checkpoint
+from winnow.runs.checkpoint import (
+    CONFIG,
+    MANIFEST,
+    Checkpoint,
+    find_checkpoint,
+    read_manifest,
+    verify,
+)
 from winnow.runs.trust import require_trust
 
 ANSWERS, REPORT = "answers.parquet", "report.json"
@@ -81,7 +87,7 @@ def subject_of(request: EvalRequest) -> Subject:
     if kind == "model":
         return _of_model(request)
     folder = RunFolder.open(path)
-    return _of_run(request, folder, find_checkpoint(folder, request.step), str(folder.config))
+    return _of_run(request, folder, find_checkpoint(folder.path, request.step), str(folder.config))
 
 
 def _kind_of(path: Path, name: str) -> Literal["checkpoint", "model", "run"]:

@@ -15,8 +15,7 @@ from winnow.errors import ConfigError, WinnowError
 from winnow.models.causal_lm import save_model
 from winnow.models.lora import adapter_base, merge
 from winnow.observe.run_folder import RunFolder
-from winnow.runs.checkpoint import CONFIG
-from winnow.runs.commands import find_checkpoint
+from winnow.runs.checkpoint import CONFIG, find_checkpoint
 from winnow.runs.loading import load_policy_model
 from winnow.runs.trust import require_trust
 
@@ -38,7 +37,7 @@ def run_export(
         WinnowError: no such run or checkpoint, no adapter where one is asked for, or the target
             is not a new folder.
     """
-    checkpoint = find_checkpoint(RunFolder.open(run), step)
+    checkpoint = find_checkpoint(RunFolder.open(run).path, step)
     path = Path(target)
     if path.exists():
         raise ConfigError(f"{target} exists already; name a folder that does not")

@@ -15,15 +15,21 @@ again, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
+import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from winnow.config.load import differing_keys, dump_config, load_recipe
 from winnow.config.messages import show
 from winnow.config.root import Config
 from winnow.errors import CheckpointError, ConfigError
-from winnow.observe.files import PARTIAL, refusals_told
+from winnow.observe.files import PARTIAL, disk_error, refusals_told
 from winnow.observe.jsonl import METRICS_FILE, MetricsLog
 from winnow.observe.rollouts import drop_rollouts_after
 from winnow.observe.run_folder import RunFolder
@@ -38,9 +44,11 @@ from winnow.runs.checkpoint import (
     verify,
 )
 from winnow.runs.checkpoint_upload import CheckpointUpload
-from winnow.runs.lock import LOCK_FILE, locked
 from winnow.runs.trust import code_notes
 
+LOCK_FILE = ".lock"
+"""Its name in a run's folder. It stays there: a lock file that comes and goes can be held twice."""
+_WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 HARMLESS = frozenset(
     {
         "run.name",
@@ -90,7 +98,9 @@ REMEDIES = frozenset(
 that has moved, asks for it."""
 _SHOWN = 4
 _BEFORE_THE_START = {LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE}
-"""What a run makes before there is anything to lose."""
+"""Files of a run before there is anything to lose."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -136,6 +146,37 @@ class Opened:
         drop_rollouts_after(folder.evaluations, step if done else step - 1)
         metrics.truncate(0 if manifest is None else manifest.metrics_bytes)
         folder.save_config(dump_config(self.config))
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run's folder while the block runs: one process a run.
+
+    The system takes the lock back however the process ends.
+
+    Raises:
+        ConfigError: another process holds it; says which.
+        WinnowError: the lock file cannot be made.
+    """
+    path = folder / LOCK_FILE
+    lock = FileLock(path, blocking=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        holder = path.read_text(errors="replace") or "another process"
+        raise ConfigError(
+            f"{folder} is in use by {holder}; wait for it, end it, or choose another run.name"
+        ) from None
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise disk_error(path, error) from error
+        log.warning("%s lies on a file system without locks: start one process only", folder)
+    try:
+        with contextlib.suppress(OSError):  # a full disk: only the message above would miss it
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -28,16 +27,15 @@ from winnow.observe.samples import samples
 from winnow.observe.sinks import FirstRecord, RunInfo, Sinks
 from winnow.observe.summary import Summary, print_summary
 from winnow.rewards.service import Rewards
-from winnow.runs.build import Built, build, make_saver, use_machine
+from winnow.runs.build import build, make_saver, use_machine
 from winnow.runs.build_learner import needs_start
-from winnow.runs.checkpoint import checkpoints_in, load_state
-from winnow.runs.heartbeat import Heartbeat
+from winnow.runs.checkpoint import Saver, checkpoints_in, load_state
 from winnow.runs.loading import load_policy
-from winnow.runs.loop import Course, Parts, train
+from winnow.runs.loop import Run, train
 from winnow.runs.resume import Opened, opened_run
-from winnow.runs.saver import Saver
 from winnow.runs.shutdown import ShutdownSignal, Stopped
 from winnow.runs.state import seed_everything
+from winnow.runs.supervisor import Heartbeat
 from winnow.runs.topology import (
     holds_no_weights,
     other_processes,
@@ -93,7 +91,7 @@ def run_training(
             placed = placed_models(config, policy, first, others)
             _warn_of_another_machine(opened, placed.machine, sink)
             sinks = Sinks([sink, FirstRecord(metrics, start), heartbeat])
-            built = build(
+            run = build(
                 config,
                 policy,
                 folder,
@@ -105,18 +103,18 @@ def run_training(
                 placed,
                 lambda p: sink.status(_in_words(p)),
             )
-            for note in built.notes:
+            for note in run.notes:
                 sink.note(note)
-            course = _resumed(config, opened, built)
-            for note in _lag_notes(config, built.parts):
+            _resume(config, opened, run)
+            for note in _lag_notes(config, run):
                 sink.note(note)
                 log.info("%s", note)
             opened.rewind(metrics)
-            _watch(heartbeat, built.parts, rewards)
-            sinks.start(RunInfo(folder.name, course.steps, course.first_step))
-            stopped = _train(config, built.parts, course, saver, stop)
+            _watch(heartbeat, run, rewards)
+            sinks.start(RunInfo(folder.name, run.steps, run.first_step))
+            stopped = _train(config, run, saver, stop)
         if stopped is not None:
-            sink.note(_farewell(stopped, built.parts.state.step, folder))
+            sink.note(_farewell(stopped, run.state.step, folder))
             return stopped.exit_code
         _close(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - began))
@@ -132,10 +130,10 @@ def _warn_of_another_machine(
         log.warning("%s", line)
 
 
-def _watch(heartbeat: Heartbeat, parts: Parts, rewards: Rewards) -> None:
+def _watch(heartbeat: Heartbeat, run: Run, rewards: Rewards) -> None:
     """What moves while a run is alive."""
-    heartbeat.watch(lambda: parts.engine.status().generated_tokens)
-    heartbeat.watch(lambda: parts.learner.progress)
+    heartbeat.watch(lambda: run.engine.status().generated_tokens)
+    heartbeat.watch(lambda: run.learner.progress)
     heartbeat.watch(rewards.scored_apart)
 
 
@@ -183,24 +181,19 @@ def _first_model(
     return config.model.path
 
 
-def _resumed(config: Config, opened: Opened, built: Built) -> Course:
-    """The course from the checkpoint on, if there is one; random states are as they should be."""
+def _resume(config: Config, opened: Opened, run: Run) -> None:
+    """Set the run and the random states to the checkpoint, if there is one."""
     seed_everything(config.run.seed)  # what was started since may have drawn
     checkpoint = opened.checkpoint
-    if checkpoint is None:
-        return built.course
-    unfinished = built.parts.state.restore(checkpoint, load_state(checkpoint))
-    return replace(
-        built.course,
-        first_step=checkpoint.step + 1,
-        evaluate_before=False,
-        unfinished=unfinished,
-    )
+    if checkpoint is not None:
+        run.unfinished = run.state.restore(checkpoint, load_state(checkpoint))
+        run.first_step = checkpoint.step + 1
+        run.evaluate_before = False
 
 
-def _lag_notes(config: Config, parts: Parts) -> list[str]:
+def _lag_notes(config: Config, run: Run) -> list[str]:
     """How late scores are seen, where the recipe leaves that open and they are late."""
-    lag, looks = parts.sampler.score_lag_ticks, parts.sampler.look_ticks
+    lag, looks = run.sampler.score_lag_ticks, run.sampler.look_ticks
     if config.sampling.score_lag_ticks is not None or not lag:
         return []
     when = f", when the engines are next looked at (each {looks} ticks)" if looks > 1 else ""
@@ -210,31 +203,29 @@ def _lag_notes(config: Config, parts: Parts) -> list[str]:
     ]
 
 
-def _train(
-    config: Config, parts: Parts, course: Course, saver: Saver, stop: ShutdownSignal
-) -> Stopped | None:
+def _train(config: Config, run: Run, saver: Saver, stop: ShutdownSignal) -> Stopped | None:
     """Train, and save what was reached when it is stopped or cannot go on."""
     stopped = None
     with stop.deferring(), heap.frozen():
         try:
-            asyncio.run(train(parts, course))
+            asyncio.run(train(run))
         except Stopped as request:
             stopped = request
-            parts.state.save()
+            run.state.save()
         except (NoSignalError, RewardError) as error:
             # Both come up while sampling, so weights are those of the boundary.
             if isinstance(error, NoSignalError):
                 if config.sampling.on_bound == "stop":
-                    parts.state.note_sampling()
+                    run.state.note_sampling()
                 # The answers that taught nothing are what there is to look at now.
                 seen = [
-                    RolloutGroup(s.group, s.fate) for s in parts.sampler.ledger.accounting.settled
+                    RolloutGroup(s.group, s.fate) for s in run.sampler.ledger.accounting.settled
                 ]
-                parts.keep_rollouts((parts.state.step or 0) + 1, seen)
-            parts.state.save()
+                run.keep_rollouts((run.state.step or 0) + 1, seen)
+            run.state.save()
             raise
         finally:
-            parts.sinks.close()
+            run.sinks.close()
         saver.wait()
     return stopped
 

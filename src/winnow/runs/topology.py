@@ -37,12 +37,12 @@ from winnow.runs.checkpoint import this_machine
 from winnow.runs.launch import Launcher, ranks_of, starter_of
 from winnow.runs.loading import Policies
 from winnow.runs.loop import Publish
+from winnow.runs.metrics import Passes
 from winnow.runs.model_factory import LocalModels
 from winnow.runs.publishing import Sending, Sharing
 from winnow.runs.remote_learner import RemoteLearner, RemoteSnapshots
 from winnow.runs.rewarding import asked_models, make_rewards
 from winnow.runs.snapshot import LocalTensors, Tensors
-from winnow.runs.throughput import Passes
 from winnow.runs.worker_groups import WorkerGroups
 from winnow.workers.protocol import WorkerGroup
 

@@ -22,7 +22,7 @@ from winnow.errors import RewardError
 from winnow.observe.metrics import Metrics
 from winnow.rewards.scorers import SCORERS
 from winnow.rewards.service import RewardService
-from winnow.runs.record import _record_parts
+from winnow.runs.metrics import _record_parts
 from winnow.sampling.filters import judge
 from winnow.types import Prompt, Score
 

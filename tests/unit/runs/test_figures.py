@@ -12,8 +12,8 @@ import torch
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
 from winnow.rewards.service import RewardService
+from winnow.runs.metrics import Passes, Throughput
 from winnow.runs.scoring import TrainingScores
-from winnow.runs.throughput import Passes, Throughput
 from winnow.types import Prompt, Score, Segment, Trajectory
 
 PROMPT = Prompt("0", np.array([3]), "12:", "sort_digits", "12")

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from winnow.errors import ConfigError
-from winnow.runs.lock import locked
+from winnow.runs.resume import locked
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from winnow.runs.lock import locked
+from winnow.runs.resume import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -11,8 +11,7 @@ import pytest
 from tests.unprivileged import permissions_apply
 
 from winnow.errors import CheckpointError
-from winnow.runs.checkpoint import Content, Retention, checkpoints_in
-from winnow.runs.saver import Saver
+from winnow.runs.checkpoint import Content, Retention, Saver, checkpoints_in
 
 
 def content(step: int, gate: threading.Event | None = None, error: str = "") -> Content:
