@@ -50,9 +50,10 @@ from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import RemoteEngine
 from winnow.rollout.router import quantum_for
 from winnow.rollout.worker import EngineWorker
-from winnow.runs.checkpoint import Content, Retention, Saver
+from winnow.runs import loop
+from winnow.runs.checkpoint import Manifest, Retention, Saver
 from winnow.runs.learner_worker import RankFacts, StepReply
-from winnow.runs.loop import Course, Parts, Schedule, train
+from winnow.runs.loop import train
 from winnow.runs.metrics import Passes, Throughput
 from winnow.runs.publishing import Sharing
 from winnow.runs.remote_learner import RemoteLearner, RemoteSnapshots
@@ -236,19 +237,23 @@ class Run:
         """Run it."""
         log = MetricsLog(self.folder / "metrics.jsonl")
         with Saver(self.folder / "checkpoints", Retention(1)) as saver:
-            parts = self._parts(crew, groups, log, saver)
+            run = self._run(crew, groups, log, saver, steps)
             gc.freeze()  # as a run does
-            nothing = Schedule(None, steps + 1)
-            asyncio.run(train(parts, Course(1, steps, False, nothing, Schedule(None, steps))))
+            asyncio.run(train(run))
         log.close()
         (cpu_0, wall_0, read_0), (cpu_1, wall_1, read_1) = self.clocks[0], self.clocks[-1]
         n = steps - 1
         cost = (cpu_1 - cpu_0) / n, (wall_1 - wall_0) / n, (read_1 - read_0) // n
         return Cost(self.samples, self.limit, self.tokens[-1], *cost)
 
-    def _parts(
-        self, crew: WorkerGroups, groups: Sequence[Any], log: MetricsLog, saver: Saver
-    ) -> Parts:
+    def _run(
+        self,
+        crew: WorkerGroups,
+        groups: Sequence[Any],
+        log: MetricsLog,
+        saver: Saver,
+        steps: int,
+    ) -> loop.Run:
         *writing, scoring, learning = groups
         engines = [
             RemoteEngine(crew.reached(each), 0, crew.call(each, "ask", "").status)
@@ -275,8 +280,7 @@ class Run:
             look_ticks=engine.quantum_ticks,
         )
         states: Mapping[str, Any] = {"sampler": sampler, "loader": prompts, "learner": learner}
-        frame = partial(Content, config="", machine={})
-        return Parts(
+        return loop.Run(
             sampler=sampler,
             learner=learner,
             publish=Sharing(engine),
@@ -284,11 +288,14 @@ class Run:
             evaluator=cast(Evaluator, SimpleNamespace()),
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
-            state=RunState(RemoteSnapshots(learner), states, log.offset, saver.save, frame),
+            state=RunState(RemoteSnapshots(learner), states, log.offset, saver.save, Manifest()),
             stop=ShutdownSignal(),
             keep_rollouts=self._keep_rollouts,
             check_scoring=lambda: None,
             scoring_figures=dict,
+            evaluations=loop.Schedule(None, steps + 1),
+            checkpoints=loop.Schedule(None, steps),
+            steps=steps,
         )
 
     def _keep_rollouts(self, step: int, closed: Sequence[RolloutGroup]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from winnow.rewards.service import Rewards
 from winnow.rollout.engine import Engine, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
 from winnow.runs.build_learner import needs_of
-from winnow.runs.checkpoint import Content, Retention, Saver, sync
+from winnow.runs.checkpoint import Manifest, Retention, Saver, sync
 from winnow.runs.loading import Policies, check_positions, longest_prompt
 from winnow.runs.loop import Run, Schedule
 from winnow.runs.metrics import Throughput
@@ -59,7 +58,7 @@ def use_machine(config: Config, holds_model: bool = True) -> torch.device:
 
 
 def rollout_sampling(config: Config, policy: Policies) -> SamplingParams:
-    """How training answers are drawn."""
+    """Make the sampling parameters of training answers."""
     rollout = config.rollout
     return SamplingParams(
         max_tokens=rollout.max_response_tokens,
@@ -111,7 +110,7 @@ def make_evaluator(
 
 
 def make_saver(config: Config, folder: RunFolder) -> Saver:
-    """What writes checkpoints into a run's folder."""
+    """Make the writer of checkpoints into a run's folder."""
     trainer = config.trainer
 
     def sync_folders() -> None:
@@ -178,12 +177,8 @@ def build(
         {"sampler": sampler, "loader": loader, "learner": placed.learner},
         metrics.offset,
         saver.save,
-        partial(
-            Content,
-            config=dump_config(config),
-            machine=placed.machine,
-            code=code_hashes(config),
-        ),
+        Manifest(machine=placed.machine, code=code_hashes(config)),
+        dump_config(config),
         config.trainer.keep_best,
     )
     steps, peak = config.trainer.steps, config.observe.peak_tflops

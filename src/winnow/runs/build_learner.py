@@ -34,20 +34,20 @@ class Learning:
     learner: Learner
     policy: Strategy
     passes: Passes
-    """What a step computes."""
+    """Passes that a step computes."""
     others: dict[str, Strategy] = field(default_factory=dict)
-    """By role: what learns beside the policy, and is saved with it."""
+    """Strategies of other roles that learn, such as the critic; saved with the policy."""
     notes: tuple[str, ...] = ()
-    """What the user should know before it starts."""
+    """Lines that the user should read before it starts."""
 
 
 def needs_of(config: Config) -> frozenset[Need]:
-    """What the recipe's estimator asks for beyond rewards."""
+    """Return the needs of the recipe's estimator beyond rewards."""
     return ESTIMATORS[config.algorithm.advantage.name].needs
 
 
 def needs_start(config: Config) -> bool:
-    """Whether something of a resumed run is made of the model that the run began from."""
+    """Return whether a resumed run needs the model that it began from."""
     return (
         not isinstance(config.model.adapter, NoAdapter)
         or (_needs_reference(config) and config.reference.path is None)
@@ -56,7 +56,7 @@ def needs_start(config: Config) -> bool:
 
 
 def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Learning:
-    """Everything that learns, and the reference.
+    """Make everything that learns, and the reference.
 
     Args:
         holder: of the models.
@@ -111,7 +111,7 @@ def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Lea
 
 
 def make_objective(config: Config) -> PolicyObjective:
-    """What an update of the policy minimizes."""
+    """Make the objective that an update of the policy minimizes."""
     algorithm = config.algorithm
     kl = algorithm.kl.loss
     correction = algorithm.correction
@@ -129,7 +129,7 @@ def make_objective(config: Config) -> PolicyObjective:
 
 
 def old_source(config: Config) -> OldSource:
-    """Where `old` comes from; a pass of its own only where something needs one.
+    """Choose the source of `old`: a pass of its own only where something needs one.
 
     With one update a step the weights of the update's own forward pass are those before the
     step, so that pass gives `old` exactly, whatever sampled the tokens.

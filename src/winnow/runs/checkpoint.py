@@ -24,7 +24,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -81,44 +81,39 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The facts about a checkpoint, in manifest.json."""
 
-    step: int
-    evaluated: bool
+    step: int = 0
+    evaluated: bool = True
     """False when the step's evaluation, and so its line of metrics, is still to come."""
-    metrics_bytes: int
-    """Where metrics.jsonl ended."""
-    figures: Mapping[str, float]
+    metrics_bytes: int = 0
+    """The end of metrics.jsonl."""
+    figures: Mapping[str, float] = field(default_factory=dict)
     """The evaluation of the step, if there was one."""
-    machine: Mapping[str, str | int]
-    """What bits depend on beside the recipe."""
-    code: Mapping[str, str]
+    machine: Mapping[str, str | int] = field(default_factory=dict)
+    """Versions and hardware that bits depend on: `this_machine`."""
+    code: Mapping[str, str] = field(default_factory=dict)
     """sha256 of the user's Python files, by the keys of the recipe that name them."""
-    files: Mapping[str, Mapping[str, Any]]
-    """By path: bytes and sha256."""
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Bytes and sha256 by path; filled in when the checkpoint is written."""
 
 
 @dataclass(frozen=True, eq=False)
 class Content:
     """A checkpoint to be written. The writer may be a thread: nothing in it changes any more."""
 
-    step: int
+    manifest: Manifest
     save_model: Callable[[Path], None]
     """Writes a Hugging Face folder at the path it is given."""
     state: Mapping[str, Any]
-    """What training goes on from: tensors, numpy arrays and plain values."""
+    """State that training goes on from: tensors, arrays, dataclasses and plain values."""
     save_ranks: Callable[[Path], None] = lambda folder: None
-    """Writes what ranks hold of it into the folder it is given."""
+    """Writes the ranks' part of it into the folder it is given."""
     config: str = ""
-    evaluated: bool = True
-    metrics_bytes: int = 0
-    figures: Mapping[str, float] = field(default_factory=dict)
-    machine: Mapping[str, str | int] = field(default_factory=dict)
-    code: Mapping[str, str] = field(default_factory=dict)
 
 
 def this_machine(device: torch.device) -> dict[str, str | int]:
-    """What the bits of a run depend on beside its recipe."""
+    """Return what the bits of a run depend on, its recipe aside."""
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -140,7 +135,7 @@ def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
     Raises:
         CheckpointError: the disk is full or not writable; nothing new is left behind.
     """
-    target = folder / f"step-{content.step}"
+    target = folder / f"step-{content.manifest.step}"
     draft = folder / f".{target.name}.partial"
     try:
         shutil.rmtree(draft, ignore_errors=True)
@@ -153,7 +148,7 @@ def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
         _sync_tree(draft)
         _put_in_place(draft, target)
     except (OSError, RuntimeError, SafetensorError) as error:
-        cause = _refusal(error)
+        cause = system_error(error)
         if cause is None:
             raise
         raise CheckpointError(
@@ -161,11 +156,11 @@ def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return Checkpoint(target, content.step)
+    return Checkpoint(target, content.manifest.step)
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of a run, oldest first.
+    """List the checkpoints of a run, oldest first.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -201,7 +196,7 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
 
 
 def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint whose files are what was written, and what is wrong with newer ones."""
+    """Find the newest checkpoint whose files are as written, and what is wrong with newer ones."""
     faults = []
     for checkpoint in reversed(checkpoints_in(folder)):
         try:
@@ -214,7 +209,7 @@ def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The training state of a checkpoint, after its files were checked against the manifest.
+    """Read the training state of a checkpoint, after a check of its files against the manifest.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another format.
@@ -226,7 +221,7 @@ def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def read_manifest(checkpoint: Checkpoint) -> Manifest:
-    """What a checkpoint says of itself.
+    """Read the manifest of a checkpoint.
 
     Raises:
         CheckpointError: the manifest is missing, damaged, or of another format.
@@ -254,7 +249,7 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
 
 
 def verify(checkpoint: Checkpoint) -> Manifest:
-    """See that every file is there and is what was written; returns the manifest.
+    """Check that every file is there and is what was written; return the manifest.
 
     Raises:
         CheckpointError: names the file.
@@ -321,10 +316,10 @@ def clean(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the last ones, every m-th, the best; the newest always."""
+    """The checkpoints that stay: the last ones, every m-th, the best; the newest always."""
 
     last: int | None
-    """How many of the newest; None keeps all."""
+    """Number of the newest; None keeps all."""
     every: int | None = None
     """Steps that are a multiple of it stay for good."""
     best: str | None = None
@@ -357,7 +352,9 @@ class Retention:
 
 
 class Saver:
-    """The next save waits for the one before; an error comes up there, or at the end.
+    """A thread that writes checkpoints, one at a time, while training goes on.
+
+    The next save waits for the one before; an error comes up there, or at the end.
 
     Args:
         before: makes durable what the checkpoint refers to.
@@ -390,11 +387,11 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way."""
+        """True while a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until what was begun is on disk.
+        """Wait until what was begun is on disk.
 
         Raises:
             CheckpointError: it could not be written.
@@ -436,7 +433,7 @@ class Saver:
             checkpoint = save_checkpoint(self._folder, content)
             self._retention.apply(self._folder)
             self._after(checkpoint)
-        except BaseException as error:  # handed over to whoever waits
+        except BaseException as error:  # handed over to the one that waits
             self._error = error
 
 
@@ -449,30 +446,13 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _refusal(error: Exception) -> OSError | None:
-    """What the system said when it refused a write; None when it was no such thing."""
-    if (cause := system_error(error)) is not None:
-        return cause
-    # After a write that failed, torch's zip writer fails at its closing, too.
-    return error.__context__ if isinstance(error.__context__, OSError) else None
-
-
 def _write_manifest(draft: Path, content: Content) -> None:
     paths = (path for path in sorted(draft.rglob("*")) if path.is_file())
     files = {
         str(path.relative_to(draft)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in paths
     }
-    manifest = Manifest(
-        content.step,
-        content.evaluated,
-        content.metrics_bytes,
-        dict(content.figures),
-        dict(content.machine),
-        dict(content.code),
-        files,
-    )
-    entries = asdict(manifest)
+    entries = asdict(replace(content.manifest, files=files))
     text = json.dumps({"format": _FORMAT, "sha256": _digest(entries), **entries}, indent=1)
     (draft / MANIFEST).write_text(text + "\n", encoding="utf-8")
 

@@ -37,7 +37,7 @@ from winnow.runs.build_learner import make_learner
 from winnow.runs.checkpoint import this_machine
 from winnow.runs.metrics import Passes
 from winnow.runs.model_factory import ShardedModels
-from winnow.runs.snapshot import Save
+from winnow.runs.state import Save
 from winnow.types import FloatArray, Group
 from winnow.workers.array_refs import SplitResult, fetch
 from winnow.workers.protocol import RankInfo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -20,7 +20,6 @@ from winnow.rewards.shaping import OVERLONG, OVERLONG_REWARD
 from winnow.sampling.accounting import StepGroups
 from winnow.types import Score
 
-_ELSEWHERE = ("truncated_answers", "in_progress", "baseline_tokens")
 _GIB = 2**30
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
@@ -28,7 +27,7 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 def record_step(
     metrics: Metrics, sampled: StepGroups, learned: Learned, tokens_in_progress: int
 ) -> None:
-    """Scores, lengths and the sampler's counts; the policy's own figures are there already.
+    """Record scores, lengths and the sampler's counts; the policy's figures are there already.
 
     Args:
         tokens_in_progress: of groups that wait after this step's cut.
@@ -45,7 +44,7 @@ def record_step(
 
 
 def _record_parts(metrics: Metrics, scores: Sequence[Score]) -> None:
-    """Each part over the answers that have it: not every source has every part."""
+    """Record each part over the answers that have it: not every source has every part."""
     for name in dict.fromkeys(chain.from_iterable(score.parts for score in scores)):
         values = [score.parts[name] for score in scores if name in score.parts]
         metrics.spread(f"score/parts/{name}", values)
@@ -60,32 +59,34 @@ def _record_parts(metrics: Metrics, scores: Sequence[Score]) -> None:
 
 
 def _record_sampling(metrics: Metrics, sampled: StepGroups) -> None:
-    counts = sampled.counts
-    metrics.last("sampling/accuracy", counts.mean_accuracy)
-    metrics.last("sampling/keep_rate", counts.keep_rate)
-    metrics.last("sampling/qualify_rate", counts.qualify_rate)
-    metrics.last("sampling/groups/admitted", counts.admitted)
-    metrics.last("sampling/groups/looked_at", counts.looked_at)
-    for fate, number in counts.fates.items():
-        metrics.last(f"sampling/groups/{fate}", number)
-    metrics.last("sampling/groups/carried_qualified", counts.carried_qualified)
-    metrics.last("sampling/groups/carried_open", counts.carried_open)
-    for name, number in asdict(counts.tokens).items():
-        if name not in _ELSEWHERE:
-            metrics.last(f"sampling/tokens/{name.removesuffix('_tokens')}", number)
-    if counts.tokens.baseline_tokens:
-        metrics.last("sampling/tokens/baseline", counts.tokens.baseline_tokens)
-    metrics.last("sampling/answers/truncated", counts.tokens.truncated_answers)
-    metrics.last("sampling/answers/resumed", counts.resumed_answers)
-    metrics.last("sampling/answers/aborted", counts.aborted_answers)
-    metrics.last("sampling/answers/retried", counts.retried_answers)
-    metrics.last("sampling/empty_bounds", counts.empty_bounds)
-    metrics.last("sampling/staleness/mean", counts.staleness_mean)
-    metrics.last("sampling/staleness/max", counts.staleness_max)
+    counts, tally, tokens = sampled.counts, sampled.counts.tally, sampled.counts.tokens
+    figures = {
+        "accuracy": tally.mean_accuracy,
+        "keep_rate": tally.keep_rate,
+        "qualify_rate": counts.qualify_rate,
+        "groups/admitted": tally.admitted,
+        "groups/looked_at": counts.looked_at,
+        **{f"groups/{fate}": number for fate, number in counts.fates.items()},
+        "groups/carried_qualified": counts.carried_qualified,
+        "groups/carried_open": counts.carried_open,
+        "tokens/generated": tokens.generated,
+        **{f"tokens/{fate}": getattr(tokens, fate) for fate in counts.fates},
+        "tokens/truncated": tokens.truncated_tokens,
+        **({"tokens/baseline": tokens.baseline_tokens} if tokens.baseline_tokens else {}),
+        "answers/truncated": tokens.truncated_answers,
+        "answers/resumed": tally.resumed_answers,
+        "answers/aborted": tally.aborted_answers,
+        "answers/retried": tally.retried_answers,
+        "empty_bounds": tally.empty_bounds,
+        "staleness/mean": counts.staleness_mean,
+        "staleness/max": counts.staleness_max,
+    }
+    for name, figure in figures.items():
+        metrics.last(f"sampling/{name}", figure)
 
 
 def rollout_groups(sampled: StepGroups, learned: Learned) -> list[RolloutGroup]:
-    """Every group whose life ended in this step, the trained ones with their advantages."""
+    """List the groups whose life ended in this step, the trained ones with their advantages."""
     sizes = [len(group.answers) for group in sampled.groups]
     parts = np.split(learned.advantages, np.cumsum(sizes)[:-1])
     trained = (
@@ -98,7 +99,7 @@ def rollout_groups(sampled: StepGroups, learned: Learned) -> list[RolloutGroup]:
 
 @dataclass(frozen=True)
 class Passes:
-    """How often a step runs over the tokens that it packs, by model.
+    """The passes of a step over the tokens that it packs, by model.
 
     Counts 2 FLOP a parameter and token forwards, 4 backwards (arXiv 2001.08361, section 2.1). The
     embedding counts once, as the output layer; attention scores are left out, so the figure is a
@@ -106,16 +107,16 @@ class Passes:
     """
 
     parameters: int
-    """Of the policy."""
+    """Parameters of the policy."""
     epochs: int
     """Updates that see a token."""
     forwards: int = 1
-    """Of a model as large as the policy, beside the updates: old log-probs, reference."""
+    """Forward passes of a model as large as the policy, updates aside: old log-probs, reference."""
     critic_parameters: int = 0
-    """Of the critic, which runs forwards once and then takes part in each update."""
+    """Parameters of the critic, which runs forwards once and then takes part in each update."""
 
     def flop(self, generated_tokens: int, packed_tokens: int) -> float:
-        """Of a step, rollout included."""
+        """Return the FLOP of a step, rollout included."""
         updates = 6 * self.epochs
         policy = self.parameters * (
             2 * generated_tokens + (2 * self.forwards + updates) * packed_tokens
@@ -130,13 +131,13 @@ class Throughput:
     passes: Passes
     device: torch.device
     peak_tflops: float | None
-    """Of one device."""
+    """Peak of one device."""
     devices: int = 1
 
     def figures(
         self, generated_tokens: int, packed_tokens: int, times: Mapping[str, Number]
     ) -> dict[str, Number]:
-        """Figures `throughput/…`, `memory/…` and `time/PHASE_us_per_token` of a step.
+        """Compute `throughput/…`, `memory/…` and `time/PHASE_us_per_token` of a step.
 
         Args:
             generated_tokens: written by the policy in the step.

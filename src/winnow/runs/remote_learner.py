@@ -14,7 +14,7 @@ from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.weights import Bucket, found, tensors
 from winnow.runs.learner_worker import RANKS, RankFacts, StepReply
-from winnow.runs.snapshot import Snapshot
+from winnow.runs.state import Snapshot
 from winnow.runs.worker_groups import WorkerGroups
 from winnow.types import FloatArray, Group
 from winnow.workers.protocol import WorkerGroup

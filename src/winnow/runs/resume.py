@@ -1,4 +1,4 @@
-"""Which folder a run gets, and what it continues.
+"""Opening of a run's folder: a new one, or one that is continued.
 
 | run.resume | the folder | |
 |---|---|---|
@@ -43,7 +43,6 @@ from winnow.runs.checkpoint import (
     remove,
     verify,
 )
-from winnow.runs.checkpoint_upload import CheckpointUpload
 from winnow.runs.trust import code_notes
 
 LOCK_FILE = ".lock"
@@ -105,27 +104,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Opened:
-    """A run's folder, locked, and what is in it."""
+    """A run's folder, locked, with its recipe and the checkpoint to go on from."""
 
     folder: RunFolder
     config: Config
-    """What the folder keeps as its recipe."""
+    """The recipe as the folder keeps it."""
     checkpoint: Checkpoint | None
-    """What to go on from; None starts at the beginning."""
+    """The checkpoint to go on from; None starts at the beginning."""
     manifest: Manifest | None
     notes: tuple[str, ...]
-    """What the user should know."""
+    """Lines for the user."""
 
     def is_finished(self, steps: int) -> bool:
-        """Whether nothing is left to do."""
+        """Return whether nothing is left to do."""
         manifest = self.manifest
         return manifest is not None and manifest.step >= steps and manifest.evaluated
 
     def differences(self, machine: Mapping[str, str | int]) -> list[str]:
-        """What is not as it was when the checkpoint was made, each in a few words."""
+        """Say what of the machine is not as it was when the checkpoint was made."""
         was = {} if self.manifest is None else self.manifest.machine
         return [
-            f"{name} was {was[name]} and is {now}"
+            f"Warning: {name} was {was[name]} and is {now}: the bits may differ from an "
+            "undisturbed run's"
             for name, now in machine.items()
             if name in was and was[name] != now
         ]
@@ -199,6 +199,8 @@ def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
     named = _named(config)
     url = config.trainer.checkpoint_url
     if resume == "auto" and url is not None and named is not None and not named.exists():
+        from winnow.runs.checkpoint_upload import CheckpointUpload
+
         CheckpointUpload(url, named).fetch()
     if resume not in ("auto", "never"):
         path, wanted = _asked_for(resume)
@@ -219,7 +221,7 @@ def _named(config: Config) -> Path | None:
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether a run has anything to lose; one that failed before may come with another recipe."""
+    """Return whether a run has anything to lose; else it may come with another recipe."""
     folder = RunFolder(path)
     if not folder.config.is_file():
         return False
@@ -240,7 +242,7 @@ def _created(config: Config, recipe: str, named: Path | None) -> RunFolder:
 
 
 def _asked_for(resume: str) -> tuple[Path, Checkpoint | None]:
-    """The run's folder in `run.resume`, and the checkpoint if it is one's folder."""
+    """Find the run's folder that `run.resume` names, and the checkpoint if it is one's folder."""
     given = Path(resume).expanduser()
     path = given if len(given.parts) > 2 else given.absolute()
     own = [c for c in checkpoints_in(path.parent) if c.path == path]
@@ -289,7 +291,7 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
 
 
 def _saved_recipe(folder: RunFolder) -> Config:
-    """The recipe that a run was begun with."""
+    """Read the recipe that a run was begun with."""
     try:
         return load_recipe(str(folder.config))
     except ConfigError as error:

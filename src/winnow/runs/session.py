@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -43,8 +44,10 @@ from winnow.runs.topology import (
     placed_rewards,
     uses_device,
 )
-from winnow.runs.warm_start import WarmStart, make_warm_start
 from winnow.sampling.report import Progress
+
+if TYPE_CHECKING:
+    from winnow.runs.warm_start import WarmStart
 
 log = logging.getLogger(__name__)
 
@@ -72,15 +75,12 @@ def run_training(
         folder = opened.folder
         heartbeat.folder(folder.path)
         sink = make_console(config.observe.console, console)
-        for note in opened.notes or introduction(config, recipe, folder):
-            sink.note(note)
-            log.info("%s", note)
+        _tell(sink, opened.notes or introduction(config, recipe, folder))
         if opened.is_finished(config.trainer.steps):
             sink.note(f"{folder.path} is finished: nothing to do (a new run needs a new run.name)")
             _close(config, recipe, folder, console)
             return 0
-        path, start = _start_model(config, opened, fresh, sink, heartbeat)
-        first = _first_model(config, opened, path, sink, heartbeat)
+        path, first, figures = _models(config, opened, fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config))
         with (
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
@@ -89,8 +89,8 @@ def run_training(
             make_saver(config, folder) as saver,  # ends before the ranks that write for it
         ):
             placed = placed_models(config, policy, first, others)
-            _warn_of_another_machine(opened, placed.machine, sink)
-            sinks = Sinks([sink, FirstRecord(metrics, start), heartbeat])
+            _tell(sink, opened.differences(placed.machine))
+            sinks = Sinks([sink, FirstRecord(metrics, figures), heartbeat])
             run = build(
                 config,
                 policy,
@@ -103,12 +103,9 @@ def run_training(
                 placed,
                 lambda p: sink.status(_in_words(p)),
             )
-            for note in run.notes:
-                sink.note(note)
+            _tell(sink, run.notes)
             _resume(config, opened, run)
-            for note in _lag_notes(config, run):
-                sink.note(note)
-                log.info("%s", note)
+            _tell(sink, _lag_notes(config, run))
             opened.rewind(metrics)
             _watch(heartbeat, run, rewards)
             sinks.start(RunInfo(folder.name, run.steps, run.first_step))
@@ -121,17 +118,15 @@ def run_training(
     return 0
 
 
-def _warn_of_another_machine(
-    opened: Opened, machine: Mapping[str, str | int], sink: ConsoleSink
-) -> None:
-    for difference in opened.differences(machine):
-        line = f"{difference}: the bits may differ from an undisturbed run's"
-        sink.note(f"Warning: {line}")
-        log.warning("%s", line)
+def _tell(sink: ConsoleSink, lines: Iterable[str]) -> None:
+    """Show lines on the console and keep them in the log."""
+    for line in lines:
+        sink.note(line)
+        log.log(logging.WARNING if line.startswith("Warning") else logging.INFO, "%s", line)
 
 
 def _watch(heartbeat: Heartbeat, run: Run, rewards: Rewards) -> None:
-    """What moves while a run is alive."""
+    """Give the heartbeat the counters that move while a run is alive."""
     heartbeat.watch(lambda: run.engine.status().generated_tokens)
     heartbeat.watch(lambda: run.learner.progress)
     heartbeat.watch(rewards.scored_apart)
@@ -139,7 +134,7 @@ def _watch(heartbeat: Heartbeat, run: Run, rewards: Rewards) -> None:
 
 @contextlib.contextmanager
 def _errors_logged() -> Iterator[None]:
-    """What ends a run stands in its log, too."""
+    """Log the error that ends a run."""
     try:
         yield
     except WinnowError as error:
@@ -150,35 +145,28 @@ def _errors_logged() -> Iterator[None]:
         raise
 
 
-def _start_model(
+def _models(
     config: Config, opened: Opened, fresh: bool, sink: ConsoleSink, heartbeat: Heartbeat
-) -> tuple[str, Record]:
-    """The model folder to begin from, and figures of making it."""
-    began = time.monotonic()
-    if opened.checkpoint is not None:
-        return str(opened.checkpoint.model), {}
-    if isinstance(config.warm_start, SftWarmStart):
-        warm = run_warm_start(config, config.warm_start, fresh, sink, heartbeat.beat)
-        return str(warm.folder), {SFT_S: time.monotonic() - began}
-    assert config.model.path is not None, "checks.py asks for a model or a warm start"
-    return config.model.path, {}
+) -> tuple[str, str | None, Record]:
+    """Find the model to go on with, and the one that the run began from; make a warm start.
 
-
-def _first_model(
-    config: Config, opened: Opened, path: str, sink: ConsoleSink, heartbeat: Heartbeat
-) -> str | None:
-    """The folder that the run began from, where an adapter, a reference or a critic needs it.
-
-    A resumed run's policy comes from a checkpoint (`path`), so a warm start that is no longer
-    cached is made again, with the same bits.
+    Returns:
+        The folder to go on with, the folder that the run began from where an adapter, a reference
+        or a critic needs it, and figures of a warm start made now. A resumed run's warm start that
+        is no longer cached is made again, with the same bits.
     """
-    if not needs_start(config):
-        return None
-    if opened.checkpoint is None:
-        return path
+    checkpoint, is_needed = opened.checkpoint, needs_start(config)
+    if checkpoint is not None and not is_needed:
+        return str(checkpoint.model), None, {}
+    began, start, figures = time.monotonic(), config.model.path, {}
     if isinstance(config.warm_start, SftWarmStart):
-        return str(run_warm_start(config, config.warm_start, False, sink, heartbeat.beat).folder)
-    return config.model.path
+        fresh = fresh and checkpoint is None
+        warm = run_warm_start(config, config.warm_start, fresh, sink, heartbeat.beat)
+        start, figures = str(warm.folder), {SFT_S: time.monotonic() - began}
+    assert start is not None, "the configuration asks for a model or a warm start"
+    if checkpoint is not None:
+        return str(checkpoint.model), start, {}
+    return start, start if is_needed else None, figures
 
 
 def _resume(config: Config, opened: Opened, run: Run) -> None:
@@ -192,7 +180,7 @@ def _resume(config: Config, opened: Opened, run: Run) -> None:
 
 
 def _lag_notes(config: Config, run: Run) -> list[str]:
-    """How late scores are seen, where the recipe leaves that open and they are late."""
+    """Say how late scores are seen, where the recipe leaves that open and they are late."""
     lag, looks = run.sampler.score_lag_ticks, run.sampler.look_ticks
     if config.sampling.score_lag_ticks is not None or not lag:
         return []
@@ -242,7 +230,9 @@ def run_warm_start(
     sink: ConsoleSink,
     on_progress: Callable[[], None] = lambda: None,
 ) -> WarmStart:
-    """The cached start, or one made now with its progress shown."""
+    """Take the cached start, or make it now and show the progress."""
+    from winnow.runs.warm_start import make_warm_start
+
     started = False
 
     def show(step: int, record: Mapping[str, float]) -> None:
@@ -280,7 +270,7 @@ def run_sft(config: Config, fresh: bool, console: Console) -> Path:
 
 
 def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
-    """What will happen, in the words of a newcomer."""
+    """Say what will happen, in the words of a newcomer."""
     lines = [f"winnow train {recipe}: everything of this run goes to {folder.path}"]
     lines += config.run.description
     size = (
@@ -329,7 +319,7 @@ def _close(
 
 
 def next_commands(config: Config, recipe: str, folder: RunFolder) -> dict[str, str]:
-    """Commands that work from here, offline."""
+    """List commands that work from here, offline."""
     other = config.run.seed + 1
     # A run's own recipe holds its name, which is taken.
     name = f" run.name={folder.name}-{other}" if Path(recipe) == folder.config else ""

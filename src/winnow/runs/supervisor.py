@@ -64,7 +64,7 @@ class Supervisor:
     _asked: list[int] = field(default_factory=list)
 
     def run(self) -> int:
-        """Until the run is over; returns its exit code, 128 + N for one that signal N killed."""
+        """Run to the end; return the exit code, 128 + N for a run that signal N killed."""
         restarts = failures = 0
         reached = self._step
         with self._forwarding():
@@ -98,7 +98,7 @@ class Supervisor:
                     return code
 
     def _run_once(self) -> tuple[int, str]:
-        """One life of the child: its exit code, and in words how it ended."""
+        """Run the child once; return its exit code, and in words how it ended."""
         reader, writer = os.pipe()
         try:
             child = self._child = subprocess.Popen(
@@ -126,14 +126,14 @@ class Supervisor:
         return status, f"ended with exit code {status}"
 
     def _await_end(self, child: subprocess.Popen[bytes]) -> None:
-        """A child whose pipe is closed is about to be gone; one that is not is killed."""
+        """Wait for a child whose pipe is closed, and kill one that does not end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=5)
             return
         os.killpg(child.pid, signal.SIGKILL)
 
     def _listen(self, reader: int) -> bool:
-        """Follow the child to its end; False when it tells of no progress for too long."""
+        """Follow the child to its end; return False if it tells of no progress for too long."""
         rest = b""
         last = time.monotonic()
         with selectors.DefaultSelector() as selector:
@@ -154,7 +154,7 @@ class Supervisor:
                     self._take(line.decode())
 
     def _is_stopping(self) -> bool:
-        """Whether a signal asked this process to end; it may come at any time."""
+        """Return whether a signal asked this process to end; it may come at any time."""
         return bool(self._asked)
 
     def _take(self, line: str) -> None:
@@ -194,7 +194,7 @@ class Supervisor:
 
 
 def winnow_command(arguments: Sequence[str]) -> Callable[[int, str | None], list[str]]:
-    """The command line of a child, from the words after `winnow train`."""
+    """Make the command line of a child from the words after `winnow train`."""
 
     def command(pipe: int, folder: str | None) -> list[str]:
         more = [] if folder is None else ["--continued", folder]

@@ -42,7 +42,7 @@ from winnow.runs.model_factory import LocalModels
 from winnow.runs.publishing import Sending, Sharing
 from winnow.runs.remote_learner import RemoteLearner, RemoteSnapshots
 from winnow.runs.rewarding import asked_models, make_rewards
-from winnow.runs.snapshot import LocalTensors, Tensors
+from winnow.runs.state import LocalTensors, Tensors
 from winnow.runs.worker_groups import WorkerGroups
 from winnow.workers.protocol import WorkerGroup
 

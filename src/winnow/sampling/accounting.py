@@ -39,11 +39,6 @@ class TokenCounts:
     baseline_tokens: int = 0
     """Tokens of settled groups' greedy answers."""
 
-    @property
-    def settled(self) -> int:
-        """Tokens with a fate."""
-        return sum(getattr(self, fate) for fate in FATES)
-
     def minus(self, earlier: TokenCounts) -> TokenCounts:
         """Subtract an earlier reading."""
         before = asdict(earlier)
@@ -129,12 +124,22 @@ class Tally:
     empty_bounds: int = 0
     """Bounds met in a row without one qualified group."""
 
+    @property
+    def keep_rate(self) -> float:
+        """Qualified share of the closed groups; NaN when none was."""
+        return _share(self.qualified, self.closed)
+
+    @property
+    def mean_accuracy(self) -> float:
+        """Over all answers of the closed groups; NaN when none was."""
+        return _share(self.accuracy_sum, self.answers)
+
 
 @dataclass(frozen=True)
 class StepCounts:
     """The sampling figures of one step."""
 
-    admitted: int
+    tally: Tally
     looked_at: int
     """Groups admitted later than the last cut and not after this one, carried ones included."""
     fates: dict[Fate, int]
@@ -143,19 +148,8 @@ class StepCounts:
     """Qualified groups that wait for the next step."""
     carried_open: int
     """Unfinished groups that wait as prefixes."""
-    keep_rate: float
-    """Qualified share of the groups closed during this step; NaN when none was."""
-    mean_accuracy: float
-    """Over all answers of the groups closed during this step; NaN when none was."""
-    truncated_share: float
-    """Share of the same answers that the response limit ended."""
     qualify_rate: float
     """The estimated chance to qualify, after this step."""
-    resumed_answers: int
-    aborted_answers: int
-    retried_answers: int
-    empty_bounds: int
-    """Bounds met without one qualified group before this step filled."""
     staleness_mean: float
     """Over the trained groups, in steps; NaN when none was."""
     staleness_max: int
@@ -242,23 +236,16 @@ class StepAccounting:
         Args:
             carried: qualified and open groups that wait for the next step.
         """
-        tally, now = self.tally, self.account.read()
+        now = self.account.read()
         trained = sorted((s for s in self.settled if s.fate == "trained"), key=lambda s: s.group.id)
         ages = [settled.staleness for settled in trained]
         counts = StepCounts(
-            admitted=tally.admitted,
+            tally=self.tally,
             looked_at=looked_at,
             fates=self.fates(),
             carried_qualified=carried[0],
             carried_open=carried[1],
-            keep_rate=_share(tally.qualified, tally.closed),
-            mean_accuracy=_share(tally.accuracy_sum, tally.answers),
-            truncated_share=_share(tally.truncated_answers, tally.answers),
             qualify_rate=qualify_rate,
-            resumed_answers=tally.resumed_answers,
-            aborted_answers=tally.aborted_answers,
-            retried_answers=tally.retried_answers,
-            empty_bounds=tally.empty_bounds,
             staleness_mean=_share(sum(ages), len(ages)),
             staleness_max=max(ages, default=0),
             tokens=now.minus(self.at_commit),

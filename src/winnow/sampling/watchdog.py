@@ -82,9 +82,8 @@ class Watchdog:
         )
         oldest = next(iter(ledger.groups.open.values()), None)
         if oldest is not None:
-            finished = sum(answer.trajectory is not None for answer in oldest.answers)
             line += (
-                f"; the oldest open group is {oldest.id}, {finished} of "
+                f"; the oldest open group is {oldest.id}, {oldest.finished} of "
                 f"{len(oldest.answers)} answers finished"
             )
         return line

@@ -22,6 +22,7 @@ from winnow.runs.checkpoint import (
     MANIFEST,
     Checkpoint,
     Content,
+    Manifest,
     checkpoints_in,
     load_state,
     save_checkpoint,
@@ -42,13 +43,9 @@ def made(runs: Path, *overrides: str) -> Checkpoint:
     with opened_run(config, "quickstart") as opened:
         text = dump_config(opened.config)
     (run / "metrics.jsonl").write_text('{"step":3}\n')
+    manifest = Manifest(3, code=code_hashes(config))
     content = Content(
-        3,
-        lambda folder: [digits_folder(folder), None][1],
-        {"optimizer": torch.ones(3)},
-        config=text,
-        metrics_bytes=0,
-        code=code_hashes(config),
+        manifest, lambda path: [digits_folder(path), None][1], {"x": torch.ones(3)}, config=text
     )
     return save_checkpoint(run / "checkpoints", content)
 

@@ -20,6 +20,7 @@ from winnow.runs import checkpoint as module
 from winnow.runs.checkpoint import (
     Checkpoint,
     Content,
+    Manifest,
     Retention,
     checkpoints_in,
     clean,
@@ -44,8 +45,12 @@ def write_model(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * 16)
 
 
+def content(step: int, config: str = "", **more: Any) -> Content:
+    return Content(Manifest(step, **more), write_model, STATE, config=config)
+
+
 def save(folder: Path, step: int, **more: Any) -> Checkpoint:
-    return save_checkpoint(folder, Content(step, write_model, STATE, **more))
+    return save_checkpoint(folder, content(step, **more))
 
 
 def steps(folder: Path) -> list[int]:
@@ -209,10 +214,10 @@ def test_a_full_disk_is_said_in_one_line_and_nothing_stays(tmp_path: Path) -> No
     save(tmp_path, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    content = Content(2, write_model, {"big": torch.zeros(100_000)})
+    big = Content(Manifest(2), write_model, {"big": torch.zeros(100_000)})
     try:
         with pytest.raises(CheckpointError, match=r"step-2: .*too large; free some") as caught:
-            save_checkpoint(tmp_path, content)
+            save_checkpoint(tmp_path, big)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "\n" not in str(caught.value)

@@ -11,7 +11,14 @@ import fsspec
 import pytest
 
 from winnow.errors import CheckpointError
-from winnow.runs.checkpoint import Checkpoint, Content, checkpoints_in, save_checkpoint, verify
+from winnow.runs.checkpoint import (
+    Checkpoint,
+    Content,
+    Manifest,
+    checkpoints_in,
+    save_checkpoint,
+    verify,
+)
 from winnow.runs.checkpoint_upload import CheckpointUpload
 
 
@@ -22,7 +29,7 @@ def save(run: Path, step: int) -> Checkpoint:
     (run / "rollouts" / f"step-{step}.parquet").write_text(str(step))
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f"{step}\n")
-    content = Content(step, lambda model: model.mkdir(), {"step": step})
+    content = Content(Manifest(step), lambda model: model.mkdir(), {"step": step})
     return save_checkpoint(run / "checkpoints", content)
 
 

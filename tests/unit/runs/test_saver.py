@@ -11,7 +11,7 @@ import pytest
 from tests.unprivileged import permissions_apply
 
 from winnow.errors import CheckpointError
-from winnow.runs.checkpoint import Content, Retention, Saver, checkpoints_in
+from winnow.runs.checkpoint import Content, Manifest, Retention, Saver, checkpoints_in
 
 
 def content(step: int, gate: threading.Event | None = None, error: str = "") -> Content:
@@ -22,7 +22,7 @@ def content(step: int, gate: threading.Event | None = None, error: str = "") -> 
         if error:
             raise OSError(28, error)
 
-    return Content(step, save_model, {"a": step})
+    return Content(Manifest(step), save_model, {"a": step})
 
 
 def steps(folder: Path) -> list[int]:

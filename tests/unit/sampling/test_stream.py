@@ -151,7 +151,7 @@ def test_at_the_target_everything_is_aborted_and_resumed_first_in_the_next_step(
             following = await run.step()
             resumed = [r.group_id for r in run.engine.submitted][: len(waiting)]
             assert resumed == waiting
-            assert following.counts.resumed_answers <= step.counts.aborted_answers
+            assert following.counts.tally.resumed_answers <= step.counts.tally.aborted_answers
         assert carried > 5
 
     asyncio.run(go())
@@ -272,7 +272,10 @@ def test_a_run_goes_on_exactly_from_its_state(with_baseline: bool) -> None:
 def test_answers_under_way_at_a_cut_go_on_under_the_new_weights() -> None:
     run = Run(lookahead=1)
     steps = run.steps(12)
-    assert sum(step.counts.aborted_answers + step.counts.resumed_answers for step in steps) == 0
+    assert (
+        sum(step.counts.tally.aborted_answers + step.counts.tally.resumed_answers for step in steps)
+        == 0
+    )
     assert run.engine.aborted_groups == []
     spans = set()
     for step in steps:
@@ -329,7 +332,7 @@ def test_where_a_cut_drops_groups_nothing_runs_across_it(settings: dict[str, Any
 def test_an_engine_that_does_not_take_weights_live_is_emptied_at_each_cut() -> None:
     run = Run(lookahead=1)
     run.engine.live_updates = False
-    assert sum(step.counts.aborted_answers for step in run.steps(8)) > 0
+    assert sum(step.counts.tally.aborted_answers for step in run.steps(8)) > 0
 
 
 @only_free
@@ -504,7 +507,7 @@ def test_an_empty_bound_followed_by_signal_is_one_step_with_both_on_its_books() 
 
     run = Run(score=score, max_groups_per_step=12)
     (step,) = run.steps(1)
-    assert step.counts.empty_bounds == 1
+    assert step.counts.tally.empty_bounds == 1
     assert {s.group.prompt.uid for s in step.discarded} >= {str(uid) for uid in range(12)}
     assert run.sampler.ledger.tally.empty_bounds == 0
 
@@ -538,7 +541,7 @@ def test_a_failed_answer_is_retried_behind_its_prefix_and_ends_the_same() -> Non
     plain = Run().steps(3)
     assert [[g.id for g in s.groups] for s in steps] == [[g.id for g in s.groups] for s in plain]
     for step in steps:
-        assert step.counts.retried_answers > 0
+        assert step.counts.tally.retried_answers > 0
         assert step.counts.fates["failed"] == 0
         for group in step.groups:
             tokens = group.answers[0].trajectory.token_ids
@@ -599,7 +602,7 @@ def test_an_engine_that_forgot_its_answers_gets_them_again() -> None:
 
     step = asyncio.run(go())
     assert len(step.groups) == 4
-    assert step.counts.retried_answers > 0
+    assert step.counts.tally.retried_answers > 0
 
 
 def test_a_stalled_engine_is_asked_again_behind_the_prefixes(
@@ -608,7 +611,7 @@ def test_a_stalled_engine_is_asked_again_behind_the_prefixes(
     run = Run(ScriptedEngine(ragged, slots=16, stalls=[8]), stall_timeout_s=0.05)
     with caplog.at_level(logging.WARNING):
         steps = run.steps(3)
-    assert steps[0].counts.retried_answers > 0
+    assert steps[0].counts.tally.retried_answers > 0
     assert "sending answers again. sampling waits for the engine" in caplog.text
     for step in steps:
         for group in step.groups:
@@ -646,7 +649,7 @@ def test_a_slow_scorer_is_no_stalled_engine() -> None:
 
     run = Run(ScriptedEngine(lambda r, a: 10, slots=64), score=slow, stall_timeout_s=0.02)
     (step,) = run.steps(1)
-    assert step.counts.retried_answers == 0
+    assert step.counts.tally.retried_answers == 0
 
 
 def test_cancelling_a_step_cancels_it() -> None:
