@@ -15,6 +15,7 @@ from typing import Any
 from winnow.errors import CheckpointError
 from winnow.observe.files import PARTIAL
 from winnow.runs.checkpoint import MANIFEST, Checkpoint, checkpoints_in
+from winnow.runs.state_file import SHARD_INDEX
 
 PATIENCE = 3
 """Checkpoints in a row that may fail to be copied; the next that works brings all of them."""
@@ -87,7 +88,7 @@ class CheckpointUpload:
         kept = checkpoints_in(self._folder / "checkpoints")
         for path in sorted(self._folder.rglob("*"), key=lambda path: path.name == MANIFEST):
             place = path.relative_to(self._folder)
-            hidden = any(part.startswith(".") for part in place.parts)
+            hidden = any(part[0] == "." and part != SHARD_INDEX for part in place.parts)
             if hidden or path.name.endswith(PARTIAL) or not path.is_file():
                 continue
             status = path.stat()

@@ -29,7 +29,12 @@ def save(run: Path, step: int) -> Checkpoint:
     (run / "rollouts" / f"step-{step}.parquet").write_text(str(step))
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f"{step}\n")
-    content = Content(Manifest(step), lambda model: model.mkdir(), {"step": step})
+
+    def save_ranks(draft: Path) -> None:
+        (draft / "ranks").mkdir()
+        (draft / "ranks" / ".metadata").write_text("the index of the shards")
+
+    content = Content(Manifest(step), lambda model: model.mkdir(), {"step": step}, save_ranks)
     return save_checkpoint(run / "checkpoints", content)
 
 
