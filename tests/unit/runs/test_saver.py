@@ -90,7 +90,7 @@ def test_an_error_does_not_hide_the_one_that_ended_the_run(
 def test_ctrl_c_twice_gives_a_save_up_and_leaves_no_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("winnow.runs.saver._ABANDON_S", 0.05)
+    monkeypatch.setattr("winnow.runs.checkpoint._ABANDON_S", 0.05)
     gate = threading.Event()
 
     def go() -> None:

@@ -18,7 +18,7 @@ from winnow.errors import NoSignalError, RewardError, TrainingError
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
 from winnow.rollout.single_turn import answer_seed
 from winnow.sampling import watchdog
-from winnow.sampling.accounting import StepGroups
+from winnow.sampling.accounting import FATES, StepGroups
 from winnow.sampling.report import Progress
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Trajectory
@@ -115,7 +115,7 @@ def test_the_account_agrees_with_the_engine() -> None:
     steps = run.steps(10)
     account = run.sampler.ledger.account.read()
     assert account.generated == run.engine.status().generated_tokens
-    assert account.generated == account.settled + account.in_progress
+    assert account.generated == account.in_progress + sum(getattr(account, f) for f in FATES)
     assert sum(step.counts.tokens.generated for step in steps) == account.generated
     assert account.trained == sum(g.generated_tokens for step in steps for g in step.groups)
     assert account.truncated_tokens == LIMIT * account.truncated_answers > 0
@@ -726,7 +726,7 @@ def test_a_baselines_tokens_are_in_the_account_under_its_groups_fate() -> None:
     steps = run.steps(10)
     account = run.sampler.ledger.account.read()
     assert account.generated == run.engine.status().generated_tokens
-    assert account.generated == account.settled + account.in_progress
+    assert account.generated == account.in_progress + sum(getattr(account, f) for f in FATES)
     trained = [group for step in steps for group in step.groups]
     baselines = [g.baseline.trajectory.generated_tokens for g in trained if g.baseline]
     assert len(baselines) == 40
