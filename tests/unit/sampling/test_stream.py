@@ -247,7 +247,7 @@ def test_a_run_goes_on_exactly_from_its_state(with_baseline: bool) -> None:
         return [
             (
                 # What goes on in the engine without a stop is resumed after one.
-                repr(replace(step.counts, resumed_answers=0)),
+                repr(replace(step.counts, tally=replace(step.counts.tally, resumed_answers=0))),
                 [
                     (g.id, g.prompt.uid, a.trajectory.token_ids.tolist(), a.score.accuracy)
                     for g in step.groups
