@@ -12,7 +12,7 @@ from winnow.config.load import dump_config
 from winnow.config.root import Config
 from winnow.config.sampling import BandFilter, VarianceFilter
 from winnow.data.build import evaluation_prompts, training_prompts
-from winnow.data.loader import PromptLoader
+from winnow.data.loader import PromptLoader, PromptSource
 from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import EvaluationSettings, Evaluator
 from winnow.observe.jsonl import MetricsLog
@@ -145,11 +145,7 @@ def build(
         WinnowError: data, scorers and model do not fit what the recipe asks.
     """
     source = training_prompts(config.data, policy.tokenizer, config.run.seed)
-    check_positions(config, policy.path, policy.model, longest_prompt(config, source))
-    rewards.check_sources(source.data_sources)
-    rewards.check_prompt(source.prompt(0))
-    if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
-        rewards.require_metric(config.sampling.filter.metric, source.data_sources)
+    _check_prompts(config, policy, source, rewards)
     loader = PromptLoader(source, config.run.seed, config.data.shuffle)
     engine = placed.engine
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin())
@@ -201,6 +197,17 @@ def build(
         evaluate_before=config.evaluation.before and bool(evaluator.prompts),
         notes=(*_notes(source), *placed.notes),
     )
+
+
+def _check_prompts(
+    config: Config, policy: Policies, source: PromptSource, rewards: Rewards
+) -> None:
+    """Check that model and scorers can take the training prompts."""
+    check_positions(config, policy.path, policy.model, longest_prompt(config, source))
+    rewards.check_sources(source.data_sources)
+    rewards.check_prompt(source.prompt(0))
+    if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
+        rewards.require_metric(config.sampling.filter.metric, source.data_sources)
 
 
 def _rollout_writer(
