@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from winnow.config.warm_start import SftWarmStart
+from winnow.config.model import SftWarmStart
 from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.learning.single import SingleStrategy
 from winnow.models.causal_lm import model_writer, use_layout_attention

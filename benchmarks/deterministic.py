@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 from winnow.config.load import load_recipe
+from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
-from winnow.config.warm_start import SftWarmStart
 from winnow.data.build import training_prompts
 from winnow.data.loader import PromptLoader
 from winnow.rollout.engine import WeightUpdate

@@ -35,7 +35,7 @@ import torch
 from benchmarks.loop_scale import SavedPrompts
 from tests.engines import ScriptedEngine, uniform
 
-from winnow.config.sampling import SamplingConfig
+from winnow.config.rollout import SamplingConfig
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.learner import Learned
 from winnow.observe.jsonl import MetricsLog

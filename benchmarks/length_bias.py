@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from winnow.config.load import load_recipe
+from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
-from winnow.config.warm_start import SftWarmStart
 from winnow.data.build import training_prompts
 from winnow.data.loader import PromptLoader
 from winnow.rewards.service import RewardService

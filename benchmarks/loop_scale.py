@@ -32,7 +32,7 @@ import torch
 from tests.engines import Prompts, ScriptedEngine, uniform
 from torch import Tensor
 
-from winnow.config.sampling import SamplingConfig
+from winnow.config.rollout import SamplingConfig
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.advantage import AdvantageStage
 from winnow.learning.batch import MicroBatch

@@ -28,8 +28,8 @@ from tests.recorded import groups_of
 from torch import Tensor
 
 from winnow.config.load import load_recipe
+from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
-from winnow.config.warm_start import SftWarmStart
 from winnow.learning.advantage import AdvantageStage
 from winnow.learning.learner import Learner, LearnerSettings, Rates, Roles
 from winnow.learning.objective import OldSource

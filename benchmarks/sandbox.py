@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.reward import SandboxConfig
 from winnow.rewards.scorers import code
 from winnow.sandbox import current
 from winnow.sandbox.process import ENVIRONMENT

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from winnow.config.load import load_recipe
-from winnow.config.warm_start import SftWarmStart
+from winnow.config.model import SftWarmStart
 from winnow.data.build import training_prompts
 from winnow.data.loader import PromptLoader
 from winnow.observe.metrics import Metrics, Stopwatch

@@ -28,7 +28,8 @@ from tests.spares import Spares
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = (
-    *("winnow.cli.main", "winnow.config.compose", "winnow.config.overrides", "winnow.runs.session"),
+    *("winnow.cli.main", "winnow.config.load", "winnow.runs.session"),
+    "hydra.core.override_parser.overrides_parser",
     "winnow.runs.warm_start",
     *("winnow.workers.child", "winnow.runs.learner_worker", "winnow.rollout.worker"),
     *("winnow.runs.reward_worker", "transformers.models.auto.tokenization_auto"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from winnow.config.checks import check_config
+from winnow.config.rules import check_config
+
 from winnow.config.load import resolve_recipe
 from winnow.config.root import Config
 

@@ -14,7 +14,7 @@ import torch
 from tests.small_models import digits_model
 from transformers import PreTrainedModel
 
-from winnow.config.warm_start import SftWarmStart
+from winnow.config.model import SftWarmStart
 from winnow.models.causal_lm import use_layout_attention
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.reward import SandboxConfig
 from winnow.sandbox.bubblewrap import Bubblewrap
 from winnow.sandbox.interpreter import find_interpreter
 from winnow.sandbox.local import LocalSandbox

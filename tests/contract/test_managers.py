@@ -20,14 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.processes import children
 
-from winnow.config.reward import RewardConfig, UserFunction
-from winnow.config.reward_manager import (
+from winnow.config.reward import (
     BatchManager,
     CustomManager,
     DapoManager,
     NaiveManager,
     ParallelManager,
     RemoteManager,
+    RewardConfig,
+    UserFunction,
 )
 from winnow.rewards.managers import MANAGERS, make_manager
 from winnow.rewards.managers.protocol import Manager

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from tests.sandboxes import BACKENDS, USERS, Host, host, need_bubblewrap
 
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.reward import SandboxConfig
 
 COMBINATIONS = [(backend, user) for backend in BACKENDS for user in USERS]
 MIB = 1 << 20

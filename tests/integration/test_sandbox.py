@@ -32,8 +32,7 @@ from tests.sandboxes import (
     need_bubblewrap,
 )
 
-from winnow.config.reward import RewardConfig
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.reward import RewardConfig, SandboxConfig
 from winnow.errors import RewardError
 from winnow.rewards.service import RewardService
 from winnow.sandbox import seccomp

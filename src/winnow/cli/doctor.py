@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from winnow import __version__
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.reward import SandboxConfig
 from winnow.errors import RewardError
 
 State = Literal["ok", "note", "fault"]

@@ -245,7 +245,7 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
 
 def _who_scores(config: RewardConfig, data_source: str) -> tuple[str, str]:
     """The name of the scorer, and the sandbox where it has one."""
-    from winnow.config.reward_manager import CustomManager, RemoteManager
+    from winnow.config.reward import CustomManager, RemoteManager
     from winnow.rewards.routing import Router
     from winnow.sandbox.current import current
 

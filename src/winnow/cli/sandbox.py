@@ -67,7 +67,7 @@ def serve_command(
             f"winnow sandbox serve needs the package {error.name}, which is not installed; "
             "pip install 'winnow[serve]'"
         ) from None
-    from winnow.config.sandbox import SandboxConfig
+    from winnow.config.reward import SandboxConfig
     from winnow.http.client import token_of
 
     config = SandboxConfig(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from winnow.config.evaluation import EvaluationConfig
+from winnow.config.trainer import EvaluationConfig
 from winnow.evaluation.statistics import PromptAnswers, as_record, summarise
 from winnow.observe.metrics import Metrics
 from winnow.observe.names import EVAL, Number

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from winnow.config.judge import OpenAiJudge
+from winnow.config.judge import OpenAiJudge, SequenceClassifier
 from winnow.config.reward import RewardConfig
-from winnow.config.reward_model import SequenceClassifier
 from winnow.rewards.shaping import COSINE
 from winnow.types import Score
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from winnow.config.reward_model import SequenceClassifier
+from winnow.config.judge import SequenceClassifier
 from winnow.errors import ModelError
 from winnow.types import IntArray, Prompt
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from winnow.config.reward_model import SequenceClassifier
+from winnow.config.judge import SequenceClassifier
 from winnow.rewards.conversation import Conversation
 from winnow.rewards.task import Failure
 from winnow.types import IntArray, Prompt

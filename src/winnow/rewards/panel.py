@@ -14,8 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from winnow.config.reward import RewardConfig
-from winnow.config.reward_manager import DapoManager
+from winnow.config.reward import DapoManager, RewardConfig
 from winnow.rewards.blending import TASK, blended, part_weights
 from winnow.rewards.judge import Judge
 from winnow.rewards.managers import make_manager, rules_place

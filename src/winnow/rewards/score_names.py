@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from winnow.config.judge import OpenAiJudge
-from winnow.config.reward import RewardConfig
-from winnow.config.reward_manager import CustomManager, DapoManager, RemoteManager
-from winnow.config.reward_model import SequenceClassifier
+from winnow.config.judge import OpenAiJudge, SequenceClassifier
+from winnow.config.reward import CustomManager, DapoManager, RemoteManager, RewardConfig
 from winnow.rewards.blending import TASK
 from winnow.rewards.routing import NO_SCORER, Router
 from winnow.rewards.shaping import COSINE, OVERLONG, OVERLONG_REWARD

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from winnow.config.load import dump_config
+from winnow.config.rollout import BandFilter, VarianceFilter
 from winnow.config.root import Config
-from winnow.config.sampling import BandFilter, VarianceFilter
 from winnow.data.build import evaluation_prompts, training_prompts
 from winnow.data.loader import PromptLoader, PromptSource
 from winnow.errors import ConfigError

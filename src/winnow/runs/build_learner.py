@@ -9,11 +9,17 @@ from typing import Any
 from winnow.algorithms.estimators import ESTIMATORS, Need
 from winnow.algorithms.losses.registry import POLICY_LOSSES
 from winnow.algorithms.schedule import lr_at
-from winnow.config.correction import CorrectionConfig, NoRejection, NoWeight
-from winnow.config.kl import AdaptiveRewardKl, LossKl, NoKl
+from winnow.config.algorithm import (
+    AdaptiveRewardKl,
+    CorrectionConfig,
+    LossKl,
+    NoKl,
+    NoRejection,
+    NoWeight,
+)
 from winnow.config.model import NoAdapter
-from winnow.config.optim import OptimConfig
 from winnow.config.root import Config
+from winnow.config.trainer import OptimConfig
 from winnow.learning.advantage import AdvantageStage
 from winnow.learning.critic import Critic, ValueObjective
 from winnow.learning.importance_correction import CorrectionStage

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 import winnow
-from winnow.config.evaluation import EvaluationConfig
 from winnow.config.root import Config
+from winnow.config.trainer import EvaluationConfig
 from winnow.errors import DataError, ModelError, RewardError
 from winnow.evaluation.evaluator import Evaluated, Evaluator
 from winnow.evaluation.progress import ProgressLine, watched

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from winnow.config.checks_cluster import workers_of
-from winnow.config.cluster import RayCluster
-from winnow.config.reward_model import NoRewardModel
+from winnow.config.judge import NoRewardModel
 from winnow.config.root import Config
+from winnow.config.rules import workers_of
+from winnow.config.trainer import RayCluster
 from winnow.errors import ConfigError
 from winnow.runs.worker_groups import WorkerGroups
 from winnow.workers.local import start_local

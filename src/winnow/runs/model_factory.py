@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from winnow.config.optim import OptimConfig
 from winnow.config.root import Config
-from winnow.config.trainer import Fsdp2
+from winnow.config.trainer import Fsdp2, OptimConfig
 from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder, RankSharding
 from winnow.learning.fsdp2 import FSDP2Strategy
 from winnow.learning.shards import local

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from winnow.config.judge import SequenceClassifier
 from winnow.config.model import ModelConfig
-from winnow.config.reward_model import SequenceClassifier
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import ModelError
 from winnow.learning.reference import RewardModel

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from winnow.config.reward_model import NoRewardModel
-from winnow.config.reward_shares import share_of
+from winnow.config.judge import NoRewardModel
+from winnow.config.reward import share_of
 from winnow.config.root import Config
 from winnow.data.text import decoder
 from winnow.data.tokenizer import load_tokenizer

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from winnow import gc_tuning as heap
+from winnow.config.model import SftWarmStart
+from winnow.config.rollout import VarianceFilter
 from winnow.config.root import Config
-from winnow.config.sampling import VarianceFilter
-from winnow.config.warm_start import SftWarmStart
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.curve import draw_curve

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from winnow.config.checks_cluster import workers_of
-from winnow.config.cluster import LocalCluster
-from winnow.config.reward_model import SequenceClassifier
+from winnow.config.judge import SequenceClassifier
 from winnow.config.rollout import TorchEngineConfig
 from winnow.config.root import Config
+from winnow.config.rules import workers_of
+from winnow.config.trainer import LocalCluster
 from winnow.data.text import decoder
 from winnow.learning.canary import Canary
 from winnow.learning.learner import AnyLearner

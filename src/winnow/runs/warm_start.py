@@ -24,8 +24,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, 
 import winnow
 from winnow.algorithms.schedule import lr_at
 from winnow.config.data import SortDigitsTask
+from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
-from winnow.config.warm_start import SftWarmStart
 from winnow.data.tasks.demonstrations import Demonstration, demonstrations
 from winnow.data.tasks.sort_digits import EOS_ID, PAD_ID, build_tokenizer
 from winnow.errors import WinnowError

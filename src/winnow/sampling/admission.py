@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from winnow.config.sampling import SamplingConfig
+from winnow.config.rollout import SamplingConfig
 from winnow.errors import ConfigError
 
 LEAST_CHANCE = 1 / 32

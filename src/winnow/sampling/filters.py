@@ -22,7 +22,7 @@ from typing import Literal
 
 import numpy as np
 
-from winnow.config.sampling import BandFilter, CustomFilter, Filter, NoFilter, VarianceFilter
+from winnow.config.rollout import BandFilter, CustomFilter, Filter, NoFilter, VarianceFilter
 from winnow.errors import ConfigError, RewardError
 from winnow.types import Score
 from winnow.user_code import load_user_object

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from winnow.config.sampling import NoFilter, SamplingConfig
+from winnow.config.rollout import NoFilter, SamplingConfig
 from winnow.sampling.accounting import Fate, StepAccounting, StepGroups, Tally, TokenAccount
 from winnow.sampling.admission import AdmissionRule, ClosedPrefix, History, Outcome, QualifyRate
 from winnow.sampling.filters import Verdict, make_judge

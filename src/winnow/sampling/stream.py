@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import Any
 
-from winnow.config.sampling import SamplingConfig
+from winnow.config.rollout import SamplingConfig
 from winnow.errors import NoSignalError
 from winnow.rollout.engine import CompletionEvent, Engine, SamplingParams
 from winnow.rollout.single_turn import group_request, trajectory_of

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
 
-from winnow.config.sampling import SamplingConfig
+from winnow.config.rollout import SamplingConfig
 from winnow.errors import TrainingError
 from winnow.rollout.engine import Engine
 from winnow.sampling.ledger import Ledger

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from winnow.config.sandbox import FusionConfig, SandboxConfig
+from winnow.config.reward import FusionConfig, SandboxConfig
 from winnow.sandbox.local import LocalSandbox
 from winnow.sandbox.program import Sandbox
 

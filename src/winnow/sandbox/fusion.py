@@ -15,7 +15,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from winnow.config.sandbox import FusionConfig
+from winnow.config.reward import FusionConfig
 from winnow.errors import RewardError
 from winnow.http.client import HttpJson, RemoteError, token_of
 from winnow.sandbox.program import OUTPUT_LIMIT, Ending, Program, Result, SandboxError

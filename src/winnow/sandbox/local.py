@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.reward import SandboxConfig
 from winnow.errors import RewardError
 from winnow.sandbox.bubblewrap import Bubblewrap
 from winnow.sandbox.interpreter import Interpreter, compiled, find_interpreter

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Literal, NamedTuple, Protocol
 
-from winnow.config.sandbox import FusionConfig, SandboxConfig
+from winnow.config.reward import FusionConfig, SandboxConfig
 
 Ending = Literal["finished", "time_limit", "output_limit", "compile_error"]
 OUTPUT_LIMIT = "output_limit"

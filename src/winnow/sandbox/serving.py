@@ -15,7 +15,7 @@ from types import FrameType
 
 import uvicorn
 
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.reward import SandboxConfig
 from winnow.errors import RewardError
 from winnow.http.service import is_loopback
 from winnow.sandbox.local import LocalSandbox

@@ -15,10 +15,10 @@ from tests.scoring import LIMIT, answer
 from tests.states import read_back
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from winnow.config.judge import SequenceClassifier
 from winnow.config.model import ModelConfig
 from winnow.config.reward import OverlongConfig, PartWeights, RewardConfig, UserFunction
-from winnow.config.reward_model import SequenceClassifier
-from winnow.config.sampling import VarianceFilter
+from winnow.config.rollout import VarianceFilter
 from winnow.errors import ModelError, RewardError
 from winnow.models.causal_lm import quiet_transformers
 from winnow.rewards.model import Forward

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.sandboxes import need_bubblewrap
 
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.reward import SandboxConfig
 from winnow.rewards.scorers import SCORERS, code
 from winnow.rewards.scorers.code_tests import FunctionTests, ProgramTests, code_of, read_tests
 from winnow.sandbox import current

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.sandboxes import need_bubblewrap, served
 
-from winnow.config.sandbox import FusionConfig, SandboxConfig
+from winnow.config.reward import FusionConfig, SandboxConfig
 from winnow.rewards.scorers import code
 from winnow.sandbox import current
 

@@ -29,8 +29,7 @@ from tests.sandboxes import need_bubblewrap, served
 from tests.winnow_command import in_this_process
 
 from winnow.config.load import load_recipe
-from winnow.config.reward import RewardConfig
-from winnow.config.sandbox import FusionConfig, SandboxConfig
+from winnow.config.reward import FusionConfig, RewardConfig, SandboxConfig
 from winnow.errors import ConfigError, RewardError
 from winnow.rewards.managers.rules import Rules
 from winnow.rewards.scorers import code as scorer

@@ -22,8 +22,13 @@ from tests.sandboxes import need_bubblewrap
 from tests.scoring import LIMIT, SIGNATURE, answer
 
 from winnow.config.load import load_recipe
-from winnow.config.reward import RewardConfig, UserFunction
-from winnow.config.reward_manager import BatchManager, CustomManager, RemoteManager
+from winnow.config.reward import (
+    BatchManager,
+    CustomManager,
+    RemoteManager,
+    RewardConfig,
+    UserFunction,
+)
 from winnow.errors import ConfigError, RewardError
 from winnow.rewards.managers import make_manager
 from winnow.rewards.managers.protocol import Manager

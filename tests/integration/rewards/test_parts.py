@@ -11,13 +11,15 @@ from tests.scoring import LIMIT, PROMPT, UserService, answer
 
 from winnow.config.reward import (
     CosineConfig,
+    DapoManager,
+    NaiveManager,
     OverlongConfig,
+    ParallelManager,
     PartConfig,
     PartWeights,
     RewardConfig,
 )
-from winnow.config.reward_manager import DapoManager, NaiveManager, ParallelManager
-from winnow.config.sampling import VarianceFilter
+from winnow.config.rollout import VarianceFilter
 from winnow.errors import RewardError
 from winnow.observe.metrics import Metrics
 from winnow.rewards.scorers import SCORERS

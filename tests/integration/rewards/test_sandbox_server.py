@@ -17,7 +17,7 @@ import httpx
 import pytest
 from tests.sandboxes import need_bubblewrap, served
 
-from winnow.config.sandbox import SandboxConfig
+from winnow.config.reward import SandboxConfig
 from winnow.http.service import is_asked_here, is_loopback
 from winnow.sandbox.program import Limits, Result
 from winnow.sandbox.request import RequestError, job_of, response_of

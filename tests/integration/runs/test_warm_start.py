@@ -15,8 +15,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.config.load import load_recipe
+from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
-from winnow.config.warm_start import SftWarmStart
 from winnow.runs.warm_start import WarmStart, cache_folder, make_warm_start, tiny_model
 
 
@@ -104,7 +104,6 @@ def test_other_versions_have_a_place_of_their_own(
 TWO = """
 import sys, time
 from pathlib import Path
-from winnow.config.load import load_recipe
 from winnow.runs.warm_start import make_warm_start
 
 place = Path(sys.argv[1])

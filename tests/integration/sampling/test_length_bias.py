@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tests.engines import VOCABULARY, Prompts, ScriptedEngine, uniform
 
-from winnow.config.sampling import SamplingConfig
+from winnow.config.rollout import SamplingConfig
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
 from winnow.rollout.single_turn import answer_seed
 from winnow.sampling.stream import Sampler

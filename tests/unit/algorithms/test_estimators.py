@@ -17,7 +17,7 @@ from tests.examples import examples
 from tests.ragged_steps import COMPONENTS, SIXTEENTHS, Sample, Token, inputs_of, steps
 
 from winnow.algorithms.estimators import ESTIMATORS, AdvantageInputs, Advantages
-from winnow.config.advantage import Advantage
+from winnow.config.algorithm import Advantage
 
 Rows = list[list[float]]
 Reference = Callable[..., list[float] | Rows]

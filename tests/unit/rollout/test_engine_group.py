@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.engines import Prompts, ScriptedEngine, uniform, written
 from tests.examples import examples
 
-from winnow.config.sampling import NoFilter, SamplingConfig
+from winnow.config.rollout import NoFilter, SamplingConfig
 from winnow.errors import PublicationError, WorkerError
 from winnow.rollout.engine import (
     AnswerRequest,

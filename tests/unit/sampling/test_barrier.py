@@ -16,7 +16,7 @@ import pytest
 from tests.states import read_back
 
 from engines import Prompts, ScriptedEngine, uniforms
-from winnow.config.sampling import SamplingConfig
+from winnow.config.rollout import SamplingConfig
 from winnow.rollout.engine import (
     AnswerRequest,
     CompletionEvent,

@@ -6,13 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines import prompt, written
-from winnow.config.sampling import (
-    BandFilter,
-    CustomFilter,
-    NoFilter,
-    SamplingConfig,
-    VarianceFilter,
-)
+from winnow.config.rollout import BandFilter, CustomFilter, NoFilter, SamplingConfig, VarianceFilter
 from winnow.errors import ConfigError, RewardError
 from winnow.sampling.filters import judge, make_judge, qualifies
 from winnow.sampling.ledger import Ledger

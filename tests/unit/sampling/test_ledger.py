@@ -15,7 +15,7 @@ from tests.examples import examples
 from tests.states import read_back, same
 
 from engines import prompt, written
-from winnow.config.sampling import NoFilter, SamplingConfig, VarianceFilter
+from winnow.config.rollout import NoFilter, SamplingConfig, VarianceFilter
 from winnow.rollout.single_turn import answer_seed
 from winnow.sampling.accounting import SettledGroup, StepGroups
 from winnow.sampling.ledger import Ledger

@@ -13,7 +13,7 @@ import pytest
 from tests.states import read_back
 
 from engines import Prompts, ScriptedEngine, greedy_seed, uniforms, written
-from winnow.config.sampling import SamplingConfig, VarianceFilter
+from winnow.config.rollout import SamplingConfig, VarianceFilter
 from winnow.errors import NoSignalError, RewardError, TrainingError
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
 from winnow.rollout.single_turn import answer_seed

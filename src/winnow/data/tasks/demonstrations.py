@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from winnow.config.data import SortDigitsTask
-from winnow.config.warm_start import DemonstrationConfig
+from winnow.config.model import DemonstrationConfig
 from winnow.data.tasks.sort_digits import DIGITS, EOS_ID, encode, is_held_out, prompt_text
 from winnow.types import IntArray
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from winnow.config.reward import RewardConfig
-from winnow.config.reward_manager import NaiveManager, ParallelManager
+from winnow.config.reward import NaiveManager, ParallelManager, RewardConfig
 from winnow.rewards.managers.batch import Batches
 from winnow.rewards.managers.custom import Custom
 from winnow.rewards.managers.function import FunctionApart, FunctionHere

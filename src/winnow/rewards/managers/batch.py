@@ -12,8 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from winnow.config.reward import RewardConfig
-from winnow.config.reward_manager import BatchManager
+from winnow.config.reward import BatchManager, RewardConfig
 from winnow.rewards.managers.function import seed_of
 from winnow.rewards.pool import ScorerPool, default_workers
 from winnow.rewards.task import Arguments, Failure

@@ -25,8 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from winnow.config.reward import RewardConfig
-from winnow.config.reward_manager import CustomManager
+from winnow.config.reward import CustomManager, RewardConfig
 from winnow.errors import RewardError, WinnowError
 from winnow.rewards.blending import TASK
 from winnow.rewards.task import Failure, checked, failure_of, raise_if_cancelled

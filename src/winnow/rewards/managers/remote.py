@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from winnow.config.reward import RewardConfig
-from winnow.config.reward_manager import RemoteManager
+from winnow.config.reward import RemoteManager, RewardConfig
 from winnow.errors import RewardError
 from winnow.http.client import HttpJson, RemoteError, token_of
 from winnow.rewards.task import Failure, checked, failure_of

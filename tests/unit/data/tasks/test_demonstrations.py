@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from winnow.config.data import SortDigitsTask
-from winnow.config.warm_start import DemonstrationConfig
+from winnow.config.model import DemonstrationConfig
 from winnow.data.tasks.demonstrations import Demonstration, demonstrations
 from winnow.data.tasks.sort_digits import EOS, VOCABULARY, is_held_out, solution, worked_form
 
