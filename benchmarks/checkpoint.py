@@ -16,7 +16,6 @@ import argparse
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,8 @@ from winnow.config.model import SftWarmStart
 from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.learning.single import SingleStrategy
 from winnow.models.causal_lm import model_writer, use_layout_attention
-from winnow.runs.checkpoint import Content, Retention, this_machine
-from winnow.runs.saver import Saver
-from winnow.runs.snapshot import LocalTensors
-from winnow.runs.state import RunState
+from winnow.runs.checkpoint import Manifest, Retention, Saver, this_machine
+from winnow.runs.state import LocalTensors, RunState
 from winnow.runs.warm_start import tiny_model
 
 
@@ -76,7 +73,7 @@ def saves(name: str, folder: Path) -> str:
     lines = [f"## {name}: {weights / 1e6:.1f} M weights", ""]
     lines += [HEAD, "|---|---|---|---|---|---|---|"]
     with Saver(folder, Retention(1)) as saver:
-        frame = partial(Content, machine=this_machine(held.device))
+        frame = Manifest(machine=this_machine(held.device))
         writer = model_writer(held.model, build_tokenizer())
         state = RunState(LocalTensors(held, {}, writer), {}, lambda: 0, saver.save, frame)
         for step in (1, 2, 3):

@@ -48,15 +48,15 @@ from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
 from winnow.rollout.router import quantum_for
-from winnow.runs.checkpoint import Content, Retention
+from winnow.runs import loop
+from winnow.runs.checkpoint import Manifest, Retention, Saver
 from winnow.runs.learner_worker import RankFacts, StepReply
-from winnow.runs.loop import Course, Parts, Schedule, train
+from winnow.runs.loop import train
+from winnow.runs.metrics import Passes, Throughput
 from winnow.runs.publishing import Sharing
 from winnow.runs.remote_learner import RemoteLearner, RemoteSnapshots
-from winnow.runs.saver import Saver
 from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState
-from winnow.runs.throughput import Passes, Throughput
 from winnow.sampling.stream import Sampler
 from winnow.types import Group, IntArray, Prompt, Score, Trajectory
 from winnow.workers.array_refs import ArrayBlock, fetch
@@ -235,17 +235,22 @@ class Run:
         """Run it."""
         log = MetricsLog(self.folder / "metrics.jsonl")
         with Saver(self.folder / "checkpoints", Retention(1)) as saver:
-            parts = self._parts(groups, log, saver)
+            run = self._run(groups, log, saver, steps)
             gc.freeze()  # as a run does
-            nothing = Schedule(None, steps + 1)
-            asyncio.run(train(parts, Course(1, steps, False, nothing, Schedule(None, steps))))
+            asyncio.run(train(run))
         log.close()
         (cpu_0, wall_0, read_0), (cpu_1, wall_1, read_1) = self.clocks[0], self.clocks[-1]
         n = steps - 1
         cost = (cpu_1 - cpu_0) / n, (wall_1 - wall_0) / n, (read_1 - read_0) // n
         return Cost(self.samples, self.limit, self.tokens[-1], *cost)
 
-    def _parts(self, groups: Sequence[ThreadsafeGroup], log: MetricsLog, saver: Saver) -> Parts:
+    def _run(
+        self,
+        groups: Sequence[ThreadsafeGroup],
+        log: MetricsLog,
+        saver: Saver,
+        steps: int,
+    ) -> loop.Run:
         *writing, scoring, learning = groups
         engines = [RemoteEngine(each, 0, each.ask("ask", "")[0]) for each in writing]
         engine = EngineGroup(engines, True, quantum_for(self.limit))
@@ -269,8 +274,7 @@ class Run:
             look_ticks=engine.quantum_ticks,
         )
         states: Mapping[str, Any] = {"sampler": sampler, "loader": prompts, "learner": learner}
-        frame = partial(Content, config="", machine={})
-        return Parts(
+        return loop.Run(
             sampler=sampler,
             learner=learner,
             publish=Sharing(engine),
@@ -278,11 +282,14 @@ class Run:
             evaluator=cast(Evaluator, SimpleNamespace()),
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
-            state=RunState(RemoteSnapshots(learner), states, log.offset, saver.save, frame),
+            state=RunState(RemoteSnapshots(learner), states, log.offset, saver.save, Manifest()),
             stop=ShutdownSignal(),
             keep_rollouts=self._keep_rollouts,
             check_scoring=lambda: None,
             scoring_figures=dict,
+            evaluations=loop.Schedule(None, steps + 1),
+            checkpoints=loop.Schedule(None, steps),
+            steps=steps,
         )
 
     def _keep_rollouts(self, step: int, closed: Sequence[RolloutGroup]) -> None:

@@ -24,7 +24,6 @@ import time
 import tracemalloc
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -47,14 +46,13 @@ from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
-from winnow.runs.checkpoint import Content, Retention
-from winnow.runs.loop import Course, Parts, Schedule, train
+from winnow.runs import loop
+from winnow.runs.checkpoint import Manifest, Retention, Saver
+from winnow.runs.loop import train
+from winnow.runs.metrics import Passes, Throughput
 from winnow.runs.publishing import Sharing
-from winnow.runs.saver import Saver
 from winnow.runs.shutdown import ShutdownSignal
-from winnow.runs.snapshot import LocalTensors
-from winnow.runs.state import RunState
-from winnow.runs.throughput import Passes, Throughput
+from winnow.runs.state import LocalTensors, RunState
 from winnow.sampling.stream import Sampler
 from winnow.types import IntArray, Prompt, Score, Trajectory
 
@@ -179,10 +177,7 @@ class Run:
         """Run it; notes the clocks at each step's end."""
         log = MetricsLog(self.folder / "metrics.jsonl")
         with Saver(self.folder / "checkpoints", Retention(1)) as saver:
-            parts = self._parts(log, saver)
-            every = Schedule(1, steps)
-            course = Course(1, steps, False, Schedule(None, steps), every)
-            asyncio.run(train(parts, course))
+            asyncio.run(train(self._run(log, saver, steps)))
         log.close()
         return self
 
@@ -193,7 +188,7 @@ class Run:
         engine = (engine_1 - engine_0) / steps
         return (all_1 - all_0) / steps - engine, engine
 
-    def _parts(self, log: MetricsLog, saver: Saver) -> Parts:
+    def _run(self, log: MetricsLog, saver: Saver, steps: int) -> loop.Run:
         groups = self.samples // ANSWERS
         prompts, strategy = SavedPrompts(), cast(Any, IdleStrategy())
         sampler = Sampler(
@@ -214,9 +209,8 @@ class Run:
             settings,
         )
         states: Mapping[str, Any] = {"sampler": sampler, "loader": prompts, "learner": learner}
-        frame = partial(Content, config="", machine={})
         nobody = cast(Evaluator, SimpleNamespace(evaluate=_no_figures))
-        return Parts(
+        return loop.Run(
             sampler=sampler,
             learner=learner,
             publish=Sharing(self.engine),
@@ -225,12 +219,15 @@ class Run:
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
             state=RunState(
-                LocalTensors(strategy, {}, _save_model), states, log.offset, saver.save, frame
+                LocalTensors(strategy, {}, _save_model), states, log.offset, saver.save, Manifest()
             ),
             stop=ShutdownSignal(),
             keep_rollouts=self._keep_rollouts,
             check_scoring=lambda: None,
             scoring_figures=dict,
+            evaluations=loop.Schedule(None, steps),
+            checkpoints=loop.Schedule(1, steps),
+            steps=steps,
         )
 
     def _keep_rollouts(self, step: int, closed: Sequence[RolloutGroup]) -> None:

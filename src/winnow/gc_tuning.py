@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def growing() -> Iterator[None]:
-    """While the block runs, as for imports, nothing is collected."""
+    """Collect nothing while the block runs, as for imports."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -27,7 +27,7 @@ def growing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """What is there when the block begins is not looked at while it runs."""
+    """Leave alone, while the block runs, the objects that are there when it begins."""
     is_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
@@ -39,6 +39,6 @@ def frozen() -> Iterator[None]:
 
 
 def leave_at_exit() -> None:
-    """At the process's end the system takes the memory back, and nobody looks for cycles."""
+    """Leave all objects alone at the process's end: the system takes the memory back."""
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)

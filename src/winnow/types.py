@@ -1,4 +1,4 @@
-"""The words of Winnow as types: what a prompt, an answer and a group are.
+"""The vocabulary of Winnow as types: prompts, segments, trajectories, scores, groups.
 
 Frozen, without torch, so that every layer can use them. Shape suffixes: `L` tokens of one
 segment or prompt. Token ids are the truth from the engine to the loss; text is for scorers
@@ -35,16 +35,16 @@ class Prompt:
     token_ids: IntArray
     """[L] what the policy is given, chat template included."""
     text: str
-    """What `token_ids` say, for scorers and people."""
+    """The text of `token_ids`, for scorers and people."""
     data_source: str
     """Routes the answer to a scorer."""
     ground_truth: Any
-    """What the scorer compares with; its form is the scorer's affair."""
+    """The answer that the scorer compares with, in whatever form it wants."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the row (verl's `extra_info` under its own name)."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """The conversation that `text` renders, each with `role` and `content`: whoever has a chat
-    template of his own renders it anew. Whole, where a length limit cut `text`."""
+    """The conversation that `text` renders, each with `role` and `content`, for models with a chat
+    template of their own. Whole, where a length limit cut `text`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class VersionSpan:
 class Segment:
     """A run of tokens with one author.
 
-    Its arrays may be `stored.ArrayRef`s, which lie elsewhere until numpy asks for them.
+    Its arrays may be `ArrayRef`s (`winnow.workers`), which lie elsewhere until numpy asks for them.
     """
 
     token_ids: IntArray
@@ -101,7 +101,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """What one attempt at a prompt produced: one or more segments.
+    """One attempt at a prompt: one or more segments.
 
     A single-turn answer is the case of one segment. `extras` are named, typed arrays that
     travel with the sample (pixels, grids, routed experts); packing carries them unread.
@@ -129,12 +129,12 @@ class Trajectory:
 
     @property
     def generated_tokens(self) -> int:
-        """How many tokens the policy wrote."""
+        """Number of tokens that the policy wrote."""
         return sum(len(s) for s in self.segments if s.source == "model")
 
     @property
     def truncated(self) -> bool:
-        """Whether the response limit ended it."""
+        """True if the response limit ended it."""
         return self.finish_reason == "length"
 
     @property
@@ -145,16 +145,16 @@ class Trajectory:
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """What an answer is worth: accuracy is for filters and people, reward for learning."""
+    """The worth of an answer: accuracy is for filters and people, reward for learning."""
 
     reward: float
-    """What learning sees: the sum of `parts`, each by its weight."""
+    """The number that learning sees: the sum of `parts`, each by its weight."""
     accuracy: float
     """0..1"""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What `reward` is made of, before weights: `task`, `overlong`, a reward model's, …"""
+    """The parts of `reward` before weights: `task`, `overlong`, a reward model's, …"""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What else the scorer said (`pred`, …); kept per sample, numbers can be filtered on."""
+    """Everything else that the scorer said (`pred`, …); numbers can be filtered on."""
     error: str = ""
     """Why scoring failed; empty when it did not."""
     outside: bool = False

@@ -105,7 +105,7 @@ def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path, Path], 
 
 PARTS = {
     "manifest": MANIFEST,
-    "state": "state.pt",
+    "state": "state.safetensors",
     "weights": "model/model.safetensors",
     "tokenizer": "model/tokenizer.json",
     "tokenizer-config": "model/tokenizer_config.json",
@@ -132,7 +132,7 @@ CHECKPOINTS = [
     *(case for part, file in PARTS.items() for case in damaged(part, file)),
     asked_for(
         "manifest-of-another-format",
-        edit(f"{STEP}/manifest.json", lambda text: text.replace(b'"format": 3', b'"format": 99')),
+        edit(f"{STEP}/manifest.json", lambda text: text.replace(b'"format": 4', b'"format": 99')),
     ),
     asked_for(
         "checkpoint-of-another-model",
@@ -143,13 +143,13 @@ CHECKPOINTS = [
         lambda place, run: _replace(run / STEP, place / "runs" / "seeded" / STEP),
     ),
     asked_for("checkpoint-gone", lambda place, run: shutil.rmtree(run / STEP)),
-    Case("no-checkpoint-is-whole", cut("state.pt")),
+    Case("no-checkpoint-is-whole", cut("state.safetensors")),
     Case("two-checkpoints-and-none-is-whole", lambda place, run: _two_damaged(run)),
 ]
 
 
 def _two_damaged(run: Path) -> None:
-    cut("state.pt")(run, run)
+    cut("state.safetensors")(run, run)
     shutil.copytree(run / STEP, run / "checkpoints" / "step-2")
     (run / "checkpoints" / "step-2" / MANIFEST).unlink()
 
@@ -360,7 +360,7 @@ FORBIDDEN = [
     Case("metrics-not-writable", _forbid("{run}/metrics.jsonl"), unprivileged=True),
     Case("rollouts-not-writable", _forbid("{run}/rollouts"), unprivileged=True),
     Case("checkpoints-not-writable", _forbid("{run}/checkpoints"), unprivileged=True),
-    Case("state-not-readable", _forbid(f"{{run}}/{STEP}/state.pt"),
+    Case("state-not-readable", _forbid(f"{{run}}/{STEP}/state.safetensors"),
          (ASKED.format(name="state-not-readable"),), unprivileged=True),
     Case("lock-not-writable", _forbid("{run}/.lock"), unprivileged=True),
     Case("log-not-writable", _forbid("{run}/log.txt"), unprivileged=True),

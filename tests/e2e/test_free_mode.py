@@ -25,6 +25,7 @@ from winnow.observe.jsonl import read_metrics
 from winnow.observe.names import OUTCOMES
 from winnow.observe.rollouts import read_rollouts
 from winnow.runs.checkpoint import Checkpoint, checkpoints_in, load_state
+from winnow.sampling.ledger import AnswerState
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SETTINGS = (
@@ -72,13 +73,11 @@ def ledger(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def written(answer: dict[str, Any]) -> list[int]:
+def written(answer: AnswerState) -> list[int]:
     """The tokens that a checkpoint holds of an answer."""
-    if answer["trajectory"] is not None:
-        segments = answer["trajectory"]["segments"]
-    else:
-        segments = [answer["prefix"]] if answer["prefix"] is not None else []
-    return [int(i) for segment in segments for i in segment["token_ids"]]
+    if answer.trajectory is not None:
+        return [int(i) for i in answer.trajectory.token_ids]
+    return [] if answer.prefix is None else [int(i) for i in answer.prefix.token_ids]
 
 
 def test_a_killed_run_goes_on_to_its_end_and_leaves_nothing_behind(killed: Killed) -> None:
@@ -89,24 +88,24 @@ def test_a_killed_run_goes_on_to_its_end_and_leaves_nothing_behind(killed: Kille
 
 
 def test_every_token_that_the_checkpoint_holds_begins_an_answer_of_the_run(killed: Killed) -> None:
-    lives = ledger(killed.state)["lives"]
-    carried = [*lives["open"], *lives["qualified"]]
-    unfinished = [a for life in carried for a in life["answers"] if a["trajectory"] is None]
+    groups = ledger(killed.state)["groups"]
+    carried = [*groups.open.values(), *groups.qualified.values()]
+    unfinished = [a for group in carried for a in group.answers if a.trajectory is None]
     assert any(map(written, unfinished)), "nothing was under way: the test is empty"
-    last = ledger(load_state(Checkpoint(killed.run / f"checkpoints/step-{STEPS}", STEPS)))["lives"]
-    still = {life["id"]: life for life in (*last["open"], *last["qualified"])}
+    last = ledger(load_state(Checkpoint(killed.run / f"checkpoints/step-{STEPS}", STEPS)))["groups"]
+    still = last.open | last.qualified
     ended = {(row["group"], row["answer"]): row for row in rows(killed.run)}
-    for life in carried:
-        for place, answer in enumerate(life["answers"]):
-            row = ended.get((life["id"], place))
+    for group in carried:
+        for place, answer in enumerate(group.answers):
+            row = ended.get((group.id, place))
             if row is None:
-                later, uid = written(still[life["id"]]["answers"][place]), None
+                later, uid = written(still[group.id].answers[place]), None
             else:
                 later, uid = row["token_ids"], row["prompt_uid"]
                 assert row["step"] > killed.step
             known = written(answer)
             assert later[: len(known)] == known
-            assert uid in (None, life["prompt"]["uid"])
+            assert uid in (None, group.prompt.uid)
 
 
 def test_no_prompt_is_left_out_or_asked_twice(killed: Killed) -> None:
@@ -117,8 +116,8 @@ def test_no_prompt_is_left_out_or_asked_twice(killed: Killed) -> None:
     wanted = [loader.next().uid for _ in range(max(uids) + 1)]
     assert {group: wanted[group] for group in uids} == uids
     missing = set(range(max(uids) + 1)) - set(uids)
-    last = ledger(load_state(Checkpoint(killed.run / f"checkpoints/step-{STEPS}", STEPS)))["lives"]
-    assert missing <= {life["id"] for life in (*last["open"], *last["qualified"])}
+    last = ledger(load_state(Checkpoint(killed.run / f"checkpoints/step-{STEPS}", STEPS)))["groups"]
+    assert missing <= last.open.keys() | last.qualified.keys()
 
 
 def tokenizer_of(run: Path) -> Any:

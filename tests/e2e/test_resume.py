@@ -222,9 +222,9 @@ def test_greedy_baselines_come_back_as_they_were_and_advantages_are_above_them(h
     home.train("remax", *remax).check()
     run = home.cut_off("remax", "remax-again", 3)
     (*_, last) = checkpoints_in(run / "checkpoints")
-    waiting = load_state(last)["sampler"]["ledger"]["lives"]["open"]
-    assert any(life["answers"][life["n"]]["trajectory"] for life in waiting)
-    assert any(life["answers"][life["n"]]["prefix"] for life in waiting)
+    waiting = load_state(last)["sampler"]["ledger"]["groups"].open.values()
+    assert any(group.answers[group.n].trajectory for group in waiting)
+    assert any(group.answers[group.n].prefix for group in waiting)
     home.train(run.name, *remax).check()
     assert differences(home.run("remax"), run) == []
     table = read_rollouts(home.run("remax") / "rollouts").to_pylist()
@@ -253,7 +253,7 @@ def test_groups_accepted_before_the_bound_are_kept_for_when_it_is_raised(home: H
     assert "sampling.on_bound is stop" in said.err
     run = home.run("bound")
     (*_, last) = checkpoints_in(run / "checkpoints")
-    accepted = load_state(last)["sampler"]["ledger"]["lives"]["qualified"]
+    accepted = load_state(last)["sampler"]["ledger"]["groups"].qualified
     assert accepted
     home.train("bound", "sampling.max_groups_per_step=200", "sampling.on_bound=stop").check()
     first = next(r for r in read_metrics(run / "metrics.jsonl") if r["step"] == last.step + 1)

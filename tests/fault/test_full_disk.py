@@ -170,7 +170,7 @@ LINE = 1
 """Pages that a line of metrics needs at most, when it does not fit into the last one."""
 START = ("config.yaml", ".lock", "log.txt", "eval/step-0.parquet")
 MODEL = "checkpoints/step-2/model"
-STATE = (MODEL, "checkpoints/step-2/state.pt", "checkpoints/step-2/config.yaml")
+STATE = (MODEL, "checkpoints/step-2/state.safetensors", "checkpoints/step-2/config.yaml")
 CASES = {
     "the first file of all": Full("config.yaml"),
     "the middle of the first file": Full("config.yaml", takes=(".lock",)),

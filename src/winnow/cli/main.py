@@ -82,9 +82,11 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped or killed, from its newest checkpoint."""
     from winnow.observe.run_folder import RunFolder
+    from winnow.runs.trust import require_trust
 
     recipe = str(RunFolder.open(run).config)
     config = _load(recipe, overrides)
+    require_trust(config, overrides or [], run, "model.trust_remote_code=true")
     if config.trainer.max_restarts:
         _supervise(config, [recipe, *(overrides or [])], run)
     _train(_continuing(config, run), recipe, fresh=False, heartbeat=None)
@@ -172,12 +174,16 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write a LoRA adapter alone, as a PEFT folder.")
     ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
+    ] = False,
 ) -> None:
     """Write a run's model as a Hugging Face folder that AutoModelForCausalLM loads."""
     with heap.growing():
         from winnow.runs.export import run_export
 
-    typer.echo(f"Exported to {run_export(run, target, step, adapter)}")
+    overrides = ["model.trust_remote_code=true"] if trust_remote_code else []
+    typer.echo(f"Exported to {run_export(run, target, step, adapter, overrides)}")
 
 
 @app.command()
@@ -210,8 +216,10 @@ def _continuing(config: Config, folder: str) -> Config:
 
 def _supervise(config: Config, words: list[str], folder: str | None) -> NoReturn:
     """Train in a child that is started again when it fails."""
+    from winnow.runs.shutdown import outlive_readers
     from winnow.runs.supervisor import Supervisor, winnow_command
 
+    outlive_readers()
     trainer = config.trainer
     supervisor = Supervisor(
         winnow_command(words), trainer.max_restarts, trainer.stall_timeout_s, folder=folder
@@ -221,9 +229,10 @@ def _supervise(config: Config, words: list[str], folder: str | None) -> NoReturn
 
 def _train(config: Config, recipe: str, fresh: bool, heartbeat: int | None) -> None:
     """Train in this process, and end with the exit code of what stopped it."""
-    from winnow.runs.heartbeat import Heartbeat
-    from winnow.runs.shutdown import ShutdownSignal, Stopped
+    from winnow.runs.shutdown import ShutdownSignal, Stopped, outlive_readers
+    from winnow.runs.supervisor import Heartbeat
 
+    outlive_readers()
     stop = ShutdownSignal()
     try:
         with stop.listening():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,8 @@ class RunFolder:
             ConfigError: another run has that name.
             WinnowError: the folder cannot be made or written to.
         """
-        path = free_path(Path(runs), Path(recipe).stem) if name is None else Path(runs) / name
+        stem = re.sub(r"\.ya?ml$", "", Path(recipe).name)
+        path = free_path(Path(runs), stem) if name is None else Path(runs) / name
         _make(path)
         if any(path.iterdir()):
             raise ConfigError(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from winnow.config.rollout import BandFilter, VarianceFilter
 from winnow.config.root import Config
 from winnow.config.rules import notices
 from winnow.data.build import evaluation_prompts, training_prompts
-from winnow.data.loader import PromptLoader
+from winnow.data.loader import PromptLoader, PromptSource
 from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import EvaluationSettings, Evaluator
 from winnow.observe.jsonl import MetricsLog
@@ -26,16 +24,15 @@ from winnow.rewards.pipeline import Rewards
 from winnow.rollout.engine import Engine, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
 from winnow.runs.build_learner import needs_of
-from winnow.runs.checkpoint import Content, Retention, sync
-from winnow.runs.checkpoint_upload import CheckpointUpload
+from winnow.runs.checkpoint import Manifest, Retention, Saver, sync
 from winnow.runs.loading import Policies, check_positions, longest_prompt
-from winnow.runs.loop import Course, Parts, Schedule
-from winnow.runs.saver import Saver
+from winnow.runs.loop import Run, Schedule
+from winnow.runs.metrics import Throughput
 from winnow.runs.scoring import TrainingScores
 from winnow.runs.shutdown import ShutdownSignal
-from winnow.runs.state import RunState, Stateful
-from winnow.runs.throughput import Throughput
+from winnow.runs.state import RunState
 from winnow.runs.topology import Topology
+from winnow.runs.trust import code_hashes
 from winnow.sampling.report import Progress
 from winnow.sampling.stream import Sampler
 
@@ -62,7 +59,7 @@ def use_machine(config: Config, holds_model: bool = True) -> torch.device:
 
 
 def rollout_sampling(config: Config, policy: Policies) -> SamplingParams:
-    """How training answers are drawn."""
+    """Make the sampling parameters of training answers."""
     rollout = config.rollout
     return SamplingParams(
         max_tokens=rollout.max_response_tokens,
@@ -113,19 +110,8 @@ def make_evaluator(
     )
 
 
-@dataclass(frozen=True)
-class Built:
-    """A run that is ready to start."""
-
-    parts: Parts
-    course: Course
-    evaluator: Evaluator
-    notes: tuple[str, ...]
-    """What the user should know about the data before it starts."""
-
-
 def make_saver(config: Config, folder: RunFolder) -> Saver:
-    """What writes checkpoints into a run's folder."""
+    """Make the writer of checkpoints into a run's folder."""
     trainer = config.trainer
 
     def sync_folders() -> None:
@@ -136,26 +122,10 @@ def make_saver(config: Config, folder: RunFolder) -> Saver:
     retention = Retention(trainer.keep_last, trainer.keep_every, trainer.keep_best)
     if trainer.checkpoint_url is None:
         return Saver(folder.checkpoints, retention, before=sync_folders)
-    mirror = CheckpointUpload(trainer.checkpoint_url, folder.path)
-    return Saver(folder.checkpoints, retention, before=sync_folders, after=mirror.push)
+    from winnow.runs.checkpoint_upload import CheckpointUpload
 
-
-def make_state(
-    config: Config,
-    placed: Topology,
-    parts: Mapping[str, Stateful],
-    metrics: MetricsLog,
-    saver: Saver,
-) -> RunState:
-    """What a checkpoint holds."""
-    return RunState(
-        placed.tensors,
-        parts,
-        metrics.offset,
-        saver.save,
-        partial(Content, config=dump_config(config), machine=placed.machine),
-        config.trainer.keep_best,
-    )
+    upload = CheckpointUpload(trainer.checkpoint_url, folder.path)
+    return Saver(folder.checkpoints, retention, before=sync_folders, after=upload.push)
 
 
 def build(
@@ -169,18 +139,14 @@ def build(
     rewards: Rewards,
     placed: Topology,
     on_progress: Callable[[Progress], None] | None = None,
-) -> Built:
-    """Everything that `loop.train` sequences.
+) -> Run:
+    """Build everything that `loop.train` sequences.
 
     Raises:
         WinnowError: data, scorers and model do not fit what the recipe asks.
     """
     source = training_prompts(config.data, policy.tokenizer, config.run.seed)
-    check_positions(config, policy.path, policy.model, longest_prompt(config, source))
-    rewards.check_sources(source.data_sources)
-    rewards.check_prompt(source.prompt(0))
-    if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
-        rewards.require_metric(config.sampling.filter.metric, source.data_sources)
+    _check_prompts(config, policy, source, rewards)
     loader = PromptLoader(source, config.run.seed, config.data.shuffle)
     engine = placed.engine
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin())
@@ -203,40 +169,46 @@ def build(
         look_ticks=engine.quantum_ticks if isinstance(engine, EngineGroup) else 1,
         on_progress=on_progress,
     )
-    states: dict[str, Stateful] = {
-        "sampler": sampler,
-        "loader": loader,
-        "learner": placed.learner,
-    }
-    parts = Parts(
+    state = RunState(
+        placed.tensors,
+        {"sampler": sampler, "loader": loader, "learner": placed.learner},
+        metrics.offset,
+        saver.save,
+        Manifest(machine=placed.machine, code=code_hashes(config)),
+        dump_config(config),
+        config.trainer.keep_best,
+    )
+    steps, peak = config.trainer.steps, config.observe.peak_tflops
+    return Run(
         sampler=sampler,
         learner=placed.learner,
         engine=engine,
         evaluator=evaluator,
         sinks=sinks,
         publish=placed.publish,
-        throughput=Throughput(
-            placed.passes, placed.device, config.observe.peak_tflops, placed.ranks
-        ),
-        state=make_state(config, placed, states, metrics, saver),
+        throughput=Throughput(placed.passes, placed.device, peak, placed.ranks),
+        state=state,
         stop=stop,
         keep_rollouts=_rollout_writer(config, folder, policy.decode),
         check_scoring=scores.end_step,
         scoring_figures=rewards.figures,
-    )
-    course = _course(config, bool(evaluator.prompts))
-    return Built(parts, course, evaluator, (*_notes(source), *placed.notes, *notices(config)))
-
-
-def _course(config: Config, has_evaluation: bool) -> Course:
-    steps = config.trainer.steps
-    return Course(
-        first_step=1,
-        steps=steps,
-        evaluate_before=config.evaluation.before and has_evaluation,
         evaluations=Schedule(config.evaluation.every, steps),
         checkpoints=Schedule(config.trainer.save_every, steps),
+        steps=steps,
+        evaluate_before=config.evaluation.before and bool(evaluator.prompts),
+        notes=(*_notes(source), *placed.notes, *notices(config)),
     )
+
+
+def _check_prompts(
+    config: Config, policy: Policies, source: PromptSource, rewards: Rewards
+) -> None:
+    """Check that model and scorers can take the training prompts."""
+    check_positions(config, policy.path, policy.model, longest_prompt(config, source))
+    rewards.check_sources(source.data_sources)
+    rewards.check_prompt(source.prompt(0))
+    if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
+        rewards.require_metric(config.sampling.filter.metric, source.data_sources)
 
 
 def _rollout_writer(

@@ -31,8 +31,8 @@ from winnow.learning.objective import KlTerm, OldSource, PolicyObjective
 from winnow.learning.policy import Policy
 from winnow.learning.reference import Reference
 from winnow.learning.strategy import Strategy
+from winnow.runs.metrics import Passes
 from winnow.runs.model_factory import ModelFactory
-from winnow.runs.throughput import Passes
 
 
 @dataclass(frozen=True)

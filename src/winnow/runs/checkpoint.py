@@ -2,7 +2,8 @@
 
     checkpoints/step-80/
         model/          Hugging Face folder: config, tokenizer, weights
-        state.pt        optimizer, sampler with its carried groups, loader, counters
+        state.json      sampler with its carried groups, loader, counters (`winnow.runs.state_file`)
+        state.safetensors   its arrays, and the optimizer's tensors
         config.yaml     the recipe it was made with
         manifest.json   step, place in metrics.jsonl, machine, each file's size and checksum
 
@@ -16,14 +17,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
-import pickle
 import platform
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy
@@ -34,11 +37,32 @@ from safetensors import SafetensorError
 from winnow import __version__
 from winnow.errors import CheckpointError
 from winnow.observe.files import reason_and_remedy, system_error
+from winnow.runs.state_file import SHARD_INDEX, check_shards, read_state, write_state
+from winnow.sampling.accounting import (
+    SettledGroup,
+    StepAccounting,
+    Tally,
+    TokenAccount,
+    TokenCounts,
+)
+from winnow.sampling.admission import ClosedPrefix, QualifyRate
+from winnow.sampling.ledger import AnswerState, GroupState, LiveGroups
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
 _NAME = re.compile(r"step-(\d+)$")
 _REPLACED = re.compile(r"\.(step-\d+)\.replaced$")
-_FORMAT = 3
+_FORMAT = 4
+_LAST_WITH_PICKLES = 3
+_ABANDON_S = 1.0
 MANIFEST = "manifest.json"
+STATE_CLASSES = (
+    *(Prompt, VersionSpan, Segment, Trajectory, Score, Answer, Group),
+    *(AnswerState, GroupState, LiveGroups, QualifyRate, ClosedPrefix),
+    *(StepAccounting, TokenAccount, TokenCounts, Tally, SettledGroup),
+)
+"""Classes of which a state holds objects."""
+
+log = logging.getLogger(__name__)
 CONFIG = "config.yaml"
 
 
@@ -57,41 +81,39 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The facts about a checkpoint, in manifest.json."""
 
-    step: int
-    evaluated: bool
+    step: int = 0
+    evaluated: bool = True
     """False when the step's evaluation, and so its line of metrics, is still to come."""
-    metrics_bytes: int
-    """Where metrics.jsonl ended."""
-    figures: Mapping[str, float]
+    metrics_bytes: int = 0
+    """The end of metrics.jsonl."""
+    figures: Mapping[str, float] = field(default_factory=dict)
     """The evaluation of the step, if there was one."""
-    machine: Mapping[str, str | int]
-    """What bits depend on beside the recipe."""
-    files: Mapping[str, Mapping[str, Any]]
-    """By path: bytes and sha256."""
+    machine: Mapping[str, str | int] = field(default_factory=dict)
+    """Versions and hardware that bits depend on: `this_machine`."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """sha256 of the user's Python files, by the keys of the recipe that name them."""
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Bytes and sha256 by path; filled in when the checkpoint is written."""
 
 
 @dataclass(frozen=True, eq=False)
 class Content:
     """A checkpoint to be written. The writer may be a thread: nothing in it changes any more."""
 
-    step: int
+    manifest: Manifest
     save_model: Callable[[Path], None]
     """Writes a Hugging Face folder at the path it is given."""
     state: Mapping[str, Any]
-    """What training goes on from: tensors, numpy arrays and plain values."""
+    """State that training goes on from: tensors, arrays, dataclasses and plain values."""
     save_ranks: Callable[[Path], None] = lambda folder: None
-    """Writes what ranks hold of it into the folder it is given."""
+    """Writes the ranks' part of it into the folder it is given."""
     config: str = ""
-    evaluated: bool = True
-    metrics_bytes: int = 0
-    figures: Mapping[str, float] = field(default_factory=dict)
-    machine: Mapping[str, str | int] = field(default_factory=dict)
 
 
 def this_machine(device: torch.device) -> dict[str, str | int]:
-    """What the bits of a run depend on beside its recipe."""
+    """Return what the bits of a run depend on, its recipe aside."""
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -113,22 +135,20 @@ def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
     Raises:
         CheckpointError: the disk is full or not writable; nothing new is left behind.
     """
-    target = folder / f"step-{content.step}"
+    target = folder / f"step-{content.manifest.step}"
     draft = folder / f".{target.name}.partial"
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         content.save_model(draft / "model")
         content.save_ranks(draft)
-        # Through a file of ours, so that a full disk is an OSError as everywhere else.
-        with (draft / "state.pt").open("wb") as file:
-            torch.save(dict(content.state), file)
+        write_state(draft, content.state)
         (draft / CONFIG).write_text(content.config, encoding="utf-8")
         _write_manifest(draft, content)
         _sync_tree(draft)
         _put_in_place(draft, target)
     except (OSError, RuntimeError, SafetensorError) as error:
-        cause = _refusal(error)
+        cause = system_error(error)
         if cause is None:
             raise
         raise CheckpointError(
@@ -136,11 +156,11 @@ def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return Checkpoint(target, content.step)
+    return Checkpoint(target, content.manifest.step)
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of a run, oldest first.
+    """List the checkpoints of a run, oldest first.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -159,8 +179,24 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
+def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
+    """Find a run's checkpoint of a step, or its last, and check its files.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    found = checkpoints_in(run / "checkpoints")
+    chosen = [c for c in found if step is None or c.step == step]
+    if not chosen:
+        there = ", ".join(str(c.step) for c in found) or "none"
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise CheckpointError(f"{run} has no {wanted}; there are: {there}")
+    verify(chosen[-1])
+    return chosen[-1]
+
+
 def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint whose files are what was written, and what is wrong with newer ones."""
+    """Find the newest checkpoint whose files are as written, and what is wrong with newer ones."""
     faults = []
     for checkpoint in reversed(checkpoints_in(folder)):
         try:
@@ -173,24 +209,19 @@ def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The training state of a checkpoint, after its files were checked against the manifest.
+    """Read the training state of a checkpoint, after a check of its files against the manifest.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another format.
     """
     verify(checkpoint)
-    path = checkpoint.path / "state.pt"
-    try:
-        # Carried groups hold numpy arrays and our own plain values, which weights_only refuses.
-        state = torch.load(path, map_location="cpu", weights_only=False)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; use another checkpoint") from error
-    assert isinstance(state, dict)
-    return state
+    for index in checkpoint.path.rglob(SHARD_INDEX):
+        check_shards(index.parent)
+    return read_state(checkpoint.path, STATE_CLASSES)
 
 
 def read_manifest(checkpoint: Checkpoint) -> Manifest:
-    """What a checkpoint says of itself.
+    """Read the manifest of a checkpoint.
 
     Raises:
         CheckpointError: the manifest is missing, damaged, or of another format.
@@ -202,6 +233,11 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a manifest"
         raise CheckpointError(f"{path} cannot be read: {reason}; use another checkpoint") from error
+    if version in range(1, _LAST_WITH_PICKLES + 1):
+        raise CheckpointError(
+            f"{path} has format {version}: its state.pt is a pickle, which may run code and is not "
+            "read any more; use the version of winnow that wrote it, or the model folder beside it"
+        )
     if version != _FORMAT:
         raise CheckpointError(
             f"{path} has format {version}, this version reads {_FORMAT}; "
@@ -213,7 +249,7 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
 
 
 def verify(checkpoint: Checkpoint) -> Manifest:
-    """See that every file is there and is what was written; returns the manifest.
+    """Check that every file is there and is what was written; return the manifest.
 
     Raises:
         CheckpointError: names the file.
@@ -280,10 +316,10 @@ def clean(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the last ones, every m-th, the best; the newest always."""
+    """The checkpoints that stay: the last ones, every m-th, the best; the newest always."""
 
     last: int | None
-    """How many of the newest; None keeps all."""
+    """Number of the newest; None keeps all."""
     every: int | None = None
     """Steps that are a multiple of it stay for good."""
     best: str | None = None
@@ -315,6 +351,92 @@ class Retention:
         remove(c for c in found if c not in keep)
 
 
+class Saver:
+    """A thread that writes checkpoints, one at a time, while training goes on.
+
+    The next save waits for the one before; an error comes up there, or at the end.
+
+    Args:
+        before: makes durable what the checkpoint refers to.
+        after: called with a checkpoint that is in place, such as to copy it elsewhere.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        retention: Retention,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[Checkpoint], None] = lambda _: None,
+    ) -> None:
+        self._folder, self._retention = folder, retention
+        self._before, self._after = before, after
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, content: Content) -> None:
+        """Begin to write `content`.
+
+        Raises:
+            CheckpointError: the save before failed.
+        """
+        self.wait()
+        self._thread = threading.Thread(
+            target=self._write, args=(content,), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until what was begun is on disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for the last save; after Ctrl-C twice give it up and leave no draft."""
+        if isinstance(error, KeyboardInterrupt):
+            if self._thread is not None:
+                self._thread.join(_ABANDON_S)
+            with contextlib.suppress(CheckpointError):  # the next start meets it, and says so
+                clean(self._folder)
+            return
+        try:
+            self.wait()
+        except Exception as failure:
+            if error is None:
+                raise
+            # What broke the run off matters more.
+            log.warning("%s", failure)
+
+    def _write(self, content: Content) -> None:
+        try:
+            self._before()
+            checkpoint = save_checkpoint(self._folder, content)
+            self._retention.apply(self._folder)
+            self._after(checkpoint)
+        except BaseException as error:  # handed over to the one that waits
+            self._error = error
+
+
 def sync(folder: Path) -> None:
     """Flush a folder's entries to disk, so that a file renamed into it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -324,29 +446,13 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _refusal(error: Exception) -> OSError | None:
-    """What the system said when it refused a write; None when it was no such thing."""
-    if (cause := system_error(error)) is not None:
-        return cause
-    # After a write that failed, torch's zip writer fails at its closing, too.
-    return error.__context__ if isinstance(error.__context__, OSError) else None
-
-
 def _write_manifest(draft: Path, content: Content) -> None:
     paths = (path for path in sorted(draft.rglob("*")) if path.is_file())
     files = {
         str(path.relative_to(draft)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in paths
     }
-    manifest = Manifest(
-        content.step,
-        content.evaluated,
-        content.metrics_bytes,
-        dict(content.figures),
-        dict(content.machine),
-        files,
-    )
-    entries = asdict(manifest)
+    entries = asdict(replace(content.manifest, files=files))
     text = json.dumps({"format": _FORMAT, "sha256": _digest(entries), **entries}, indent=1)
     (draft / MANIFEST).write_text(text + "\n", encoding="utf-8")
 

@@ -15,6 +15,7 @@ from typing import Any
 from winnow.errors import CheckpointError
 from winnow.observe.files import PARTIAL
 from winnow.runs.checkpoint import MANIFEST, Checkpoint, checkpoints_in
+from winnow.runs.state_file import SHARD_INDEX
 
 PATIENCE = 3
 """Checkpoints in a row that may fail to be copied; the next that works brings all of them."""
@@ -67,7 +68,10 @@ class CheckpointUpload:
                 return False
             shutil.rmtree(draft, ignore_errors=True)
             for name in self._files.find(str(self._root)):
-                path = draft / PurePosixPath(name).relative_to(self._root)
+                place = PurePosixPath(name).relative_to(self._root)
+                if ".." in place.parts:
+                    raise ValueError(f"the key {name} leads out of the run's folder")
+                path = draft / place
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(name, str(path))
             draft.rename(self._folder)
@@ -84,7 +88,7 @@ class CheckpointUpload:
         kept = checkpoints_in(self._folder / "checkpoints")
         for path in sorted(self._folder.rglob("*"), key=lambda path: path.name == MANIFEST):
             place = path.relative_to(self._folder)
-            hidden = any(part.startswith(".") for part in place.parts)
+            hidden = any(part[0] == "." and part != SHARD_INDEX for part in place.parts)
             if hidden or path.name.endswith(PARTIAL) or not path.is_file():
                 continue
             status = path.stat()

@@ -48,12 +48,19 @@ from winnow.observe.run_folder import RunFolder, free_path
 from winnow.rewards.routing import Router
 from winnow.rollout.engine import WeightUpdate
 from winnow.runs.build import make_evaluator, use_machine
-from winnow.runs.checkpoint import CONFIG, MANIFEST, Checkpoint, read_manifest, verify
-from winnow.runs.commands import find_checkpoint
+from winnow.runs.checkpoint import (
+    CONFIG,
+    MANIFEST,
+    Checkpoint,
+    find_checkpoint,
+    read_manifest,
+    verify,
+)
 from winnow.runs.loading import load_policy
 from winnow.runs.rewarding import make_rewards
 from winnow.runs.shutdown import ShutdownSignal, Stopped
 from winnow.runs.topology import make_engine
+from winnow.runs.trust import require_trust
 
 DEFAULT_RECIPE = "default"
 _FOLDERS = Path("evals")
@@ -258,7 +265,7 @@ def subject_of(request: EvalRequest) -> Subject:
     if kind == "model":
         return _of_model(request)
     folder = RunFolder.open(path)
-    return _of_run(request, folder, find_checkpoint(folder, request.step), str(folder.config))
+    return _of_run(request, folder, find_checkpoint(folder.path, request.step), str(folder.config))
 
 
 def _kind_of(path: Path, name: str) -> Literal["checkpoint", "model", "run"]:
@@ -311,6 +318,7 @@ def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, recipe
         own = load_recipe(recipe, [o for o in overrides if _is_of_model(o)])
         config = _recipe(request.recipe, [o for o in overrides if not _is_of_model(o)])
         config = config.model_copy(update={"model": own.model})
+    require_trust(config, overrides, run.path, "model.trust_remote_code=true")
     name = f"checkpoint-{checkpoint.step}"
     answers, report = run.evaluations / f"{name}.parquet", run.evaluations / f"{name}.json"
     if request.out is not None or not run.config.is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,22 +15,29 @@ from winnow.errors import ConfigError, WinnowError
 from winnow.models.causal_lm import save_model
 from winnow.models.lora import adapter_base, merge
 from winnow.observe.run_folder import RunFolder
-from winnow.runs.checkpoint import CONFIG
-from winnow.runs.commands import find_checkpoint
+from winnow.runs.checkpoint import CONFIG, find_checkpoint
 from winnow.runs.loading import load_policy_model
+from winnow.runs.trust import require_trust
 
 
-def run_export(run: str, target: str, step: int | None, adapter: bool = False) -> Path:
+def run_export(
+    run: str,
+    target: str,
+    step: int | None,
+    adapter: bool = False,
+    overrides: Sequence[str] = (),
+) -> Path:
     """Write a checkpoint's model to `target` as a Hugging Face folder; an adapter is merged.
 
     Args:
         adapter: write the adapter alone, as a PEFT folder.
+        overrides: settings over the recipe's.
 
     Raises:
         WinnowError: no such run or checkpoint, no adapter where one is asked for, or the target
             is not a new folder.
     """
-    checkpoint = find_checkpoint(RunFolder.open(run), step)
+    checkpoint = find_checkpoint(RunFolder.open(run).path, step)
     path = Path(target)
     if path.exists():
         raise ConfigError(f"{target} exists already; name a folder that does not")
@@ -41,7 +49,8 @@ def run_export(run: str, target: str, step: int | None, adapter: bool = False) -
         if base is None or adapter:
             shutil.copytree(checkpoint.model, draft)
         else:
-            config = load_recipe(str(checkpoint.path / CONFIG))
+            config = load_recipe(str(checkpoint.path / CONFIG), list(overrides))
+            require_trust(config, overrides, run, "--trust-remote-code")
             _write_merged(config.model, checkpoint.model, draft)
         draft.rename(path)
     except OSError as error:

@@ -35,9 +35,9 @@ from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.weights import BUCKET_BYTES, Bucket, buckets, split_bucket
 from winnow.runs.build_learner import make_learner
 from winnow.runs.checkpoint import this_machine
+from winnow.runs.metrics import Passes
 from winnow.runs.model_factory import ShardedModels
-from winnow.runs.snapshot import Save
-from winnow.runs.throughput import Passes
+from winnow.runs.state import Save
 from winnow.types import FloatArray, Group
 from winnow.workers.array_refs import SplitResult, fetch
 from winnow.workers.protocol import RankInfo

@@ -19,33 +19,32 @@ from winnow.observe.names import Number
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import Engine
-from winnow.runs.record import record_step, rollout_groups
+from winnow.runs.metrics import Throughput, record_step, rollout_groups
 from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState
-from winnow.runs.throughput import Throughput
 from winnow.sampling.stream import Sampler
 
 log = logging.getLogger(__name__)
 
 Publish = Callable[[int], Awaitable[Mapping[str, Number]]]
-"""Gives the engine the weights of a version; figures of that."""
+"""Give the engine the weights of a version; return figures of that."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which steps something is due at; the last one always."""
+    """The steps at which something is due; the last one always."""
 
     every: int | None
     last: int
 
     def due(self, step: int) -> bool:
-        """Whether it is due after `step`."""
+        """Return whether it is due after `step`."""
         return step == self.last or (self.every is not None and step % self.every == 0)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The objects a run is made of."""
+@dataclass
+class Run:
+    """The objects that a run is made of, how far it goes, and what is due when."""
 
     sampler: Sampler
     learner: AnyLearner
@@ -60,67 +59,62 @@ class Parts:
     check_scoring: Callable[[], None]
     """Raises when too many of a step's scorings failed."""
     scoring_figures: Callable[[], Mapping[str, Number]]
-    """What scoring has cost since the last call, held-out answers included."""
-
-
-@dataclass(frozen=True)
-class Course:
-    """How far a run goes, and what is due when."""
-
-    first_step: int
-    steps: int
-    evaluate_before: bool
+    """Costs of scoring since the last call, held-out answers included."""
     evaluations: Schedule
     checkpoints: Schedule
+    steps: int
+    first_step: int = 1
+    evaluate_before: bool = False
     unfinished: Mapping[str, Number] | None = None
     """Figures of the step before the first, when a stop came before its evaluation."""
+    notes: tuple[str, ...] = ()
+    """Lines that the user should read before it starts."""
 
 
-async def train(parts: Parts, course: Course) -> None:
-    """Run the steps of `course`. The weights after step k have version k.
+async def train(run: Run) -> None:
+    """Train the steps of a run. The weights after step k have version k.
 
     Raises:
-        Stopped: that was asked for; `parts.state` has the last boundary, saved or not.
+        Stopped: that was asked for; `run.state` has the last boundary, saved or not.
         WinnowError: the run cannot go on.
     """
     watch = Stopwatch()
-    before = course.first_step - 1
-    await parts.publish(before)
+    before = run.first_step - 1
+    await run.publish(before)
     figures: Mapping[str, Number] = {}
-    if course.evaluate_before:
+    if run.evaluate_before:
         with watch.phase("evaluate"):
-            figures = await parts.stop.interruptible(parts.evaluator.evaluate(before))
-        parts.sinks.log(before, {**figures, **watch.lap(), **parts.scoring_figures()})
-    parts.state.note(before, course.unfinished, figures)
-    if course.unfinished is not None:
-        await _finish(parts, course, before, course.unfinished, (0, 0), watch)
-    for step in range(course.first_step, course.steps + 1):
-        parts.stop.check()
-        record, tokens = await _learn(parts, step, watch)
-        await _finish(parts, course, step, record, tokens, watch)
+            figures = await run.stop.interruptible(run.evaluator.evaluate(before))
+        run.sinks.log(before, {**figures, **watch.lap(), **run.scoring_figures()})
+    run.state.note(before, run.unfinished, figures)
+    if run.unfinished is not None:
+        await _finish(run, before, run.unfinished, (0, 0), watch)
+    for step in range(run.first_step, run.steps + 1):
+        run.stop.check()
+        record, tokens = await _learn(run, step, watch)
+        await _finish(run, step, record, tokens, watch)
 
 
 async def _learn(
-    parts: Parts, step: int, watch: Stopwatch
+    run: Run, step: int, watch: Stopwatch
 ) -> tuple[dict[str, Number], tuple[int, int]]:
-    """A step up to its new weights; returns its figures, and tokens generated and packed."""
+    """Take a step up to its new weights; return its figures, and tokens generated and packed."""
     metrics = Metrics()
     with watch.phase("rollout"):
-        sampled = await parts.stop.interruptible(parts.sampler.step(step - 1))
-    parts.check_scoring()
-    learned = parts.learner.learn(sampled.groups, step, metrics, watch)
+        sampled = await run.stop.interruptible(run.sampler.step(step - 1))
+    run.check_scoring()
+    learned = run.learner.learn(sampled.groups, step, metrics, watch)
     with watch.phase("publish"):
-        metrics.update(await parts.publish(step))
+        metrics.update(await run.publish(step))
     with watch.phase("write"):
-        parts.keep_rollouts(step, rollout_groups(sampled, learned))
-    record_step(metrics, sampled, learned, parts.sampler.ledger.account.in_progress)
+        run.keep_rollouts(step, rollout_groups(sampled, learned))
+    record_step(metrics, sampled, learned, run.sampler.ledger.account.in_progress)
     tokens = sampled.counts.tokens.generated, learned.packed_tokens
     return metrics.record(), tokens
 
 
 async def _finish(
-    parts: Parts,
-    course: Course,
+    run: Run,
     step: int,
     record: Mapping[str, Number],
     tokens: tuple[int, int],
@@ -128,17 +122,17 @@ async def _finish(
 ) -> None:
     """Evaluate, log and save a step, each if it is due."""
     figures: Mapping[str, Number] = {}
-    if course.evaluations.due(step):
+    if run.evaluations.due(step):
         # Evaluation may take longer than whoever stops this run will wait.
         with watch.phase("checkpoint"):
-            parts.state.note(step, record)
+            run.state.note(step, record)
         with watch.phase("evaluate"):
-            await parts.sampler.halt()
-            figures = await parts.stop.interruptible(parts.evaluator.evaluate(step))
+            await run.sampler.halt()
+            figures = await run.stop.interruptible(run.evaluator.evaluate(step))
     times = watch.lap()
-    work = {**parts.throughput.figures(*tokens, times), **parts.scoring_figures()}
-    parts.sinks.log(step, {**record, **figures, **times, **work})
+    work = {**run.throughput.figures(*tokens, times), **run.scoring_figures()}
+    run.sinks.log(step, {**record, **figures, **times, **work})
     with watch.phase("checkpoint"):
-        parts.state.note(step, None, figures)
-        if course.checkpoints.due(step):
-            parts.state.save()
+        run.state.note(step, None, figures)
+        if run.checkpoints.due(step):
+            run.state.save()

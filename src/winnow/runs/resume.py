@@ -1,4 +1,4 @@
-"""Which folder a run gets, and what it continues.
+"""Opening of a run's folder: a new one, or one that is continued.
 
 | run.resume | the folder | |
 |---|---|---|
@@ -15,15 +15,21 @@ again, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
+import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from winnow.config.load import differing_keys, dump_config, load_recipe
 from winnow.config.messages import show
 from winnow.config.root import Config
 from winnow.errors import CheckpointError, ConfigError
-from winnow.observe.files import PARTIAL, refusals_told
+from winnow.observe.files import PARTIAL, disk_error, refusals_told
 from winnow.observe.jsonl import METRICS_FILE, MetricsLog
 from winnow.observe.rollouts import drop_rollouts_after
 from winnow.observe.run_folder import RunFolder
@@ -37,9 +43,11 @@ from winnow.runs.checkpoint import (
     remove,
     verify,
 )
-from winnow.runs.checkpoint_upload import CheckpointUpload
-from winnow.runs.lock import LOCK_FILE, locked
+from winnow.runs.trust import code_notes
 
+LOCK_FILE = ".lock"
+"""Its name in a run's folder. It stays there: a lock file that comes and goes can be held twice."""
+_WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 HARMLESS = frozenset(
     {
         "run.name",
@@ -89,32 +97,35 @@ REMEDIES = frozenset(
 that has moved, asks for it."""
 _SHOWN = 4
 _BEFORE_THE_START = {LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE}
-"""What a run makes before there is anything to lose."""
+"""Files of a run before there is anything to lose."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A run's folder, locked, and what is in it."""
+    """A run's folder, locked, with its recipe and the checkpoint to go on from."""
 
     folder: RunFolder
     config: Config
-    """What the folder keeps as its recipe."""
+    """The recipe as the folder keeps it."""
     checkpoint: Checkpoint | None
-    """What to go on from; None starts at the beginning."""
+    """The checkpoint to go on from; None starts at the beginning."""
     manifest: Manifest | None
     notes: tuple[str, ...]
-    """What the user should know."""
+    """Lines for the user."""
 
     def is_finished(self, steps: int) -> bool:
-        """Whether nothing is left to do."""
+        """Return whether nothing is left to do."""
         manifest = self.manifest
         return manifest is not None and manifest.step >= steps and manifest.evaluated
 
     def differences(self, machine: Mapping[str, str | int]) -> list[str]:
-        """What is not as it was when the checkpoint was made, each in a few words."""
+        """Say what of the machine is not as it was when the checkpoint was made."""
         was = {} if self.manifest is None else self.manifest.machine
         return [
-            f"{name} was {was[name]} and is {now}"
+            f"Warning: {name} was {was[name]} and is {now}: the bits may differ from an "
+            "undisturbed run's"
             for name, now in machine.items()
             if name in was and was[name] != now
         ]
@@ -138,6 +149,37 @@ class Opened:
 
 
 @contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run's folder while the block runs: one process a run.
+
+    The system takes the lock back however the process ends.
+
+    Raises:
+        ConfigError: another process holds it; says which.
+        WinnowError: the lock file cannot be made.
+    """
+    path = folder / LOCK_FILE
+    lock = FileLock(path, blocking=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        holder = path.read_text(errors="replace") or "another process"
+        raise ConfigError(
+            f"{folder} is in use by {holder}; wait for it, end it, or choose another run.name"
+        ) from None
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise disk_error(path, error) from error
+        log.warning("%s lies on a file system without locks: start one process only", folder)
+    try:
+        with contextlib.suppress(OSError):  # a full disk: only the message above would miss it
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
 def opened_run(config: Config, recipe: str) -> Iterator[Opened]:
     """Hold the folder that `run.resume` and `run.name` ask for while the block runs.
 
@@ -157,6 +199,8 @@ def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
     named = _named(config)
     url = config.trainer.checkpoint_url
     if resume == "auto" and url is not None and named is not None and not named.exists():
+        from winnow.runs.checkpoint_upload import CheckpointUpload
+
         CheckpointUpload(url, named).fetch()
     if resume not in ("auto", "never"):
         path, wanted = _asked_for(resume)
@@ -177,7 +221,7 @@ def _named(config: Config) -> Path | None:
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether a run has anything to lose; one that failed before may come with another recipe."""
+    """Return whether a run has anything to lose; else it may come with another recipe."""
     folder = RunFolder(path)
     if not folder.config.is_file():
         return False
@@ -198,7 +242,7 @@ def _created(config: Config, recipe: str, named: Path | None) -> RunFolder:
 
 
 def _asked_for(resume: str) -> tuple[Path, Checkpoint | None]:
-    """The run's folder in `run.resume`, and the checkpoint if it is one's folder."""
+    """Find the run's folder that `run.resume` names, and the checkpoint if it is one's folder."""
     given = Path(resume).expanduser()
     path = given if len(given.parts) > 2 else given.absolute()
     own = [c for c in checkpoints_in(path.parent) if c.path == path]
@@ -241,12 +285,13 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     made_with = checkpoint.path / CONFIG
     if made_with.read_bytes() != folder.config.read_bytes():
         _check_checkpoint(config, load_recipe(str(made_with)), checkpoint)
+    notes += code_notes(config, folder.path, manifest.code)
     notes.append(f"Continuing {folder.path} after step {checkpoint.step} of {config.trainer.steps}")
     return Opened(folder, kept, checkpoint, manifest, tuple(notes))
 
 
 def _saved_recipe(folder: RunFolder) -> Config:
-    """The recipe that a run was begun with."""
+    """Read the recipe that a run was begun with."""
     try:
         return load_recipe(str(folder.config))
     except ConfigError as error:

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainingScores:
-    """What the sampler calls for each finished answer.
+    """The scorer of training answers, which the sampler calls for each finished one.
 
     Args:
         patience: answers after which failures are held against the limit before the step ends,

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -27,16 +27,15 @@ from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import FirstRecord, RunInfo, Sinks
 from winnow.observe.summary import print_summary, samples
 from winnow.rewards.pipeline import Rewards
-from winnow.runs.build import Built, build, make_saver, use_machine
+from winnow.runs.build import build, make_saver, use_machine
 from winnow.runs.build_learner import needs_start
-from winnow.runs.checkpoint import checkpoints_in, load_state
-from winnow.runs.heartbeat import Heartbeat
+from winnow.runs.checkpoint import Saver, checkpoints_in, load_state
 from winnow.runs.loading import load_policy
-from winnow.runs.loop import Course, Parts, train
+from winnow.runs.loop import Run, train
 from winnow.runs.resume import Opened, opened_run
-from winnow.runs.saver import Saver
 from winnow.runs.shutdown import ShutdownSignal, Stopped
 from winnow.runs.state import seed_everything
+from winnow.runs.supervisor import Heartbeat
 from winnow.runs.topology import (
     holds_no_weights,
     other_processes,
@@ -44,8 +43,10 @@ from winnow.runs.topology import (
     placed_rewards,
     uses_device,
 )
-from winnow.runs.warm_start import WarmStart, make_warm_start
 from winnow.sampling.report import Progress
+
+if TYPE_CHECKING:
+    from winnow.runs.warm_start import WarmStart
 
 log = logging.getLogger(__name__)
 
@@ -73,15 +74,12 @@ def run_training(
         folder = opened.folder
         heartbeat.folder(folder.path)
         sink = make_console(config.observe.console, console)
-        for note in opened.notes or introduction(config, recipe, folder):
-            sink.note(note)
-            log.info("%s", note)
+        _tell(sink, opened.notes or introduction(config, recipe, folder))
         if opened.is_finished(config.trainer.steps):
             sink.note(f"{folder.path} is finished: nothing to do (a new run needs a new run.name)")
             _close(config, recipe, folder, console)
             return 0
-        path, start = _start_model(config, opened, fresh, sink, heartbeat)
-        first = _first_model(config, opened, path, sink, heartbeat)
+        path, first, figures = _models(config, opened, fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config))
         with (
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
@@ -90,9 +88,9 @@ def run_training(
             make_saver(config, folder) as saver,  # ends before the ranks that write for it
         ):
             placed = placed_models(config, policy, first, others)
-            _warn_of_another_machine(opened, placed.machine, sink)
-            sinks = Sinks([sink, FirstRecord(metrics, start), heartbeat])
-            built = build(
+            _tell(sink, opened.differences(placed.machine))
+            sinks = Sinks([sink, FirstRecord(metrics, figures), heartbeat])
+            run = build(
                 config,
                 policy,
                 folder,
@@ -104,43 +102,38 @@ def run_training(
                 placed,
                 lambda p: sink.status(_in_words(p)),
             )
-            for note in built.notes:
-                sink.note(note)
-            course = _resumed(config, opened, built)
-            for note in _lag_notes(config, built.parts):
-                sink.note(note)
-                log.info("%s", note)
+            _tell(sink, run.notes)
+            _resume(config, opened, run)
+            _tell(sink, _lag_notes(config, run))
             opened.rewind(metrics)
-            _watch(heartbeat, built.parts, rewards)
-            sinks.start(RunInfo(folder.name, course.steps, course.first_step))
-            stopped = _train(config, built.parts, course, saver, stop)
+            _watch(heartbeat, run, rewards)
+            sinks.start(RunInfo(folder.name, run.steps, run.first_step))
+            stopped = _train(config, run, saver, stop)
         if stopped is not None:
-            sink.note(_farewell(stopped, built.parts.state.step, folder))
+            sink.note(_farewell(stopped, run.state.step, folder))
             return stopped.exit_code
         _close(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - began))
     return 0
 
 
-def _warn_of_another_machine(
-    opened: Opened, machine: Mapping[str, str | int], sink: ConsoleSink
-) -> None:
-    for difference in opened.differences(machine):
-        line = f"{difference}: the bits may differ from an undisturbed run's"
-        sink.note(f"Warning: {line}")
-        log.warning("%s", line)
+def _tell(sink: ConsoleSink, lines: Iterable[str]) -> None:
+    """Show lines on the console and keep them in the log."""
+    for line in lines:
+        sink.note(line)
+        log.log(logging.WARNING if line.startswith("Warning") else logging.INFO, "%s", line)
 
 
-def _watch(heartbeat: Heartbeat, parts: Parts, rewards: Rewards) -> None:
-    """What moves while a run is alive."""
-    heartbeat.watch(lambda: parts.engine.status().generated_tokens)
-    heartbeat.watch(lambda: parts.learner.progress)
+def _watch(heartbeat: Heartbeat, run: Run, rewards: Rewards) -> None:
+    """Give the heartbeat the counters that move while a run is alive."""
+    heartbeat.watch(lambda: run.engine.status().generated_tokens)
+    heartbeat.watch(lambda: run.learner.progress)
     heartbeat.watch(rewards.scored_apart)
 
 
 @contextlib.contextmanager
 def _errors_logged() -> Iterator[None]:
-    """What ends a run stands in its log, too."""
+    """Log the error that ends a run."""
     try:
         yield
     except WinnowError as error:
@@ -151,55 +144,43 @@ def _errors_logged() -> Iterator[None]:
         raise
 
 
-def _start_model(
+def _models(
     config: Config, opened: Opened, fresh: bool, sink: ConsoleSink, heartbeat: Heartbeat
-) -> tuple[str, Record]:
-    """The model folder to begin from, and figures of making it."""
-    began = time.monotonic()
-    if opened.checkpoint is not None:
-        return str(opened.checkpoint.model), {}
-    if isinstance(config.warm_start, SftWarmStart):
-        warm = run_warm_start(config, config.warm_start, fresh, sink, heartbeat.beat)
-        return str(warm.folder), {SFT_S: time.monotonic() - began}
-    assert config.model.path is not None, "checks.py asks for a model or a warm start"
-    return config.model.path, {}
+) -> tuple[str, str | None, Record]:
+    """Find the model to go on with, and the one that the run began from; make a warm start.
 
-
-def _first_model(
-    config: Config, opened: Opened, path: str, sink: ConsoleSink, heartbeat: Heartbeat
-) -> str | None:
-    """The folder that the run began from, where an adapter, a reference or a critic needs it.
-
-    A resumed run's policy comes from a checkpoint (`path`), so a warm start that is no longer
-    cached is made again, with the same bits.
+    Returns:
+        The folder to go on with, the folder that the run began from where an adapter, a reference
+        or a critic needs it, and figures of a warm start made now. A resumed run's warm start that
+        is no longer cached is made again, with the same bits.
     """
-    if not needs_start(config):
-        return None
-    if opened.checkpoint is None:
-        return path
+    checkpoint, is_needed = opened.checkpoint, needs_start(config)
+    if checkpoint is not None and not is_needed:
+        return str(checkpoint.model), None, {}
+    began, start, figures = time.monotonic(), config.model.path, {}
     if isinstance(config.warm_start, SftWarmStart):
-        return str(run_warm_start(config, config.warm_start, False, sink, heartbeat.beat).folder)
-    return config.model.path
+        fresh = fresh and checkpoint is None
+        warm = run_warm_start(config, config.warm_start, fresh, sink, heartbeat.beat)
+        start, figures = str(warm.folder), {SFT_S: time.monotonic() - began}
+    assert start is not None, "the configuration asks for a model or a warm start"
+    if checkpoint is not None:
+        return str(checkpoint.model), start, {}
+    return start, start if is_needed else None, figures
 
 
-def _resumed(config: Config, opened: Opened, built: Built) -> Course:
-    """The course from the checkpoint on, if there is one; random states are as they should be."""
+def _resume(config: Config, opened: Opened, run: Run) -> None:
+    """Set the run and the random states to the checkpoint, if there is one."""
     seed_everything(config.run.seed)  # what was started since may have drawn
     checkpoint = opened.checkpoint
-    if checkpoint is None:
-        return built.course
-    unfinished = built.parts.state.restore(checkpoint, load_state(checkpoint))
-    return replace(
-        built.course,
-        first_step=checkpoint.step + 1,
-        evaluate_before=False,
-        unfinished=unfinished,
-    )
+    if checkpoint is not None:
+        run.unfinished = run.state.restore(checkpoint, load_state(checkpoint))
+        run.first_step = checkpoint.step + 1
+        run.evaluate_before = False
 
 
-def _lag_notes(config: Config, parts: Parts) -> list[str]:
-    """How late scores are seen, where the recipe leaves that open and they are late."""
-    lag, looks = parts.sampler.score_lag_ticks, parts.sampler.look_ticks
+def _lag_notes(config: Config, run: Run) -> list[str]:
+    """Say how late scores are seen, where the recipe leaves that open and they are late."""
+    lag, looks = run.sampler.score_lag_ticks, run.sampler.look_ticks
     if config.sampling.score_lag_ticks is not None or not lag:
         return []
     when = f", when the engines are next looked at (each {looks} ticks)" if looks > 1 else ""
@@ -209,29 +190,29 @@ def _lag_notes(config: Config, parts: Parts) -> list[str]:
     ]
 
 
-def _train(
-    config: Config, parts: Parts, course: Course, saver: Saver, stop: ShutdownSignal
-) -> Stopped | None:
+def _train(config: Config, run: Run, saver: Saver, stop: ShutdownSignal) -> Stopped | None:
     """Train, and save what was reached when it is stopped or cannot go on."""
     stopped = None
     with stop.deferring(), heap.frozen():
         try:
-            asyncio.run(train(parts, course))
+            asyncio.run(train(run))
         except Stopped as request:
             stopped = request
-            parts.state.save()
+            run.state.save()
         except (NoSignalError, RewardError) as error:
             # Both come up while sampling, so weights are those of the boundary.
             if isinstance(error, NoSignalError):
                 if config.sampling.on_bound == "stop":
-                    parts.state.note_sampling()
+                    run.state.note_sampling()
                 # The answers that taught nothing are what there is to look at now.
-                seen = [RolloutGroup(s.group, s.fate) for s in parts.sampler.ledger.books.settled]
-                parts.keep_rollouts((parts.state.step or 0) + 1, seen)
-            parts.state.save()
+                seen = [
+                    RolloutGroup(s.group, s.fate) for s in run.sampler.ledger.accounting.settled
+                ]
+                run.keep_rollouts((run.state.step or 0) + 1, seen)
+            run.state.save()
             raise
         finally:
-            parts.sinks.close()
+            run.sinks.close()
         saver.wait()
     return stopped
 
@@ -248,7 +229,9 @@ def run_warm_start(
     sink: ConsoleSink,
     on_progress: Callable[[], None] = lambda: None,
 ) -> WarmStart:
-    """The cached start, or one made now with its progress shown."""
+    """Take the cached start, or make it now and show the progress."""
+    from winnow.runs.warm_start import make_warm_start
+
     started = False
 
     def show(step: int, record: Mapping[str, float]) -> None:
@@ -286,7 +269,7 @@ def run_sft(config: Config, fresh: bool, console: Console) -> Path:
 
 
 def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
-    """What will happen, in the words of a newcomer."""
+    """Say what will happen, in the words of a newcomer."""
     lines = [f"winnow train {recipe}: everything of this run goes to {folder.path}"]
     lines += config.run.description
     size = (
@@ -335,7 +318,7 @@ def _close(
 
 
 def next_commands(config: Config, recipe: str, folder: RunFolder) -> dict[str, str]:
-    """Commands that work from here, offline."""
+    """List commands that work from here, offline."""
     other = config.run.seed + 1
     # A run's own recipe holds its name, which is taken.
     name = f" run.name={folder.name}-{other}" if Path(recipe) == folder.config else ""

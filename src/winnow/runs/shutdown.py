@@ -1,4 +1,4 @@
-"""How a run is asked to stop: Ctrl-C, SIGTERM, a closed terminal.
+"""Requests to stop a run (Ctrl-C, SIGTERM, a closed terminal), and output that nothing takes.
 
 While a run trains, the first request is noted: an update under way is finished, sampling and
 evaluation are broken off, and the run saves and ends. Before and after, when there is nothing
@@ -8,22 +8,29 @@ to lose, it ends the process at once. Ctrl-C while it is stopping ends it at onc
 |---|---|
 | Ctrl-C (SIGINT) | 130 |
 | SIGTERM, SIGHUP | 75, "try again" in sysexits.h: what a batch system may start again |
+
+A reader of stdout or stderr that goes (`| head`, a `tee` that dies), a full disk behind `> FILE`
+and a terminal that is gone are no requests: the run goes on without them, and log.txt says so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 75
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class Stopped(BaseException):
@@ -134,6 +141,49 @@ class ShutdownSignal:
             _tell(self._notice)
         if self._task is not None:
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+
+def outlive_readers() -> None:
+    """Let this process go on where stdout or stderr can no longer be written to."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _LossyStream):
+            setattr(sys, name, _LossyStream(stream, name))
+
+
+class _LossyStream:
+    """A stream that leaves out what the system refuses to write, from then on all of it."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream, self._name = stream, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, if that is possible."""
+        with self._refusals_taken():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, if that is possible."""
+        with self._refusals_taken():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _refusals_taken(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+            log.warning(
+                "%s can no longer be written to (%s): the run goes on without it, and this log and "
+                "the run's folder have the rest",
+                self._name,
+                error.strerror or error,
+            )
 
 
 def _tell(text: str) -> None:

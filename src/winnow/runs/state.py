@@ -10,23 +10,97 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from winnow.errors import ConfigError
+from winnow.learning.strategy import Strategy
 from winnow.observe.names import Record
-from winnow.runs.checkpoint import Checkpoint, Content
-from winnow.runs.snapshot import Tensors
+from winnow.runs.checkpoint import Checkpoint, Content, Manifest
+
+Save = Callable[[dict[str, Tensor], Path], None]
+"""Writes model weights, given by name, to a folder."""
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Models and optimizers as they were at one moment: later updates change nothing in it."""
+
+    state: Mapping[str, Any]
+    """Their part of the checkpoint's state."""
+    save_model: Callable[[Path], None]
+    """Writes a Hugging Face folder at the path it is given; may be called in a thread."""
+    save_ranks: Callable[[Path], None] = lambda folder: None
+    """Writes the ranks' part into a checkpoint's folder; may be called in a thread."""
+
+
+class Tensors(Protocol):
+    """The models and optimizers of a run, in this process or on ranks."""
+
+    def copy(self) -> Snapshot:
+        """Copy all of them to the host."""
+        ...
+
+    def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        """Become what a checkpoint holds, its model being loaded already.
+
+        Args:
+            checkpoint: its folder.
+            state: of which `Snapshot.state` is a part.
+
+        Raises:
+            CheckpointError: it belongs to another model.
+        """
+        ...
+
+
+class LocalTensors:
+    """`Tensors` of strategies in this process.
+
+    Args:
+        policy: its model is the checkpoint's.
+        others: strategies of other roles that learn, such as the critic; saved whole in the state.
+        save_model: writes model weights, given by name, to a folder.
+    """
+
+    def __init__(self, policy: Strategy, others: Mapping[str, Strategy], save_model: Save) -> None:
+        self._policy, self._others, self._save_model = policy, dict(others), save_model
+
+    def copy(self) -> Snapshot:
+        live = dict(self._policy.export_weights(adapter_only=self._policy.has_adapter))
+        weights = _copied(live)
+        in_folder = {tensor.data_ptr() for tensor in live.values()}
+        own = self._policy.state_dict()
+        # Half-precision models only: elsewhere the model's folder has the same tensors.
+        masters = {n: t for n, t in own["weights"].items() if t.data_ptr() not in in_folder}
+        others = {role: strategy.state_dict() for role, strategy in self._others.items()}
+        state = {"masters": masters, "optimizer": own["optimizer"], "others": others}
+        return Snapshot(_copied(state), lambda folder: self._save_model(weights, folder))
+
+    def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        weights = {**self._policy.state_dict()["weights"], **state["masters"]}
+        self._policy.load_state_dict({"weights": weights, "optimizer": state["optimizer"]})
+        for role, strategy in self._others.items():
+            strategy.load_state_dict(state["others"][role])
+
+
+def _copied(tree: Any) -> Any:
+    """Copy the tensors in a tree of dicts to the host."""
+    if isinstance(tree, Mapping):
+        return {key: _copied(value) for key, value in tree.items()}
+    return tree.detach().to("cpu", copy=True) if isinstance(tree, Tensor) else tree
 
 
 class Stateful(Protocol):
-    """Has a state of plain values, numpy arrays and tensors."""
+    """An object with a state of plain values, dataclasses, numpy arrays and tensors."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it goes on from."""
+        """Return a copy of the state."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -34,28 +108,16 @@ class Stateful(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class Boundary:
-    """A step's end without the tensors."""
-
-    step: int
-    unfinished: Record | None
-    """The step's figures while its evaluation is to come, then None."""
-    figures: Record
-    """The step's evaluation."""
-    metrics_bytes: int
-    states: Mapping[str, Any]
-
-
 class RunState:
-    """Notes boundaries and makes checkpoints of them.
+    """The notes of boundaries, of which checkpoints are made.
 
     Args:
         tensors: models and optimizers.
-        parts: by name, whatever else has a state.
-        offset: where metrics.jsonl ends.
+        parts: all other objects with a state, by name.
+        offset: returns where metrics.jsonl ends.
         write: takes a finished content; may return before it is on disk.
-        frame: makes the content, given step, `save_model` and the rest as keywords.
+        frame: the manifest of each checkpoint, but for what a boundary fills in.
+        config: the recipe as text.
         required: a figure that each evaluation must have (`trainer.keep_best`).
     """
 
@@ -65,22 +127,27 @@ class RunState:
         parts: Mapping[str, Stateful],
         offset: Callable[[], int],
         write: Callable[[Content], None],
-        frame: Callable[..., Content],
+        frame: Manifest,
+        config: str = "",
         required: str | None = None,
     ) -> None:
         self._tensors, self._parts = tensors, dict(parts)
-        self._offset, self._write, self._frame = offset, write, frame
-        self._required = required
-        self._boundary: Boundary | None = None
+        self._offset, self._write = offset, write
+        self._manifest, self._config, self._required = frame, config, required
+        self._states: dict[str, Any] = {}
         self._saved: tuple[int, bool] | None = None
 
     @property
     def step(self) -> int | None:
         """The step of the last boundary; None before the first."""
-        return None if self._boundary is None else self._boundary.step
+        return self._manifest.step if self._states else None
 
     def note(self, step: int, unfinished: Record | None, figures: Record | None = None) -> None:
-        """Step `step` is done, or all of it but its evaluation, which then gave `figures`.
+        """Note that a step is done, or all of it but its evaluation.
+
+        Args:
+            unfinished: the step's figures, while its evaluation is to come.
+            figures: of the evaluation.
 
         Raises:
             ConfigError: they lack the required one.
@@ -92,38 +159,32 @@ class RunState:
                 f"there are {names}"
             )
         states: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
-        states["random"] = _random_states()
-        self._boundary = Boundary(step, unfinished, figures or {}, self._offset(), states)
+        self._states = {**states, "random": _random_states(), "unfinished": unfinished}
+        self._manifest = replace(
+            self._manifest,
+            step=step,
+            evaluated=unfinished is None,
+            metrics_bytes=self._offset(),
+            figures=dict(figures or {}),
+        )
 
     def note_sampling(self) -> None:
         """Take in what was sampled since the boundary; it must be in order, though not a step's."""
-        boundary = self._boundary
-        assert boundary is not None
-        self.note(boundary.step, boundary.unfinished, boundary.figures)
+        assert self._states
+        self.note(self._manifest.step, self._states["unfinished"], self._manifest.figures)
         self._saved = None
 
     def save(self) -> bool:
-        """Save the last boundary unless that is done; False when there is none yet."""
-        boundary = self._boundary
-        if boundary is None:
-            return False
-        key = boundary.step, boundary.unfinished is None
-        if key == self._saved:
-            return True
-        copied = self._tensors.copy()
-        self._write(
-            self._frame(
-                step=boundary.step,
-                save_model=copied.save_model,
-                save_ranks=copied.save_ranks,
-                state={**boundary.states, "unfinished": boundary.unfinished, **copied.state},
-                evaluated=boundary.unfinished is None,
-                metrics_bytes=boundary.metrics_bytes,
-                figures=boundary.figures,
+        """Save the last boundary unless that is done; return False when there is none yet."""
+        key = self._manifest.step, self._manifest.evaluated
+        if self._states and key != self._saved:
+            copied = self._tensors.copy()
+            state = {**self._states, **copied.state}
+            self._write(
+                Content(self._manifest, copied.save_model, state, copied.save_ranks, self._config)
             )
-        )
-        self._saved = key
-        return True
+            self._saved = key
+        return bool(self._states)
 
     def restore(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> Record | None:
         """Become what the checkpoint of a step holds, its model being loaded already.

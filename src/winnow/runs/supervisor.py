@@ -1,6 +1,8 @@
-"""Keeps a run alive: a parent without torch, that starts it again when it dies or hangs.
+"""Supervision of a run: a parent without torch, that starts it again when it dies or hangs.
 
-The child is the same command with a pipe on which it tells of progress (`trainer.heartbeat`).
+The child is the same command with a pipe on which it tells of progress (`Heartbeat`), a line when
+something has moved since the last one: tokens, updates, steps. A run that hangs writes nothing,
+however busy it looks. The lines are `folder PATH`, `step N`, `beat`.
 It has a process group of its own, so that Ctrl-C reaches it once, through the parent, and that
 whatever it started can be ended with it.
 
@@ -20,15 +22,21 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
+
+from winnow.observe.names import Record
+from winnow.observe.sinks import RunInfo
 
 ENDS = frozenset({0, 2, 75, 130})
 """Exit codes after which there is nothing to restart."""
 SAME_STEP_FAILURES = 3
 _LONGEST_PAUSE_S = 60.0
+_BEAT_S = 0.5
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -56,7 +64,7 @@ class Supervisor:
     _asked: list[int] = field(default_factory=list)
 
     def run(self) -> int:
-        """Until the run is over; returns its exit code, 128 + N for one that signal N killed."""
+        """Run to the end; return the exit code, 128 + N for a run that signal N killed."""
         restarts = failures = 0
         reached = self._step
         with self._forwarding():
@@ -90,7 +98,7 @@ class Supervisor:
                     return code
 
     def _run_once(self) -> tuple[int, str]:
-        """One life of the child: its exit code, and in words how it ended."""
+        """Run the child once; return its exit code, and in words how it ended."""
         reader, writer = os.pipe()
         try:
             child = self._child = subprocess.Popen(
@@ -118,14 +126,14 @@ class Supervisor:
         return status, f"ended with exit code {status}"
 
     def _await_end(self, child: subprocess.Popen[bytes]) -> None:
-        """A child whose pipe is closed is about to be gone; one that is not is killed."""
+        """Wait for a child whose pipe is closed, and kill one that does not end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=5)
             return
         os.killpg(child.pid, signal.SIGKILL)
 
     def _listen(self, reader: int) -> bool:
-        """Follow the child to its end; False when it tells of no progress for too long."""
+        """Follow the child to its end; return False if it tells of no progress for too long."""
         rest = b""
         last = time.monotonic()
         with selectors.DefaultSelector() as selector:
@@ -146,7 +154,7 @@ class Supervisor:
                     self._take(line.decode())
 
     def _is_stopping(self) -> bool:
-        """Whether a signal asked this process to end; it may come at any time."""
+        """Return whether a signal asked this process to end; it may come at any time."""
         return bool(self._asked)
 
     def _take(self, line: str) -> None:
@@ -186,7 +194,7 @@ class Supervisor:
 
 
 def winnow_command(arguments: Sequence[str]) -> Callable[[int, str | None], list[str]]:
-    """The command line of a child, from the words after `winnow train`."""
+    """Make the command line of a child from the words after `winnow train`."""
 
     def command(pipe: int, folder: str | None) -> list[str]:
         more = [] if folder is None else ["--continued", folder]
@@ -194,3 +202,57 @@ def winnow_command(arguments: Sequence[str]) -> Callable[[int, str | None], list
         return [*start, *arguments]
 
     return command
+
+
+class Heartbeat:
+    """The sink that tells a supervising parent of progress; without a pipe it does nothing."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+        self._readings: list[Callable[[], object]] = []
+        self._beats = 0
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
+            threading.Thread(target=self._run, args=(os.getppid(),), daemon=True).start()
+
+    def folder(self, path: Path) -> None:
+        """Tell the run's folder, which a restart continues."""
+        self._write(f"folder {path.absolute()}")
+
+    def watch(self, reading: Callable[[], object]) -> None:
+        """Count a change of what `reading` returns as progress; called from another thread."""
+        self._readings.append(reading)
+
+    def beat(self) -> None:
+        """Note that something moved."""
+        self._beats += 1
+
+    def start(self, info: RunInfo) -> None:
+        """Tell the step before the first."""
+        self._write(f"step {info.first_step - 1}")
+
+    def log(self, step: int, record: Record) -> None:
+        """Tell a step that is done."""
+        self._write(f"step {step}")
+
+    def close(self) -> None:
+        """Do nothing: counters are watched to the end of the process."""
+
+    def _run(self, parent: int) -> None:
+        seen: list[object] = []
+        while True:
+            time.sleep(_BEAT_S)
+            if os.getppid() != parent:
+                # Nobody is left to restart or to end this run: it ends as if asked to.
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            now = [self._beats, *(reading() for reading in self._readings)]
+            if now != seen:
+                seen = now
+                self._write("beat")
+
+    def _write(self, line: str) -> None:
+        if self._descriptor is None:
+            return
+        with contextlib.suppress(OSError):  # the parent is gone, which `_run` notices
+            os.write(self._descriptor, f"{line}\n".encode())

@@ -32,11 +32,11 @@ from winnow.runs.build_learner import make_learner
 from winnow.runs.checkpoint import this_machine
 from winnow.runs.loading import Policies
 from winnow.runs.loop import Publish
+from winnow.runs.metrics import Passes
 from winnow.runs.model_factory import LocalModels
 from winnow.runs.publishing import Sending, Sharing
 from winnow.runs.rewarding import asked_models, make_rewards
-from winnow.runs.snapshot import LocalTensors, Tensors
-from winnow.runs.throughput import Passes
+from winnow.runs.state import LocalTensors, Tensors
 
 if TYPE_CHECKING:
     from winnow.runs.launch import Launch

@@ -1,4 +1,4 @@
-"""A start made on the spot: a tiny model that imitates demonstrations of a generated task.
+"""Warm starts: a tiny model that imitates demonstrations of a generated task, made on the spot.
 
 Finished starts are cached under a hash of everything that decides their bits: configuration,
 seed, threads, versions, and the source code that makes them.
@@ -7,12 +7,9 @@ seed, threads, versions, and the source code that makes them.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
-import platform
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from filelock import FileLock
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 import winnow
@@ -43,14 +41,14 @@ _SEED_STREAM = 0x5F7
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Where a start lies, and whether it was there already."""
+    """The place of a start, and whether it was there already."""
 
     folder: Path
     cached: bool
 
 
 def cache_folder(config: Config, warm: SftWarmStart) -> Path:
-    """Where the start of this configuration is kept."""
+    """Return the place of this configuration's start in the cache."""
     root = warm.cache_dir or os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow"
     decides = {
         "warm_start": warm.model_dump(exclude={"cache_dir", "seed"}),
@@ -75,7 +73,7 @@ def make_warm_start(
     fresh: bool,
     log: Callable[[int, dict[str, float]], None],
 ) -> WarmStart:
-    """The folder of a warm start: cached, or trained now.
+    """Find a warm start in the cache, or train it now.
 
     Args:
         fresh: train even if the cache has it.
@@ -87,65 +85,31 @@ def make_warm_start(
     target = cache_folder(config, warm)
     if _is_whole(target) and not fresh:
         return WarmStart(target, cached=True)
-    draft = _scratch(target)
-    _clean(target)
-    try:
-        # A disk that cannot be written to is met before the minute of training, not after it.
+    draft, old = (target.with_name(f".{target.name}.{kind}") for kind in ("partial", "replaced"))
+    # A disk that cannot be written to is met before the minute of training, not after it.
+    with contextlib.ExitStack() as held:
         with _writing_to(target.parent):
-            draft.mkdir(parents=True, exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Whoever comes second waits, and then finds the start in the cache.
+            held.enter_context(FileLock(f"{draft}.lock"))
+            for path in (draft, old):  # left by a process that died
+                shutil.rmtree(path, ignore_errors=True)
+            if _is_whole(target) and not fresh:
+                return WarmStart(target, cached=True)
+            draft.mkdir()
+        held.callback(shutil.rmtree, draft, ignore_errors=True)
         model, tokenizer = _train(config, warm, log)
         with _writing_to(target.parent):
             save_model(model, tokenizer, draft)
-            _put_in_place(draft, target, replace=fresh or not _is_whole(target))
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                target.rename(old)
+            draft.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
     return WarmStart(target, cached=False)
-
-
-def _put_in_place(draft: Path, target: Path, replace: bool) -> None:
-    """Rename; when another run has made the same start meanwhile, its bits are these."""
-    old = _scratch(target)
-    if replace:
-        with contextlib.suppress(FileNotFoundError):
-            target.rename(old)
-    try:
-        draft.rename(target)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _is_whole(target: Path) -> bool:
     return (target / "config.json").is_file()
-
-
-def _scratch(target: Path) -> Path:
-    """A name beside the target that no other process, on this machine or another, has."""
-    token = secrets.token_hex(4)
-    return target.with_name(f".{target.name}.{token}.{_host()}.{os.getpid()}.partial")
-
-
-def _host() -> str:
-    return platform.node().replace(".", "-")
-
-
-def _clean(target: Path) -> None:
-    """Delete what processes of this machine that are gone left half made of this start."""
-    for path in target.parent.glob(f".{target.name}.*.{_host()}.*.partial"):
-        owner = path.name.split(".")[-2]
-        if owner.isdecimal() and not _is_alive(int(owner)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 @contextlib.contextmanager

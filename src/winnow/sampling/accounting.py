@@ -1,54 +1,228 @@
-"""What ended and what was counted since the last commit, and the token account."""
+"""The token account, and the counts of a step: each group's end is entered here once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Literal, get_args
 
-from winnow.sampling.account import FATES, Fate, TokenAccount, TokenCounts
 from winnow.sampling.filters import Verdict
-from winnow.sampling.report import StepCounts, StepGroups, Tally
-from winnow.sampling.states import GroupState, Settled
-from winnow.types import Prompt
+from winnow.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from winnow.sampling.ledger import GroupState
+
+Fate = Literal["trained", "all_right", "all_wrong", "surplus", "stale", "failed"]
+FATES: tuple[Fate, ...] = get_args(Fate)
 
 
+@dataclass(frozen=True)
+class TokenCounts:
+    """A reading of the token account: totals, or what one step added.
+
+    `generated` = the six fates + `in_progress` (a step adds a negative number there when it
+    settles more than it generates). Truncation and baseline are flags beside the fates, not
+    further ones.
+    """
+
+    generated: int = 0
+    trained: int = 0
+    all_right: int = 0
+    all_wrong: int = 0
+    surplus: int = 0
+    stale: int = 0
+    failed: int = 0
+    in_progress: int = 0
+    truncated_tokens: int = 0
+    """Tokens of settled sampled answers that the response limit ended."""
+    truncated_answers: int = 0
+    baseline_tokens: int = 0
+    """Tokens of settled groups' greedy answers."""
+
+    def minus(self, earlier: TokenCounts) -> TokenCounts:
+        """Subtract an earlier reading."""
+        before = asdict(earlier)
+        return TokenCounts(**{name: now - before[name] for name, now in asdict(self).items()})
+
+
+@dataclass
+class TokenAccount:
+    """The books of generated tokens; `check` holds after every entry."""
+
+    generated: int = 0
+    in_progress: int = 0
+    """Tokens of groups whose life has not ended: unfinished, unscored, or waiting."""
+    truncated_tokens: int = 0
+    truncated_answers: int = 0
+    baseline_tokens: int = 0
+    booked: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
+
+    def write(self, tokens: int) -> None:
+        """Book tokens that the policy wrote."""
+        assert tokens >= 0
+        self.generated += tokens
+        self.in_progress += tokens
+        self.check()
+
+    def settle(self, fate: Fate, group: GroupState) -> None:
+        """Move all tokens of a group from in progress to its fate."""
+        cut_off = [a.tokens for a in group.sampled if a.trajectory and a.trajectory.truncated]
+        self.booked[fate] += group.tokens
+        self.in_progress -= group.tokens
+        self.truncated_tokens += sum(cut_off)
+        self.truncated_answers += len(cut_off)
+        self.baseline_tokens += 0 if group.baseline is None else group.baseline.tokens
+        self.check()
+
+    def check(self) -> None:
+        """Assert the invariant: generated = Σ fates + in progress."""
+        assert self.in_progress >= 0
+        assert self.generated == sum(self.booked.values()) + self.in_progress
+
+    def read(self) -> TokenCounts:
+        """Return the totals now."""
+        totals = {name: value for name, value in vars(self).items() if name != "booked"}
+        return TokenCounts(**totals, **self.booked)
+
+
+@dataclass(frozen=True, eq=False)
+class SettledGroup:
+    """A group whose life ended, and its fate."""
+
+    group: Group
+    """A failed or dropped group holds only those answers that were finished and scored."""
+    fate: Fate
+    admitted_version: int
+    staleness: int
+    """Steps between the version of its oldest token and the step that settled it."""
+    tokens: int
+    """Generated for it, unfinished answers included."""
+
+
+@dataclass
+class Tally:
+    """Counts since the last step that trained something."""
+
+    admitted: int = 0
+    resumed_answers: int = 0
+    """Prefixes handed to the engine again."""
+    aborted_answers: int = 0
+    """Answers that came back as prefixes."""
+    retried_answers: int = 0
+    """Answers started again after a failure or a stall."""
+    closed: int = 0
+    """Groups that got a verdict, qualified ones included."""
+    qualified: int = 0
+    answers: int = 0
+    """Answers of the closed groups."""
+    truncated_answers: int = 0
+    """Those among them that the response limit ended."""
+    accuracy_sum: float = 0.0
+    """Over the closed groups' answers."""
+    failed: int = 0
+    last_error: str = ""
+    empty_bounds: int = 0
+    """Bounds met in a row without one qualified group."""
+
+    @property
+    def keep_rate(self) -> float:
+        """Qualified share of the closed groups; NaN when none was."""
+        return _share(self.qualified, self.closed)
+
+    @property
+    def mean_accuracy(self) -> float:
+        """Over all answers of the closed groups; NaN when none was."""
+        return _share(self.accuracy_sum, self.answers)
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """The sampling figures of one step."""
+
+    tally: Tally
+    looked_at: int
+    """Groups admitted later than the last cut and not after this one, carried ones included."""
+    fates: dict[Fate, int]
+    """Groups by how they ended, during this step."""
+    carried_qualified: int
+    """Qualified groups that wait for the next step."""
+    carried_open: int
+    """Unfinished groups that wait as prefixes."""
+    qualify_rate: float
+    """The estimated chance to qualify, after this step."""
+    staleness_mean: float
+    """Over the trained groups, in steps; NaN when none was."""
+    staleness_max: int
+    tokens: TokenCounts
+    """Tokens that this step added to the account."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepGroups:
+    """The groups that one step trains on, and what became of the rest."""
+
+    version: int
+    wanted: int
+    """N"""
+    trained: tuple[SettledGroup, ...]
+    """In admission order."""
+    discarded: tuple[SettledGroup, ...]
+    """Every other group whose life ended during this step, in the order in which they ended."""
+    returned: tuple[Prompt, ...]
+    """Prompts of dropped groups, given back to the loader in this order."""
+    counts: StepCounts
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups to train on, in admission order."""
+        return tuple(settled.group for settled in self.trained)
+
+    @property
+    def short(self) -> bool:
+        """True if the bound came before N groups qualified."""
+        return len(self.trained) < self.wanted
+
+
+@dataclass
 class StepAccounting:
-    """Every group's end is entered here once."""
+    """The token account, and everything that ended or was counted since the last commit."""
 
-    def __init__(self) -> None:
-        self.account = TokenAccount()
-        self.tally = Tally()
-        self.settled: list[Settled] = []
-        self._at_commit = TokenCounts()
+    account: TokenAccount = field(default_factory=TokenAccount)
+    tally: Tally = field(default_factory=Tally)
+    settled: list[SettledGroup] = field(default_factory=list)
+    at_commit: TokenCounts = field(default_factory=TokenCounts)
+    """The account's reading at the last commit."""
 
-    def judged(self, life: GroupState, verdict: Verdict) -> None:
-        """All answers of a group are scored; the greedy one is no part of the statistics."""
+    def count_verdict(self, group: GroupState, verdict: Verdict) -> None:
+        """Count a group all of whose answers are scored, without its greedy one."""
         tally = self.tally
         tally.closed += 1
         tally.qualified += verdict == "qualified"
-        tally.answers += life.n
-        for answer in life.sampled:
+        tally.answers += group.n
+        for answer in group.sampled:
             assert answer.trajectory is not None
             assert answer.score is not None
             tally.accuracy_sum += answer.score.accuracy
             tally.truncated_answers += answer.trajectory.truncated
 
-    def settle(self, life: GroupState, fate: Fate, version: int) -> None:
-        """A group's life ended in the step of weight version `version`."""
-        cut_off = [a.tokens for a in life.sampled if a.trajectory and a.trajectory.truncated]
-        baseline = 0 if life.baseline is None else life.baseline.tokens
-        self.account.settle(fate, life.tokens, sum(cut_off), len(cut_off), baseline)
-        self.settled.append(Settled.of(life, fate, version))
+    def close_group(self, state: GroupState, fate: Fate, version: int) -> None:
+        """Settle a group whose life ended in the step of weight version `version`."""
+        self.account.settle(fate, state)
+        group = state.group()
+        versions = (answer.trajectory.versions for answer in group.scored)
+        oldest = min((each[0] for each in versions if each), default=version)
+        self.settled.append(
+            SettledGroup(group, fate, state.version, version - oldest, state.tokens)
+        )
 
     def fates(self) -> dict[Fate, int]:
-        """Groups settled since the last commit, by fate."""
+        """Count the groups settled since the last commit, by fate."""
         fates: dict[Fate, int] = dict.fromkeys(FATES, 0)
         for settled in self.settled:
             fates[settled.fate] += 1
         return fates
 
-    def close(
+    def close_step(
         self,
         version: int,
         wanted: int,
@@ -57,47 +231,28 @@ class StepAccounting:
         carried: tuple[int, int],
         qualify_rate: float,
     ) -> StepGroups:
-        """The step as the trainer gets it; `carried` is (qualified, open). Counts restart."""
-        tally, now = self.tally, self.account.read()
+        """Return the step as the trainer gets it, and begin to count the next.
+
+        Args:
+            carried: qualified and open groups that wait for the next step.
+        """
+        now = self.account.read()
         trained = sorted((s for s in self.settled if s.fate == "trained"), key=lambda s: s.group.id)
         ages = [settled.staleness for settled in trained]
         counts = StepCounts(
-            admitted=tally.admitted,
+            tally=self.tally,
             looked_at=looked_at,
             fates=self.fates(),
             carried_qualified=carried[0],
             carried_open=carried[1],
-            keep_rate=_share(tally.qualified, tally.closed),
-            mean_accuracy=_share(tally.accuracy_sum, tally.answers),
-            truncated_share=_share(tally.truncated_answers, tally.answers),
             qualify_rate=qualify_rate,
-            resumed_answers=tally.resumed_answers,
-            aborted_answers=tally.aborted_answers,
-            retried_answers=tally.retried_answers,
-            empty_bounds=tally.empty_bounds,
             staleness_mean=_share(sum(ages), len(ages)),
             staleness_max=max(ages, default=0),
-            tokens=now.minus(self._at_commit),
+            tokens=now.minus(self.at_commit),
         )
         discarded = tuple(s for s in self.settled if s.fate != "trained")
-        self.settled, self.tally, self._at_commit = [], Tally(), now
+        self.settled, self.tally, self.at_commit = [], Tally(), now
         return StepGroups(version, wanted, tuple(trained), discarded, tuple(returned), counts)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything entered, as plain values."""
-        return {
-            "account": self.account.state_dict(),
-            "tally": asdict(self.tally),
-            "settled": [settled.plain() for settled in self.settled],
-            "at_commit": asdict(self._at_commit),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` described."""
-        self.account.load_state_dict(state["account"])
-        self.tally = Tally(**state["tally"])
-        self.settled = [Settled.from_plain(settled) for settled in state["settled"]]
-        self._at_commit = TokenCounts(**state["at_commit"])
 
 
 def _share(part: float, whole: int) -> float:

@@ -1,13 +1,13 @@
-"""How many groups may be open: the estimated chance to qualify, and the rule of admission.
+"""Admission: the estimated chance to qualify, and the rule by which a group may open.
 
 It decides how many groups start, never which: prompts are taken in the loader's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 from winnow.config.rollout import SamplingConfig
 from winnow.errors import ConfigError
@@ -29,6 +29,7 @@ ALL_HISTORIES: tuple[History, ...] = tuple(
 """So few that a sum over groups is a sum over these."""
 
 
+@dataclass
 class QualifyRate:
     """p̂, the chance that a group qualifies, from the closed prefix in admission order.
 
@@ -36,91 +37,94 @@ class QualifyRate:
     group is closed: the first to finish are easy or guessed, and would mislead.
     """
 
-    def __init__(self, decay: float, *, filtered: bool = True) -> None:
-        """`decay` is the memory of the global rate, for each group seen.
-
-        Where nothing is `filtered` each group qualifies whose answers and scores do not fail, so
-        there is no doubt to begin with, and no group opens that the step does not need.
-        """
-        self._decay = decay
-        self._doubt = 1.0 if filtered else 0.0
-        self._seen = 0.0
-        self._qualified = 0.0
-        # Latest visits as bits behind a leading one: 0b1101 is yes, no, yes.
-        self._visits: dict[str, int] = {}
-        self._chances: list[float] = []  # of ALL_HISTORIES; empty when out of date
+    decay: float
+    """Memory of the global rate, for each group seen."""
+    doubt: float = 1.0
+    """0 where nothing is filtered: each group qualifies there whose answers and scores do not
+    fail, so there is no doubt to begin with, and no group opens that the step does not need."""
+    seen: float = 0.0
+    qualified: float = 0.0
+    visits: dict[str, int] = field(default_factory=dict)
+    """Latest visits of each prompt as bits behind a leading one: 0b1101 is yes, no, yes."""
+    _chances: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
+    """p̂ for each of `ALL_HISTORIES`; empty when out of date."""
 
     @property
     def rate(self) -> float:
         """The global rate, before the floor: Beta(1, 1) prior, or Beta(1, 0) without a filter."""
-        return (1.0 + self._qualified) / (1.0 + self._doubt + self._seen)
+        return (1.0 + self.qualified) / (1.0 + self.doubt + self.seen)
 
     def observe(self, uid: str, qualified: bool, own: bool = True) -> None:
         """Take the next outcome; `own=False` keeps it out of the prompt's history."""
-        self._seen = self._decay * self._seen + 1.0
-        self._qualified = self._decay * self._qualified + qualified
+        self.seen = self.decay * self.seen + 1.0
+        self.qualified = self.decay * self.qualified + qualified
         self._chances = []
         if not own:
             return
-        visits = self._visits.pop(uid, 1) << 1 | qualified
+        visits = self.visits.pop(uid, 1) << 1 | qualified
         if visits >> (OWN_VISITS + 1):
             visits = visits & ((1 << OWN_VISITS) - 1) | 1 << OWN_VISITS
-        self._visits[uid] = visits
-        if len(self._visits) > HISTORIES:
-            del self._visits[next(iter(self._visits))]
+        self.visits[uid] = visits
+        if len(self.visits) > HISTORIES:
+            del self.visits[next(iter(self.visits))]
 
     def history(self, uid: str) -> History:
-        """What is known of a prompt from its own visits."""
-        visits = self._visits.get(uid, 1)
+        """Return a prompt's latest visits, and how many of them qualified."""
+        visits = self.visits.get(uid, 1)
         return visits.bit_length() - 1, visits.bit_count() - 1
 
     def chance(self, history: History) -> float:
-        """p̂ of a prompt with this history: its own rate shrunk to the global one."""
+        """Return p̂ of a prompt with this history: its own rate shrunk to the global one."""
         visits, qualified = history
         estimate = (qualified + SHRINKAGE * self.rate) / (visits + SHRINKAGE)
         return max(LEAST_CHANCE, estimate)
 
-    def chances(self) -> Sequence[float]:
-        """p̂ for each of `ALL_HISTORIES`."""
+    def expected(self, groups: Mapping[History, int]) -> float:
+        """Return Σ p̂ over groups, counted by their prompts' histories."""
         if not self._chances:
             self._chances = [self.chance(history) for history in ALL_HISTORIES]
-        return self._chances
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything it knows, as plain values."""
-        return {"seen": self._seen, "qualified": self._qualified, "visits": dict(self._visits)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` described."""
-        self._seen = state["seen"]
-        self._qualified = state["qualified"]
-        self._visits = dict(state["visits"])
-        self._chances = []
+        pairs = zip(ALL_HISTORIES, self._chances, strict=True)
+        return sum(groups.get(history, 0) * chance for history, chance in pairs)
 
 
-class Expectation:
-    """Σ p̂ over the groups in flight, kept as counts so that no rounding accumulates."""
+Outcome = Literal["qualified", "not", "failed", "dropped"]
 
-    def __init__(self) -> None:
-        self._counts = dict.fromkeys(ALL_HISTORIES, 0)
 
-    def add(self, history: History) -> None:
-        """A group opened whose prompt has this history."""
-        self._counts[history] += 1
+@dataclass
+class ClosedPrefix:
+    """Passes outcomes on in admission order, as far as every group is closed."""
 
-    def remove(self, history: History) -> None:
-        """That group closed; give the history it opened with."""
-        self._counts[history] -= 1
+    rate: QualifyRate
+    next: int = 0
+    """The first group not known to be closed."""
+    outcomes: dict[int, tuple[str, Outcome]] = field(default_factory=dict)
+    """Prompt and outcome of groups that closed behind an open one, by group."""
 
-    def total(self, rate: QualifyRate) -> float:
-        """How many of the groups in flight will qualify, by the present estimate."""
-        pairs = zip(self._counts.values(), rate.chances(), strict=True)
-        return sum(count * chance for count, chance in pairs)
+    def close(self, group_id: int, uid: str, outcome: Outcome) -> list[int]:
+        """Close a group; return the qualified groups that the prefix now passes."""
+        passed: list[int] = []
+        if group_id < self.next:
+            return passed
+        self.outcomes[group_id] = (uid, outcome)
+        while (known := self.outcomes.pop(self.next, None)) is not None:
+            uid, outcome = known
+            if outcome == "qualified":
+                passed.append(self.next)
+            if outcome != "dropped":
+                # A failure of engine or scorer says nothing of the prompt.
+                self.rate.observe(uid, outcome == "qualified", own=outcome != "failed")
+            self.next += 1
+        return passed
+
+    def skip_to(self, group_id: int) -> None:
+        """Look no further at any group before `group_id`."""
+        self.outcomes.clear()
+        self.next = group_id
 
 
 @dataclass(frozen=True)
 class AdmissionRule:
-    """Whether one more group may open.
+    """The rule by which one more group may open.
 
     Two counts are bounded. *Expected*: qualified + Σ p̂(in flight) < N(1 + lookahead) opens
     about as many groups as the step needs. *In full*, when groups outlive a step:
@@ -146,7 +150,7 @@ class AdmissionRule:
 
     @classmethod
     def of(cls, config: SamplingConfig) -> AdmissionRule:
-        """The rule that a recipe asks for.
+        """Make the rule that a recipe asks for.
 
         Raises:
             ConfigError: the look-ahead exceeds the allowed staleness.
@@ -168,6 +172,6 @@ class AdmissionRule:
         return self.groups * (1 + ahead)
 
     def allows(self, qualified: int, in_flight: int, expected: float) -> bool:
-        """Whether one more group may open; `expected` is Σ p̂ over those in flight."""
+        """Return whether one more group may open; `expected` is Σ p̂ over those in flight."""
         enough = qualified + expected >= self.groups * (1 + self.lookahead)
         return not enough and qualified + in_flight < self.most_live

@@ -1,14 +1,31 @@
-"""Which groups carry signal: pure functions from the scores of a group to a verdict."""
+"""Filters, which keep the groups that carry signal: pure functions from scores to a verdict.
+
+A filter of your own is a function that a recipe names:
+
+    # mine.py;  sampling/filter=custom sampling.filter.path=mine.py:spread
+    def spread(scores, least=0.1):
+        rewards = [score.reward for score in scores]
+        return max(rewards) - min(rewards) >= least
+
+It is given the `winnow.types.Score`s of a group's sampled answers (`reward`, `accuracy`, `parts`,
+`extra`, `error`), in their order, and `sampling.filter.options` as keyword arguments. It returns
+True to train on the group, False to leave it out. It runs in the run's own process, once a group,
+and must say the same of the same scores, or a resumed run goes another way.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
-from winnow.config.rollout import BandFilter, Filter, NoFilter, VarianceFilter
-from winnow.errors import RewardError
+import numpy as np
+
+from winnow.config.rollout import BandFilter, CustomFilter, Filter, NoFilter, VarianceFilter
+from winnow.errors import ConfigError, RewardError
 from winnow.types import Score
+from winnow.user_code import load_user_object
 
 Verdict = Literal["qualified", "all_right", "all_wrong"]
 
@@ -16,45 +33,85 @@ Verdict = Literal["qualified", "all_right", "all_wrong"]
 # and where the advantages' own 1e-6 beside the standard deviation would erase the signal.
 FLOAT_NOISE = 1e-6
 
+Judge = Callable[[Sequence[Score]], Verdict]
+"""The verdict on a group by its sampled answers' scores."""
 
-def qualifies(values: Sequence[float], rule: Filter, mean_accuracy: float) -> Verdict:
-    """What a rule says of a group whose answers have these values of the rule's metric.
+
+def make_judge(rule: Filter) -> Judge:
+    """Make the judge of `sampling.filter`.
+
+    Raises:
+        ConfigError: a custom filter cannot be imported.
+    """
+    if not isinstance(rule, CustomFilter):
+        return partial(judge, rule=rule)
+    keep = load_user_object(rule.path, "sampling.filter.path", ConfigError)
+    return partial(_judge_by, keep=partial(keep, **rule.options), where=rule.path)
+
+
+def _judge_by(scores: Sequence[Score], keep: Callable[..., object], where: str) -> Verdict:
+    """Ask a user's function.
+
+    Raises:
+        RewardError: it fails, or returns something else than True or False.
+    """
+    try:
+        kept = keep(scores)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise RewardError(
+            f"sampling.filter.path {where} fails with {type(error).__name__}: {reason}; "
+            "correct the function, and resume"
+        ) from error
+    if not isinstance(kept, bool | np.bool_):
+        raise RewardError(
+            f"sampling.filter.path {where} must return True or False, returned {kept!r:.80}; "
+            "correct the function, and resume"
+        )
+    return "qualified" if kept else _unqualified(_mean_accuracy(scores))
+
+
+def qualifies(
+    values: Sequence[float], rule: VarianceFilter | BandFilter, mean_accuracy: float
+) -> Verdict:
+    """Apply a rule to a group whose answers have these values of the rule's metric.
 
     A group that does not qualify counts as right or wrong by its mean accuracy.
     """
-    match rule:
-        case NoFilter():
-            passes = True
-        case VarianceFilter():
-            passes = len(values) == 1 or differ(values)
-        case BandFilter():
-            mean = math.fsum(values) / len(values) if values else math.nan
-            passes = rule.low - FLOAT_NOISE <= mean <= rule.high + FLOAT_NOISE
-    if passes:
-        return "qualified"
+    if isinstance(rule, VarianceFilter):
+        passes = len(values) == 1 or differ(values)
+    else:
+        mean = math.fsum(values) / len(values) if values else math.nan
+        passes = rule.low - FLOAT_NOISE <= mean <= rule.high + FLOAT_NOISE
+    return "qualified" if passes else _unqualified(mean_accuracy)
+
+
+def _unqualified(mean_accuracy: float) -> Verdict:
     return "all_right" if mean_accuracy >= 0.5 else "all_wrong"
 
 
+def _mean_accuracy(scores: Sequence[Score]) -> float:
+    return math.fsum(score.accuracy for score in scores) / len(scores)
+
+
 def differ(values: Sequence[float]) -> bool:
-    """Whether the values differ by more than float noise."""
+    """Return whether the values differ by more than float noise."""
     if not values:
         return False
     low, high = min(values), max(values)
     return high - low > FLOAT_NOISE * max(1.0, abs(low), abs(high))
 
 
-def judge(scores: Sequence[Score], rule: Filter) -> Verdict:
-    """The verdict on a group with these scores.
+def judge(scores: Sequence[Score], rule: NoFilter | VarianceFilter | BandFilter) -> Verdict:
+    """Judge a group by its answers' scores.
 
     An answer whose scoring failed and that lacks the metric is left out.
 
     Raises:
         RewardError: the scorer does not give the rule's metric, or gives no finite number.
     """
-    accuracy = math.fsum(score.accuracy for score in scores) / len(scores)
     if isinstance(rule, NoFilter):
         return "qualified"
-    assert isinstance(rule, VarianceFilter | BandFilter)
     values = []
     for score in scores:
         value = _value(score, rule.metric)
@@ -63,7 +120,7 @@ def judge(scores: Sequence[Score], rule: Filter) -> Verdict:
     if len(values) < 2 <= len(scores) and isinstance(rule, VarianceFilter):
         # One known value among several answers is no group of one.
         values = []
-    return qualifies(values, rule, accuracy)
+    return qualifies(values, rule, _mean_accuracy(scores))
 
 
 def _value(score: Score, metric: str) -> float | None:

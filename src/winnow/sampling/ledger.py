@@ -13,18 +13,193 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from winnow.config.rollout import NoFilter, SamplingConfig
-from winnow.sampling.account import Fate, TokenAccount
-from winnow.sampling.accounting import StepAccounting
-from winnow.sampling.admission import AdmissionRule, QualifyRate
-from winnow.sampling.filters import Verdict, judge
-from winnow.sampling.live_groups import Dispatch, LiveGroups
-from winnow.sampling.prefix import ClosedPrefix, Outcome
-from winnow.sampling.report import StepGroups, Tally
-from winnow.sampling.states import AnswerState, GroupState
-from winnow.types import Prompt, Score, Segment, Trajectory
+from winnow.sampling.accounting import Fate, StepAccounting, StepGroups, Tally, TokenAccount
+from winnow.sampling.admission import AdmissionRule, ClosedPrefix, History, Outcome, QualifyRate
+from winnow.sampling.filters import Verdict, make_judge
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
+
+
+@dataclass(slots=True)
+class AnswerState:
+    """One answer: waiting or running (with a prefix, perhaps), finished, scored."""
+
+    prefix: Segment | None = None
+    """Tokens that are written of an unfinished answer."""
+    trajectory: Trajectory | None = None
+    """The finished answer."""
+    score: Score | None = None
+    running: bool = False
+    """True while the engine has it."""
+    attempts: int = 0
+    """Times it was retried."""
+    tokens: int = 0
+    """Booked so far for it."""
+
+    @property
+    def answer(self) -> Answer | None:
+        """The answer as the rest of Winnow sees it; None until it is finished and scored."""
+        if self.trajectory is None or self.score is None:
+            return None
+        return Answer(self.trajectory, self.score)
+
+
+@dataclass(slots=True)
+class GroupState:
+    """An admitted prompt and its answers, until its tokens have a fate."""
+
+    id: int
+    prompt: Prompt
+    version: int
+    """Weight version at admission."""
+    history: History
+    """The prompt's history at admission, by which it counts in Σ p̂."""
+    answers: list[AnswerState]
+    """The sampled ones, then the greedy one where the group has a baseline."""
+    n: int
+    """Number of sampled answers."""
+    unscored: int
+    running: int = 0
+
+    @property
+    def sampled(self) -> list[AnswerState]:
+        """The answers that a filter judges and a step trains on."""
+        return self.answers[: self.n]
+
+    @property
+    def greedy(self) -> int | None:
+        """The place of the greedy answer; None in a group without."""
+        return self.n if len(self.answers) > self.n else None
+
+    @property
+    def baseline(self) -> AnswerState | None:
+        """The greedy answer."""
+        return None if self.greedy is None else self.answers[self.greedy]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens the policy wrote for it so far."""
+        return sum(answer.tokens for answer in self.answers)
+
+    @property
+    def finished(self) -> int:
+        """Number of complete answers, scored or not."""
+        return sum(answer.trajectory is not None for answer in self.answers)
+
+    def group(self) -> Group:
+        """Return its finished and scored answers as the rest of Winnow sees them."""
+        answers = (each.answer for each in self.sampled)
+        baseline = None if self.baseline is None else self.baseline.answer
+        return Group(self.id, self.prompt, tuple(a for a in answers if a is not None), baseline)
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Answers of one group that the engine must write, with what is written already."""
+
+    group_id: int
+    prompt: Prompt
+    prefixes: dict[int, Segment | None]
+    greedy: int | None = None
+    """The index that the group's greedy answer has, whether it is among these or not."""
+
+
+@dataclass
+class LiveGroups:
+    """Open groups, qualified ones that wait for a cut, and failing ones still written for.
+
+    Dictionaries run in admission order, except that of qualified groups.
+    """
+
+    open: dict[int, GroupState] = field(default_factory=dict)
+    qualified: dict[int, GroupState] = field(default_factory=dict)
+    failing: dict[int, GroupState] = field(default_factory=dict)
+    """Failed groups of which the engine still has answers."""
+    waiting: set[int] = field(default_factory=set)
+    """Open groups with answers to dispatch."""
+    running: int = 0
+    """Answers that the engine has."""
+    histories: dict[History, int] = field(default_factory=dict)
+    """Number of open groups by their prompts' histories: counts, so that in Σ p̂ no rounding
+    accumulates."""
+
+    def enter(self, group: GroupState) -> None:
+        """Open a group."""
+        self.open[group.id] = group
+        self.waiting.add(group.id)
+        self.histories[group.history] = self.histories.get(group.history, 0) + 1
+
+    def leave(self, group: GroupState) -> None:
+        """Take a group from the open ones."""
+        del self.open[group.id]
+        self.waiting.discard(group.id)
+        self.histories[group.history] -= 1
+
+    def dispatch(self) -> list[Dispatch]:
+        """Return all that waits, in admission order; from now on it runs."""
+        batch: list[Dispatch] = []
+        for group_id in sorted(self.waiting):
+            group = self.open[group_id]
+            prefixes: dict[int, Segment | None] = {}
+            for index, answer in enumerate(group.answers):
+                if answer.trajectory is None and not answer.running:
+                    answer.running = True
+                    prefixes[index] = answer.prefix
+            group.running += len(prefixes)
+            self.running += len(prefixes)
+            batch.append(Dispatch(group_id, group.prompt, prefixes, group.greedy))
+        self.waiting.clear()
+        return batch
+
+    def come_back(self, group_id: int, index: int) -> tuple[GroupState, AnswerState]:
+        """Take an answer from the engine's."""
+        group = self.open.get(group_id) or self.failing[group_id]
+        answer = self.at_engine(group_id, index)
+        answer.running = False
+        group.running -= 1
+        self.running -= 1
+        return group, answer
+
+    def at_engine(self, group_id: int, index: int) -> AnswerState:
+        """Return an answer that the engine has."""
+        group = self.open.get(group_id) or self.failing[group_id]
+        answer = group.answers[index]
+        assert answer.running, f"answer {index} of group {group_id} was not with the engine"
+        return answer
+
+    def waiting_for_cut(self) -> list[GroupState]:
+        """Return open and qualified groups, in admission order."""
+        return sorted([*self.open.values(), *self.qualified.values()], key=lambda group: group.id)
+
+    def unscored(self) -> list[tuple[int, int]]:
+        """Return finished answers of open groups that lack a score: (group, answer)."""
+        return [
+            (group.id, index)
+            for group in self.open.values()
+            for index, answer in enumerate(group.answers)
+            if answer.trajectory is not None and answer.score is None
+        ]
+
+    def finished_answer(self, group_id: int, index: int) -> tuple[Prompt, Trajectory]:
+        """Return a finished answer and its prompt, for a scorer."""
+        group = self.open[group_id]
+        trajectory = group.answers[index].trajectory
+        assert trajectory is not None
+        return group.prompt, trajectory
+
+    def with_engine(self) -> list[tuple[int, int]]:
+        """Return the answers that the engine has: (group, answer), in admission order."""
+        groups = sorted([*self.failing.values(), *self.open.values()], key=lambda group: group.id)
+        return [
+            (group.id, index)
+            for group in groups
+            if group.running
+            for index, answer in enumerate(group.answers)
+            if answer.running
+        ]
 
 
 class Ledger:
@@ -57,60 +232,61 @@ class Ledger:
         self.looked_at = 0
         """For this step so far."""
         self.short_steps = 0
-        self.lives = LiveGroups()
-        self.books = StepAccounting()
+        self.groups = LiveGroups()
+        self.accounting = StepAccounting()
         self._n, self._with_baseline = n, with_baseline
         self._rule = AdmissionRule.of(config)
+        self._judge = make_judge(config.filter)
         self._in_order = config.commit == "admission_order"
         self._drop_failed_scores = drop_failed_scores
-        self._next_id = 0
-        self._prefix = ClosedPrefix(
-            config.rate_decay, filtered=not isinstance(config.filter, NoFilter)
-        )
-        self._queue: deque[int] = deque()  # qualified groups that a cut may take, in its order
+        self.next_id = 0
+        doubt = 0.0 if isinstance(config.filter, NoFilter) else 1.0
+        self.prefix = ClosedPrefix(QualifyRate(config.rate_decay, doubt))
+        self.queue: deque[int] = deque()
+        """Qualified groups that a cut may take, in its order."""
 
     # Admission and dispatch
 
     def begin_step(self, version: int) -> list[Prompt]:
-        """Weights `version` write from now on; returns prompts of groups dropped as stale.
+        """Begin a step under weights `version`; return prompts of groups dropped as stale.
 
         Only `commit=completion_order` ever drops here: it lets later groups overtake.
         """
-        assert self.may_keep_running or not self.lives.running, "abort what runs before"
+        assert self.may_keep_running or not self.groups.running, "abort what runs before"
         self.version = version
         if self._in_order:
             return []
         oldest = version - self.config.max_staleness
-        stale = [life for life in self.lives.waiting_for_cut() if life.version < oldest]
-        for life in stale:
-            self._drop(life, "stale")
-        qualified = self.lives.qualified
-        self._queue = deque(group_id for group_id in self._queue if group_id in qualified)
+        stale = [group for group in self.groups.waiting_for_cut() if group.version < oldest]
+        for group in stale:
+            self._drop(group, "stale")
+        qualified = self.groups.qualified
+        self.queue = deque(group_id for group_id in self.queue if group_id in qualified)
         self.looked_at -= len(stale)
-        return [life.prompt for life in stale]
+        return [group.prompt for group in stale]
 
     def may_admit(self) -> bool:
-        """Whether one more group may open (`AdmissionRule`, and the bound)."""
+        """Return whether one more group may open (`AdmissionRule`, and the bound)."""
         return self.looked_at < self.bound and self._rule.allows(
-            self.qualified, self.in_flight, self.lives.expected.total(self.rate)
+            self.qualified, self.in_flight, self.rate.expected(self.groups.histories)
         )
 
     def admit(self, prompt: Prompt) -> int:
         """Open a group for a prompt; its id is the admission index."""
-        group_id = self._next_id
+        group_id = self.next_id
         history = self.rate.history(prompt.uid)
-        life = GroupState.opened(
-            group_id, prompt, self.version, history, self._n, with_baseline=self._with_baseline
+        answers = [AnswerState() for _ in range(self._n + self._with_baseline)]
+        self.groups.enter(
+            GroupState(group_id, prompt, self.version, history, answers, self._n, len(answers))
         )
-        self.lives.enter(life)
-        self._next_id += 1
+        self.next_id += 1
         self.looked_at += 1
         self.tally.admitted += 1
         return group_id
 
     def dispatch(self) -> list[Dispatch]:
-        """What the engine must be given now, in admission order; it counts as running."""
-        batch = self.lives.dispatch()
+        """Return what the engine must be given now, in admission order; it counts as running."""
+        batch = self.groups.dispatch()
         for ask in batch:
             self.tally.resumed_answers += sum(p is not None for p in ask.prefixes.values())
         return batch
@@ -118,83 +294,84 @@ class Ledger:
     # What the engine and the scorers report
 
     def wrote(self, group_id: int, index: int, segment: Segment) -> None:
-        """An answer that goes on has this by now: it is booked, and where a restart resumes."""
-        answer = self.lives.at_engine(group_id, index)
+        """Book what is written of an answer that goes on; a restart resumes behind it."""
+        answer = self.groups.at_engine(group_id, index)
         if self._write(answer, len(segment)):
             answer.prefix = segment
 
     def finished(self, group_id: int, index: int, trajectory: Trajectory) -> None:
-        """An answer is complete; it awaits its score."""
-        life, answer = self.lives.come_back(group_id, index)
+        """Enter a complete answer, which awaits its score."""
+        group, answer = self.groups.come_back(group_id, index)
         self._write(answer, trajectory.generated_tokens)
         answer.trajectory = trajectory
         answer.prefix = None
-        self._bury(life)
+        self._finish_failed(group)
 
     def aborted(self, group_id: int, index: int, segment: Segment, *, stalled: bool) -> None:
-        """An answer came back unfinished; it will go on behind `segment`.
+        """Take back an unfinished answer, which will go on behind `segment`.
 
-        `stalled`: it was taken back for want of progress, which counts as an attempt.
+        Args:
+            stalled: it was taken back for want of progress, which counts as an attempt.
         """
         self.tally.aborted_answers += 1
         self._unfinished(group_id, index, segment, stalled, "no progress")
 
     def failed(self, group_id: int, index: int, segment: Segment | None, error: str) -> None:
-        """The engine failed on an answer; it is retried behind what is written of it."""
+        """Retry an answer on which the engine failed, behind what is written of it."""
         self._unfinished(group_id, index, segment, True, error)
 
     def lose_running(self, error: str) -> None:
-        """The engine forgot every answer that it had: each counts as failed once more."""
-        for group_id, index in self.lives.with_engine():
+        """Count every answer that the engine had, and forgot, as failed once more."""
+        for group_id, index in self.groups.with_engine():
             self.failed(group_id, index, None, error)
 
     def forget_engine(self) -> None:
-        """The engine is another one: what ran goes on behind the last known prefix."""
-        for group_id, index in self.lives.with_engine():
+        """Let what ran in an engine that is gone go on behind its last known prefix."""
+        for group_id, index in self.groups.with_engine():
             self._unfinished(group_id, index, None, False, "")
 
     def scored(self, group_id: int, index: int, score: Score) -> None:
-        """A finished answer has its score; with the last one the group closes.
+        """Enter a finished answer's score; with the last one the group closes.
 
         Ignored when the group has ended meanwhile.
 
         Raises:
             RewardError: the filter's metric is missing.
         """
-        life = self.lives.open.get(group_id)
-        if life is None:
-            assert group_id < self._next_id
+        group = self.groups.open.get(group_id)
+        if group is None:
+            assert group_id < self.next_id
             return
-        answer = life.answers[index]
+        answer = group.answers[index]
         assert answer.trajectory is not None
         assert answer.score is None
         if score.error and (self._drop_failed_scores or score.outside):
             answer.score = score
-            life.unscored -= 1
-            self._doom(life, score.error)
-        elif life.unscored == 1:
+            group.unscored -= 1
+            self._fail(group, score.error)
+        elif group.unscored == 1:
             # Judged before anything changes: it may raise.
-            scores = [score if each is answer else each.score for each in life.sampled]
-            verdict = judge([each for each in scores if each is not None], self.config.filter)
+            scores = [score if each is answer else each.score for each in group.sampled]
+            verdict = self._judge([each for each in scores if each is not None])
             answer.score = score
-            life.unscored = 0
-            self._close(life, verdict)
+            group.unscored = 0
+            self._close(group, verdict)
         else:
             answer.score = score
-            life.unscored -= 1
+            group.unscored -= 1
 
     # The cut
 
     def cut_is_due(self) -> bool:
-        """Whether a step can be cut: N groups in commit order, or all that the bound allows."""
-        return len(self._queue) >= self.wanted or (
-            self.looked_at >= self.bound and not self.lives.open
+        """Return whether a step can be cut: N groups in order, or all that the bound allows."""
+        return len(self.queue) >= self.wanted or (
+            self.looked_at >= self.bound and not self.groups.open
         )
 
     def pass_bound(self) -> None:
-        """The bound was met and nothing qualified: look at as many groups again."""
+        """Look at as many groups again after a bound within which nothing qualified."""
         assert self.cut_is_due()
-        assert not self._queue
+        assert not self.queue
         self.looked_at = 0
         self.tally.empty_bounds += 1
 
@@ -206,18 +383,20 @@ class Ledger:
         admission order.
         """
         assert self.cut_is_due()
-        assert self.may_keep_running or not self.lives.running
-        cut = [self._queue.popleft() for _ in range(self.committable)]
+        assert self.may_keep_running or not self.groups.running
+        cut = [self.queue.popleft() for _ in range(self.committable)]
         for group_id in cut:
-            self.books.settle(self.lives.qualified.pop(group_id), "trained", self.version)
+            self.accounting.close_group(
+                self.groups.qualified.pop(group_id), "trained", self.version
+            )
         short = len(cut) < self.wanted
-        last = cut[-1] if self._in_order and not short else self._next_id - 1
-        later = self._next_id - 1 - last if self._in_order else self.in_flight + self.qualified
+        last = cut[-1] if self._in_order and not short else self.next_id - 1
+        later = self.next_id - 1 - last if self._in_order else self.in_flight + self.qualified
         looked_at = self.looked_at - later
         returned = self._drop_later(last) if self.config.max_staleness == 0 else []
         self.looked_at = later if self.config.max_staleness else 0
         self.short_steps += short
-        return self.books.close(
+        return self.accounting.close_step(
             self.version,
             self.wanted,
             returned,
@@ -231,42 +410,42 @@ class Ledger:
     @property
     def rate(self) -> QualifyRate:
         """p̂"""
-        return self._prefix.rate
+        return self.prefix.rate
 
     @property
     def account(self) -> TokenAccount:
-        """Where each token went."""
-        return self.books.account
+        """The token account."""
+        return self.accounting.account
 
     @property
     def tally(self) -> Tally:
         """Counts since the last commit."""
-        return self.books.tally
+        return self.accounting.tally
 
     @property
     def may_keep_running(self) -> bool:
-        """Whether no group is dropped at a cut, so that the engine may go on writing across it."""
+        """True if no group is dropped at a cut, so that the engine may go on writing across it."""
         return self._in_order and self.config.max_staleness > 0
 
     @property
     def committable(self) -> int:
         """Qualified groups that a cut could take now."""
-        return min(len(self._queue), self.wanted)
+        return min(len(self.queue), self.wanted)
 
     @property
     def qualified(self) -> int:
         """Closed groups that qualify and wait for a cut."""
-        return len(self.lives.qualified)
+        return len(self.groups.qualified)
 
     @property
     def in_flight(self) -> int:
         """Open groups."""
-        return len(self.lives.open)
+        return len(self.groups.open)
 
     # Inside
 
     def _write(self, answer: AnswerState, length: int) -> bool:
-        """Book what is new of an answer; whether anything is."""
+        """Book what is new of an answer; return whether anything is."""
         new = length - answer.tokens
         if new <= 0:
             return False
@@ -277,89 +456,96 @@ class Ledger:
     def _unfinished(
         self, group_id: int, index: int, segment: Segment | None, attempt: bool, error: str
     ) -> None:
-        life, answer = self.lives.come_back(group_id, index)
+        group, answer = self.groups.come_back(group_id, index)
         # A failing engine may give back less than it was sent.
         if segment is not None and self._write(answer, len(segment)):
             answer.prefix = segment
-        if life.id in self.lives.doomed:
-            self._bury(life)
+        if group.id in self.groups.failing:
+            self._finish_failed(group)
         elif attempt and answer.attempts >= self.config.max_attempts:
-            self._doom(life, error)
+            self._fail(group, error)
         else:
             answer.attempts += attempt
             self.tally.retried_answers += attempt
-            self.lives.waiting.add(life.id)
+            self.groups.waiting.add(group.id)
 
-    def _doom(self, life: GroupState, error: str) -> None:
+    def _fail(self, group: GroupState, error: str) -> None:
         self.tally.failed += 1
         self.tally.last_error = error
-        self._leave(life, "failed")
-        self.lives.doomed[life.id] = life
-        self._bury(life)
+        self._leave(group, "failed")
+        self.groups.failing[group.id] = group
+        self._finish_failed(group)
 
-    def _bury(self, life: GroupState) -> None:
-        if life.id in self.lives.doomed and not life.running:
-            self.books.settle(self.lives.doomed.pop(life.id), "failed", self.version)
+    def _finish_failed(self, group: GroupState) -> None:
+        if group.id in self.groups.failing and not group.running:
+            self.accounting.close_group(self.groups.failing.pop(group.id), "failed", self.version)
 
-    def _close(self, life: GroupState, verdict: Verdict) -> None:
-        self.books.judged(life, verdict)
+    def _close(self, group: GroupState, verdict: Verdict) -> None:
+        self.accounting.count_verdict(group, verdict)
         if verdict == "qualified":
-            self.lives.qualified[life.id] = life
+            self.groups.qualified[group.id] = group
             if not self._in_order:
-                self._queue.append(life.id)
-            self._leave(life, "qualified")
+                self.queue.append(group.id)
+            self._leave(group, "qualified")
         else:
-            self._leave(life, "not")
-            self.books.settle(life, verdict, self.version)
+            self._leave(group, "not")
+            self.accounting.close_group(group, verdict, self.version)
 
-    def _leave(self, life: GroupState, outcome: Outcome) -> None:
-        self.lives.leave(life)
-        passed = self._prefix.close(life.id, life.prompt.uid, outcome)
+    def _leave(self, group: GroupState, outcome: Outcome) -> None:
+        self.groups.leave(group)
+        passed = self.prefix.close(group.id, group.prompt.uid, outcome)
         if self._in_order:
-            self._queue.extend(passed)
+            self.queue.extend(passed)
 
-    def _drop(self, life: GroupState, fate: Fate) -> None:
-        if life.id in self.lives.open:
-            self._leave(life, "dropped")
+    def _drop(self, group: GroupState, fate: Fate) -> None:
+        if group.id in self.groups.open:
+            self._leave(group, "dropped")
         else:
-            del self.lives.qualified[life.id]
-        self.books.settle(life, fate, self.version)
+            del self.groups.qualified[group.id]
+        self.accounting.close_group(group, fate, self.version)
 
     def _drop_later(self, last: int) -> list[Prompt]:
         # Those that closed without qualifying go back as well: otherwise a prompt would get
         # its second chance for being slow.
-        settled = (s.group for s in self.books.settled if s.group.id > last)
-        prompts = {group.id: group.prompt for group in settled}
+        ended = (s.group for s in self.accounting.settled if s.group.id > last)
+        prompts = {group.id: group.prompt for group in ended}
         # The prefix ends here: groups that closed behind an open one must not reach p̂.
-        self._prefix.skip_to(self._next_id)
-        for life in self.lives.waiting_for_cut():
-            prompts[life.id] = life.prompt
-            self._drop(life, "surplus")
-        self._queue.clear()
+        self.prefix.skip_to(self.next_id)
+        for group in self.groups.waiting_for_cut():
+            prompts[group.id] = group.prompt
+            self._drop(group, "surplus")
+        self.queue.clear()
         return [prompts[group_id] for group_id in sorted(prompts)]
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain Python and numpy; exact at any moment, mid-step too."""
-        return {
-            "version": self.version,
-            "looked_at": self.looked_at,
-            "short_steps": self.short_steps,
-            "next_id": self._next_id,
-            "queue": list(self._queue),
-            "prefix": self._prefix.state_dict(),
-            "lives": self.lives.state_dict(),
-            "books": self.books.state_dict(),
-        }
+        """Return a copy of everything; exact at any moment, mid-step too."""
+        state = {name: getattr(self, name) for name in _STATE}
+        return {name: _copied(value) for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become what `state_dict` described."""
-        self.version = state["version"]
-        self.looked_at = state["looked_at"]
-        self.short_steps = state["short_steps"]
-        self._next_id = state["next_id"]
-        self._queue = deque(state["queue"])
-        self._prefix.load_state_dict(state["prefix"])
-        self.lives.load_state_dict(state["lives"])
-        self.books.load_state_dict(state["books"])
+        for name in _STATE:
+            setattr(self, name, _copied(state[name]))
+
+
+_STATE = (
+    *("version", "looked_at", "short_steps", "next_id"),
+    *("queue", "prefix", "groups", "accounting"),
+)
+"""Attributes of a ledger that a checkpoint holds."""
+_ATOMS = frozenset({int, float, str, bool, type(None)})
+
+
+def _copied(value: Any) -> Any:
+    """Copy containers and mutable dataclasses; share what is frozen."""
+    kind: Any = type(value)
+    if isinstance(value, dict):
+        return {k: v if type(v) in _ATOMS else _copied(v) for k, v in value.items()}
+    if isinstance(value, list | set | deque):
+        return kind(map(_copied, value))
+    if is_dataclass(value) and not kind.__dataclass_params__.frozen:
+        given = (each.name for each in fields(kind) if each.init)
+        return kind(**{name: _copied(getattr(value, name)) for name in given})
+    return value

@@ -1,103 +1,16 @@
-"""What a step gives the trainer, what it counts, and what is said when nothing qualifies."""
+"""Reports of sampling: progress for the console, and messages for when nothing qualifies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from winnow.config.rollout import SamplingConfig
-from winnow.sampling.account import Fate, TokenCounts
-from winnow.sampling.states import Settled
-from winnow.types import Group, Prompt
-
-
-@dataclass
-class Tally:
-    """Counts since the last step that trained something."""
-
-    admitted: int = 0
-    resumed_answers: int = 0
-    """Prefixes handed to the engine again."""
-    aborted_answers: int = 0
-    """Answers that came back as prefixes."""
-    retried_answers: int = 0
-    """Answers started again after a failure or a stall."""
-    closed: int = 0
-    """Groups that got a verdict, qualified ones included."""
-    qualified: int = 0
-    answers: int = 0
-    """Answers of the closed groups."""
-    truncated_answers: int = 0
-    """Those among them that the response limit ended."""
-    accuracy_sum: float = 0.0
-    """Over the closed groups' answers."""
-    failed: int = 0
-    last_error: str = ""
-    empty_bounds: int = 0
-    """Bounds met in a row without one qualified group."""
-
-
-@dataclass(frozen=True)
-class StepCounts:
-    """The sampling figures of one step."""
-
-    admitted: int
-    looked_at: int
-    """Groups admitted later than the last cut and not after this one, carried ones included."""
-    fates: dict[Fate, int]
-    """Groups by how they ended, during this step."""
-    carried_qualified: int
-    """Qualified groups that wait for the next step."""
-    carried_open: int
-    """Unfinished groups that wait as prefixes."""
-    keep_rate: float
-    """Qualified share of the groups closed during this step; NaN when none was."""
-    mean_accuracy: float
-    """Over all answers of the groups closed during this step; NaN when none was."""
-    truncated_share: float
-    """Of the same answers."""
-    qualify_rate: float
-    """The estimated chance to qualify, after this step."""
-    resumed_answers: int
-    aborted_answers: int
-    retried_answers: int
-    empty_bounds: int
-    """Bounds met without one qualified group before this step filled."""
-    staleness_mean: float
-    """Over the trained groups, in steps; NaN when none was."""
-    staleness_max: int
-    tokens: TokenCounts
-    """What this step added to the token account."""
-
-
-@dataclass(frozen=True, eq=False)
-class StepGroups:
-    """What one step trains on, and what became of the rest."""
-
-    version: int
-    wanted: int
-    """N"""
-    trained: tuple[Settled, ...]
-    """In admission order."""
-    discarded: tuple[Settled, ...]
-    """Every other group whose life ended during this step, in the order in which they ended."""
-    returned: tuple[Prompt, ...]
-    """Prompts of dropped groups, given back to the loader in this order."""
-    counts: StepCounts
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """The groups to train on, in admission order."""
-        return tuple(settled.group for settled in self.trained)
-
-    @property
-    def short(self) -> bool:
-        """Whether the bound came before N groups qualified."""
-        return len(self.trained) < self.wanted
+from winnow.sampling.accounting import Fate, Tally
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a step is, for the console."""
+    """The progress of a step, for the console."""
 
     qualified: int
     wanted: int
@@ -108,7 +21,7 @@ class Progress:
 
 
 def what_the_filter_saw(tally: Tally, fates: dict[Fate, int]) -> str:
-    """Groups by verdict, accuracy and truncation, in one clause."""
+    """Describe groups by verdict, accuracy and truncation, in one clause."""
     accuracy = tally.accuracy_sum / tally.answers if tally.answers else 0.0
     truncated = tally.truncated_answers / tally.answers if tally.answers else 0.0
     return (
@@ -120,7 +33,7 @@ def what_the_filter_saw(tally: Tally, fates: dict[Fate, int]) -> str:
 
 
 def no_signal_message(tally: Tally, fates: dict[Fate, int]) -> str:
-    """Why the run cannot learn, and what to do."""
+    """Say why the run cannot learn, and what to do."""
     return (
         f"no group to learn from: sampling met its bound {tally.empty_bounds} times in a row; "
         f"{what_the_filter_saw(tally, fates)}; {_remedy(tally, fates)}"
@@ -128,7 +41,7 @@ def no_signal_message(tally: Tally, fates: dict[Fate, int]) -> str:
 
 
 def stop_message(tally: Tally, fates: dict[Fate, int], config: SamplingConfig, bound: int) -> str:
-    """Why `on_bound=stop` stopped."""
+    """Say why `on_bound=stop` stopped."""
     return (
         f"sampling.on_bound is stop and {tally.qualified:,} qualified groups do not fill the "
         f"step's {config.groups_per_step:,} within {bound:,} groups looked at: "

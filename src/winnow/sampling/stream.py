@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from winnow.config.rollout import SamplingConfig
@@ -26,23 +27,111 @@ from winnow.rollout.engine import (
     group_request,
     trajectory_of,
 )
+from winnow.sampling.accounting import StepGroups
 from winnow.sampling.ledger import Ledger
 from winnow.sampling.report import (
     Progress,
-    StepGroups,
     no_signal_message,
     stop_message,
     what_the_filter_saw,
 )
-from winnow.sampling.scores import Key, Scorer, Scores
 from winnow.sampling.watchdog import Watchdog
-from winnow.types import Prompt
+from winnow.types import Prompt, Score, Trajectory
 
 log = logging.getLogger(__name__)
 
 
+Key = tuple[int, int]
+"""Group and answer."""
+Scorer = Callable[[Prompt, Trajectory], Score | Awaitable[Score]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scoring:
+    future: asyncio.Future[Score]
+    due: int
+    """Decode tick at which it is seen in deterministic mode."""
+
+
+class Scores:
+    """Scorings under way: from the end of an answer to the moment its score is seen.
+
+    A scoring begins when its answer finishes and goes on beside the engine. When a score is *seen*
+    decides what the ledger does next, and there are two answers to that:
+
+    - deterministic: a fixed number of decode ticks after the answer finished, and the scheduler
+      waits for those that are late; the run is then the same however long scorers take;
+    - free: as soon as it is there; nothing is waited for.
+    """
+
+    def __init__(self, score: Scorer) -> None:
+        self._score = score
+        self._under_way: dict[Key, _Scoring] = {}
+        self._news = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._under_way)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._under_way
+
+    def begin(self, key: Key, prompt: Prompt, trajectory: Trajectory, due: int) -> None:
+        """Begin to score an answer; `due` is the tick at which the score should be seen."""
+        assert key not in self._under_way
+        given = self._score(prompt, trajectory)
+        if isinstance(given, Score):
+            future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
+            future.set_result(given)
+        else:
+            future = asyncio.ensure_future(given)
+            future.add_done_callback(lambda _: self._news.set())
+        self._under_way[key] = _Scoring(future, due)
+
+    @property
+    def next_due(self) -> int | None:
+        """The tick at which the next score is to be seen; None when there is none."""
+        first = next(iter(self._under_way.values()), None)
+        return None if first is None else first.due
+
+    def due(self, tick: int) -> list[Key]:
+        """Return those to be seen at `tick`, in the order in which they began."""
+        return [key for key, scoring in self._under_way.items() if scoring.due <= tick]
+
+    def ready(self) -> list[Key]:
+        """Return those whose score is there, in the order in which they began."""
+        return [key for key, scoring in self._under_way.items() if scoring.future.done()]
+
+    async def news(self) -> None:
+        """Wait until a score is there."""
+        while not self.ready():
+            self._news.clear()
+            await self._news.wait()
+
+    async def take(self, keys: Iterable[Key]) -> list[Score]:
+        """Wait for the scores of these answers, which are then under way no longer.
+
+        An error of one scoring ends the waiting at once.
+        """
+        keys = list(keys)
+        futures = [self._under_way[key].future for key in keys]
+        if not all(future.done() for future in futures):
+            await asyncio.gather(*futures)
+        return [self._under_way.pop(key).future.result() for key in keys]
+
+    async def cancel(self) -> None:
+        """End all scorings; an answer whose score was not taken stays unscored."""
+        futures = [scoring.future for scoring in self._under_way.values()]
+        self._under_way.clear()
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+
+
 class Sampler:
-    """Gives the trainer one step's groups at a time."""
+    """The scheduler of groups: samples one step's groups at a time for the trainer."""
 
     def __init__(
         self,
@@ -135,16 +224,16 @@ class Sampler:
         return step
 
     async def halt(self) -> None:
-        """Turn everything that runs into prefixes, for whoever needs the engine to himself."""
-        lives = self.ledger.lives
-        running = list(dict.fromkeys(group_id for group_id, _ in lives.with_engine()))
+        """Turn everything that runs into prefixes, so that the engine is free for other work."""
+        groups = self.ledger.groups
+        running = list(dict.fromkeys(group_id for group_id, _ in groups.with_engine()))
         if running:
             await self._engine.abort(running)
-        while lives.running:
+        while groups.running:
             await self._take(await self._events(), stalled=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups, counters, p̂ and histories, as plain Python and numpy."""
+        """Return a copy of groups, counters, p̂ and histories."""
         return {"ledger": self.ledger.state_dict(), "score_lag_ticks": self.score_lag_ticks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -157,9 +246,9 @@ class Sampler:
         self.ledger.forget_engine()
 
     async def _sample(self) -> None:
-        """Turn after turn until a step can be cut."""
+        """Take turn after turn until a step can be cut."""
         tick = self._engine.status().tick
-        unscored = self.ledger.lives.unscored()
+        unscored = self.ledger.groups.unscored()
         self._begin_scoring([key for key in unscored if key not in self._scores], tick)
         if self._deterministic:
             await self._see(unscored)
@@ -179,13 +268,13 @@ class Sampler:
             await self._take(await self._engine.progress(), stalled=False)
 
     async def _full(self) -> bool:
-        """Whether to cut; deals with a bound that was met too early."""
+        """Return whether to cut; deal with a bound that was met too early."""
         ledger = self.ledger
         if not ledger.cut_is_due():
             return False
         if ledger.committable == ledger.wanted:
             return True
-        tally, fates = ledger.tally, ledger.books.fates()
+        tally, fates = ledger.tally, ledger.accounting.fates()
         if self._config.on_bound == "stop":
             await self.halt()
             raise NoSignalError(stop_message(tally, fates, self._config, ledger.bound))
@@ -212,11 +301,11 @@ class Sampler:
             await self._engine.submit(requests)
 
     async def _events(self) -> Sequence[CompletionEvent]:
-        """The engine's, up to the tick at which a score is due."""
+        """Wait for the engine's events, up to the tick at which a score is due."""
         until = self._scores.next_due if self._deterministic else None
         with self._watchdog.waiting_for_engine():
             events = await self._engine.events(until)
-        if not events and self.ledger.lives.running:
+        if not events and self.ledger.groups.running:
             status = self._engine.status()
             if not status.running + status.queued:
                 self.ledger.lose_running("the engine lost the answer")
@@ -224,11 +313,11 @@ class Sampler:
         return events
 
     async def _events_or_scores(self) -> Sequence[CompletionEvent]:
-        """The engine's events, or none as soon as there is a score to see."""
+        """Wait for the engine's events, or return none as soon as there is a score to see."""
         if not self._scores:
             return await self._events()
         news = asyncio.ensure_future(self._scores.news())
-        engine = asyncio.ensure_future(self._events()) if self.ledger.lives.running else None
+        engine = asyncio.ensure_future(self._events()) if self.ledger.groups.running else None
         waiting = [news] if engine is None else [engine, news]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -255,11 +344,11 @@ class Sampler:
 
     def _begin_scoring(self, keys: Iterable[Key], tick: int) -> None:
         """Score answers that finished at `tick`, unless their groups have ended."""
-        lives = self.ledger.lives
+        groups = self.ledger.groups
         for key in keys:
-            if key[0] in lives.open:
+            if key[0] in groups.open:
                 due = -(-(tick + self.score_lag_ticks) // self.look_ticks) * self.look_ticks
-                self._scores.begin(key, *lives.finished_answer(*key), due)
+                self._scores.begin(key, *groups.finished_answer(*key), due)
 
     async def _see_what_is_due(self) -> None:
         """Enter the scores that this turn may know of.
@@ -272,8 +361,8 @@ class Sampler:
             await self._see(self._scores.ready())
         else:
             tick = self._engine.status().tick
-            await self._see(self._scores.due(tick) if self.ledger.lives.running else None)
-        failing = [life.id for life in self.ledger.lives.doomed.values() if life.running]
+            await self._see(self._scores.due(tick) if self.ledger.groups.running else None)
+        failing = [group.id for group in self.ledger.groups.failing.values() if group.running]
         if failing:
             await self._engine.abort(failing)
 

@@ -1,4 +1,4 @@
-"""Liveness: notices an engine that writes nothing, and says who waits for whom.
+"""Liveness: notice an engine that writes nothing, and say who waits for whom.
 
 No answer has a wall-clock limit (that would select against length); only an engine that
 writes no token at all for a while is told to give its answers back, and they are sent again
@@ -24,7 +24,7 @@ REPORT_S = 30.0
 
 
 class Watchdog:
-    """Runs beside a step and looks now and then; costs nothing a turn."""
+    """A watch beside a step, which looks at the engine now and then; costs nothing a turn."""
 
     def __init__(self, engine: Engine, ledger: Ledger, config: SamplingConfig) -> None:
         """Watch `engine` on behalf of `ledger`."""
@@ -37,7 +37,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting_for_engine(self) -> Iterator[None]:
-        """The step waits for the engine's events, and for nothing else."""
+        """Note that the step waits for the engine's events, and for nothing else."""
         self._waiting_for_engine = True
         try:
             yield
@@ -72,7 +72,7 @@ class Watchdog:
                 await watch
 
     def who_waits(self) -> str:
-        """One line: what the step waits for, and which group holds it up."""
+        """Say in one line what the step waits for, and which group holds it up."""
         ledger, status = self._ledger, self._engine.status()
         whom = "the engine" if self._waiting_for_engine else "scores"
         line = (
@@ -80,11 +80,10 @@ class Watchdog:
             f"trained, {ledger.in_flight} are open, {status.running} answers run and "
             f"{status.queued} are queued"
         )
-        oldest = next(iter(ledger.lives.open.values()), None)
+        oldest = next(iter(ledger.groups.open.values()), None)
         if oldest is not None:
-            finished = sum(answer.trajectory is not None for answer in oldest.answers)
             line += (
-                f"; the oldest open group is {oldest.id}, {finished} of "
+                f"; the oldest open group is {oldest.id}, {oldest.finished} of "
                 f"{len(oldest.answers)} answers finished"
             )
         return line
@@ -117,7 +116,7 @@ class Watchdog:
                     self._timeout_s,
                     self.who_waits(),
                 )
-                running = {group_id for group_id, _ in self._ledger.lives.with_engine()}
+                running = {group_id for group_id, _ in self._ledger.groups.with_engine()}
                 await self._engine.abort(sorted(running))
 
     def _tokens(self) -> int:

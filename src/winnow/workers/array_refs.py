@@ -129,19 +129,6 @@ class SplitResult:
     block: ArrayBlock
 
 
-class PickleAsArray:
-    """A reference that is an array when it is pickled: for a checkpoint, which is to last."""
-
-    def __init__(self, array: ArrayRef) -> None:
-        self._array = array
-
-    def __reduce__(self) -> Any:
-        return np.asarray(self._array).__reduce__()
-
-    def __array__(self, dtype: DTypeLike = None, copy: bool | None = None) -> NDArray[Any]:
-        return self._array.__array__(dtype, copy)
-
-
 def begin_fetching(trajectories: Iterable[Trajectory]) -> list[ArrayBlock]:
     """Start fetching all that is stored of these answers; returns the blocks it is in."""
     segments = (segment for trajectory in trajectories for segment in trajectory.segments)

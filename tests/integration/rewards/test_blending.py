@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.reward_models import classifier, classifier_folder
 from tests.scoring import LIMIT, answer, rewards_of
+from tests.states import read_back
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from winnow.config.judge import SequenceClassifier
@@ -24,7 +25,6 @@ from winnow.rewards.model import Forward
 from winnow.rewards.pipeline import Rewards
 from winnow.runs.reward_model import make_model_scorer
 from winnow.sampling.filters import judge
-from winnow.sampling.serialization import plain_prompt, prompt_from
 from winnow.types import Prompt, Score
 
 MESSAGES = ({"role": "system", "content": "sort"}, {"role": "user", "content": "5391:"})
@@ -274,7 +274,7 @@ def test_an_error_of_the_pass_reaches_everyone_who_waits(folder: Path) -> None:
 
 
 def test_messages_outlive_a_checkpoint() -> None:
-    assert prompt_from(plain_prompt(PROMPT)).messages == MESSAGES
+    assert read_back({"prompt": PROMPT})["prompt"].messages == MESSAGES
 
 
 def no_head(folder: Path) -> None:

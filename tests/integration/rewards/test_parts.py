@@ -24,7 +24,7 @@ from winnow.errors import RewardError
 from winnow.observe.metrics import Metrics
 from winnow.rewards.pipeline import Rewards
 from winnow.rewards.scorers import SCORERS
-from winnow.runs.record import _record_parts
+from winnow.runs.metrics import _record_parts
 from winnow.sampling.filters import judge
 from winnow.types import Prompt, Score
 

@@ -23,6 +23,8 @@ def test_a_run_without_a_name_is_called_after_recipe_date_and_time(tmp_path: Pat
     assert re.fullmatch(r"quickstart-\d{8}-\d{6}", first.name)
     assert second.path != first.path
     assert second.name.startswith("quickstart-")
+    dotted = RunFolder.create(tmp_path / "runs", None, "mine/qwen3-0.6b.yaml")
+    assert re.fullmatch(r"qwen3-0\.6b-\d{8}-\d{6}", dotted.name)
 
 
 def test_two_runs_within_a_second_get_two_folders(

@@ -20,6 +20,7 @@ from winnow.runs import checkpoint as module
 from winnow.runs.checkpoint import (
     Checkpoint,
     Content,
+    Manifest,
     Retention,
     checkpoints_in,
     clean,
@@ -44,8 +45,12 @@ def write_model(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * 16)
 
 
+def content(step: int, config: str = "", **more: Any) -> Content:
+    return Content(Manifest(step, **more), write_model, STATE, config=config)
+
+
 def save(folder: Path, step: int, **more: Any) -> Checkpoint:
-    return save_checkpoint(folder, Content(step, write_model, STATE, **more))
+    return save_checkpoint(folder, content(step, **more))
 
 
 def steps(folder: Path) -> list[int]:
@@ -83,7 +88,7 @@ def test_steps_are_listed_in_order_and_drafts_are_not(tmp_path: Path) -> None:
 
 def parts() -> list[str]:
     return [
-        *("manifest.json", "state.pt", "config.yaml"),
+        *("manifest.json", "state.json", "state.safetensors", "config.yaml"),
         *("model/config.json", "model/model.safetensors"),
     ]
 
@@ -118,7 +123,7 @@ def test_damage_of_any_kind_to_any_part_is_found_and_the_one_before_is_used(
 
 def test_without_a_usable_checkpoint_none_is_found(tmp_path: Path) -> None:
     for step in (1, 2):
-        (save(tmp_path, step).path / "state.pt").unlink()
+        (save(tmp_path, step).path / "state.json").unlink()
     found, faults = newest_usable(tmp_path)
     assert found is None
     assert len(faults) == 2
@@ -127,7 +132,7 @@ def test_without_a_usable_checkpoint_none_is_found(tmp_path: Path) -> None:
 def test_another_format_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = save(tmp_path, 1)
     monkeypatch.setattr(module, "_FORMAT", 99)
-    with pytest.raises(CheckpointError, match=r"has format 3, this version reads 99; use the"):
+    with pytest.raises(CheckpointError, match=r"has format 4, this version reads 99; use the"):
         verify(saved)
 
 
@@ -201,7 +206,7 @@ def test_every_file_is_flushed_before_the_checkpoint_has_its_name_and_the_name_a
     ((draft, place),) = [(path, i) for i, (what, path) in enumerate(done) if what == "renamed"]
     there = {path.relative_to(saved.path) for path in (saved.path, *saved.path.rglob("*"))}
     assert {path.relative_to(draft) for _, path in done[:place]} == there
-    assert len(there) == 7
+    assert len(there) == 8
     assert done[place + 1 :] == [("flushed", tmp_path)]
 
 
@@ -209,10 +214,10 @@ def test_a_full_disk_is_said_in_one_line_and_nothing_stays(tmp_path: Path) -> No
     save(tmp_path, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    content = Content(2, write_model, {"big": torch.zeros(100_000)})
+    big = Content(Manifest(2), write_model, {"big": torch.zeros(100_000)})
     try:
         with pytest.raises(CheckpointError, match=r"step-2: .*too large; free some") as caught:
-            save_checkpoint(tmp_path, content)
+            save_checkpoint(tmp_path, big)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "\n" not in str(caught.value)

@@ -11,7 +11,14 @@ import fsspec
 import pytest
 
 from winnow.errors import CheckpointError
-from winnow.runs.checkpoint import Checkpoint, Content, checkpoints_in, save_checkpoint, verify
+from winnow.runs.checkpoint import (
+    Checkpoint,
+    Content,
+    Manifest,
+    checkpoints_in,
+    save_checkpoint,
+    verify,
+)
 from winnow.runs.checkpoint_upload import CheckpointUpload
 
 
@@ -22,7 +29,12 @@ def save(run: Path, step: int) -> Checkpoint:
     (run / "rollouts" / f"step-{step}.parquet").write_text(str(step))
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f"{step}\n")
-    content = Content(step, lambda model: model.mkdir(), {"step": step})
+
+    def save_ranks(draft: Path) -> None:
+        (draft / "ranks").mkdir()
+        (draft / "ranks" / ".metadata").write_text("the index of the shards")
+
+    content = Content(Manifest(step), lambda model: model.mkdir(), {"step": step}, save_ranks)
     return save_checkpoint(run / "checkpoints", content)
 
 
@@ -70,7 +82,7 @@ def test_drafts_and_the_lock_stay_here(url: str, tmp_path: Path) -> None:
     saved = save(run, 1)
     (run / ".lock").touch()
     (run / "checkpoints" / ".step-2.partial").mkdir()
-    (run / "checkpoints" / ".step-2.partial" / "state.pt").touch()
+    (run / "checkpoints" / ".step-2.partial" / "state.safetensors").touch()
     (run / "rollouts" / "step-2.parquet.partial").touch()
     CheckpointUpload(url, run).push(saved)
     shutil.rmtree(run)
@@ -127,3 +139,17 @@ def test_a_copy_that_fails_is_tried_again_and_then_stops_the_run(
 def test_a_url_of_no_known_kind_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"trainer.checkpoint_url={url} cannot be used"):
         CheckpointUpload(url, tmp_path)
+
+
+def test_a_key_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    store = fsspec.filesystem("memory").store
+    store.clear()
+    run = tmp_path / "runs" / "a"
+    run.parent.mkdir()
+    mirror = CheckpointUpload("memory://bucket", run)
+    mirror.push(save(run, 1))
+    shutil.rmtree(run)
+    store["/bucket/a/../../evil.txt"] = store["/bucket/a/config.yaml"]
+    with pytest.raises(CheckpointError, match=r"the key .*evil.txt leads out of the run's folder"):
+        mirror.fetch()
+    assert list(tmp_path.rglob("*")) == [run.parent]

@@ -12,8 +12,8 @@ from tests.scoring import rewards_of
 
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
+from winnow.runs.metrics import Passes, Throughput
 from winnow.runs.scoring import TrainingScores
-from winnow.runs.throughput import Passes, Throughput
 from winnow.types import Prompt, Score, Segment, Trajectory
 
 PROMPT = Prompt("0", np.array([3]), "12:", "sort_digits", "12")

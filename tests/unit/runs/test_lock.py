@@ -4,43 +4,39 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from winnow.errors import ConfigError
-from winnow.runs.lock import locked
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from winnow.runs.lock import locked
-with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
+from winnow.runs.resume import locked
 
 
-def holder(folder: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
+def holder(folder: Path) -> int:
+    """A child process that holds the folder; its number."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with locked(folder):
+            os.write(writer, b".")
+            while True:
+                time.sleep(1)
+    os.read(reader, 1)
+    for descriptor in (reader, writer):
+        os.close(descriptor)
+    return child
 
 
-@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM])
 def test_a_folder_in_use_is_refused_until_its_holder_dies_however(
     death: int, tmp_path: Path
 ) -> None:
-    process = holder(tmp_path)
-    with pytest.raises(ConfigError, match=f"in use by process {process.pid} on "), locked(tmp_path):
+    child = holder(tmp_path)
+    with pytest.raises(ConfigError, match=f"in use by process {child} on "), locked(tmp_path):
         pass
-    os.kill(process.pid, death)
-    process.communicate()
+    os.kill(child, death)
+    os.waitpid(child, 0)
     with locked(tmp_path):
         pass
 

@@ -11,8 +11,7 @@ import pytest
 from tests.unprivileged import permissions_apply
 
 from winnow.errors import CheckpointError
-from winnow.runs.checkpoint import Content, Retention, checkpoints_in
-from winnow.runs.saver import Saver
+from winnow.runs.checkpoint import Content, Manifest, Retention, Saver, checkpoints_in
 
 
 def content(step: int, gate: threading.Event | None = None, error: str = "") -> Content:
@@ -23,7 +22,7 @@ def content(step: int, gate: threading.Event | None = None, error: str = "") -> 
         if error:
             raise OSError(28, error)
 
-    return Content(step, save_model, {"a": step})
+    return Content(Manifest(step), save_model, {"a": step})
 
 
 def steps(folder: Path) -> list[int]:
@@ -91,7 +90,7 @@ def test_an_error_does_not_hide_the_one_that_ended_the_run(
 def test_ctrl_c_twice_gives_a_save_up_and_leaves_no_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("winnow.runs.saver._ABANDON_S", 0.05)
+    monkeypatch.setattr("winnow.runs.checkpoint._ABANDON_S", 0.05)
     gate = threading.Event()
 
     def go() -> None:

@@ -1,6 +1,9 @@
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.states import read_back
 
 from winnow.config.rollout import SamplingConfig
 from winnow.errors import ConfigError
@@ -8,7 +11,7 @@ from winnow.sampling.admission import (
     ALL_HISTORIES,
     LEAST_CHANCE,
     AdmissionRule,
-    Expectation,
+    ClosedPrefix,
     QualifyRate,
 )
 
@@ -26,7 +29,7 @@ def test_nothing_seen_means_even_odds() -> None:
 
 
 def test_without_a_filter_only_failures_cast_doubt() -> None:
-    rate = QualifyRate(0.98, filtered=False)
+    rate = QualifyRate(0.98, doubt=0.0)
     assert rate.rate == rate.chance((0, 0)) == 1.0
     rate.observe("a", True)
     assert rate.rate == 1.0
@@ -43,7 +46,7 @@ def test_the_global_rate_has_a_beta_prior_and_forgets_by_the_decay() -> None:
 @given(st.text("+-", max_size=200), st.sampled_from([0.5, 0.9, 0.98]))
 def test_no_chance_falls_below_the_floor_or_rises_above_one(outcomes: str, decay: float) -> None:
     rate = after(outcomes, decay=decay)
-    assert all(LEAST_CHANCE <= chance <= 1 for chance in rate.chances())
+    assert all(LEAST_CHANCE <= chance <= 1 for chance in map(rate.chance, ALL_HISTORIES))
 
 
 def test_the_floor_is_one_in_32() -> None:
@@ -85,13 +88,12 @@ def test_the_rate_goes_on_exactly_from_its_state(outcomes: list[tuple[str, bool]
     rate = QualifyRate(0.9)
     for uid, qualified in outcomes[::2]:
         rate.observe(uid, qualified)
-    copy = QualifyRate(0.9)
-    copy.load_state_dict(rate.state_dict())
+    copy = read_back({"rate": rate})["rate"]
     for uid, qualified in outcomes[1::2]:
         rate.observe(uid, qualified)
         copy.observe(uid, qualified)
-    assert copy.state_dict() == rate.state_dict()
-    assert copy.chances() == rate.chances()
+    assert copy == rate
+    assert list(copy.visits) == list(rate.visits)
 
 
 @given(st.lists(st.sampled_from(ALL_HISTORIES), max_size=40), st.text("+-", max_size=20))
@@ -99,13 +101,8 @@ def test_the_expectation_is_the_sum_of_the_chances_in_flight(
     histories: list[tuple[int, int]], outcomes: str
 ) -> None:
     rate = after(outcomes)
-    expected = Expectation()
-    for history in histories:
-        expected.add(history)
-    gone, left = histories[::3], [h for i, h in enumerate(histories) if i % 3]
-    for history in gone:
-        expected.remove(history)
-    assert expected.total(rate) == pytest.approx(sum(rate.chance(h) for h in left))
+    expected = sum(rate.chance(history) for history in histories)
+    assert rate.expected(Counter(histories)) == pytest.approx(expected)
 
 
 def rule(n: int, lookahead: float, staleness: int) -> AdmissionRule:
@@ -138,3 +135,44 @@ def test_something_may_always_open_when_nothing_is_in_flight() -> None:
 def test_a_lookahead_beyond_the_staleness_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sampling.lookahead .* sampling.max_staleness"):
         rule(4, 1.5, 1)
+
+
+def test_qualified_groups_are_passed_once_every_earlier_group_is_closed() -> None:
+    prefix = ClosedPrefix(QualifyRate(0.98))
+    assert prefix.close(2, "c", "qualified") == []
+    assert prefix.close(1, "b", "not") == []
+    assert prefix.close(0, "a", "qualified") == [0, 2]
+    assert prefix.close(3, "d", "qualified") == [3]
+
+
+def test_the_estimate_learns_in_admission_order() -> None:
+    shuffled, ordered = ClosedPrefix(QualifyRate(0.5)), ClosedPrefix(QualifyRate(0.5))
+    outcomes = [(0, "a", "qualified"), (1, "b", "not"), (2, "a", "not"), (3, "c", "qualified")]
+    for outcome in outcomes:
+        ordered.close(*outcome)  # type: ignore[arg-type]
+    for index in (3, 1, 0, 2):
+        shuffled.close(*outcomes[index])  # type: ignore[arg-type]
+    assert shuffled == ordered
+
+
+def test_a_failure_counts_in_the_global_rate_but_not_against_the_prompt() -> None:
+    prefix = ClosedPrefix(QualifyRate(0.98))
+    prefix.close(0, "a", "failed")
+    assert prefix.rate.rate < 0.5
+    assert prefix.rate.history("a") == (0, 0)
+
+
+def test_a_dropped_group_tells_nothing() -> None:
+    prefix = ClosedPrefix(QualifyRate(0.98))
+    prefix.close(0, "a", "dropped")
+    assert prefix.rate.rate == 0.5
+    assert prefix.close(1, "b", "qualified") == [1]
+
+
+def test_groups_that_were_skipped_are_never_passed() -> None:
+    prefix = ClosedPrefix(QualifyRate(0.98))
+    prefix.close(1, "b", "qualified")
+    prefix.skip_to(3)
+    assert prefix.close(0, "a", "qualified") == []
+    assert prefix.close(3, "d", "qualified") == [3]
+    assert prefix.rate.history("b") == (0, 0)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.states import read_back
 
 from engines import Prompts, ScriptedEngine, uniforms
 from winnow.config.rollout import SamplingConfig
@@ -104,14 +105,14 @@ def history(
         seen: list[object] = []
         for version in range(steps):
             if version == restart_at:
-                state = sampler.state_dict()
+                state = read_back(sampler.state_dict())
                 engine, sampler = start(restart_with)
                 sampler.load_state_dict(state)
             elif version - 1 in evaluate_after:
                 await answer_something_else(engine, version)
             await engine.load_weights(WeightUpdate(version))
             step = await sampler.step(version)
-            settled = [each.plain() for each in (*step.trained, *step.discarded)]
+            settled = (*step.trained, *step.discarded)
             seen.append((settled, repr(step.counts), sampler.state_dict()))
         return seen
 

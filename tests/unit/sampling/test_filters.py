@@ -1,12 +1,16 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.config.rollout import BandFilter, NoFilter, VarianceFilter
-from winnow.errors import RewardError
-from winnow.sampling.filters import judge, qualifies
-from winnow.types import Score
+from engines import prompt, written
+from winnow.config.rollout import BandFilter, CustomFilter, NoFilter, SamplingConfig, VarianceFilter
+from winnow.errors import ConfigError, RewardError
+from winnow.sampling.filters import judge, make_judge, qualifies
+from winnow.sampling.ledger import Ledger
+from winnow.types import Score, Trajectory
 
 
 def scores(*accuracies: float, **extra: object) -> list[Score]:
@@ -85,3 +89,55 @@ def test_answers_whose_scoring_failed_may_lack_the_metric() -> None:
     assert judge([failed, known[0]], rule) == "all_wrong"
     assert judge([failed, failed], rule) == "all_wrong"
     assert judge([failed, failed], BandFilter(metric="steps")) == "all_wrong"
+
+
+MINE = """
+def spread(scores, least=0.5):
+    rewards = [score.reward for score in scores]
+    return max(rewards) - min(rewards) >= least
+
+
+def broken(scores):
+    return scores[0].extra["steps"] > 3
+
+
+def counts(scores):
+    return sum(score.accuracy for score in scores)
+"""
+
+
+def mine(folder: Path, name: str, **options: float) -> CustomFilter:
+    (folder / "mine.py").write_text(MINE)
+    return CustomFilter(name="custom", path=f"{folder}/mine.py:{name}", options=options)
+
+
+def test_a_users_own_filter_judges_by_its_function_and_options(tmp_path: Path) -> None:
+    by_default, strict = (
+        make_judge(mine(tmp_path, "spread", **more)) for more in ({}, {"least": 2.5})
+    )
+    assert by_default(scores(0, 0.25)) == "qualified"
+    assert by_default(scores(0, 0.125)) == "all_wrong"
+    assert strict(scores(0, 1)) == "all_right"
+
+
+def test_a_users_filter_that_fails_or_says_no_yes_or_no_is_named_in_one_line(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(RewardError, match=r"mine\.py:broken fails with KeyError: 'steps'; correct"):
+        make_judge(mine(tmp_path, "broken"))(scores(1))
+    with pytest.raises(RewardError, match=r"counts must return True or False, returned 1\.5; corr"):
+        make_judge(mine(tmp_path, "counts"))(scores(1, 0.5))
+    with pytest.raises(ConfigError, match=r"sampling\.filter\.path .*has no callable gone"):
+        make_judge(mine(tmp_path, "gone"))
+
+
+def test_a_ledger_keeps_what_a_users_filter_keeps(tmp_path: Path) -> None:
+    rule = mine(tmp_path, "spread", least=1.5)
+    ledger = Ledger(SamplingConfig(groups_per_step=1, filter=rule), 2)
+    for accuracies in ((0, 0.5), (0, 1)):
+        group = ledger.admit(prompt(0))
+        ledger.dispatch()
+        for index, score in enumerate(scores(*accuracies)):
+            ledger.finished(group, index, Trajectory((written(index, 0, 3, 0),), "stop"))
+            ledger.scored(group, index, score)
+    assert list(ledger.groups.qualified) == [1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from dataclasses import asdict
 from random import Random
 from typing import Any
@@ -14,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines import prompt, written
 from tests.examples import examples
+from tests.states import read_back, same
 
 from winnow.config.rollout import NoFilter, SamplingConfig, VarianceFilter
 from winnow.rollout.engine import answer_seed
+from winnow.sampling.accounting import SettledGroup, StepGroups
 from winnow.sampling.ledger import Ledger
-from winnow.sampling.report import StepGroups
-from winnow.sampling.states import Settled
 from winnow.types import Score, Segment, Trajectory
 
 CLASSES = ("trained", "all_right", "all_wrong", "surplus", "stale", "failed")
@@ -34,30 +33,10 @@ def whole(group: int, answer: int, length: int, version: int = 0) -> Trajectory:
     return Trajectory((segment(group, answer, length, version),), reason)
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equality of plain states with arrays in them."""
-    if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b) and type(a) is type(b)
-
-
-def is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(k, str | int) and is_plain(v) for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
-    return type(value) in (int, float, str, bool, type(None), np.ndarray)
-
-
 def copy_of(ledger: Ledger, n: int, drop_failed_scores: bool, baseline: bool) -> Ledger:
     state = ledger.state_dict()
-    assert is_plain(state)
     copy = Ledger(ledger.config, n, with_baseline=baseline, drop_failed_scores=drop_failed_scores)
-    copy.load_state_dict(pickle.loads(pickle.dumps(state)))
+    copy.load_state_dict(read_back(state))
     assert same(copy.state_dict(), state)
     return copy
 
@@ -129,7 +108,7 @@ class World:
         """One event, of those that can be."""
         possible = {
             self.admit: 4 * self.ledger.may_admit(),
-            self.dispatch: 4 * bool(self.ledger.lives.waiting),
+            self.dispatch: 4 * bool(self.ledger.groups.waiting),
             self.engine_event: 10 * bool(self.running),
             self.engine_forgets: 0.05 * bool(self.running),
             self.engine_tells: 2 * self.live * bool(self.running),
@@ -337,10 +316,10 @@ class World:
         )
         said = [accuracy for group in self.judged for accuracy in self.accuracy[group]]
         mean = sum(said) / len(said) if said else math.nan
-        assert step.counts.mean_accuracy == pytest.approx(mean, nan_ok=True)
+        assert step.counts.tally.mean_accuracy == pytest.approx(mean, nan_ok=True)
         self.judged = []
 
-    def check_tokens(self, settled: Settled) -> None:
+    def check_tokens(self, settled: SettledGroup) -> None:
         group = settled.group.id
         lengths = [length for key, length in self.lengths.items() if key[0] == group]
         assert settled.tokens == sum(lengths)
@@ -352,7 +331,7 @@ class World:
         else:
             assert verdict in (None, "qualified", "dropped")
 
-    def check_baseline(self, settled: Settled) -> None:
+    def check_baseline(self, settled: SettledGroup) -> None:
         baseline = settled.group.baseline
         if not self.baseline:
             assert baseline is None
@@ -366,7 +345,7 @@ class World:
         self.unscored = {key for key in self.unscored if self.is_live(key[0])}
 
     def note_stale(self) -> None:
-        for settled in self.ledger.books.settled:
+        for settled in self.ledger.accounting.settled:
             group = settled.group.id
             assert settled.fate == "stale"
             assert not self.in_order
@@ -391,9 +370,11 @@ class World:
     def every_token_is_booked_once_or_in_progress(self) -> None:
         account = self.ledger.account.read()
         assert account.generated == self.generated == sum(self.lengths.values())
-        assert account.generated == account.settled + account.in_progress
-        lives = self.ledger.lives
-        pools = (lives.open, lives.qualified, lives.doomed)
+        assert account.generated == account.in_progress + sum(
+            getattr(account, fate) for fate in CLASSES
+        )
+        lives = self.ledger.groups
+        pools = (lives.open, lives.qualified, lives.failing)
         recount = sum(
             len(answer.prefix or ())
             + (answer.trajectory.generated_tokens if answer.trajectory else 0)
@@ -404,15 +385,15 @@ class World:
         assert account.in_progress == recount
 
     def no_group_is_lost(self) -> None:
-        lives = self.ledger.lives
+        lives = self.ledger.groups
         alive = {*lives.open, *lives.qualified}
         assert alive == {g for g in range(len(self.admitted)) if self.is_live(g)}
-        ended = {s.group.id for s in self.ledger.books.settled} | set(self.fates)
-        assert alive | ended | set(lives.doomed) == set(range(len(self.admitted)))
-        assert not ended & set(lives.doomed)
+        ended = {s.group.id for s in self.ledger.accounting.settled} | set(self.fates)
+        assert alive | ended | set(lives.failing) == set(range(len(self.admitted)))
+        assert not ended & set(lives.failing)
 
     def the_engine_has_what_the_ledger_thinks(self) -> None:
-        lives = self.ledger.lives
+        lives = self.ledger.groups
         assert lives.with_engine() == sorted(self.running)
         assert lives.running == len(self.running)
         assert lives.unscored() == sorted(self.unscored)
@@ -427,7 +408,7 @@ class World:
         assert (
             self.running
             or self.unscored
-            or self.ledger.lives.waiting
+            or self.ledger.groups.waiting
             or self.ledger.may_admit()
             or self.ledger.cut_is_due()
         )
@@ -544,7 +525,7 @@ def finish(ledger: Ledger, group: int, accuracies: tuple[float, float], length: 
 
 
 def halt(ledger: Ledger, length: int = 3) -> None:
-    for group, index in ledger.lives.with_engine():
+    for group, index in ledger.groups.with_engine():
         ledger.aborted(group, index, segment(group, index, length, ledger.version), stalled=False)
 
 
@@ -644,8 +625,8 @@ def test_an_answer_is_retried_behind_its_prefix_three_times_then_its_group_faile
     assert ledger.tally.retried_answers == 3
     ledger.failed(0, 0, segment(0, 0, 0), "out of memory")
     assert ledger.dispatch() == []
-    assert 0 not in ledger.lives.open
-    assert ledger.books.fates()["failed"] == 1
+    assert 0 not in ledger.groups.open
+    assert ledger.accounting.fates()["failed"] == 1
     assert ledger.account.booked["failed"] == 4 + 6
     assert ledger.tally.last_error == "out of memory"
 
@@ -656,7 +637,7 @@ def test_tokens_of_a_failed_group_that_still_runs_are_booked_when_they_are_back(
     ledger.failed(0, 0, None, "x")
     ledger.dispatch()
     ledger.failed(0, 0, segment(0, 0, 3), "x")
-    assert list(ledger.lives.doomed) == [0]
+    assert list(ledger.groups.failing) == [0]
     assert ledger.account.booked["failed"] == 0
     ledger.aborted(0, 1, segment(0, 1, 5), stalled=True)
     assert ledger.account.booked["failed"] == 8
@@ -674,7 +655,7 @@ def test_a_failed_scoring_drops_its_group_when_asked() -> None:
         ledger.finished(0, 1, whole(0, 1, 4))
         ledger.scored(0, 0, Score(0, 0, error="timed out", outside=outside))
         ledger.scored(0, 1, Score(0, 0))
-        assert ledger.books.fates()[fate] == 1
+        assert ledger.accounting.fates()[fate] == 1
 
 
 def test_staleness_counts_from_the_oldest_token_not_from_admission() -> None:
@@ -803,7 +784,7 @@ def test_no_filter_and_no_statistic_sees_a_baseline(last: int) -> None:
     scores = [Score(1, 1, extra=style), Score(1, 1, extra=style), Score(0, 0)]
     for index in (1, 2 - last, last):
         ledger.scored(0, index, scores[index])
-    assert ledger.books.fates()["all_right"] == 1
+    assert ledger.accounting.fates()["all_right"] == 1
     tally = ledger.tally
     assert (tally.answers, tally.accuracy_sum, tally.truncated_answers) == (2, 2, 1)
     tokens = ledger.account.read()
@@ -863,7 +844,7 @@ def test_a_baseline_that_fails_too_often_fails_its_group() -> None:
     (ask,) = ledger.dispatch()
     assert len(ask.prefixes[2] or ()) == 2
     ledger.failed(0, 2, segment(0, 2, 3), "out of memory")
-    (settled,) = ledger.books.settled
+    (settled,) = ledger.accounting.settled
     assert (settled.fate, settled.tokens, settled.group.baseline) == ("failed", 13, None)
     assert len(settled.group.answers) == 2
     assert ledger.account.read().baseline_tokens == 3
@@ -878,7 +859,7 @@ def test_a_failed_scoring_of_a_baseline_is_a_failed_scoring(drop: bool) -> None:
     ledger.scored(0, 1, Score(1, 1))
     ledger.scored(0, 2, Score(-1, 0, error="timed out"))
     if drop:
-        assert ledger.books.fates()["failed"] == 1
+        assert ledger.accounting.fates()["failed"] == 1
         return
     halt(ledger)
     (group,) = ledger.commit().groups

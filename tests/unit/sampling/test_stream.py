@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.states import read_back
 
 from engines import Prompts, ScriptedEngine, greedy_seed, uniforms, written
 from winnow.config.rollout import SamplingConfig, VarianceFilter
@@ -23,7 +23,8 @@ from winnow.rollout.engine import (
     answer_seed,
 )
 from winnow.sampling import watchdog
-from winnow.sampling.report import Progress, StepGroups
+from winnow.sampling.accounting import FATES, StepGroups
+from winnow.sampling.report import Progress
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Trajectory
 
@@ -119,7 +120,7 @@ def test_the_account_agrees_with_the_engine() -> None:
     steps = run.steps(10)
     account = run.sampler.ledger.account.read()
     assert account.generated == run.engine.status().generated_tokens
-    assert account.generated == account.settled + account.in_progress
+    assert account.generated == account.in_progress + sum(getattr(account, f) for f in FATES)
     assert sum(step.counts.tokens.generated for step in steps) == account.generated
     assert account.trained == sum(g.generated_tokens for step in steps for g in step.groups)
     assert account.truncated_tokens == LIMIT * account.truncated_answers > 0
@@ -150,12 +151,12 @@ def test_at_the_target_everything_is_aborted_and_resumed_first_in_the_next_step(
             status = run.engine.status()
             assert status.running == status.queued == 0
             carried += step.counts.carried_open
-            waiting = sorted(run.sampler.ledger.lives.open)
+            waiting = sorted(run.sampler.ledger.groups.open)
             run.engine.submitted.clear()
             following = await run.step()
             resumed = [r.group_id for r in run.engine.submitted][: len(waiting)]
             assert resumed == waiting
-            assert following.counts.resumed_answers <= step.counts.aborted_answers
+            assert following.counts.tally.resumed_answers <= step.counts.tally.aborted_answers
         assert carried > 5
 
     asyncio.run(go())
@@ -179,7 +180,7 @@ def test_every_prompt_is_used_once_and_none_is_skipped() -> None:
     run = Run()
     steps = run.steps(10)
     ended = [s.group for step in steps for s in (*step.trained, *step.discarded)]
-    left = [*run.sampler.ledger.lives.open.values(), *run.sampler.ledger.lives.qualified.values()]
+    left = [*run.sampler.ledger.groups.open.values(), *run.sampler.ledger.groups.qualified.values()]
     uids = sorted([int(g.prompt.uid) for g in ended] + [int(life.prompt.uid) for life in left])
     assert uids == list(range(run.prompts.cursor))
 
@@ -251,7 +252,7 @@ def test_a_run_goes_on_exactly_from_its_state(with_baseline: bool) -> None:
         return [
             (
                 # What goes on in the engine without a stop is resumed after one.
-                repr(replace(step.counts, resumed_answers=0)),
+                repr(replace(step.counts, tally=replace(step.counts.tally, resumed_answers=0))),
                 [
                     (g.id, g.prompt.uid, a.trajectory.token_ids.tolist(), a.score.accuracy)
                     for g in step.groups
@@ -264,9 +265,9 @@ def test_a_run_goes_on_exactly_from_its_state(with_baseline: bool) -> None:
     undisturbed = Run(lookahead=1, with_baseline=with_baseline).steps(8)
     first = Run(lookahead=1, with_baseline=with_baseline)
     before = first.steps(3)
-    saved = pickle.dumps(first.sampler.state_dict())
+    saved = read_back(first.sampler.state_dict())
     second = Run(lookahead=1, with_baseline=with_baseline)
-    second.sampler.load_state_dict(pickle.loads(saved))
+    second.sampler.load_state_dict(saved)
     second.prompts.cursor = first.prompts.cursor
     second.version = first.version
     assert told(before + second.steps(5)) == told(undisturbed)
@@ -276,7 +277,10 @@ def test_a_run_goes_on_exactly_from_its_state(with_baseline: bool) -> None:
 def test_answers_under_way_at_a_cut_go_on_under_the_new_weights() -> None:
     run = Run(lookahead=1)
     steps = run.steps(12)
-    assert sum(step.counts.aborted_answers + step.counts.resumed_answers for step in steps) == 0
+    assert (
+        sum(step.counts.tally.aborted_answers + step.counts.tally.resumed_answers for step in steps)
+        == 0
+    )
     assert run.engine.aborted_groups == []
     spans = set()
     for step in steps:
@@ -296,14 +300,14 @@ def test_a_state_between_two_steps_has_every_token_of_answers_under_way() -> Non
     run = Run(lookahead=1)
     run.steps(4)
     assert run.engine.status().running > 0
-    lives = run.sampler.ledger.lives
+    lives = run.sampler.ledger.groups
     kept = {
         key: len(prefix) if (prefix := lives.at_engine(*key).prefix) else 0
         for key in lives.with_engine()
     }
     assert sum(kept.values()) > 0
     other = Run(lookahead=1)
-    other.sampler.load_state_dict(pickle.loads(pickle.dumps(run.sampler.state_dict())))
+    other.sampler.load_state_dict(read_back(run.sampler.state_dict()))
     assert other.sampler.ledger.account.read() == run.sampler.ledger.account.read()
     assert run.sampler.ledger.account.generated == run.engine.status().generated_tokens
     asked = {
@@ -333,7 +337,7 @@ def test_where_a_cut_drops_groups_nothing_runs_across_it(settings: dict[str, Any
 def test_an_engine_that_does_not_take_weights_live_is_emptied_at_each_cut() -> None:
     run = Run(lookahead=1)
     run.engine.live_updates = False
-    assert sum(step.counts.aborted_answers for step in run.steps(8)) > 0
+    assert sum(step.counts.tally.aborted_answers for step in run.steps(8)) > 0
 
 
 @only_free
@@ -508,7 +512,7 @@ def test_an_empty_bound_followed_by_signal_is_one_step_with_both_on_its_books() 
 
     run = Run(score=score, max_groups_per_step=12)
     (step,) = run.steps(1)
-    assert step.counts.empty_bounds == 1
+    assert step.counts.tally.empty_bounds == 1
     assert {s.group.prompt.uid for s in step.discarded} >= {str(uid) for uid in range(12)}
     assert run.sampler.ledger.tally.empty_bounds == 0
 
@@ -522,9 +526,9 @@ def test_a_run_that_stops_at_the_bound_keeps_what_it_accepted() -> None:
     message = str(caught.value)
     assert message.startswith(f"sampling.on_bound is stop and {accepted} qualified groups do not")
     assert "raise sampling.max_groups_per_step" in message
-    ids = sorted(run.sampler.ledger.lives.qualified)
+    ids = sorted(run.sampler.ledger.groups.qualified)
     wider = Run(max_groups_per_step=40, on_bound="stop")
-    wider.sampler.load_state_dict(pickle.loads(pickle.dumps(run.sampler.state_dict())))
+    wider.sampler.load_state_dict(read_back(run.sampler.state_dict()))
     wider.version = run.version
     (step,) = wider.steps(1)
     assert [g.id for g in step.groups][:accepted] == ids
@@ -542,7 +546,7 @@ def test_a_failed_answer_is_retried_behind_its_prefix_and_ends_the_same() -> Non
     plain = Run().steps(3)
     assert [[g.id for g in s.groups] for s in steps] == [[g.id for g in s.groups] for s in plain]
     for step in steps:
-        assert step.counts.retried_answers > 0
+        assert step.counts.tally.retried_answers > 0
         assert step.counts.fates["failed"] == 0
         for group in step.groups:
             tokens = group.answers[0].trajectory.token_ids
@@ -603,7 +607,7 @@ def test_an_engine_that_forgot_its_answers_gets_them_again() -> None:
 
     step = asyncio.run(go())
     assert len(step.groups) == 4
-    assert step.counts.retried_answers > 0
+    assert step.counts.tally.retried_answers > 0
 
 
 def test_a_stalled_engine_is_asked_again_behind_the_prefixes(
@@ -612,7 +616,7 @@ def test_a_stalled_engine_is_asked_again_behind_the_prefixes(
     run = Run(ScriptedEngine(ragged, slots=16, stalls=[8]), stall_timeout_s=0.05)
     with caplog.at_level(logging.WARNING):
         steps = run.steps(3)
-    assert steps[0].counts.retried_answers > 0
+    assert steps[0].counts.tally.retried_answers > 0
     assert "sending answers again. sampling waits for the engine" in caplog.text
     for step in steps:
         for group in step.groups:
@@ -650,7 +654,7 @@ def test_a_slow_scorer_is_no_stalled_engine() -> None:
 
     run = Run(ScriptedEngine(lambda r, a: 10, slots=64), score=slow, stall_timeout_s=0.02)
     (step,) = run.steps(1)
-    assert step.counts.retried_answers == 0
+    assert step.counts.tally.retried_answers == 0
 
 
 def test_cancelling_a_step_cancels_it() -> None:
@@ -727,7 +731,7 @@ def test_a_baselines_tokens_are_in_the_account_under_its_groups_fate() -> None:
     steps = run.steps(10)
     account = run.sampler.ledger.account.read()
     assert account.generated == run.engine.status().generated_tokens
-    assert account.generated == account.settled + account.in_progress
+    assert account.generated == account.in_progress + sum(getattr(account, f) for f in FATES)
     trained = [group for step in steps for group in step.groups]
     baselines = [g.baseline.trajectory.generated_tokens for g in trained if g.baseline]
     assert len(baselines) == 40

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from typing import Any, cast
 
@@ -11,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.states import read_back
 from tests.stored import Elsewhere
 
 from winnow.learning.batch import pack
 from winnow.rollout.engine import CompletionEvent
 from winnow.rollout.remote_engine import _detach
-from winnow.sampling.serialization import answer_from, plain_answer
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
-from winnow.workers.array_refs import ArrayBlock, ArrayRef, PickleAsArray, SplitResult, fetch
+from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult, fetch
 
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=6)
 
@@ -94,7 +93,6 @@ def test_what_counts_and_sends_on_fetches_nothing() -> None:
     trajectory = first.answers[0].trajectory
     assert (trajectory.generated_tokens, len(second.answers[0].trajectory.gen_mask)) == (4, 5)
     assert trajectory.versions == (0,)
-    plain_answer(first.answers[0])
     assert handle.fetched == 0
 
 
@@ -128,18 +126,13 @@ def test_all_that_a_step_needs_is_asked_for_before_anything_is_waited_for() -> N
 
 def test_a_checkpoint_holds_the_arrays_themselves() -> None:
     events = events_of([4, 5])
-    groups = groups_of(far_events(events)[0])
-    state = [plain_answer(group.answers[0]) for group in groups]
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    found = torch.load(file, weights_only=False)
-    for group, saved, event in zip(groups, found, events, strict=True):
-        assert type(saved["trajectory"]["segments"][0]["token_ids"]) is np.ndarray
-        for each in (saved, plain_answer(group.answers[0])):
-            answer = answer_from(each)
-            assert answer is not None
-            same(answer.trajectory.segments[0], event.segment)
+    far, _ = far_events(events)
+    groups = groups_of(far)
+    saved = read_back({"answers": [group.answers[0] for group in groups]})["answers"]
+    for answer, event in zip(saved, events, strict=True):
+        segment = answer.trajectory.segments[0]
+        assert type(segment.token_ids) is np.ndarray
+        same(segment, event.segment)
 
 
 def test_numpy_reads_a_stored_array_like_any_other() -> None:
@@ -150,7 +143,6 @@ def test_numpy_reads_a_stored_array_like_any_other() -> None:
     target = np.zeros(4, np.float32)
     target[:] = stored
     assert target.tolist() == [2, 3, 4, 5]
-    assert np.array(PickleAsArray(stored), dtype=np.int32).tolist() == [2, 3, 4, 5]
     with pytest.raises(ValueError, match="int64 is a copy"):
         np.array(stored, copy=False)
     copied = np.array(stored, dtype=np.int32, copy=True)
