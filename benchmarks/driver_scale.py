@@ -51,9 +51,8 @@ from winnow.rollout.router import quantum_for
 from winnow.runs import loop
 from winnow.runs.checkpoint import Manifest, Retention, Saver
 from winnow.runs.learner_worker import RankFacts, StepReply
-from winnow.runs.loop import train
+from winnow.runs.loop import Sharing, train
 from winnow.runs.metrics import Passes, Throughput
-from winnow.runs.publishing import Sharing
 from winnow.runs.remote_learner import RemoteLearner, RemoteSnapshots
 from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState

@@ -48,9 +48,8 @@ from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.runs import loop
 from winnow.runs.checkpoint import Manifest, Retention, Saver
-from winnow.runs.loop import train
+from winnow.runs.loop import Sharing, train
 from winnow.runs.metrics import Passes, Throughput
-from winnow.runs.publishing import Sharing
 from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import LocalTensors, RunState
 from winnow.sampling.stream import Sampler

@@ -214,3 +214,8 @@ def _equal(low: Tensor, high: Tensor) -> Tensor:
     """True where low <= high differ by no more than float noise."""
     scale = torch.maximum(low.abs(), high.abs()).clamp(min=1.0)
     return high - low <= FLAT_TOLERANCE * scale
+
+
+def spread(values: Tensor, inputs: AdvantageInputs, mask: Tensor) -> Tensor:
+    """Return each sample's number [B] on its tokens in `mask` [T], 0 on the others."""
+    return torch.where(mask, values[inputs.sample_index], 0.0)

@@ -16,16 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from winnow.algorithms.advantages import AdvantageInputs, gpg, grpo, grpo_passk, opo, rloo
-from winnow.algorithms.token_advantages import (
-    gae,
-    gdpo,
-    optimal_token_baseline,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    remax,
-    spread,
-)
+from winnow.algorithms import imported_late
+from winnow.algorithms.advantages import AdvantageInputs, gpg, grpo, grpo_passk, opo, rloo, spread
 
 Need = Literal["components", "greedy", "values", "probs"]
 FIELDS: Mapping[Need, tuple[str, ...]] = {
@@ -75,13 +67,26 @@ _ALL = (
     Estimator("grpo_passk", grpo_passk, min_group=2),
     Estimator("rloo", rloo),
     Estimator("opo", opo),
-    Estimator("reinforce_plus_plus", reinforce_plus_plus, whitens=True),
-    Estimator("reinforce_plus_plus_baseline", reinforce_plus_plus_baseline, whitens=True),
-    Estimator("remax", remax, frozenset({"greedy"})),
+    Estimator(
+        "reinforce_plus_plus", imported_late("token_advantages:reinforce_plus_plus"), whitens=True
+    ),
+    Estimator(
+        "reinforce_plus_plus_baseline",
+        imported_late("token_advantages:reinforce_plus_plus_baseline"),
+        whitens=True,
+    ),
+    Estimator("remax", imported_late("token_advantages:remax"), frozenset({"greedy"})),
     Estimator("gpg", gpg),
-    Estimator("gdpo", gdpo, frozenset({"components"}), whitens=True),
-    Estimator("optimal_token_baseline", optimal_token_baseline, frozenset({"probs"}), min_group=2),
-    Estimator("gae", gae, frozenset({"values"}), whitens=True),
+    Estimator(
+        "gdpo", imported_late("token_advantages:gdpo"), frozenset({"components"}), whitens=True
+    ),
+    Estimator(
+        "optimal_token_baseline",
+        imported_late("token_advantages:optimal_token_baseline"),
+        frozenset({"probs"}),
+        min_group=2,
+    ),
+    Estimator("gae", imported_late("token_advantages:gae"), frozenset({"values"}), whitens=True),
 )
 ESTIMATORS: Mapping[str, Estimator] = {estimator.name: estimator for estimator in _ALL}
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from winnow.algorithms.advantages import AdvantageInputs, blend, centred
+from winnow.algorithms.advantages import AdvantageInputs, blend, centred, spread
 
 BASELINE_EPS = 1e-8
 VAR_EPS = 1e-8
@@ -95,11 +95,6 @@ def reward_to_go(inputs: AdvantageInputs, gamma: float) -> Tensor:
     """G_t = r_t + gamma * G_(t+1) over a sample's written tokens [T], 0 off gen_mask."""
     written = _Written(inputs)
     return written.to_tokens(written.discounted(inputs.token_rewards[inputs.gen_mask], gamma))
-
-
-def spread(values: Tensor, inputs: AdvantageInputs, mask: Tensor) -> Tensor:
-    """Return each sample's number [B] on its tokens in `mask` [T], 0 on the others."""
-    return torch.where(mask, values[inputs.sample_index], 0.0)
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 from winnow.config.data import CustomTask, DataConfig, ReasoningGymTask, SortDigitsTask
 from winnow.data.loader import PromptSource
 from winnow.data.prompts import LengthReport, PromptRenderer, PromptSet
-from winnow.data.sources import Row, read_rows
 from winnow.errors import DataError
 from winnow.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from winnow.data.sources import Row
 
 
 class RowStream(Protocol):
@@ -75,6 +76,8 @@ def training_prompts(
         return renderer.render([rows.row(index) for index in range(rows.size)])
     if not config.train_files:
         raise DataError("data.train_files is empty and data/task=none; name the files to train on")
+    from winnow.data.sources import read_rows
+
     return renderer.render(read_rows(config.train_files, config.prompt_key))
 
 
@@ -86,6 +89,8 @@ def evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -
     """
     renderer = PromptRenderer(tokenizer, config)
     if config.eval_files:
+        from winnow.data.sources import read_rows
+
         return renderer.render(read_rows(config.eval_files, config.prompt_key))
     if isinstance(config.task, SortDigitsTask):
         from winnow.data.tasks.sort_digits import held_out_problems, row

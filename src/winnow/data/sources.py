@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from winnow.data.files import read_records
 from winnow.errors import DataError
 
 Record = Mapping[str, Any]
@@ -67,6 +66,8 @@ def read_objects(path: str) -> Iterator[tuple[int, Record]]:
     Raises:
         DataError: the file is not readable, or a record is no object.
     """
+    from winnow.data.files import read_records
+
     for number, record in read_records(path):
         if not isinstance(record, dict):
             raise DataError(

@@ -6,7 +6,7 @@ Shapes: `T` packed tokens, `B` samples of the step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from torch import Tensor
 from winnow.algorithms.advantages import AdvantageInputs
 from winnow.algorithms.estimators import Advantages, Estimator, estimate
 from winnow.learning.batch import Batch
-from winnow.learning.kl_penalty import KlPenalty, sum_samples
 from winnow.observe.metrics import Metrics
 from winnow.types import Group
+
+if TYPE_CHECKING:
+    from winnow.learning.kl_penalty import KlPenalty
 
 
 class AdvantageStage:
@@ -39,6 +41,8 @@ class AdvantageStage:
         """
         rewards_B, token_rewards_T = batch.rewards, outcome_rewards(batch)
         if self._penalty is not None:
+            from winnow.learning.kl_penalty import sum_samples
+
             penalty_T = self._penalty(batch, metrics)
             token_rewards_T = token_rewards_T - penalty_T
             rewards_B = rewards_B - sum_samples(penalty_T, batch)

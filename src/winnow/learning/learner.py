@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -21,13 +21,15 @@ from torch import Tensor
 from winnow.errors import TrainingError
 from winnow.learning.advantage import AdvantageStage
 from winnow.learning.batch import Batch, cut_updates, pack
-from winnow.learning.critic import Critic, value_figures
 from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder
-from winnow.learning.importance_correction import CorrectionStage
 from winnow.learning.policy import Policy
-from winnow.learning.reference import Reference
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.types import FloatArray, Group, IntArray
+
+if TYPE_CHECKING:
+    from winnow.learning.critic import Critic
+    from winnow.learning.importance_correction import CorrectionStage
+    from winnow.learning.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,8 @@ class Learner:
                 batch = self._correct(batch, metrics)
             advantages = self._advantage(groups, batch, metrics)
             if self._roles.critic is not None:
+                from winnow.learning.critic import value_figures
+
                 metrics.merge(value_figures(batch))
         with watch.phase("update"):
             self._updates(groups, batch, step, metrics)

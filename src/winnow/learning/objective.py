@@ -14,7 +14,6 @@ from torch import Tensor
 
 from winnow.algorithms.aggregation import aggregate
 from winnow.algorithms.correction import correct, max_delta, mismatch_sums
-from winnow.algorithms.kl import token_kl
 from winnow.algorithms.losses import LossTokens
 from winnow.algorithms.losses.registry import PolicyLoss
 from winnow.learning.batch import MicroBatch
@@ -110,6 +109,8 @@ class PolicyObjective:
             loss_T = loss_T * weight
         policy_loss = loss = self._mean(loss_T, mask, micro)
         if self.kl is not None:
+            from winnow.algorithms.kl import token_kl
+
             # What stands outside the mask may be far off, and 0 times that would be NaN.
             kl_T = token_kl(
                 self.kl.estimator,

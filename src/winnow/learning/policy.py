@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from winnow.algorithms.correction import max_delta, mismatch_figures, mismatch_sums
-from winnow.algorithms.losses.covariance import keyed_draws
 from winnow.learning.batch import Batch, MicroBatch
 from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder, run_pass
-from winnow.learning.importance_correction import book_correction
 from winnow.learning.objective import MISMATCH, PolicyObjective
 from winnow.learning.strategy import Output, Stats, Strategy
 from winnow.learning.update import run_update
@@ -85,6 +83,8 @@ class Policy:
         objective = self.objective
         if not objective.draws:
             return
+        from winnow.algorithms.losses.covariance import keyed_draws
+
         lengths = batch.offsets.diff()
         wanted_B = torch.isin(batch.groups, torch.tensor(groups))
         mask_T = batch.loss_mask & wanted_B.repeat_interleave(lengths)
@@ -128,6 +128,8 @@ def _book(metrics: Metrics, sums: Stats, tokens: int, samples: int) -> None:
         _book_mismatch(metrics, apart, apart.pop("max_delta"))
     correction = _taken(sums, _CORRECTION)
     if correction:
+        from winnow.learning.importance_correction import book_correction
+
         book_correction(metrics, correction, tokens=tokens, samples=samples)
     metrics.mean("actor/loss", sums.pop("loss"))
     for name in ("policy_loss", "kl_loss"):

@@ -29,7 +29,6 @@ from typing import Any, Literal, Protocol
 from winnow.config.run import CustomSink
 from winnow.errors import ConfigError
 from winnow.observe.names import Record
-from winnow.user_code import load_user_object
 
 Warn = Callable[[str], None]
 
@@ -103,6 +102,8 @@ class CustomSinks:
         Raises:
             ConfigError: a class is not there, or lacks a method.
         """
+        from winnow.user_code import load_user_object
+
         self._warn = warn
         self._sinks: dict[str, Any] = {}
         for number, section in enumerate(sections):

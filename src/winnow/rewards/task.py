@@ -17,7 +17,6 @@ from typing import Any
 
 from winnow.rewards.scorers import SCORERS
 from winnow.rewards.user_function import UserScorer, read_result
-from winnow.sandbox.program import SandboxError
 from winnow.types import Score
 
 Verdict = asyncio.Future["float | Failure"]
@@ -155,6 +154,8 @@ def failure_of(error: BaseException, user_file: str | None) -> Failure:
     place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     line = f"{type(error).__name__}{': ' if text else ''}{text}{place}"
     trace = "".join(traceback.format_exception(type(error), error, below))
+    from winnow.sandbox.program import SandboxError
+
     return Failure(line, trace, outside=isinstance(error, SandboxError))
 
 

@@ -20,7 +20,6 @@ from typing import Any, SupportsFloat
 from winnow.config.reward import UserFunction
 from winnow.errors import RewardError
 from winnow.types import Score
-from winnow.user_code import load_user_object
 
 _FIELD = "reward.function.path"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -41,6 +40,8 @@ class UserScorer:
     """
 
     def __init__(self, config: UserFunction, batched: bool = False) -> None:
+        from winnow.user_code import load_user_object
+
         assert config.path is not None
         self.file = str(Path(config.path).expanduser().absolute())
         self._kwargs = config.kwargs

@@ -34,11 +34,12 @@ from winnow.rollout.kv_cache import (
     slots_that_fit,
 )
 from winnow.rollout.slots import PendingAnswer, Slots
-from winnow.rollout.weights import Bucket, WeightReceipt, WeightReceiver
 from winnow.types import FinishReason, FloatArray, IntArray, Segment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from winnow.rollout.weights import Bucket, WeightReceipt, WeightReceiver
 
 _QueueEntry = tuple[bool, int, int, int, PendingAnswer]
 
@@ -199,6 +200,8 @@ class TorchEngine:
             ValueError: there are some, in an engine without live updates.
         """
         self._check_may_change()
+        from winnow.rollout.weights import WeightReceiver
+
         before, self._arriving = self._arriving, WeightReceiver(self._model, version)
         if before is not None:  # it never came to an end
             before.settled.set_result(None)

@@ -22,7 +22,6 @@ from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import Sinks
 from winnow.rewards.pipeline import Rewards
 from winnow.rollout.engine import Engine, SamplingParams
-from winnow.rollout.engine_group import EngineGroup
 from winnow.runs.build_learner import needs_of
 from winnow.runs.checkpoint import Manifest, Retention, Saver, sync
 from winnow.runs.loading import Policies, check_positions, longest_prompt
@@ -166,7 +165,7 @@ def build(
         with_baseline=with_baseline,
         drop_failed_scores=config.reward.on_failure == "drop_group",
         deterministic=config.run.deterministic,
-        look_ticks=engine.quantum_ticks if isinstance(engine, EngineGroup) else 1,
+        look_ticks=getattr(engine, "quantum_ticks", 1),  # of an `EngineGroup`
         on_progress=on_progress,
     )
     state = RunState(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from winnow.algorithms.estimators import ESTIMATORS, Need
 from winnow.algorithms.losses.registry import POLICY_LOSSES
@@ -23,16 +23,17 @@ from winnow.config.policy_loss import CustomPolicyLoss
 from winnow.config.root import Config
 from winnow.config.trainer import OptimConfig
 from winnow.learning.advantage import AdvantageStage
-from winnow.learning.critic import Critic, ValueObjective
-from winnow.learning.importance_correction import CorrectionStage
-from winnow.learning.kl_penalty import Adaptation, KlPenalty
 from winnow.learning.learner import Learner, LearnerSettings, Rates, Roles
 from winnow.learning.objective import KlTerm, OldSource, PolicyObjective
 from winnow.learning.policy import Policy
-from winnow.learning.reference import Reference
 from winnow.learning.strategy import Strategy
 from winnow.runs.metrics import Passes
 from winnow.runs.model_factory import ModelFactory
+
+if TYPE_CHECKING:
+    from winnow.learning.importance_correction import CorrectionStage
+    from winnow.learning.kl_penalty import KlPenalty
+    from winnow.learning.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Lea
     rates = Rates(_rate(config, config.optim))
     critic, others = None, {}
     if "values" in needs_of(config):
+        from winnow.learning.critic import Critic, ValueObjective
+
         path = config.critic.path or start
         assert path is not None, "the caller was to give the start"
         others["critic"] = holder.critic(path)
@@ -190,6 +193,8 @@ def _reference(
     config: Config, start: str | None, policy: Strategy, holder: ModelFactory
 ) -> Reference:
     """A frozen copy; with an adapter, unless another folder is named, the model without it."""
+    from winnow.learning.reference import Reference
+
     own = config.reference
     if own.path is None and not isinstance(config.model.adapter, NoAdapter):
         return Reference(policy, policy.adapter_off, holder.sharder)
@@ -212,6 +217,8 @@ def _kl_penalty(config: Config) -> KlPenalty | None:
     kl = config.algorithm.kl.reward
     if isinstance(kl, NoKl):
         return None
+    from winnow.learning.kl_penalty import Adaptation, KlPenalty
+
     aim = Adaptation(kl.target, kl.horizon_samples) if isinstance(kl, AdaptiveRewardKl) else None
     return KlPenalty(kl.coef, kl.estimator, aim)
 
@@ -225,6 +232,8 @@ def _corrects(correction: CorrectionConfig) -> bool:
 def _correction_stage(correction: CorrectionConfig) -> CorrectionStage | None:
     if correction.mode != "recompute" or not _corrects(correction):
         return None
+    from winnow.learning.importance_correction import CorrectionStage
+
     normalize = getattr(correction.weight, "normalize", False)
     return CorrectionStage(_correction_options(correction), normalize)
 

@@ -18,7 +18,7 @@ from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.observe.names import Number
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
-from winnow.rollout.engine import Engine
+from winnow.rollout.engine import Engine, WeightUpdate
 from winnow.runs.metrics import Throughput, record_step, rollout_groups
 from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState
@@ -28,6 +28,17 @@ log = logging.getLogger(__name__)
 
 Publish = Callable[[int], Awaitable[Mapping[str, Number]]]
 """Give the engine the weights of a version; return figures of that."""
+
+
+class Sharing:
+    """Publishes the version alone: engine and trainer share one model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def __call__(self, version: int) -> Mapping[str, Number]:
+        await self._engine.load_weights(WeightUpdate(version))
+        return {}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder, RankSh
 from winnow.learning.single import SingleStrategy
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import load_causal_lm, torch_dtype
-from winnow.models.value import load_value_model
 from winnow.runs.loading import check_finite, load_policy_model
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ class ModelFactory:
 
     def critic(self, path: str) -> Strategy:
         """Hold a value model that begins with the model in the folder `path`."""
+        from winnow.models.value import load_value_model
+
         critic, model = self._config.critic, self._config.model
         loaded = load_value_model(
             path,

@@ -14,17 +14,6 @@ from winnow.types import FloatArray
 Weights = Callable[[int], WeightUpdate]
 
 
-class Sharing:
-    """Publishes the version alone: engine and trainer share one model."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    async def __call__(self, version: int) -> Mapping[str, Number]:
-        await self._engine.load_weights(WeightUpdate(version))
-        return {}
-
-
 class Sending:
     """Publishes weights, and has a canary check that the engine uses them.
 

@@ -18,14 +18,12 @@ from winnow.config.rollout import VarianceFilter
 from winnow.config.root import Config
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.observe.console import ConsoleSink, make_console
-from winnow.observe.curve import draw_curve
 from winnow.observe.figures import duration
 from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.names import SFT_S, Record
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import FirstRecord, RunInfo, Sinks
-from winnow.observe.summary import print_summary, samples
 from winnow.rewards.pipeline import Rewards
 from winnow.runs.build import build, make_saver, use_machine
 from winnow.runs.build_learner import needs_start
@@ -297,6 +295,8 @@ def _close(
     folder: RunFolder,
     console: Console,
 ) -> None:
+    from winnow.observe.curve import draw_curve
+
     draw_curve(folder.path, folder.curve, title=folder.name)
     records = read_metrics(folder.metrics)
     last = checkpoints_in(folder.checkpoints)[-1]
@@ -307,6 +307,8 @@ def _close(
         "figures": folder.metrics,
     }
     if config.observe.console != "off":
+        from winnow.observe.summary import print_summary, samples
+
         print_summary(
             console,
             f"{folder.name}: done",

@@ -21,24 +21,23 @@ from winnow.config.root import Config
 from winnow.config.rules import workers_of
 from winnow.config.trainer import LocalCluster
 from winnow.data.tokenizer import decoder
-from winnow.learning.canary import Canary
 from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import model_writer
-from winnow.models.lora import adapter_base, adapter_writer, has_adapter
+from winnow.models.lora import has_adapter
 from winnow.rewards.pipeline import Rewards
 from winnow.rollout.engine import Engine, WeightUpdate
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.runs.build_learner import make_learner
 from winnow.runs.checkpoint import this_machine
 from winnow.runs.loading import Policies
-from winnow.runs.loop import Publish
+from winnow.runs.loop import Publish, Sharing
 from winnow.runs.metrics import Passes
 from winnow.runs.model_factory import LocalModels
-from winnow.runs.publishing import Sending, Sharing
 from winnow.runs.rewarding import asked_models, make_rewards
 from winnow.runs.state import LocalTensors, Tensors
 
 if TYPE_CHECKING:
+    from winnow.learning.canary import Canary
     from winnow.runs.launch import Launch
     from winnow.workers.group import ThreadsafeGroup, WorkerGroups
 
@@ -158,6 +157,7 @@ def placed_models(
         engine = _remote_engines(config, others.engines)
     if others is None or others.ranks is None:
         return _learning_here(config, policy, start, engine)
+    from winnow.runs.publishing import Sending
     from winnow.runs.remote_learner import RemoteLearner, RemoteSnapshots
 
     learner = RemoteLearner(others.ranks)
@@ -178,10 +178,15 @@ def placed_models(
 def _learning_here(config: Config, policy: Policies, start: str | None, engine: Engine) -> Topology:
     """Build a learner in this process."""
     learning = make_learner(config, LocalModels(config, policy.model, policy.vocabulary), start)
-    writer = adapter_writer if has_adapter(policy.model) else model_writer
+    writer = model_writer
+    if has_adapter(policy.model):
+        from winnow.models.lora import adapter_writer as writer
+
     own = learning.policy
     publish: Publish = Sharing(engine)
     if config.rollout.engine.processes:  # the engine has weights of its own
+        from winnow.runs.publishing import Sending
+
         publish = Sending(
             engine,
             lambda version: WeightUpdate(version, own.export_weights()),
@@ -202,6 +207,8 @@ def _learning_here(config: Config, policy: Policies, start: str | None, engine: 
 
 
 def _canary(config: Config, policy: Policies) -> Canary:
+    from winnow.learning.canary import Canary
+
     return Canary.drawn(
         policy.vocabulary,
         getattr(policy.model.config, "max_position_embeddings", None) or _POSITIONS,
@@ -238,6 +245,8 @@ def _engine_options(config: Config, policy: Policies) -> dict[str, Any]:
 
 def _engine_arguments(config: Config, policy: Policies, start: str | None) -> dict[str, Any]:
     """Return the arguments of an engine in a process of its own."""
+    from winnow.models.lora import adapter_base
+
     base = adapter_base(Path(policy.path), start or config.model.path)
     return {
         "model": base or policy.path,

@@ -25,7 +25,6 @@ import numpy as np
 from winnow.config.rollout import BandFilter, CustomFilter, Filter, NoFilter, VarianceFilter
 from winnow.errors import ConfigError, RewardError
 from winnow.types import Score
-from winnow.user_code import load_user_object
 
 Verdict = Literal["qualified", "all_right", "all_wrong"]
 
@@ -45,6 +44,8 @@ def make_judge(rule: Filter) -> Judge:
     """
     if not isinstance(rule, CustomFilter):
         return partial(judge, rule=rule)
+    from winnow.user_code import load_user_object
+
     keep = load_user_object(rule.path, "sampling.filter.path", ConfigError)
     return partial(_judge_by, keep=partial(keep, **rule.options), where=rule.path)
 

@@ -1,8 +1,8 @@
 """The table of policy losses by their names in a recipe, and the one way to call them.
 
-A new loss is a function of the form that `winnow.algorithms.losses` describes, a line in
-`POLICY_LOSSES`, and a section in `config/policy_loss.py` that holds its options and their
-defaults.
+A loss's module is imported when the loss is first computed. A new loss is a function of the form
+that `winnow.algorithms.losses` describes, a line in `POLICY_LOSSES`, and a section in
+`config/policy_loss.py` that holds its options and their defaults.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from winnow.algorithms import imported_late
 from winnow.algorithms.losses import Loss, LossTokens
-from winnow.algorithms.losses.clipped import cispo, dppo_kl, dppo_tv, dro, ppo_clip, reinforce, sapo
-from winnow.algorithms.losses.covariance import clip_cov, clip_cov_select, kl_cov, kl_cov_select
-from winnow.algorithms.losses.sequence import gmpo, gspo
 
 
 @dataclass(frozen=True)
@@ -52,17 +50,24 @@ class PolicyLoss:
         return self.function(*columns, tokens, **options)
 
 
+_REINFORCE = imported_late("losses.clipped:reinforce")
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
-    "ppo_clip": PolicyLoss(ppo_clip),
-    "gspo": PolicyLoss(gspo),
-    "cispo": PolicyLoss(cispo),
-    "sapo": PolicyLoss(sapo),
-    "gmpo": PolicyLoss(gmpo),
-    "clip_cov": PolicyLoss(clip_cov, select=clip_cov_select),
-    "kl_cov": PolicyLoss(kl_cov, select=kl_cov_select),
-    "dppo_tv": PolicyLoss(dppo_tv),
-    "dppo_kl": PolicyLoss(dppo_kl),
-    "dro": PolicyLoss(dro),
-    "gpg": PolicyLoss(reinforce, uses_old=False),
-    "reinforce": PolicyLoss(reinforce, uses_old=False),
+    "ppo_clip": PolicyLoss(imported_late("losses.clipped:ppo_clip")),
+    "gspo": PolicyLoss(imported_late("losses.sequence:gspo")),
+    "cispo": PolicyLoss(imported_late("losses.clipped:cispo")),
+    "sapo": PolicyLoss(imported_late("losses.clipped:sapo")),
+    "gmpo": PolicyLoss(imported_late("losses.sequence:gmpo")),
+    "clip_cov": PolicyLoss(
+        imported_late("losses.covariance:clip_cov"),
+        select=imported_late("losses.covariance:clip_cov_select"),
+    ),
+    "kl_cov": PolicyLoss(
+        imported_late("losses.covariance:kl_cov"),
+        select=imported_late("losses.covariance:kl_cov_select"),
+    ),
+    "dppo_tv": PolicyLoss(imported_late("losses.clipped:dppo_tv")),
+    "dppo_kl": PolicyLoss(imported_late("losses.clipped:dppo_kl")),
+    "dro": PolicyLoss(imported_late("losses.clipped:dro")),
+    "gpg": PolicyLoss(_REINFORCE, uses_old=False),
+    "reinforce": PolicyLoss(_REINFORCE, uses_old=False),
 }

@@ -18,16 +18,17 @@ import asyncio
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from winnow.config.reward import NaiveManager, ParallelManager, RewardConfig
-from winnow.rewards.pool import ScorerPool, default_workers
 from winnow.rewards.routing import NO_SCORER, Router
 from winnow.rewards.scorers import SCORERS, Scorer
 from winnow.rewards.task import Arguments, Failure, outcome, outcome_without_loop
 from winnow.rewards.user_function import UserScorer
-from winnow.sandbox import current
 from winnow.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from winnow.rewards.pool import ScorerPool
 
 Place = Literal["by_scorer", "here", "apart"]
 
@@ -177,6 +178,8 @@ class Rules(Manager):
     def close(self) -> None:
         super().close()
         if self._has_sandbox:
+            from winnow.sandbox import current
+
             current.close()
             self._has_sandbox = False
         if self._threads is not None:
@@ -185,6 +188,8 @@ class Rules(Manager):
 
     def _workers(self) -> ScorerPool:
         if self._pool is None:
+            from winnow.rewards.pool import ScorerPool, default_workers
+
             self._pool = ScorerPool(self._config, self._config.workers or default_workers())
             self._pool.start()
         return self._pool
@@ -192,6 +197,8 @@ class Rules(Manager):
     def _programs(self) -> ThreadPoolExecutor:
         """Threads that wait for the sandbox, one for each of its slots."""
         if self._threads is None:
+            from winnow.sandbox import current
+
             sandbox = current.start(self._config.sandbox)
             self._has_sandbox = True
             self._threads = ThreadPoolExecutor(len(sandbox.slots), "programs")
@@ -212,6 +219,8 @@ class FunctionCalls(Manager):
     def __init__(self, config: RewardConfig, is_here: bool) -> None:
         self._user = UserScorer(config.function) if is_here else None
         if not is_here:
+            from winnow.rewards.pool import ScorerPool, default_workers
+
             self._pool = ScorerPool(config, config.workers or default_workers(), config.function)
             self._pool.start()
 

@@ -1,0 +1,38 @@
+"""A run imports the variants that its recipe names and no others, so that it starts quickly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HEAVY = (
+    *("ray", "vllm", "peft", "httpx", "starlette", "uvicorn", "scipy", "matplotlib", "datasets"),
+    *("sympy", "reasoning_gym", "winnow.http", "winnow.sandbox", "winnow.workers.group"),
+    *("winnow.workers.child", "winnow.workers.ray", "winnow.rewards.judge", "winnow.rewards.model"),
+    *("winnow.rewards.pool", "winnow.rewards.remote_pipeline", "winnow.rewards.serve"),
+    *("winnow.rollout.engine_group", "winnow.rollout.remote_engine", "winnow.rollout.weights"),
+    *("winnow.learning.canary", "winnow.learning.critic", "winnow.learning.custom"),
+    *("winnow.learning.fsdp2", "winnow.learning.kl_penalty", "winnow.learning.reference"),
+    *("winnow.algorithms.losses.covariance", "winnow.algorithms.losses.sequence"),
+    *("winnow.algorithms.token_advantages", "winnow.evaluation.report", "winnow.data.files"),
+    *("winnow.runs.checkpoint_upload", "winnow.runs.launch", "winnow.runs.learner_worker"),
+    *("winnow.runs.publishing", "winnow.runs.warm_start", "winnow.observe.summary"),
+)
+"""Variants that a run may do without, and what they import; a package stands for what is below."""
+
+PROGRAM = """
+import sys
+import winnow.runs.session
+for name in sorted(sys.modules):
+    print(name)
+"""
+
+
+def test_the_trainer_imports_no_variant_before_a_recipe_names_it() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
+    imported = said.stdout.split()
+    assert "winnow.runs.session" in imported
+    heavy = [n for n in imported if any(n == h or n.startswith(f"{h}.") for h in HEAVY)]
+    assert heavy == [], "import it in the branch that the recipe chooses"
