@@ -32,7 +32,7 @@ from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.data.tokenizer import decoder
 from winnow.rewards.pipeline import Rewards, ScoredAnswer
 from winnow.runs.loading import Policies
-from winnow.runs.scoring import TrainingScores
+from winnow.runs.rewarding import TrainingScores
 from winnow.runs.topology import other_processes, placed_rewards
 from winnow.types import Prompt, Score, Segment, Trajectory, VersionSpan
 

@@ -34,8 +34,7 @@ from winnow.runs.build import rollout_sampling
 from winnow.runs.build_learner import make_learner
 from winnow.runs.loading import load_policy
 from winnow.runs.model_factory import LocalModels
-from winnow.runs.rewarding import make_rewards
-from winnow.runs.scoring import TrainingScores
+from winnow.runs.rewarding import TrainingScores, make_rewards
 from winnow.runs.topology import make_engine
 from winnow.runs.warm_start import make_warm_start
 from winnow.sampling.stream import Sampler

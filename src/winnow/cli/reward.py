@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import json
@@ -214,6 +213,8 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
     Raises:
         RewardError: nothing can score this source, or the function's file is wrong.
     """
+    import asyncio
+
     from winnow.runs.rewarding import make_rewards
 
     section = config.reward

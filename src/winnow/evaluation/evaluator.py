@@ -24,8 +24,8 @@ from winnow.observe.rollouts import (
     problem_id,
     write_rollouts,
 )
+from winnow.rewards.parts import TASK
 from winnow.rewards.pipeline import Rewards
-from winnow.rewards.score_names import TASK
 from winnow.rollout.engine import Engine, SamplingParams, generate, group_request
 from winnow.types import Answer, Group, Prompt, Trajectory
 

@@ -22,11 +22,15 @@ from winnow.algorithms.logprobs import token_logprobs
 from winnow.errors import CheckpointError, ModelError
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
 from winnow.learning.strategy import LossFn, Output, Stats
-from winnow.models import lora
-from winnow.models.causal_lm import hidden_states, output_head
+from winnow.models.causal_lm import (
+    has_adapter,
+    hidden_states,
+    is_reward_model,
+    is_value_model,
+    output_head,
+)
 from winnow.models.fused_layers import fuse
 from winnow.models.packed_attention import PackedLayout
-from winnow.models.value import is_reward_model, is_value_model, scalar_head
 
 HALF = (torch.bfloat16, torch.float16)
 """Types whose weights are stepped as fp32 masters."""
@@ -84,6 +88,8 @@ class ModelRunner(nn.Module):
         if self._kind == _CAUSAL:
             found = self._logprobs(states, micro.token_ids[at], outputs)
         else:
+            from winnow.models.value import scalar_head
+
             head = scalar_head(self.model)
             # Called, not read: where the head is a unit of its own, the call gathers its weight.
             numbers = head(states.to(head.weight.dtype))[:, 0]
@@ -154,7 +160,11 @@ class BaseStrategy:
         self._runner = ModelRunner(model, temperature, vocab_size, logprob_chunk_tokens, fp32_head)
         if device.type == "cpu":
             fuse(model)
-        self._training_only = lora.adapter_dropouts(model)
+        self._training_only: list[nn.Module] = []
+        if has_adapter(model):
+            from winnow.models.lora import adapter_dropouts
+
+            self._training_only += adapter_dropouts(model)
         if gradient_checkpointing:
             cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
             self._training_only += decoder_layers(model)
@@ -262,11 +272,18 @@ class BaseStrategy:
     def export_weights(
         self, dtype: torch.dtype | None = None, adapter_only: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        if adapter_only and not self.has_adapter:
+        named: Iterator[tuple[str, Tensor]]
+        named = ((name, tensor.detach()) for name, tensor in tensors_of(self.model).items())
+        if self.has_adapter:
+            from winnow.models.lora import adapter_weights, merged_weights
+
+            if adapter_only:
+                named = adapter_weights(self.model)
+            else:
+                named = merged_weights(tensors_of(self.model), self.model)
+        elif adapter_only:
             raise ModelError("the adapter alone was asked for, but the model has none; export all")
-        if adapter_only:
-            return self._exported(lora.adapter_weights(self.model), dtype)
-        return self._exported(lora.merged_weights(tensors_of(self.model), self.model), dtype)
+        return self._exported(named, dtype)
 
     def _exported(
         self, named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None = None
@@ -284,10 +301,12 @@ class BaseStrategy:
 
     @property
     def has_adapter(self) -> bool:
-        return lora.has_adapter(self.model)
+        return has_adapter(self.model)
 
     def adapter_off(self) -> contextlib.AbstractContextManager[None]:
-        return lora.adapter_off(self.model)
+        from winnow.models.lora import adapter_off
+
+        return adapter_off(self.model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return fp32 masters or weights, and optimizer state, by parameter name.
@@ -295,11 +314,12 @@ class BaseStrategy:
         An adapted model gives the adapter's weights alone. The tensors are live: write or copy them
         before the next step. Hyperparameters are not in it; they come from the recipe.
         """
-        weights = {
-            name: self._masters.get(name, tensor).detach()
-            for name, tensor in tensors_of(self.model).items()
-            if not self.has_adapter or lora.is_adapters(name)
-        }
+        learns = tensors_of(self.model)
+        if self.has_adapter:
+            from winnow.models.lora import is_adapters
+
+            learns = {name: tensor for name, tensor in learns.items() if is_adapters(name)}
+        weights = {name: self._masters.get(name, own).detach() for name, own in learns.items()}
         states = self._optimizer.state
         moments = {n: dict(states[m]) for n, m in self._masters.items() if m in states}
         return {"weights": weights, "optimizer": moments}

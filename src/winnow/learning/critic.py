@@ -14,8 +14,8 @@ from winnow.algorithms.losses.value import explained_variance, value_loss
 from winnow.learning.batch import Batch, MicroBatch
 from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder
 from winnow.learning.objective import aggregate_share
+from winnow.learning.policy import run_update
 from winnow.learning.strategy import LossResult, Output, Outputs, Strategy
-from winnow.learning.update import run_update
 from winnow.observe.metrics import Metrics
 
 

@@ -36,9 +36,10 @@ from winnow.learning.batch import MicroBatch
 from winnow.learning.data_parallel import device_of
 from winnow.learning.shards import copy_into, gather_values, gathered, global_norm, own_rows
 from winnow.learning.strategy import Stats
+from winnow.models.causal_lm import is_reward_model, is_value_model
 from winnow.models.lora import plain_name
 from winnow.models.sharded_loading import SavedWeights, replace_parameters, saved_weights
-from winnow.models.value import is_reward_model, is_value_model, scalar_head
+from winnow.models.value import scalar_head
 
 _MOMENTS = "exp_avg", "exp_avg_sq"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ from winnow.algorithms.correction import max_delta, mismatch_figures, mismatch_s
 from winnow.learning.batch import Batch, MicroBatch
 from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder, run_pass
 from winnow.learning.objective import MISMATCH, PolicyObjective
-from winnow.learning.strategy import Output, Stats, Strategy
-from winnow.learning.update import run_update
+from winnow.learning.strategy import LossResult, Output, Outputs, Stats, Strategy
 from winnow.observe.metrics import Metrics
 
 _CORRECTION = "correction/"
@@ -161,3 +161,46 @@ def _book_mismatch(metrics: Metrics, sums: Mapping[str, float], largest: float) 
         metrics.mean(f"{MISMATCH}{name}", value, sums["tokens"])
     if figures:
         metrics.max(f"{MISMATCH}max_delta", largest)
+
+
+class Objective(Protocol):
+    """The loss that a role minimizes, with the outputs it needs."""
+
+    @property
+    def outputs(self) -> frozenset[Output]:
+        """The outputs that the strategy must compute for it."""
+        ...
+
+    def __call__(self, micro: MicroBatch, outputs: Outputs) -> LossResult:
+        """Return the micro-batch's share of the update's loss, with sums beside it."""
+        ...
+
+
+def run_update(
+    strategy: Strategy,
+    objective: Objective,
+    microbatches: Sequence[MicroBatch],
+    lr: float,
+    role: str,
+) -> tuple[Metrics, Stats | None]:
+    """Make one optimizer step on one mini-batch.
+
+    Returns:
+        `role/updates`, `role/skipped_updates`, `role/lr` and `role/grad_norm`; and the summed
+        loss and diagnostics, or None where nothing was learnt: without a counted token (then
+        there are no figures either), or when the gradient was not finite, so that a NaN does not
+        hide the figures of other updates.
+    """
+    metrics = Metrics()
+    # Without a counted token the gradient is zero, and momentum and decay alone would step.
+    if not microbatches or microbatches[0].counts.tokens == 0:
+        return metrics, None
+    sums = strategy.forward_backward(microbatches, objective.outputs, objective)
+    step = strategy.optimizer_step(lr)
+    metrics.sum(f"{role}/updates", 1)
+    metrics.sum(f"{role}/skipped_updates", int(step["skipped"]))
+    metrics.last(f"{role}/lr", lr)
+    if step["skipped"]:
+        return metrics, None
+    metrics.mean(f"{role}/grad_norm", step["grad_norm"])
+    return metrics, sums

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""File of a PEFT folder: where it is, the folder holds an adapter."""
 ATTENTION = "winnow"
 _UNSUPPORTED_HEADS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
@@ -371,3 +373,22 @@ def add_files(files: Mapping[Path, bytes], folder: Path) -> None:
         (folder / path).write_bytes(content)
         for weights in folder.glob("*.safetensors"):
             weights.chmod(stat.S_IMODE((folder / path).stat().st_mode))
+
+
+def is_value_model(model: nn.Module) -> bool:
+    """Return whether the head gives a value a token."""
+    from transformers.modeling_layers import GenericForTokenClassification
+
+    return isinstance(model, GenericForTokenClassification)
+
+
+def is_reward_model(model: nn.Module) -> bool:
+    """Return whether the head gives a score a sequence."""
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    return isinstance(model, GenericForSequenceClassification)
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Return whether an adapter was put into the model."""
+    return bool(getattr(model, "peft_config", None))

@@ -21,12 +21,18 @@ from torch import Tensor, nn
 
 from winnow.config.model import LoraAdapter
 from winnow.errors import ModelError
-from winnow.models.causal_lm import Writer, add_files, failures_told, tokenizer_files
+from winnow.models.causal_lm import (
+    ADAPTER_CONFIG,
+    Writer,
+    add_files,
+    failures_told,
+    has_adapter,
+    tokenizer_files,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _NAME = "default"
 _PEFT_PREFIX = "base_model.model."
@@ -104,11 +110,6 @@ def adapter_base(folder: Path, instead: str | None = None) -> str | None:
             raise ModelError(f"{folder} is an adapter of {base}, which is gone; put it back there")
         return instead
     return cast(str, base)
-
-
-def has_adapter(model: nn.Module) -> bool:
-    """Return whether an adapter was put into the model."""
-    return bool(getattr(model, "peft_config", None))
 
 
 @contextlib.contextmanager

@@ -92,20 +92,6 @@ def load_reward_model(
     return cast("PreTrainedModel", settled(model, where, device).requires_grad_(False))
 
 
-def is_value_model(model: nn.Module) -> bool:
-    """Return whether the head gives a value a token."""
-    from transformers.modeling_layers import GenericForTokenClassification
-
-    return isinstance(model, GenericForTokenClassification)
-
-
-def is_reward_model(model: nn.Module) -> bool:
-    """Return whether the head gives a score a sequence."""
-    from transformers.modeling_layers import GenericForSequenceClassification
-
-    return isinstance(model, GenericForSequenceClassification)
-
-
 def scalar_head(model: nn.Module) -> nn.Linear:
     """Return the layer from hidden states to the one number."""
     return cast(nn.Linear, getattr(model, _HEAD))

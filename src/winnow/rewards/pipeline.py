@@ -10,7 +10,7 @@ A score is a list of parts. Each has a scorer, a weight, and a place where it ru
 | task | the manager: a rule by data source, or code of the user's | here, a worker, or over HTTP |
 | those of `reward.parts` | built-in rules | here, or a worker |
 | a reward model's, a judge's | `ModelScorer`, `Judge` | here, or over HTTP |
-| overlong, cosine | `winnow.rewards.shaping`, in training only | here |
+| overlong, cosine | `winnow.rewards.parts`, in training only | here |
 
 A scorer that raises, exits, hangs, dies, or returns NaN or the wrong type marks its own sample as
 failed: `Score.error` says why, the reward is that of a wrong answer and the accuracy 0. Too large
@@ -29,10 +29,17 @@ from typing import TYPE_CHECKING, Protocol, Self, SupportsFloat
 from winnow.config.reward import DapoManager, RewardConfig
 from winnow.errors import RewardError
 from winnow.rewards.managers import Manager, Rules, make_manager, rules_place
+from winnow.rewards.parts import (
+    OVERLONG,
+    OVERLONG_REWARD,
+    TASK,
+    ScoreNames,
+    Section,
+    length_parts,
+    part_weights,
+)
 from winnow.rewards.routing import check_package
-from winnow.rewards.score_names import TASK, ScoreNames, Section, part_weights
 from winnow.rewards.scorers import SCORERS, Scorer
-from winnow.rewards.shaping import OVERLONG, OVERLONG_REWARD, length_parts
 from winnow.rewards.task import Failure, Verdict
 from winnow.types import IntArray, Prompt, Score, Trajectory
 

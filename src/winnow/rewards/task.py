@@ -13,11 +13,13 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from winnow.rewards.scorers import SCORERS
-from winnow.rewards.user_function import UserScorer, read_result
 from winnow.types import Score
+
+if TYPE_CHECKING:
+    from winnow.rewards.user_function import UserScorer
 
 Verdict = asyncio.Future["float | Failure"]
 """A model's or a judge's score of an answer, once it comes."""
@@ -135,6 +137,41 @@ def checked(score: Score) -> Score:
     if not 0 <= score.accuracy <= 1:
         raise ValueError(f"the accuracy must lie in [0, 1], got {score.accuracy:g}")
     return score
+
+
+def read_result(result: Any) -> Score:
+    """Return the score in what a function returned.
+
+    Raises:
+        TypeError, ValueError: there is none.
+    """
+    rest: dict[str, Any] = {}
+    accuracy = None
+    if isinstance(result, Mapping):
+        rest = {str(key): value for key, value in result.items()}
+        if "score" not in rest:
+            raise ValueError(
+                f"the dict returned has no key score, only {', '.join(rest) or 'none'}"
+            )
+        result = rest.pop("score")
+        if "acc" in rest:
+            accuracy = _number(rest.pop("acc"), "acc")
+            if not 0 <= accuracy <= 1:
+                raise ValueError(f"acc must lie in [0, 1], got {accuracy:g}")
+    reward = _number(result, "score")
+    if accuracy is None:
+        accuracy = float(reward > 0)
+    return Score(reward, accuracy, {"task": reward}, rest)
+
+
+def _number(value: Any, name: str) -> float:
+    """A number of any library. NaN passes here, and not in `checked`."""
+    if not isinstance(value, SupportsFloat):
+        raise TypeError(
+            f"{name} must be a number, got {type(value).__name__}; "
+            "return a float, or a dict with the key score"
+        )
+    return float(value)
 
 
 def failure_of(error: BaseException, user_file: str | None) -> Failure:

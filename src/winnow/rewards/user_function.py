@@ -15,18 +15,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
 
 from winnow.config.reward import UserFunction
 from winnow.errors import RewardError
-from winnow.types import Score
 
 _FIELD = "reward.function.path"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _BATCH_ARGUMENTS = tuple(f"{name}s" for name in _ARGUMENTS)
-WRONG_REWARD = -1.0
-"""Reward of an answer whose scoring failed. A user's scale is unknown; the lower end of the
-usual ones keeps a policy from living on answers that break the scorer."""
 
 
 class UserScorer:
@@ -79,38 +75,3 @@ class UserScorer:
             extra_infos=[dict(extra.get("extra_info") or {}) for extra in extras],
             **self._kwargs,
         )
-
-
-def read_result(result: Any) -> Score:
-    """Return the score in what a function returned.
-
-    Raises:
-        TypeError, ValueError: there is none.
-    """
-    rest: dict[str, Any] = {}
-    accuracy = None
-    if isinstance(result, Mapping):
-        rest = {str(key): value for key, value in result.items()}
-        if "score" not in rest:
-            raise ValueError(
-                f"the dict returned has no key score, only {', '.join(rest) or 'none'}"
-            )
-        result = rest.pop("score")
-        if "acc" in rest:
-            accuracy = _number(rest.pop("acc"), "acc")
-            if not 0 <= accuracy <= 1:
-                raise ValueError(f"acc must lie in [0, 1], got {accuracy:g}")
-    reward = _number(result, "score")
-    if accuracy is None:
-        accuracy = float(reward > 0)
-    return Score(reward, accuracy, {"task": reward}, rest)
-
-
-def _number(value: Any, name: str) -> float:
-    """A number of any library. NaN passes here, and not in `task.checked`."""
-    if not isinstance(value, SupportsFloat):
-        raise TypeError(
-            f"{name} must be a number, got {type(value).__name__}; "
-            "return a float, or a dict with the key score"
-        )
-    return float(value)

@@ -15,8 +15,7 @@ from winnow.config.root import Config
 from winnow.data.prompts import PromptSet
 from winnow.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from winnow.errors import ModelError
-from winnow.models.causal_lm import freeze, load_causal_lm, torch_dtype
-from winnow.models.lora import adapter_base, add_lora, load_lora
+from winnow.models.causal_lm import ADAPTER_CONFIG, freeze, load_causal_lm, torch_dtype
 from winnow.observe.rollouts import Decode
 
 if TYPE_CHECKING:
@@ -42,7 +41,11 @@ def load_policy_model(
     Raises:
         ModelError: model, adapter or frozen weights are not what the recipe says.
     """
-    base = adapter_base(Path(path), start or config.path)
+    base = None
+    if (Path(path) / ADAPTER_CONFIG).is_file():
+        from winnow.models.lora import adapter_base, load_lora
+
+        base = adapter_base(Path(path), start or config.path)
     # Else what it started from would not be the model with the adapter switched off.
     if base is not None and (path == config.path or not isinstance(config.adapter, LoraAdapter)):
         raise ModelError(
@@ -54,6 +57,8 @@ def load_policy_model(
     if base is not None:
         load_lora(model, Path(path))
     elif isinstance(config.adapter, LoraAdapter):
+        from winnow.models.lora import add_lora
+
         add_lora(model, config.adapter, seed)
     if config.freeze:
         freeze(model, config.freeze)

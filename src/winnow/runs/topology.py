@@ -22,8 +22,7 @@ from winnow.config.rules import workers_of
 from winnow.config.trainer import LocalCluster
 from winnow.data.tokenizer import decoder
 from winnow.learning.learner import AnyLearner
-from winnow.models.causal_lm import model_writer
-from winnow.models.lora import has_adapter
+from winnow.models.causal_lm import has_adapter, model_writer
 from winnow.rewards.pipeline import Rewards
 from winnow.rollout.engine import Engine, WeightUpdate
 from winnow.rollout.torch_engine import TorchEngine

@@ -14,15 +14,13 @@ from tests.small_models import digits_folder
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.errors import ModelError
-from winnow.models.causal_lm import load_causal_lm
+from winnow.models.causal_lm import ADAPTER_CONFIG, has_adapter, load_causal_lm
 from winnow.models.lora import (
-    ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     adapter_base,
     adapter_weights,
     adapter_writer,
     add_lora,
-    has_adapter,
     load_lora,
     merge,
 )

@@ -11,8 +11,8 @@ import pytest
 
 from winnow.config.reward import UserFunction
 from winnow.errors import RewardError
-from winnow.rewards.task import outcome
-from winnow.rewards.user_function import UserScorer, read_result
+from winnow.rewards.task import outcome, read_result
+from winnow.rewards.user_function import UserScorer
 from winnow.types import Score
 
 SIGNATURE = "data_source, solution_str, ground_truth, extra_info"

@@ -13,7 +13,7 @@ from tests.scoring import rewards_of
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
 from winnow.runs.metrics import Passes, Throughput
-from winnow.runs.scoring import TrainingScores
+from winnow.runs.rewarding import TrainingScores
 from winnow.types import Prompt, Score, Segment, Trajectory
 
 PROMPT = Prompt("0", np.array([3]), "12:", "sort_digits", "12")

@@ -24,11 +24,11 @@ from winnow.config.reward import NaiveManager, ParallelManager, RewardConfig
 from winnow.rewards.routing import NO_SCORER, Router
 from winnow.rewards.scorers import SCORERS, Scorer
 from winnow.rewards.task import Arguments, Failure, outcome, outcome_without_loop
-from winnow.rewards.user_function import UserScorer
 from winnow.types import Prompt, Score
 
 if TYPE_CHECKING:
     from winnow.rewards.pool import ScorerPool
+    from winnow.rewards.user_function import UserScorer
 
 Place = Literal["by_scorer", "here", "apart"]
 
@@ -217,8 +217,12 @@ class FunctionCalls(Manager):
     """
 
     def __init__(self, config: RewardConfig, is_here: bool) -> None:
-        self._user = UserScorer(config.function) if is_here else None
-        if not is_here:
+        self._user: UserScorer | None = None
+        if is_here:
+            from winnow.rewards.user_function import UserScorer
+
+            self._user = UserScorer(config.function)
+        else:
             from winnow.rewards.pool import ScorerPool, default_workers
 
             self._pool = ScorerPool(config, config.workers or default_workers(), config.function)

@@ -23,9 +23,8 @@ from typing import Any
 from winnow.config.reward import CustomManager, RewardConfig
 from winnow.errors import RewardError, WinnowError
 from winnow.rewards.managers import Manager
-from winnow.rewards.score_names import TASK
-from winnow.rewards.task import Failure, checked, failure_of, raise_if_cancelled
-from winnow.rewards.user_function import read_result
+from winnow.rewards.parts import TASK
+from winnow.rewards.task import Failure, checked, failure_of, raise_if_cancelled, read_result
 from winnow.types import Prompt, Score
 from winnow.user_code import load_user_object
 

@@ -20,8 +20,7 @@ from winnow.config.reward import RemoteManager, RewardConfig
 from winnow.errors import RewardError
 from winnow.http.client import HttpJson, RemoteError, token_of
 from winnow.rewards.managers import Manager
-from winnow.rewards.task import Failure, checked, failure_of
-from winnow.rewards.user_function import read_result
+from winnow.rewards.task import Failure, checked, failure_of, read_result
 from winnow.types import Prompt, Score
 
 _FIELD = "reward.manager.url"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from winnow.config.reward import CosineConfig, OverlongConfig, RewardConfig
-from winnow.rewards.shaping import cosine_reward, length_parts, overlong_penalty
+from winnow.rewards.parts import cosine_reward, length_parts, overlong_penalty
 
 
 @pytest.mark.parametrize(
