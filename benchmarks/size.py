@@ -3,9 +3,11 @@
     python -m benchmarks.size                       # the table, beside the budget
     python -m benchmarks.size --path quickstart     # and what a short run passes through
     python -m benchmarks.size --imports             # and the CPU time of importing the trainer
+    python -m benchmarks.size --sample --reward --publication  # and what these pass through
 
 Code is a line that is neither blank, comment nor docstring. The path of a recipe counts the modules
-of which a function runs while two small steps are trained, and those that are only imported.
+of which a function runs while two small steps are trained, and those that are only imported. A call
+counts what runs in the run's own process, in all threads, while it lasts.
 """
 
 from __future__ import annotations
@@ -104,8 +106,9 @@ TRACER = """
 import atexit, os, sys, threading
 import_depth = threading.local()
 seen = set()
+active = True
 def profile(frame, event, argument):
-    if event == "call":
+    if active and event == "call":
         code = frame.f_code
         # A class body and a module have no fast locals of their own; a function has.
         if code.co_flags & 1 and "/src/winnow/" in code.co_filename:
@@ -128,32 +131,83 @@ sys.setprofile(profile)
 main()
 """
 
+ONLY_IN = """
+active = False
+import functools, importlib
+place, _, name = os.environ["WINNOW_PATH_CALL"].partition(":")
+owner = getattr(importlib.import_module(place), name.split(".")[0])
+method = getattr(owner, name.split(".")[1])
+@functools.wraps(method)
+async def traced(*arguments, **options):
+    global active
+    active = True
+    try:
+        return await method(*arguments, **options)
+    finally:
+        active = False
+setattr(owner, name.split(".")[1], traced)
+"""
+
+ONE_GROUP = (
+    *("trainer.steps=1", "trainer.mini_batch_groups=1", "sampling.groups_per_step=1"),
+    *("sampling/filter=none", "rollout.n=2"),
+)
+CALLS = {
+    "sample": ("winnow.sampling.stream:Sampler.step", ONE_GROUP),
+    "reward": ("winnow.runs.rewarding:TrainingScores.__call__", ONE_GROUP),
+    "publication": (
+        "winnow.rollout.remote_engine:RemoteEngine.load_weights",
+        (*ONE_GROUP, "rollout.engine.processes=1"),
+    ),
+}
+"""One prompt with two answers; one answer's reward; one set of weights to an engine's process."""
+
 SHORT = (
     *("trainer.steps=2", "evaluation.n=1", "data.task.eval_problems=4", "optim.warmup_steps=1"),
     *("observe.console=off", "run.name=path", "rollout.n=4", "sampling.groups_per_step=16"),
 )
 
 
-def print_path(recipe: str) -> None:
-    """Train two small steps of a recipe, and print the modules it runs and imports."""
+def traced(recipe: str, *settings: str, call: str = "") -> list[list[str]]:
+    """Train two small steps of a recipe; rows of what ran, all of it or in a call, and imports."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "path.txt"
+        program = TRACER + (ONLY_IN if call else "") + RUN
         subprocess.run(
-            [sys.executable, "-c", TRACER + RUN, "train", recipe, *SHORT],
+            [sys.executable, "-c", program, "train", recipe, *SHORT, *settings],
             cwd=scratch,
             check=True,
-            env={**os.environ, "WINNOW_PATH_OUT": str(out), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                **{"WINNOW_PATH_OUT": str(out), "WINNOW_PATH_CALL": call, "OMP_NUM_THREADS": "1"},
+            },
         )
-        rows = [line.split() for line in out.read_text().splitlines()]
+        return [line.split() for line in out.read_text().splitlines()]
+
+
+def print_files(title: str, files: set[str]) -> None:
+    """Print how many modules and lines these are, and their names."""
+    lines = sum(size_of(Path(file)).lines for file in files)
+    print(f"\n{title} {len(files)} modules, {lines:,} lines:")
+    print("  " + "\n  ".join(sorted(str(Path(file).relative_to(SOURCE)) for file in files)))
+
+
+def print_path(recipe: str) -> None:
+    """Print the modules that a recipe runs and imports."""
+    rows = traced(recipe)
     ran = {row[1] for row in rows if row[0] == "ran"}
     # A package's own file holds a docstring, no module that anybody reads.
     imported = {row[1] for row in rows if row[0] == "imported"} - ran
-    idle = {file for file in imported if size_of(Path(file)).code}
-    for title, files in (("runs through", ran), ("only imports", idle)):
-        lines = sum(size_of(Path(file)).lines for file in files)
-        print(f"\n{recipe} {title} {len(files)} modules, {lines:,} lines:")
-        names = sorted(str(Path(file).relative_to(SOURCE)) for file in files)
-        print("  " + "\n  ".join(names))
+    print_files(f"{recipe} runs through", ran)
+    print_files(f"{recipe} only imports", {file for file in imported if size_of(Path(file)).code})
+
+
+def print_call(name: str) -> None:
+    """Print the functions and modules that one of `CALLS` passes through."""
+    call, settings = CALLS[name]
+    ran = [row for row in traced("quickstart", *settings, call=call) if row[0] == "ran"]
+    print_files(f"{name} runs {len(ran)} functions of", {row[1] for row in ran})
+    print("  " + ", ".join(f"{Path(row[1]).stem}.{row[2]}" for row in ran))
 
 
 IMPORTS = """
@@ -173,12 +227,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--path", metavar="RECIPE", help="trace a short run of this recipe")
     parser.add_argument("--imports", action="store_true", help="time the imports")
+    for name, (call, _) in CALLS.items():
+        shown = f"trace {call} in the quickstart"
+        parser.add_argument(
+            f"--{name}", dest="calls", action="append_const", const=name, help=shown
+        )
     asked = parser.parse_args()
     print_sizes()
     if asked.imports:
         subprocess.run([sys.executable, "-c", IMPORTS], check=True)
     if asked.path:
         print_path(asked.path)
+    for name in asked.calls or ():
+        print_call(name)
 
 
 if __name__ == "__main__":
