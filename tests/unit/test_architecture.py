@@ -254,6 +254,26 @@ def undocumented(modules: list[Module]) -> Iterator[str]:
                 yield f"{module.name}:{node.lineno} {node.name} has no docstring"
 
 
+RIDDLE = re.compile(r"(What|Who|Whoever|Whose|Whether|How|Where|When|Which|See|Of|So that)\b")
+
+
+def riddles(modules: list[Module]) -> Iterator[str]:
+    """Docstrings, of fields too, that open as a fragment or a riddle, not as a sentence."""
+
+    def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for statement in node.body:
+                match statement:
+                    case ast.Expr(value=ast.Constant(value=str() as text)):
+                        yield statement.lineno, text
+
+    for module in modules:
+        for node in ast.walk(module.tree):
+            for line, text in docstrings(node):
+                if RIDDLE.match(text.strip()):
+                    yield f"{module.name}:{line} opens with a riddle: {text.strip()[:60]}"
+
+
 Rule = Callable[[list[Module]], Iterator[str]]
 DOC = '"""What it is for."""\n'
 LONG_BODY = "    x = 1\n" * MAX_FUNCTION_LINES
@@ -290,6 +310,13 @@ CASES: list[tuple[Rule, str, str, str]] = [
     (swallowed_errors, "cli.py", "with contextlib.suppress(Exception): x", "suppress(OSError)"),
     (unfinished_lines, "cli.py", "x = 1  # TODO: later", "todo = 1"),
     (unfinished_lines, "cli.py", "# FIXME", "# fixed"),
+    (riddles, "types.py", '"""Who may ask."""', '"""The callers that may ask."""'),
+    (
+        riddles,
+        "types.py",
+        'class A:\n  x = 1\n  """Of k1."""',
+        'class A:\n  x = 1\n  """Offers."""',
+    ),
     (undocumented, "cli.py", "_x = 1", DOC + "def _f(): ..."),
     (undocumented, "cli.py", DOC + "class A: ...", DOC + "class A:\n  '''a'''"),
     (undocumented, "cli.py", DOC + "def f(): ...", DOC + "@overload\ndef f(): ..."),

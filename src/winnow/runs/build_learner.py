@@ -42,15 +42,15 @@ class Learning:
     learner: Learner
     policy: Strategy
     passes: Passes
-    """What a step computes."""
+    """The passes that a step computes."""
     others: dict[str, Strategy] = field(default_factory=dict)
     """By role: what learns beside the policy, and is saved with it."""
     notes: tuple[str, ...] = ()
-    """What the user should know before it starts."""
+    """Lines for the user before the run starts."""
 
 
 def needs_of(config: Config) -> frozenset[Need]:
-    """What the recipe's estimator asks for beyond rewards; one of a user's own gets no more."""
+    """Return what the recipe's estimator asks for beyond rewards; a user's own gets no more."""
     advantage = config.algorithm.advantage
     if isinstance(advantage, CustomAdvantage):
         return frozenset()
@@ -58,7 +58,7 @@ def needs_of(config: Config) -> frozenset[Need]:
 
 
 def needs_start(config: Config) -> bool:
-    """Whether something of a resumed run is made of the model that the run began from."""
+    """Return whether a resumed run needs the model that the run began from."""
     return (
         not isinstance(config.model.adapter, NoAdapter)
         or (_needs_reference(config) and config.reference.path is None)
@@ -121,7 +121,7 @@ def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Lea
 
 
 def make_objective(config: Config) -> PolicyObjective:
-    """What an update of the policy minimizes."""
+    """Make the loss that an update of the policy minimizes."""
     algorithm = config.algorithm
     kl = algorithm.kl.loss
     correction = algorithm.correction
