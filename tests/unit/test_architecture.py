@@ -274,6 +274,17 @@ def riddles(modules: list[Module]) -> Iterator[str]:
                     yield f"{module.name}:{line} opens with a riddle: {text.strip()[:60]}"
 
 
+def shared_names(modules: list[Module]) -> Iterator[str]:
+    """Classes of one name in two modules."""
+    first: dict[str, str] = {}
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                if node.name in first:
+                    yield f"{module.name}:{node.lineno} {node.name} is also in {first[node.name]}"
+                first.setdefault(node.name, module.name)
+
+
 Rule = Callable[[list[Module]], Iterator[str]]
 DOC = '"""What it is for."""\n'
 LONG_BODY = "    x = 1\n" * MAX_FUNCTION_LINES
@@ -310,6 +321,7 @@ CASES: list[tuple[Rule, str, str, str]] = [
     (swallowed_errors, "cli.py", "with contextlib.suppress(Exception): x", "suppress(OSError)"),
     (unfinished_lines, "cli.py", "x = 1  # TODO: later", "todo = 1"),
     (unfinished_lines, "cli.py", "# FIXME", "# fixed"),
+    (shared_names, "types.py", "class A: ...\nclass A: ...", "class A: ...\nclass B: ..."),
     (riddles, "types.py", '"""Who may ask."""', '"""The callers that may ask."""'),
     (
         riddles,

@@ -146,7 +146,7 @@ def make_objective(config: Config) -> PolicyObjective:
 
 
 def old_source(config: Config) -> OldSource:
-    """Where `old` comes from; a pass of its own only where something needs one.
+    """Choose the source of `old`; a pass of its own only where something needs one.
 
     With one update a step the weights of the update's own forward pass are those before the
     step, so that pass gives `old` exactly, whatever sampled the tokens.
