@@ -31,7 +31,7 @@ PRELOADED = (
     *("winnow.cli.main", "winnow.config.load", "winnow.runs.session"),
     "hydra.core.override_parser.overrides_parser",
     "winnow.runs.warm_start",
-    *("winnow.workers.child", "winnow.runs.learner_worker", "winnow.rollout.worker"),
+    *("winnow.workers.child", "winnow.runs.learner_worker", "winnow.rollout.torch_engine"),
     *("winnow.rewards.remote_pipeline", "transformers.models.auto.tokenization_auto"),
     *("pyarrow.compute", "matplotlib.figure", "matplotlib.backends.backend_agg"),
 )
