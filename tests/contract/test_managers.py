@@ -23,6 +23,7 @@ from winnow.config.reward import (
     CustomManager,
     DapoManager,
     NaiveManager,
+    OverlongConfig,
     ParallelManager,
     RemoteManager,
     RewardConfig,
@@ -99,7 +100,11 @@ def section(name: str, file: Path, url: str = "") -> RewardConfig:
     single = UserFunction(path=str(file))
     own: dict[str, dict[str, Any]] = {
         "auto": {"function": single},
-        "dapo": {"function": single, "manager": DapoManager()},
+        "dapo": {
+            "function": single,
+            "manager": DapoManager(),
+            "overlong": OverlongConfig(enabled=True),
+        },
         "naive": {"function": single, "manager": NaiveManager()},
         "parallel": {"function": single, "manager": ParallelManager()},
         "batch": {

@@ -106,6 +106,7 @@ def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path, Path], 
 PARTS = {
     "manifest": MANIFEST,
     "state": "state.safetensors",
+    "state-structure": "state.json",
     "weights": "model/model.safetensors",
     "tokenizer": "model/tokenizer.json",
     "tokenizer-config": "model/tokenizer_config.json",

@@ -52,7 +52,7 @@ def test_a_checkpoint_holds_the_adapter_alone(home: Path) -> None:
     names = {path.name for path in folder.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= names
     assert not {"model.safetensors", "config.json"} & names
-    (start,) = (home / "cache" / "warm-starts").iterdir()
+    (start,) = (home / "cache" / "warm-starts").glob("[!.]*")
     assert json.loads((folder / "adapter_config.json").read_text())[
         "base_model_name_or_path"
     ] == str(start)
@@ -125,7 +125,7 @@ def test_an_adapter_is_not_exported_from_a_run_without_one(home: Path) -> None:
 
 
 def test_a_base_model_that_is_gone_is_named(home: Path) -> None:
-    (start,) = (home / "cache" / "warm-starts").iterdir()
+    (start,) = (home / "cache" / "warm-starts").glob("[!.]*")
     away = start.rename(home / "away")
     try:
         said = winnow(home, "export", "runs/whole", "orphan")

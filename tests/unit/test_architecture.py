@@ -254,6 +254,37 @@ def undocumented(modules: list[Module]) -> Iterator[str]:
                 yield f"{module.name}:{node.lineno} {node.name} has no docstring"
 
 
+RIDDLE = re.compile(r"(What|Who|Whoever|Whose|Whether|How|Where|When|Which|See|Of|So that)\b")
+
+
+def riddles(modules: list[Module]) -> Iterator[str]:
+    """Docstrings, of fields too, that open as a fragment or a riddle, not as a sentence."""
+
+    def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for statement in node.body:
+                match statement:
+                    case ast.Expr(value=ast.Constant(value=str() as text)):
+                        yield statement.lineno, text
+
+    for module in modules:
+        for node in ast.walk(module.tree):
+            for line, text in docstrings(node):
+                if RIDDLE.match(text.strip()):
+                    yield f"{module.name}:{line} opens with a riddle: {text.strip()[:60]}"
+
+
+def shared_names(modules: list[Module]) -> Iterator[str]:
+    """Classes of one name in two modules."""
+    first: dict[str, str] = {}
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                if node.name in first:
+                    yield f"{module.name}:{node.lineno} {node.name} is also in {first[node.name]}"
+                first.setdefault(node.name, module.name)
+
+
 Rule = Callable[[list[Module]], Iterator[str]]
 DOC = '"""What it is for."""\n'
 LONG_BODY = "    x = 1\n" * MAX_FUNCTION_LINES
@@ -290,6 +321,14 @@ CASES: list[tuple[Rule, str, str, str]] = [
     (swallowed_errors, "cli.py", "with contextlib.suppress(Exception): x", "suppress(OSError)"),
     (unfinished_lines, "cli.py", "x = 1  # TODO: later", "todo = 1"),
     (unfinished_lines, "cli.py", "# FIXME", "# fixed"),
+    (shared_names, "types.py", "class A: ...\nclass A: ...", "class A: ...\nclass B: ..."),
+    (riddles, "types.py", '"""Who may ask."""', '"""The callers that may ask."""'),
+    (
+        riddles,
+        "types.py",
+        'class A:\n  x = 1\n  """Of k1."""',
+        'class A:\n  x = 1\n  """Offers."""',
+    ),
     (undocumented, "cli.py", "_x = 1", DOC + "def _f(): ..."),
     (undocumented, "cli.py", DOC + "class A: ...", DOC + "class A:\n  '''a'''"),
     (undocumented, "cli.py", DOC + "def f(): ...", DOC + "@overload\ndef f(): ..."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -33,8 +33,8 @@ class CustomEngine(Section):
     """Place of the class: FILE.py:NAME or package.module:NAME."""
     options: Options = Field(default_factory=dict)
     """Keyword arguments passed to the class."""
-    processes: int = Field(0, ge=0)
-    """Engines in processes of their own; 0 runs one in the run's process."""
+    processes: ClassVar[int] = 0
+    """It runs in the run's process."""
 
 
 Engine = Annotated[TorchEngineConfig | CustomEngine, Field(discriminator="name")]
@@ -109,7 +109,7 @@ class BandFilter(Section):
 
 
 class CustomFilter(Section):
-    """A filter of your own, given by its place; docs/sampling.md shows its signature."""
+    """A filter of your own, given by its place; docs/extending.md shows one."""
 
     name: Literal["custom"] = "custom"
     path: UserObject

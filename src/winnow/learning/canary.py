@@ -28,7 +28,7 @@ from winnow.types import FloatArray, IntArray
 
 
 @dataclass(frozen=True)
-class Limits:
+class CanaryLimits:
     """The nats by which log-probs of the same token may differ."""
 
     largest: float
@@ -39,10 +39,10 @@ class Limits:
 LENGTHS = (2, 16, 64, 512)
 """Tokens of the sequences, as far as the model has positions: faults of attention and rotary
 embeddings far from the start do not show near it. 594 tokens in all."""
-TOLERANCE: Mapping[torch.dtype, Limits] = {
-    torch.float64: Limits(1e-5, 1e-6),  # log-probs are fp32 in any case
-    torch.float32: Limits(5e-4, 5e-5),
-    torch.bfloat16: Limits(0.5, 0.02),
+TOLERANCE: Mapping[torch.dtype, CanaryLimits] = {
+    torch.float64: CanaryLimits(1e-5, 1e-6),  # log-probs are fp32 in any case
+    torch.float32: CanaryLimits(5e-4, 5e-5),
+    torch.bfloat16: CanaryLimits(0.5, 0.02),
 }
 """Limits by dtype of the weights: five to ten times the most that was seen on a CPU over Qwen3,
 Qwen2 and Llama of 4 and 8 layers with flat and peaked outputs (fp32: 4.6e-5 and 4.6e-6, bf16: 0.093
@@ -68,7 +68,7 @@ class Canary:
     sequences: tuple[IntArray, ...]
     temperature: float
     """The temperature of the strategy that is compared with."""
-    limits: Limits
+    limits: CanaryLimits
 
     @classmethod
     def drawn(

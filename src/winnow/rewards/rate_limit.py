@@ -13,7 +13,7 @@ _MINUTE_S = 60.0
 _NOTHING = 1e-9
 
 
-class Bucket:
+class TokenBucket:
     """An allowance that fills with time.
 
     Args:
@@ -59,8 +59,10 @@ class RateLimit:
     ) -> None:
         self._clock = clock
         now = clock()
-        self._requests = Bucket(requests_per_minute, True, now) if requests_per_minute else None
-        self._tokens = Bucket(tokens_per_minute, False, now) if tokens_per_minute else None
+        self._requests = (
+            TokenBucket(requests_per_minute, True, now) if requests_per_minute else None
+        )
+        self._tokens = TokenBucket(tokens_per_minute, False, now) if tokens_per_minute else None
         self._paused_until = now
 
     def ask(self, tokens: float) -> float:

@@ -43,15 +43,15 @@ class Learning:
     learner: Learner
     policy: Strategy
     passes: Passes
-    """What a step computes."""
+    """The passes that a step computes."""
     others: dict[str, Strategy] = field(default_factory=dict)
     """By role: what learns beside the policy, and is saved with it."""
     notes: tuple[str, ...] = ()
-    """What the user should know before it starts."""
+    """Lines for the user before the run starts."""
 
 
 def needs_of(config: Config) -> frozenset[Need]:
-    """What the recipe's estimator asks for beyond rewards; one of a user's own gets no more."""
+    """Return what the recipe's estimator asks for beyond rewards; a user's own gets no more."""
     advantage = config.algorithm.advantage
     if isinstance(advantage, CustomAdvantage):
         return frozenset()
@@ -59,7 +59,7 @@ def needs_of(config: Config) -> frozenset[Need]:
 
 
 def needs_start(config: Config) -> bool:
-    """Whether something of a resumed run is made of the model that the run began from."""
+    """Return whether a resumed run needs the model that the run began from."""
     return (
         not isinstance(config.model.adapter, NoAdapter)
         or (_needs_reference(config) and config.reference.path is None)
@@ -124,7 +124,7 @@ def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Lea
 
 
 def make_objective(config: Config) -> PolicyObjective:
-    """What an update of the policy minimizes."""
+    """Make the loss that an update of the policy minimizes."""
     algorithm = config.algorithm
     kl = algorithm.kl.loss
     correction = algorithm.correction
@@ -149,7 +149,7 @@ def make_objective(config: Config) -> PolicyObjective:
 
 
 def old_source(config: Config) -> OldSource:
-    """Where `old` comes from; a pass of its own only where something needs one.
+    """Choose the source of `old`; a pass of its own only where something needs one.
 
     With one update a step the weights of the update's own forward pass are those before the
     step, so that pass gives `old` exactly, whatever sampled the tokens.

@@ -77,7 +77,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
         CheckpointError: it holds an object of a kind that has no place here.
         OSError, SafetensorError: the disk refuses.
     """
-    writer = _Writer()
+    writer = _StateWriter()
     tree = writer.encode(dict(state), "state")
     writer.tensors[_ARRAYS] = torch.frombuffer(
         bytearray(b"".join(writer.arrays)) or bytearray(1), dtype=torch.uint8
@@ -149,7 +149,7 @@ class _IndexUnpickler(pickle.Unpickler):
         raise ValueError(f"it asks for {module}.{name}")
 
 
-class _Writer:
+class _StateWriter:
     """Turns values into what JSON holds, and gathers tensors and the bytes of arrays."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ class _Writer:
 
 
 class _Reader:
-    """Builds the values that a `_Writer` encoded."""
+    """Builds the values that a `_StateWriter` encoded."""
 
     def __init__(self, file: Any, classes: Mapping[str, type]) -> None:
         self._file, self._classes = file, classes

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from winnow.config.judge import SequenceClassifier
-from winnow.config.rollout import TorchEngineConfig
+from winnow.config.rollout import CustomEngine, TorchEngineConfig
 from winnow.config.root import Config
 from winnow.config.rules import workers_of
 from winnow.config.trainer import LocalCluster
@@ -24,7 +24,7 @@ from winnow.data.tokenizer import decoder
 from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import has_adapter, model_writer
 from winnow.rewards.pipeline import Rewards
-from winnow.rollout.engine import Engine, WeightUpdate
+from winnow.rollout.engine import Engine, WeightUpdate, load_custom_engine
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.runs.build_learner import make_learner
 from winnow.runs.checkpoint import this_machine
@@ -151,7 +151,7 @@ def placed_models(
     if others is not None:
         others.start(config, policy, start)
     if others is None or not others.engines:
-        engine: Engine = make_engine(config, policy)
+        engine = make_engine(config, policy)
     else:
         engine = _remote_engines(config, others.engines)
     if others is None or others.ranks is None:
@@ -220,10 +220,19 @@ _POSITIONS = 1024
 """The number of positions of a model that does not say how many it has."""
 
 
-def make_engine(config: Config, policy: Policies) -> TorchEngine:
-    """Make the embedded engine over the policy's own weights."""
+def make_engine(config: Config, policy: Policies) -> Engine:
+    """Make the engine of this process: the embedded one over the policy's weights, or a user's.
+
+    Raises:
+        ConfigError: a user's engine cannot be made.
+    """
+    section = config.rollout.engine
     # A stop string may be a special token, such as a chat template's end of a turn.
     decode = decoder(policy.tokenizer, special_tokens=True)
+    if isinstance(section, CustomEngine):
+        live = not config.run.deterministic
+        given = {"vocab_size": policy.vocabulary, "decode": decode, "live_updates": live}
+        return load_custom_engine(section.path, section.options, model=policy.model, **given)
     return TorchEngine(policy.model, decode=decode, **_engine_options(config, policy))
 
 

@@ -104,7 +104,7 @@ def test_other_versions_have_a_place_of_their_own(
 TWO = """
 import sys, time
 from pathlib import Path
-from winnow.runs.warm_start import cache_folder, make_warm_start
+from winnow.config.load import load_recipe
 from winnow.runs.warm_start import make_warm_start
 
 place = Path(sys.argv[1])

@@ -53,3 +53,14 @@ def test_a_place_without_file_or_name_is_refused(place: str) -> None:
         f"sampling.filter.path must be FILE.py:NAME or package.module:NAME, got '{place}' "
         "(set by the command line)"
     )
+
+
+def test_an_engine_of_a_user_s_own_has_no_processes() -> None:
+    place = ["rollout/engine=custom", "rollout.engine.path=mine.py:Mine"]
+    assert load_recipe("quickstart", place).rollout.engine.processes == 0
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("quickstart", [*place, "rollout.engine.processes=2"])
+    assert str(caught.value) == (
+        "rollout.engine.processes is no key of rollout/engine=custom (set by the command line); "
+        "choose rollout/engine=torch, or leave the key out"
+    )
