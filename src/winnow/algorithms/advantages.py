@@ -3,7 +3,7 @@
 Every estimator is called as `estimator(inputs, **options)` and returns its numbers in float64,
 [B] for samples as here or [T] for tokens as in `token_advantages`; `estimators.estimate` has
 checked the inputs and lays the numbers out. Options have the names and meanings of the
-estimator's section in `config/advantage.py`.
+estimator's section in `config/algorithm.py`.
 
 In all of them a group of one has mean 0, and rewards of a group that are equal but for float
 noise (`FLAT_TOLERANCE`) give exactly 0, where plain arithmetic would divide noise by noise.

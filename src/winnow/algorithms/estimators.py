@@ -2,7 +2,7 @@
 
 `ESTIMATORS` says what each needs beyond rewards, so that a step computes nothing else. A new
 estimator is a function of the form that `winnow.algorithms.advantages` describes, a line in the
-table, and a section in `config/advantage.py` that holds its options and their defaults.
+table, and a section in `config/algorithm.py` that holds its options and their defaults.
 
 Shapes: `T` packed tokens, `B` samples of a whole step: whitening and group statistics see all.
 """
