@@ -74,7 +74,7 @@ def test_a_scorer_that_does_this_each_time_ends_the_run_with_one_line(
     limits += ["sampling.groups_per_step=2", "trainer.mini_batch_groups=2", "rollout.n=2"]
     if name == "eats-memory":
         limits[0] = "reward.timeout_s=20"
-    done = said(lab, name, *reward(scorer), *limits)
+    done = said(lab, f"each-time-{name}", *reward(scorer), *limits)
     line = (
         r"winnow: scoring failed for 4 of 4 answers \(100%\), reward\.max_failure_share is 0\.2; "
         rf"the first failure: {error} \(prompt sort_digits:\S+\); mend the scorer \(its traceback "
