@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -47,8 +48,9 @@ WARM_UP_STEPS = 2
 class Quickstart:
     """The quickstart's loop from its cached warm start, without anything that writes."""
 
-    def __init__(self, scratch: str) -> None:
-        config = load_recipe("quickstart", ["run.threads=1", f"run.dir={scratch}"])
+    def __init__(self, scratch: str, overrides: Sequence[str] = ()) -> None:
+        given = ["run.threads=1", f"run.dir={scratch}", *overrides]
+        config = load_recipe("quickstart", given)
         assert isinstance(config.warm_start, SftWarmStart)
         warm = make_warm_start(config, config.warm_start, False, lambda step, record: None)
         policy = load_policy(config, str(warm.folder), torch.device("cpu"))
@@ -80,9 +82,8 @@ class Quickstart:
         return sampled.counts.tokens.generated
 
 
-async def measure(steps: int, scratch: str) -> dict[str, float]:
+async def measure(steps: int, quickstart: Quickstart) -> dict[str, float]:
     """CPU seconds a step by phase, and thousands of tokens written a step."""
-    quickstart = Quickstart(scratch)
     sums: dict[str, float] = defaultdict(float)
     watch = Stopwatch(time.process_time)
     for step in range(1, steps + 1):
@@ -135,7 +136,7 @@ def main() -> None:
     if args.once:
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as scratch:
-            print(json.dumps(asyncio.run(measure(args.steps, scratch))))
+            print(json.dumps(asyncio.run(measure(args.steps, Quickstart(scratch)))))
         return
     found = in_turn([tree.resolve() for tree in args.src], args.steps, args.rounds)
     print(table(args.names or [str(tree) for tree in args.src], found))
