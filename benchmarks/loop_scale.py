@@ -32,8 +32,8 @@ import torch
 from tests.engines import Prompts, ScriptedEngine, uniform
 from torch import Tensor
 
-from winnow.algorithms.estimators import ESTIMATORS
-from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms.advantages import ESTIMATORS
+from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.rollout import SamplingConfig
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.advantage import AdvantageStage

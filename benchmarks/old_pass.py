@@ -27,7 +27,7 @@ from tests.fixtures.record import arrays, rollouts
 from tests.recorded import groups_of
 from torch import Tensor
 
-from winnow.algorithms.estimators import ESTIMATORS
+from winnow.algorithms.advantages import ESTIMATORS
 from winnow.config.load import load_recipe
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from winnow.algorithms.advantages import AdvantageInputs
-from winnow.algorithms.estimators import ESTIMATORS, Advantages, estimate
-from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms.advantages import ESTIMATORS, AdvantageInputs, Advantages, estimate
+from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.algorithm import Advantage
 from winnow.config.policy_loss import PolicyLoss, PolicyLossSection
 from winnow.learning.advantage import AdvantageStage

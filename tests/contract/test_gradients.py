@@ -31,7 +31,7 @@ from tests.recorded import VOCABULARY, quickstart_model, recorded_groups
 from torch import Tensor, nn
 
 from winnow.algorithms.aggregation import AGGREGATIONS
-from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.load import load_recipe
 from winnow.learning.batch import MicroBatch, pack
 from winnow.learning.critic import Critic, ValueObjective

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from winnow.algorithms.advantages import AdvantageInputs
-from winnow.algorithms.estimators import Advantages, Estimator, estimate
+from winnow.algorithms.advantages import AdvantageInputs, Advantages, Estimator, estimate
 from winnow.learning.batch import Batch
 from winnow.observe.metrics import Metrics
 from winnow.types import Group

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from winnow.algorithms.losses.value import explained_variance, value_loss
+from winnow.algorithms.losses import explained_variance, value_loss
 from winnow.learning.batch import Batch, MicroBatch
 from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder
 from winnow.learning.objective import aggregate_share

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from winnow.algorithms.aggregation import aggregate
 from winnow.algorithms.correction import correct, max_delta, mismatch_sums
-from winnow.algorithms.losses import LossTokens
-from winnow.algorithms.losses.registry import PolicyLoss
+from winnow.algorithms.losses import DISTANCE_FIGURES, LossTokens, PolicyLoss
 from winnow.learning.batch import MicroBatch
 from winnow.learning.strategy import LossResult, Output, Outputs
 
@@ -102,9 +101,10 @@ class PolicyObjective:
             len(micro.lengths),
             selected=columns.get("selected"),
             draws=columns.get("draws"),
-            with_figures=self.old != "current",  # which is never far from itself
         )
         loss_T, figures = self.loss(logp, old, columns["advantages"], tokens, self.options)
+        if self.old == "current":  # which is never far from itself
+            figures = {n: total for n, total in figures.items() if n not in DISTANCE_FIGURES}
         if weight is not None:
             loss_T = loss_T * weight
         policy_loss = loss = self._mean(loss_T, mask, micro)

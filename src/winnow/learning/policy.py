@@ -83,7 +83,7 @@ class Policy:
         objective = self.objective
         if not objective.draws:
             return
-        from winnow.algorithms.losses.covariance import keyed_draws
+        from winnow.algorithms.covariance import keyed_draws
 
         lengths = batch.offsets.diff()
         wanted_B = torch.isin(batch.groups, torch.tensor(groups))

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from winnow.algorithms.estimators import ESTIMATORS, Need
-from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms.advantages import ESTIMATORS, Need
+from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.algorithms.schedule import lr_at
 from winnow.config.algorithm import (
     AdaptiveRewardKl,

@@ -12,8 +12,7 @@ from tests.objectives import advantage_stage
 from tests.recorded import recorded_groups
 from torch import Tensor
 
-from winnow.algorithms.advantages import AdvantageInputs
-from winnow.algorithms.estimators import ESTIMATORS, Estimator
+from winnow.algorithms.advantages import ESTIMATORS, AdvantageInputs, Estimator
 from winnow.learning.advantage import AdvantageStage, outcome_rewards
 from winnow.learning.batch import Batch, pack
 from winnow.learning.kl_penalty import KlPenalty

@@ -18,8 +18,7 @@ from torch import Tensor
 from winnow.algorithms.aggregation import AGGREGATIONS, aggregate
 from winnow.algorithms.kl import KL_ESTIMATORS
 from winnow.algorithms.logprobs import token_logprobs
-from winnow.algorithms.losses import LossTokens
-from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms.losses import POLICY_LOSSES, LossTokens
 from winnow.learning.batch import (
     Batch,
     Counts,
