@@ -32,9 +32,8 @@ from winnow.config.load import load_recipe
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
 from winnow.learning.advantage import AdvantageStage
-from winnow.learning.learner import Learner, LearnerSettings, Rates, Roles
-from winnow.learning.objective import OldSource
-from winnow.learning.policy import Policy
+from winnow.learning.learner import Learner, LearnerSettings
+from winnow.learning.policy import OldSource, Policy
 from winnow.observe.console import make_console
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.runs.build import use_machine
@@ -62,10 +61,10 @@ def learner_of(config: Config, path: str, old: OldSource) -> tuple[Learner, dict
         overlong_filtering=config.algorithm.overlong_filtering,
         max_skipped_updates=config.optim.max_skipped_updates,
         seed=config.run.seed,
+        lr=lambda step: config.optim.lr,
     )
     learner = Learner(
-        Roles(Policy(strategy, replace(objective, old=old))),
-        Rates(lambda step: config.optim.lr),
+        Policy(strategy, replace(objective, old=old)),
         AdvantageStage(ESTIMATORS["grpo"], {"std_normalization": "group"}),
         settings,
     )

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from winnow.config.model import LoraAdapter
-from winnow.learning.base_strategy import BaseStrategy
 from winnow.learning.batch import (
     Batch,
     MicroBatch,
@@ -42,10 +41,8 @@ from winnow.learning.batch import (
     update_of,
 )
 from winnow.learning.data_parallel import share
-from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
-from winnow.learning.shards import gathered
-from winnow.learning.single import SingleStrategy
-from winnow.learning.strategy import LossResult, Output, Outputs
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, gathered
+from winnow.learning.strategy import LossResult, Output, Outputs, Strategy
 from winnow.models.causal_lm import freeze, use_layout_attention
 from winnow.models.lora import add_lora
 
@@ -197,13 +194,13 @@ def arrays(tensors: dict[str, Tensor]) -> Arrays:
     return {n: t.detach().to(torch.float64, copy=True).numpy() for n, t in tensors.items()}
 
 
-def gradients_of(strategy: BaseStrategy) -> dict[str, Tensor]:
+def gradients_of(strategy: Strategy) -> dict[str, Tensor]:
     own = ((n, m.grad) for n, m in strategy._masters.items() if m.grad is not None)
     return dict(gathered(own, 1 << 30, strategy.device))
 
 
-def alone(kind: str, dtype: torch.dtype, **options: Any) -> SingleStrategy:
-    return SingleStrategy(model_of(kind, dtype), **{**HYPERPARAMETERS, **options})
+def alone(kind: str, dtype: torch.dtype, **options: Any) -> Strategy:
+    return Strategy(model_of(kind, dtype), **{**HYPERPARAMETERS, **options})
 
 
 @cache

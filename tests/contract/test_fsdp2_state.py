@@ -41,11 +41,9 @@ from torch import Tensor, nn
 
 from winnow.config.model import LoraAdapter
 from winnow.errors import ModelError
-from winnow.learning.base_strategy import local
 from winnow.learning.batch import MicroBatch, gather_tokens, micro_batches
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
-from winnow.learning.single import SingleStrategy
-from winnow.learning.strategy import LossResult
+from winnow.learning.strategy import LossResult, Strategy, local
 from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.lora import add_lora
 from winnow.models.value import load_value_model
@@ -185,7 +183,7 @@ def export_in_buckets(kind: str, bucket_bytes: int) -> tuple[Arrays, int, int]:
 
 @pytest.mark.parametrize("kind", ["untied", "lora", "frozen", "critic"])
 def test_weights_are_exported_bucket_by_bucket(ranks: Ranks, kind: str) -> None:
-    wanted = exported(SingleStrategy(model_of(kind, EXACT)))
+    wanted = exported(Strategy(model_of(kind, EXACT)))
     bucket_bytes = 10_000
     assert max(array.nbytes for array in wanted.values()) < bucket_bytes < 20_000
     for found, most, times in ranks.run(export_in_buckets, kind, bucket_bytes):
@@ -240,7 +238,7 @@ def answer_frozen(kind: str) -> tuple[Arrays, dict[str, float], int]:
 @pytest.mark.parametrize("kind", ["tied", "reward model"])
 def test_a_frozen_model_answers_on_ranks_as_it_does_alone(ranks: Ranks, kind: str) -> None:
     model = model_of(kind, torch.float32).requires_grad_(False)
-    alone = SingleStrategy(model, vocab_size=VOCABULARY)
+    alone = Strategy(model, vocab_size=VOCABULARY)
     batch = batch_of(kind, torch.float32)
     micro = micro_batches(batch, range(batch.n_groups), 9999)
     (wanted,) = alone.forward(micro, OUTPUTS.get(kind, POLICY))

@@ -329,8 +329,12 @@ class PolicyLoss:
             tokens: of the micro-batch.
             options: of the loss's section of the recipe.
         """
-        columns = (torch.where(tokens.mask, column, 0.0) for column in (logp, old, advantage))
-        return self.function(LossTerms(*columns, tokens=tokens), **options)
+
+        def counted(column: Tensor) -> Tensor:
+            return torch.where(tokens.mask, column, 0.0)
+
+        terms = LossTerms(counted(logp), counted(old), counted(advantage), tokens)
+        return self.function(terms, **options)
 
 
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {

@@ -28,14 +28,14 @@ from torch import Tensor
 from winnow.learning.batch import (
     Batch,
     MicroBatch,
-    all_micro_batches,
     cut,
     gather_tokens,
     idle,
-    micro_batches,
+    pack_sequences,
     update_of,
 )
 from winnow.observe.metrics import Metrics
+from winnow.types import IntArray
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,61 +47,44 @@ _ATTENTION = 12
 sample's length in the mean), so that a sample of n tokens costs as n + n^2 / (12 H)."""
 
 
-class NoSharding:
-    """Cut micro-batches for the one process that runs everything."""
+class MicroBatchSharder:
+    """Cut a batch's micro-batches, and gather what was computed of them.
+
+    On a mesh each rank gets its share of the samples, and all ranks call all methods but `figures`;
+    without one this process gets everything.
+
+    Args:
+        mesh: of one axis, or of two; None for a process on its own.
+        width: of the model (H), which says from what length on attention costs most.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None, width: int = 1) -> None:
+        self._mesh, self._width = mesh, width
+        self._ranks = 1 if mesh is None else mesh.size()
+        self._rank = 0
+        if mesh is not None:
+            self._rank = int((mesh.mesh == dist.get_rank()).flatten().nonzero())
+        self._figures = Metrics()
 
     def update(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
         """Cut this process's micro-batches of an update; counts are those of the whole update."""
-        return micro_batches(batch, groups, max_tokens)
+        shares = share(batch, groups, max_tokens, self._ranks, self._width)
+        if self._mesh is not None:
+            self._figures.mean("ranks/spread", shares.spread)
+            self._figures.mean("ranks/idle", shares.idle_share)
+        return shares.ranks[self._rank]
 
     def everything(self, batch: Batch, max_tokens: int) -> list[MicroBatch]:
         """Cut this process's micro-batches of the whole batch, for passes that learn nothing."""
-        return all_micro_batches(batch, max_tokens)
+        every = range(batch.n_groups)
+        return share(batch, every, max_tokens, self._ranks, self._width).ranks[self._rank]
 
     def gather(
         self, batch: Batch, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]
     ) -> Tensor:
         """Return [T] on the CPU: the values of every process's micro-batches in batch order."""
-        return gather_tokens(batch, microbatches, values)
-
-    def figures(self) -> Metrics:
-        """Report how even the shares were since the last call."""
-        return Metrics()
-
-
-NO_SHARDING = NoSharding()
-
-
-class RankSharding:
-    """Cut and gather as `NoSharding`, each rank of a mesh its share of the samples.
-
-    All ranks call all methods but `figures`.
-
-    Args:
-        mesh: of one axis, or of two.
-        width: of the model (H), which says from what length on attention costs most.
-    """
-
-    def __init__(self, mesh: DeviceMesh, width: int) -> None:
-        self._mesh, self._width = mesh, width
-        self._rank = int((mesh.mesh == dist.get_rank()).flatten().nonzero())
-        self._figures = Metrics()
-
-    def update(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
-        shares = share(batch, groups, max_tokens, self._mesh.size(), self._width)
-        self._figures.mean("ranks/spread", shares.spread)
-        self._figures.mean("ranks/idle", shares.idle_share)
-        return shares.ranks[self._rank]
-
-    def everything(self, batch: Batch, max_tokens: int) -> list[MicroBatch]:
-        every = range(batch.n_groups)
-        return share(batch, every, max_tokens, self._mesh.size(), self._width).ranks[self._rank]
-
-    def gather(
-        self, batch: Batch, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]
-    ) -> Tensor:
         own = gather_tokens(batch, microbatches, values)
-        if not microbatches:  # nor has any other rank one
+        if self._mesh is None or not microbatches:  # nor has any other rank one
             return own
         # As sums of one number and zeros, which are exact: the same bits on every rank.
         meeting = own.to(device_of(self._mesh))
@@ -110,13 +93,16 @@ class RankSharding:
         return meeting.cpu()
 
     def figures(self) -> Metrics:
-        """Report `ranks/spread`, the heaviest rank's work over the mean, and `ranks/idle`, the
-        share of empty micro-batches, both of the updates."""
+        """Report how even the shares of the updates were since the last call.
+
+        `ranks/spread` is the heaviest rank's work over the mean, `ranks/idle` the share of empty
+        micro-batches; neither is there without a mesh.
+        """
         found, self._figures = self._figures, Metrics()
         return found
 
 
-MicroBatchSharder = NoSharding | RankSharding
+NO_SHARDING = MicroBatchSharder()
 
 
 def run_pass(
@@ -124,12 +110,26 @@ def run_pass(
     batch: Batch,
     outputs: frozenset[Output],
     max_tokens: int,
-    sharder: MicroBatchSharder = NO_SHARDING,
 ) -> dict[Output, Tensor]:
-    """Run a model on the whole batch without gradients; each output is [T] on the CPU."""
+    """Run a model on the whole batch without gradients; each output is [T] on the CPU.
+
+    All ranks that hold the model call it.
+    """
+    sharder = strategy.sharder
     micro = sharder.everything(batch, max_tokens)
     found = strategy.forward(micro, outputs)
     return {n: sharder.gather(batch, micro, [values[n] for values in found]) for n in outputs}
+
+
+def score_sequences(strategy: Strategy, sequences: Sequence[IntArray], max_tokens: int) -> Tensor:
+    """Return [B] fp32 on the CPU: a reward model's number for the token ids of each sequence.
+
+    Raises:
+        ValueError: a sequence without a token.
+    """
+    batch = pack_sequences(sequences)
+    scores = run_pass(strategy, batch, frozenset({"score"}), max_tokens)["score"]
+    return scores[batch.offsets[1:] - 1].to(torch.float32)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

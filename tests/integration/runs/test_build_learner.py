@@ -18,7 +18,7 @@ from torch import Tensor
 from winnow.algorithms.advantages import ESTIMATORS
 from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.load import load_recipe
-from winnow.learning.objective import KlTerm
+from winnow.learning.policy import KlTerm
 from winnow.observe.jsonl import read_metrics
 from winnow.runs.build_learner import make_objective, needs_start, old_source
 from winnow.runs.checkpoint import checkpoints_in, load_state

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, pack
 from winnow.learning.critic import Critic, ValueObjective, value_figures
+from winnow.learning.data_parallel import NO_SHARDING
 from winnow.learning.strategy import LossFn
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
 
 class ScriptedCritic:
     """Values are a tenth of the token's id; keeps what it was asked."""
+
+    sharder = NO_SHARDING
 
     def __init__(self, skipped: float = 0.0) -> None:
         self.skipped = skipped

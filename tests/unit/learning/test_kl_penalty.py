@@ -9,8 +9,8 @@ import torch
 from tests.recorded import recorded_groups
 
 from winnow.errors import TrainingError
+from winnow.learning.advantage import Adaptation, KlPenalty, sum_samples
 from winnow.learning.batch import Batch, pack
-from winnow.learning.kl_penalty import Adaptation, KlPenalty, sum_samples, written
 from winnow.observe.metrics import Metrics
 
 
@@ -105,9 +105,9 @@ def test_the_weight_outlives_a_checkpoint() -> None:
     assert fresh.coef == moved.coef != 0.5
 
 
-def test_sums_of_samples_keep_integers_and_count_what_was_written() -> None:
+def test_sums_of_samples_keep_integers() -> None:
     batch = batch_of([0.0] * 3, [0.0] * 3)
-    assert written(batch).tolist() == [2, 1]
+    assert sum_samples(batch.gen_mask.long(), batch).tolist() == [2, 1]
     ids = sum_samples(batch.token_ids, batch)
     assert ids.tolist() == [
         int(part.sum()) for part in batch.token_ids.split(batch.offsets.diff().tolist())
