@@ -41,7 +41,7 @@ from winnow.learning.batch import (
     update_of,
 )
 from winnow.learning.data_parallel import share
-from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, gathered
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, whole
 from winnow.learning.strategy import LossResult, Output, Outputs, Strategy
 from winnow.models.causal_lm import freeze, use_layout_attention
 from winnow.models.lora import add_lora
@@ -85,7 +85,7 @@ class Layout:
 
     mesh: tuple[int, int] = (1, 4)
     """Replicas, shards. With fewer than four ranks the others are a set of their own."""
-    sharding: Sharding = field(default_factory=lambda: Sharding(bucket_bytes=3000))
+    sharding: Sharding = field(default_factory=Sharding)
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -195,8 +195,8 @@ def arrays(tensors: dict[str, Tensor]) -> Arrays:
 
 
 def gradients_of(strategy: Strategy) -> dict[str, Tensor]:
-    own = ((n, m.grad) for n, m in strategy._masters.items() if m.grad is not None)
-    return dict(gathered(own, 1 << 30, strategy.device))
+    own = {n: m.grad for n, m in strategy._masters.items() if m.grad is not None}
+    return {name: whole(gradient, strategy.device) for name, gradient in own.items()}
 
 
 def alone(kind: str, dtype: torch.dtype, **options: Any) -> Strategy:
@@ -344,7 +344,7 @@ def options_of(kind: str, mesh: str) -> list[tuple[torch.dtype, Options]]:
 
 def layout_of(mesh: tuple[int, int], options: Options, **others: Any) -> Layout:
     kept, offloaded, recomputed = options
-    sharding = Sharding(not kept, offloaded, bucket_bytes=20_000)
+    sharding = Sharding(not kept, offloaded)
     return Layout(mesh, sharding, {"gradient_checkpointing": recomputed, **others})
 
 

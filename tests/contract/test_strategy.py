@@ -77,7 +77,7 @@ class Alone(FSDP2Strategy):
 
 def joined(state: Any) -> Any:
     if isinstance(state, Tensor):
-        return whole(state)
+        return whole(state, CPU)
     return {name: joined(value) for name, value in state.items()}
 
 
@@ -91,7 +91,7 @@ def make_alone(folder: Path, dtype: torch.dtype = torch.float32, **options: Any)
 
 def take_whole_gradients(strategy: Alone) -> dict[str, Tensor]:
     gradients = take_gradients(strategy)
-    return {name: whole(gradient) for name, gradient in gradients.items()}
+    return {name: whole(gradient, CPU) for name, gradient in gradients.items()}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -48,9 +48,6 @@ def aggregate(
 
     Returns:
         A scalar in the values' dtype; 0 when nothing is counted.
-
-    Raises:
-        ValueError: an unknown name, or a norm_tokens that is missing or not above 0.
     """
     ones = torch.ones_like(group_tokens, dtype=torch.float64)  # integer counts divide exactly
     match name:
@@ -64,15 +61,10 @@ def aggregate(
         case "token-sum":
             weights_B = ones
         case "seq-mean-token-sum-norm":  # over a constant length: Dr. GRPO, arXiv 2503.20783
-            if norm_tokens is None or not norm_tokens > 0:
-                raise ValueError(
-                    f"seq-mean-token-sum-norm needs norm_tokens above 0, got {norm_tokens}; "
-                    "give the response limit"
-                )
+            assert norm_tokens, "the caller gives the response limit"
             weights_B = ones / max(samples, 1) / norm_tokens
-        case "prompt-mean-token-mean":  # ScaleRL, arXiv 2510.13786
+        case _:  # "prompt-mean-token-mean": ScaleRL, arXiv 2510.13786
+            assert name in AGGREGATIONS, name
             weights_B = ones / (group_tokens.clamp(min=1) * max(groups, 1))
-        case _:
-            raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {name!r}")
     weights_B = weights_B.to(values.dtype)
     return (torch.where(mask, values, 0.0) * weights_B[sample_index]).sum()

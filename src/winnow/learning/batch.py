@@ -219,12 +219,7 @@ def cut_updates(
 
     Returns:
         For each update the ordinals of its groups; nothing when there is no group.
-
-    Raises:
-        ValueError: a size that is not positive.
     """
-    if groups_per_update < 1:
-        raise ValueError(f"groups_per_update must be at least 1, got {groups_per_update}")
     if n_groups == 0:
         return []
     n_updates = max(1, math.floor(n_groups / groups_per_update + 0.5))
@@ -242,9 +237,6 @@ def micro_batches(batch: Batch, groups: Iterable[int], max_tokens: int) -> list[
     Args:
         groups: ordinals of the update's groups, each once, in any order.
         max_tokens: bounds memory.
-
-    Raises:
-        ValueError: `max_tokens` below 1.
     """
     update = update_of(batch, groups)
     return cut(batch, update, update.samples, max_tokens)
@@ -289,13 +281,7 @@ def update_of(batch: Batch, groups: Iterable[int]) -> Update:
 def cut(
     batch: Batch, update: Update, samples: NDArray[np.int64], max_tokens: int
 ) -> list[MicroBatch]:
-    """Cut some of an update's samples, in their order, into micro-batches; none for no samples.
-
-    Raises:
-        ValueError: `max_tokens` below 1.
-    """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    """Cut some of an update's samples, in their order, into micro-batches; none for no samples."""
     lengths_B = np.diff(batch.offsets.numpy())
     parts = _by_budget(samples, lengths_B, max_tokens)
     return [_slice(batch, part, lengths_B, update) for part in parts]

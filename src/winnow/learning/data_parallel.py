@@ -167,12 +167,7 @@ def share(batch: Batch, groups: Iterable[int], max_tokens: int, ranks: int, widt
         groups: ordinals of the update's groups.
         max_tokens: packed tokens of a micro-batch.
         width: of the model (H), which says from what length on attention costs most.
-
-    Raises:
-        ValueError: a number below 1.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1, got {ranks}")
     update = update_of(batch, groups)
     lengths_B = np.diff(batch.offsets.numpy())[update.samples]
     work_B = work(lengths_B, width)
@@ -185,13 +180,7 @@ def share(batch: Batch, groups: Iterable[int], max_tokens: int, ranks: int, widt
 
 
 def work(lengths: NDArray[np.int64], width: int) -> NDArray[np.float64]:
-    """Estimate the work [B] of samples of so many tokens, in tokens that attend to nothing.
-
-    Raises:
-        ValueError: a width below 1.
-    """
-    if width < 1:
-        raise ValueError(f"width must be at least 1, got {width}")
+    """Estimate the work [B] of samples of so many tokens, in tokens that attend to nothing."""
     tokens = lengths.astype(np.float64)
     return tokens + tokens**2 / (_ATTENTION * width)
 

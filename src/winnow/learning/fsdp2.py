@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -66,8 +66,6 @@ class Sharding:
     pass; false keeps them (faster, more memory), a number keeps them on so many ranks."""
     offload: bool = False
     """Keep weights, gradients and optimizer state in the host's memory, and step there."""
-    bucket_bytes: int = 1 << 29
-    """Bytes of weights that are whole at once while they are exported."""
 
 
 class FSDP2Strategy(Strategy):
@@ -166,7 +164,7 @@ class FSDP2Strategy(Strategy):
         copy_into(own, given)
 
     def _whole(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return gathered(named, self._sharding.bucket_bytes, self.device)
+        return ((name, whole(tensor, self.device)) for name, tensor in named)
 
     def export_trained(self) -> Iterator[tuple[str, Tensor]]:
         """Export what is trained, by parameter names, for a copy of the model that has the rest.
@@ -240,23 +238,18 @@ def own_rows(rows: int, mesh: DeviceMesh) -> slice:
     return slice(start, min(start + each, rows))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor on every rank; all ranks must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def whole(tensor: Tensor, device: torch.device) -> Tensor:
+    """Gather a tensor on every rank, by way of `device`; all ranks must ask."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return cast(DTensor, tensor.to(device)).full_tensor()
 
 
 def copy_into(own: Tensor, given: Tensor) -> None:
-    """Fill a sharded tensor from one that is sharded too, in any way, or that has all rows."""
-    if not isinstance(own, DTensor):
-        own.copy_(whole(given))
-    elif (
-        isinstance(given, DTensor)
-        and given.device_mesh == own.device_mesh
-        and given.placements == own.placements
-    ):
-        local(own).copy_(local(given))
-    else:
-        local(own).copy_(whole(given)[own_rows(own.shape[0], own.device_mesh)])
+    """Fill a sharded tensor from one that is sharded in the same way, or that has all rows."""
+    if isinstance(own, DTensor) and not isinstance(given, DTensor):
+        given = given[own_rows(own.shape[0], own.device_mesh)]
+    local(own).copy_(local(given))
 
 
 def global_norm(tensors: Sequence[Tensor], mesh: DeviceMesh, device: torch.device) -> float:
@@ -284,49 +277,6 @@ def gather_values(value: Any, mesh: DeviceMesh) -> list[Any]:
         dist.all_gather_object(parts, values, group=group)
         values = [each for part in parts for each in part]
     return values
-
-
-def gathered(
-    tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
-    """Gather tensors; those of a bucket travel together, and one bucket is held at a time.
-
-    All ranks must ask for all of them. A tensor larger than `bucket_bytes` is a bucket of its own.
-    """
-    bucket: list[tuple[str, DTensor]] = []
-    held = 0
-    for name, tensor in tensors:
-        if not isinstance(tensor, DTensor):
-            yield name, tensor
-            continue
-        size = tensor.numel() * tensor.element_size()
-        if bucket and (held + size > bucket_bytes or bucket[0][1].dtype != tensor.dtype):
-            yield from _gather(bucket, device)
-            bucket, held = [], 0
-        bucket.append((name, tensor))
-        held += size
-    if bucket:
-        yield from _gather(bucket, device)
-
-
-def _gather(
-    bucket: Sequence[tuple[str, DTensor]], device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
-    mesh = bucket[0][1].device_mesh
-    axis = mesh.ndim - 1
-    shards = mesh.size(axis)
-    sizes = [-(-t.shape[0] // shards) * math.prod(t.shape[1:]) for _, t in bucket]
-    sent = torch.zeros(sum(sizes), dtype=bucket[0][1].dtype, device=device)
-    for room, (_, tensor) in zip(torch.split(sent, sizes), bucket, strict=True):
-        part = local(tensor).reshape(-1)
-        room[: part.numel()].copy_(part)
-    received = sent.new_empty(shards * len(sent))
-    dist.all_gather(list(received.chunk(shards)), sent, group=mesh.get_group(axis))
-    parts = torch.split(received.view(shards, -1), sizes, dim=1)
-    for (name, tensor), part in zip(bucket, parts, strict=True):
-        # Every rank before the last that has rows is full, so padding is at the end alone.
-        rows = part.reshape(-1, *tensor.shape[1:])
-        yield name, rows[: tensor.shape[0]]
 
 
 def on_host(state: Mapping[str, Any], mesh: DeviceMesh) -> State:

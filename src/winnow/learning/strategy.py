@@ -322,7 +322,7 @@ class Strategy:
     def export_weights(
         self, dtype: torch.dtype | None = None, adapter_only: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face names and whole tensors, tied ones once, one bucket alive at a time.
+        """Yield Hugging Face names and whole tensors, tied ones once, one gathered at a time.
 
         Without a cast, tensors of a single process are live; masters are rounded to the type the
         model computes in. An adapter is merged into copies of the weights it belongs to; alone it

@@ -130,8 +130,7 @@ class ShardedModels(ModelFactory):
 
         chosen = self._config.trainer.strategy
         assert isinstance(chosen, Fsdp2)
-        bucket_bytes = chosen.bucket_mb << 20
-        sharding = Sharding(chosen.reshard_after_forward, chosen.offload, bucket_bytes)
+        sharding = Sharding(chosen.reshard_after_forward, chosen.offload)
         return FSDP2Strategy(model, self._mesh, sharding, **options)
 
 

@@ -97,13 +97,3 @@ def test_more_ranks_than_samples_leave_some_with_nothing() -> None:
     nothing = share(batch, [], 100, 2, 8)
     assert nothing.ranks == [[], []]
     assert nothing.spread == 1.0
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [({"ranks": 0}, "ranks"), ({"width": 0}, "width"), ({"max_tokens": 0}, "max_tokens")],
-)
-def test_numbers_below_one_are_refused(change: dict[str, int], told: str) -> None:
-    options = {"max_tokens": 10, "ranks": 1, "width": 1} | change
-    with pytest.raises(ValueError, match=f"{told} must be at least 1"):
-        share(batch_of([[3]]), [0], **options)
