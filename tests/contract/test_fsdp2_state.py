@@ -90,26 +90,6 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all(ranks: Ranks, bad: flo
         assert following["skipped"] == 0.0
 
 
-def ask_amiss(fault: str) -> str:
-    strategy = strategy_on_rank("tied", EXACT, Layout())
-    micro = mine(strategy)
-    try:
-        if fault == "output":
-            strategy.forward(micro, frozenset({"value"}))
-        else:
-            strategy.forward(micro[: 1 + (dist.get_rank() == 1)], POLICY)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_what_would_hang_is_refused_on_every_rank(ranks: Ranks) -> None:
-    for told in ranks.run(ask_amiss, "number"):
-        assert "same number of micro-batches, got [1, 2, 1, 1]" in told
-    for told in ranks.run(ask_amiss, "output"):
-        assert "asked for value" in told
-
-
 def through_dcp(kind: str, folder: str) -> tuple[Arrays, Arrays, Arrays]:
     """Weights after three updates: at once; stopped after two, on two layouts."""
     strategy = strategy_on_rank(kind, EXACT, Layout())

@@ -218,7 +218,6 @@ def packed(members: Sequence[tuple[MicroBatch, int]]) -> MicroBatch:
         samples=rows(lambda m: m.samples),
         source=tokens(lambda m: m.source),
         lengths=lengths,
-        extras=tuple(micro.extras[b] for micro, b in members),
         counts=one.counts,
     )
 

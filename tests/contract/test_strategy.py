@@ -526,11 +526,3 @@ def test_bf16_weights_keep_what_is_less_than_their_step(
 
 def imitation(micro: Any, outputs: Any) -> LossResult:
     return LossResult(-outputs["logprob"].sum() / micro.counts.tokens, {})
-
-
-def test_an_output_that_the_model_does_not_have_is_refused(
-    implementation: Implementation, folders: dict[str, Path]
-) -> None:
-    micro = every(learnable(groups_of(RAGGED)))
-    with pytest.raises(ValueError, match="asked for value"):
-        implementation.make(folders["qwen3"]).forward(micro, frozenset({"value"}))

@@ -121,14 +121,6 @@ class KlPenalty:
             )
         return penalty_T
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the weight as it stands."""
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        self.coef = state["coef"]
-
 
 def sum_samples(values: Tensor, batch: Batch) -> Tensor:
     """Return the sum [B] of values [T] over each sample's tokens."""
@@ -188,12 +180,12 @@ class AdvantageStage:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the KL's weight, if there is one."""
-        return {} if self._penalty is None else {"penalty": self._penalty.state_dict()}
+        return {} if self._penalty is None else {"penalty": {"coef": self._penalty.coef}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         if self._penalty is not None:
-            self._penalty.load_state_dict(state["penalty"])
+            self._penalty.coef = state["penalty"]["coef"]
 
 
 def outcome_rewards(batch: Batch) -> Tensor:

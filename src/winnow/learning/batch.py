@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +25,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from winnow.types import Answer, Group, IntArray, Prompt, Score, Segment, Trajectory
-
-Extras = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +53,6 @@ class Batch:
     """[T] fp32, nats: log-prob under the policy that sampled the token; 0 off gen_mask."""
     rewards: Tensor
     """[B] float64."""
-    extras: tuple[Extras, ...]
-    """[B] named arrays that came with each trajectory; carried unread."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """[T] each: results that stay with the batch (`old`, `advantages`, …); put in by the loop."""
 
@@ -115,8 +110,6 @@ class MicroBatch:
     """[T] int64: the tokens' places in the batch."""
     lengths: tuple[int, ...]
     """[B] tokens of each sample, known to the host without asking the device."""
-    extras: tuple[Extras, ...]
-    """[B] named arrays of each sample's trajectory; carried unread."""
     counts: Counts
     """Counts of the whole update."""
 
@@ -187,7 +180,6 @@ def pack(groups: Sequence[Group], overlong_filtering: bool = False) -> Batch:
         loss_mask=torch.from_numpy(loss_mask),
         behav=torch.from_numpy(behav_T),
         rewards=torch.tensor([a.score.reward for _, _, a in rows], dtype=torch.float64),
-        extras=tuple(answer.trajectory.extras for _, _, answer in rows),
     )
 
 
@@ -314,12 +306,6 @@ def gather_tokens(
     return out
 
 
-def spread(values: Tensor, batch: Batch, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Give each written token [T] the value [B] of its sample; 0 off gen_mask."""
-    lengths = batch.offsets.diff()
-    return values.to(dtype).repeat_interleave(lengths).masked_fill_(~batch.gen_mask, 0.0)
-
-
 def sample_tokens(batch: Batch, samples: NDArray[np.int64]) -> NDArray[np.int64]:
     """Count the tokens of each of these samples in loss_mask: [len(samples)]."""
     source, offsets = _tokens_of(batch, samples, np.diff(batch.offsets.numpy())[samples])
@@ -375,6 +361,5 @@ def _slice(
         samples=torch.from_numpy(samples),
         source=source,
         lengths=tuple(lengths.tolist()),
-        extras=tuple(batch.extras[i] for i in samples.tolist()),
         counts=update.counts,
     )

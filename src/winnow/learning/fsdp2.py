@@ -44,7 +44,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from winnow.errors import CheckpointError
-from winnow.learning.batch import MicroBatch
 from winnow.learning.data_parallel import MicroBatchSharder, device_of
 from winnow.learning.strategy import HALF, Stats, Strategy, decoder_layers, local
 from winnow.models.causal_lm import is_reward_model, is_value_model
@@ -125,13 +124,7 @@ class FSDP2Strategy(Strategy):
         replace_parameters(self.model, make)
 
     @contextlib.contextmanager
-    def _pass(self, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
-        # Before the first collective, which would wait for ever for a rank that does not come.
-        numbers = gather_values(len(microbatches), self.mesh)
-        if len(set(numbers)) > 1:
-            raise ValueError(
-                f"ranks must bring the same number of micro-batches, got {numbers}; add empty ones"
-            )
+    def _pass(self) -> Iterator[None]:
         try:
             yield
         finally:

@@ -43,12 +43,6 @@ Outputs = Mapping[Output, Tensor]
 Stats = dict[str, float]
 HALF = (torch.bfloat16, torch.float16)
 """Types whose weights are stepped as fp32 masters."""
-_CAUSAL, _VALUE, _REWARD = "a causal LM", "a value model", "a reward model"
-_OFFERED: Mapping[str, frozenset[Output]] = {
-    _CAUSAL: frozenset({"logprob", "entropy", "prob_square_sum"}),
-    _VALUE: frozenset({"value"}),
-    _REWARD: frozenset({"score"}),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,20 +79,7 @@ class ModelRunner(nn.Module):
         self.model = model
         self._temperature, self._vocab_size = temperature, vocab_size
         self._chunk_tokens, self._fp32_head = chunk_tokens, fp32_head
-        self._kind = _CAUSAL
-        if is_value_model(model):
-            self._kind = _VALUE
-        elif is_reward_model(model):
-            self._kind = _REWARD
-
-    def check(self, outputs: frozenset[Output]) -> None:
-        """Refuse outputs that this kind of model does not have with a ValueError."""
-        offered = _OFFERED[self._kind]
-        if not outputs <= offered:
-            raise ValueError(
-                f"{self._kind} gives {', '.join(sorted(offered))}; "
-                f"asked for {', '.join(sorted(outputs))}"
-            )
+        self._gives_value, self._gives_score = is_value_model(model), is_reward_model(model)
 
     def forward(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
         """Return the outputs asked for, each [T] and 0 where the model says nothing."""
@@ -106,18 +87,18 @@ class ModelRunner(nn.Module):
         hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout)
         # A log-prob of token t, or the value before it, comes from the state at t - 1.
         at, shift = micro.scored_positions, 1
-        if self._kind == _REWARD:
+        if self._gives_score:
             at, shift = micro.offsets[1:] - 1, 0
         states = hidden.index_select(0, at - shift)
-        if self._kind == _CAUSAL:
-            found = self._logprobs(states, micro.token_ids[at], outputs)
-        else:
+        if self._gives_score or self._gives_value:
             from winnow.models.value import scalar_head
 
             head = scalar_head(self.model)
             # Called, not read: where the head is a unit of its own, the call gathers its weight.
             numbers = head(states.to(head.weight.dtype))[:, 0]
-            found = {"score" if self._kind == _REWARD else "value": numbers}
+            found: dict[Output, Tensor] = {"score" if self._gives_score else "value": numbers}
+        else:
+            found = self._logprobs(states, micro.token_ids[at], outputs)
         return {name: _placed(values, at, micro) for name, values in found.items()}
 
     def _logprobs(
@@ -217,8 +198,8 @@ class Strategy:
         return {name: _master(p) for name, p in named if p.requires_grad}
 
     @contextlib.contextmanager
-    def _pass(self, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
-        """Surround the forward passes of some micro-batches."""
+    def _pass(self) -> Iterator[None]:
+        """Surround the passes of some micro-batches."""
         yield
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:
@@ -250,14 +231,10 @@ class Strategy:
         gradient) and `value` are about written tokens and 0 off gen_mask: the
         value at token t is that of the state before t is written, read off the hidden state at
         t - 1 as its log-prob is. `score` stands at the last token of each sample, 0 elsewhere.
-
-        Raises:
-            ValueError: an output that this kind of model does not have, or ranks that bring
-                different numbers of micro-batches.
+        Ranks that share the model bring the same number of micro-batches.
         """
-        self._runner.check(outputs)
         found = []
-        with torch.no_grad(), self._pass(microbatches):
+        with torch.no_grad(), self._pass():
             for micro in microbatches:
                 values = self._run(self._here(micro), outputs)
                 found.append(values if micro.lengths else {n: v[:0] for n, v in values.items()})
@@ -270,10 +247,9 @@ class Strategy:
 
         Returns the loss, the summed diagnostics and the maxima over all micro-batches and ranks.
         """
-        self._runner.check(outputs)
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
-        with self._pass(microbatches):
+        with self._pass():
             for number, micro in enumerate(microbatches, start=1):
                 is_last = number == len(microbatches)
                 here = self._here(micro)

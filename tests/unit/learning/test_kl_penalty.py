@@ -97,14 +97,6 @@ def test_a_kl_that_is_not_finite_stops_the_run_with_one_line() -> None:
             KlPenalty(0.5, "k1")(batch_of([value, 0.0, 0.0], [0.0] * 3), Metrics())
 
 
-def test_the_weight_outlives_a_checkpoint() -> None:
-    aim = Adaptation(target=0.1, horizon_samples=10)
-    moved, fresh = KlPenalty(0.5, "k2", aim), KlPenalty(0.5, "k2", aim)
-    moved(batch_of([3.0] * 3, [0.0] * 3), Metrics())
-    fresh.load_state_dict(moved.state_dict())
-    assert fresh.coef == moved.coef != 0.5
-
-
 def test_sums_of_samples_keep_integers() -> None:
     batch = batch_of([0.0] * 3, [0.0] * 3)
     assert sum_samples(batch.gen_mask.long(), batch).tolist() == [2, 1]
