@@ -37,8 +37,7 @@ from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.rollout import SamplingConfig
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.advantage import AdvantageStage
-from winnow.learning.batch import MicroBatch
-from winnow.learning.data_parallel import NO_SHARDING
+from winnow.learning.batch import NO_SHARDING, MicroBatch
 from winnow.learning.learner import Learner, LearnerSettings
 from winnow.learning.policy import Policy, PolicyObjective
 from winnow.learning.strategy import LossFn, Output, Stats

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from winnow.learning.data_parallel import score_sequences
-from winnow.learning.strategy import Strategy
+from winnow.learning.strategy import Strategy, score_sequences
 from winnow.models.causal_lm import quiet_transformers
 from winnow.models.value import load_reward_model
 from winnow.types import IntArray

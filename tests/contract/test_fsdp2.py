@@ -37,10 +37,10 @@ from winnow.learning.batch import (
     idle,
     micro_batches,
     pack,
+    share,
     spread,
     update_of,
 )
-from winnow.learning.data_parallel import share
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, whole
 from winnow.learning.strategy import LossResult, Output, Outputs, Strategy
 from winnow.models.causal_lm import freeze, use_layout_attention

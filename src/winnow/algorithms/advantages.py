@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,15 +56,15 @@ class AdvantageInputs:
     token_rewards: Tensor
     """[T], r_t: the outcome on a sample's last written token, minus beta * kl_t."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
-    """[B] each: the parts of the reward by name (the need "components")."""
+    """[B] each: the parts of the reward by name (a need)."""
     greedy_rewards: Tensor | None = None
-    """[B]: reward of a greedy answer to the sample's prompt ("greedy")."""
+    """[B]: reward of a greedy answer to the sample's prompt (a need)."""
     values: Tensor | None = None
-    """[T]: the critic's V before each written token ("values")."""
+    """[T]: the critic's V before each written token (a need)."""
     prob: Tensor | None = None
-    """[T]: probability of each written token ("probs")."""
+    """[T]: probability of each written token (a need)."""
     prob_square_sum: Tensor | None = None
-    """[T]: sum over the vocabulary of squared probabilities there ("probs")."""
+    """[T]: sum over the vocabulary of squared probabilities there (a need)."""
     weights: Tensor | None = None
     """[T]: importance weight of each token's loss; None where the loss is not weighed."""
 
@@ -367,16 +367,6 @@ class _Written:
         return values_S
 
 
-Need = Literal["components", "greedy", "values", "probs"]
-FIELDS: Mapping[Need, tuple[str, ...]] = {
-    "components": ("components",),
-    "greedy": ("greedy_rewards",),
-    "values": ("values",),
-    "probs": ("prob", "prob_square_sum"),
-}
-"""The inputs that a need stands for."""
-
-
 @dataclass(frozen=True)
 class Estimator:
     """An estimator, what it asks for, and over which tokens a sample's mean is taken."""
@@ -385,8 +375,8 @@ class Estimator:
     """Its name in a recipe."""
     function: Callable[..., Tensor | tuple[Tensor, Tensor]]
     """(inputs, **options) -> advantages [B] or [T], or these and returns [T] for a critic."""
-    needs: frozenset[Need] = frozenset()
-    """Inputs beyond rewards: a step computes these and no others."""
+    needs: frozenset[str] = frozenset()
+    """Fields of `AdvantageInputs` beyond rewards: a step computes these and no others."""
     min_group: int = 1
     """Fewest answers a prompt may have."""
     whitens: bool = False
@@ -417,10 +407,15 @@ _ALL = (
     Estimator("opo", opo),
     Estimator("reinforce_plus_plus", reinforce_plus_plus, whitens=True),
     Estimator("reinforce_plus_plus_baseline", reinforce_plus_plus_baseline, whitens=True),
-    Estimator("remax", remax, frozenset({"greedy"})),
+    Estimator("remax", remax, frozenset({"greedy_rewards"})),
     Estimator("gpg", gpg),
     Estimator("gdpo", gdpo, frozenset({"components"}), whitens=True),
-    Estimator("optimal_token_baseline", optimal_token_baseline, frozenset({"probs"}), min_group=2),
+    Estimator(
+        "optimal_token_baseline",
+        optimal_token_baseline,
+        frozenset({"prob", "prob_square_sum"}),
+        min_group=2,
+    ),
     Estimator("gae", gae, frozenset({"values"}), whitens=True),
 )
 ESTIMATORS: Mapping[str, Estimator] = {estimator.name: estimator for estimator in _ALL}
@@ -451,7 +446,7 @@ def estimate(
 
 
 def _check(estimator: Estimator, inputs: AdvantageInputs) -> None:
-    for name in ("rewards", "token_rewards", *(f for n in estimator.needs for f in FIELDS[n])):
+    for name in ("rewards", "token_rewards", *sorted(estimator.needs)):
         given = getattr(inputs, name)
         if given is None or (name == "components" and not given):
             raise ValueError(f"algorithm/advantage={estimator.name} needs {name}, got none")

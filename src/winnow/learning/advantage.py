@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from winnow.algorithms.advantages import AdvantageInputs, Advantages, Estimator, Need, estimate
+from winnow.algorithms.advantages import AdvantageInputs, Advantages, Estimator, estimate
 from winnow.algorithms.correction import correct
 from winnow.algorithms.kl import KL_ESTIMATORS, adapted_coef
 from winnow.errors import TrainingError
@@ -68,26 +68,21 @@ def book_correction(
         metrics.mean_of("correction/weight_bound", sums["weight_bound"], left)
 
 
-@dataclass(frozen=True)
-class Adaptation:
-    """The aim of an adaptive weight."""
-
-    target: float
-    """nats a token"""
-    horizon_samples: int
-
-
 class KlPenalty:
     """beta * kl_t for each written token, beta fixed or moved after each step.
 
     Args:
         coef: beta, of the first step if it adapts.
         estimator: a key of `KL_ESTIMATORS`.
+        target: KL aimed at, nats a token; None leaves beta as it is.
+        horizon: in samples, as `adapted_coef` takes it.
     """
 
-    def __init__(self, coef: float, estimator: str, adaptation: Adaptation | None = None) -> None:
+    def __init__(
+        self, coef: float, estimator: str, target: float | None = None, horizon: int = 1
+    ) -> None:
         self.coef = coef
-        self._estimate, self._adaptation = KL_ESTIMATORS[estimator], adaptation
+        self._estimate, self._target, self._horizon = KL_ESTIMATORS[estimator], target, horizon
 
     def __call__(self, batch: Batch, metrics: Metrics) -> Tensor:
         """Return the step's penalties [T] in float64, 0 off gen_mask; from `old` and `ref`.
@@ -110,15 +105,9 @@ class KlPenalty:
         metrics.mean("reward/kl", mean)
         metrics.last("reward/kl_coef", self.coef)
         penalty_T = self.coef * kl_T
-        if self._adaptation is not None:
-            aim = self._adaptation
-            self.coef = adapted_coef(
-                self.coef,
-                kl=mean,
-                target=aim.target,
-                n=batch.n_samples,
-                horizon=aim.horizon_samples,
-            )
+        if self._target is not None:
+            n = batch.n_samples
+            self.coef = adapted_coef(self.coef, mean, self._target, n, self._horizon)
         return penalty_T
 
 
@@ -143,7 +132,7 @@ class AdvantageStage:
         self._estimator, self._options, self._penalty = estimator, options, penalty
 
     @property
-    def needs(self) -> frozenset[Need]:
+    def needs(self) -> frozenset[str]:
         """Inputs that the estimator asks for beyond rewards."""
         return self._estimator.needs
 
@@ -166,9 +155,9 @@ class AdvantageStage:
             loss_mask=batch.loss_mask,
             token_rewards=token_rewards_T,
             components=_components(groups) if self._estimator.takes_components else {},
-            greedy_rewards=_greedy(groups) if "greedy" in needs else None,
+            greedy_rewards=_greedy(groups) if "greedy_rewards" in needs else None,
             values=columns.get("values"),
-            prob=columns["old"].exp() if "probs" in needs else None,
+            prob=columns["old"].exp() if "prob" in needs else None,
             prob_square_sum=columns.get("prob_square_sum"),
             weights=columns.get("weight"),
         )

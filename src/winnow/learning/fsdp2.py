@@ -44,7 +44,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from winnow.errors import CheckpointError
-from winnow.learning.data_parallel import MicroBatchSharder, device_of
+from winnow.learning.batch import MicroBatchSharder, device_of
 from winnow.learning.strategy import HALF, Stats, Strategy, decoder_layers, local
 from winnow.models.causal_lm import is_reward_model, is_value_model
 from winnow.models.lora import plain_name

@@ -23,9 +23,8 @@ from winnow.errors import TrainingError
 from winnow.learning.advantage import AdvantageStage, correct_batch
 from winnow.learning.batch import Batch, cut_updates, pack
 from winnow.learning.critic import Critic, value_figures
-from winnow.learning.data_parallel import run_pass
 from winnow.learning.policy import Policy
-from winnow.learning.strategy import Strategy
+from winnow.learning.strategy import Strategy, run_pass
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.types import FloatArray, Group, IntArray
 
@@ -155,7 +154,7 @@ class Learner:
         policy, reference, critic = self._policy, self._reference, self._critic
         tokens = self._settings.microbatch_tokens
         with watch.phase("old_logprobs" if policy.has_pass else "batch"):
-            metrics.merge(policy.old_logprobs(batch, tokens, "probs" in self._advantage.needs))
+            metrics.merge(policy.old_logprobs(batch, tokens, "prob" in self._advantage.needs))
         self.progress += 1
         if reference is not None:
             is_policy = reference is policy.strategy

@@ -23,8 +23,7 @@ from winnow.algorithms.kl import token_kl
 from winnow.algorithms.losses import DISTANCE_FIGURES, LossTokens, PolicyLoss
 from winnow.learning.advantage import book_correction
 from winnow.learning.batch import Batch, MicroBatch
-from winnow.learning.data_parallel import run_pass
-from winnow.learning.strategy import LossFn, LossResult, Output, Outputs, Stats, Strategy
+from winnow.learning.strategy import LossFn, LossResult, Output, Outputs, Stats, Strategy, run_pass
 from winnow.observe.metrics import Metrics
 
 OldSource = Literal["pass", "current", "behav"]

@@ -26,8 +26,14 @@ from torch import Tensor, nn
 
 from winnow.algorithms.logprobs import token_logprobs
 from winnow.errors import CheckpointError, ModelError
-from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
-from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder
+from winnow.learning.batch import (
+    NO_SHARDING,
+    Batch,
+    MicroBatch,
+    MicroBatchSharder,
+    all_micro_batches,
+    pack_sequences,
+)
 from winnow.models.causal_lm import (
     has_adapter,
     hidden_states,
@@ -36,7 +42,16 @@ from winnow.models.causal_lm import (
     output_head,
 )
 from winnow.models.fused_layers import fuse
+from winnow.models.lora import (
+    adapter_dropouts,
+    adapter_off,
+    adapter_weights,
+    is_adapters,
+    merged_weights,
+)
 from winnow.models.packed_attention import PackedLayout
+from winnow.models.value import scalar_head
+from winnow.types import IntArray
 
 Output = Literal["logprob", "entropy", "prob_square_sum", "value", "score"]
 Outputs = Mapping[Output, Tensor]
@@ -91,8 +106,6 @@ class ModelRunner(nn.Module):
             at, shift = micro.offsets[1:] - 1, 0
         states = hidden.index_select(0, at - shift)
         if self._gives_score or self._gives_value:
-            from winnow.models.value import scalar_head
-
             head = scalar_head(self.model)
             # Called, not read: where the head is a unit of its own, the call gathers its weight.
             numbers = head(states.to(head.weight.dtype))[:, 0]
@@ -172,10 +185,7 @@ class Strategy:
         if self.device.type == "cpu":
             fuse(model)
         self._training_only: list[nn.Module] = []
-        if has_adapter(model):
-            from winnow.models.lora import adapter_dropouts
-
-            self._training_only += adapter_dropouts(model)
+        self._training_only += adapter_dropouts(model)
         if gradient_checkpointing:
             cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
             self._training_only += decoder_layers(model)
@@ -310,8 +320,6 @@ class Strategy:
         named: Iterator[tuple[str, Tensor]]
         named = ((name, tensor.detach()) for name, tensor in tensors_of(self.model).items())
         if self.has_adapter:
-            from winnow.models.lora import adapter_weights, merged_weights
-
             if adapter_only:
                 named = adapter_weights(self.model)
             else:
@@ -346,8 +354,6 @@ class Strategy:
         Raises:
             ModelError: it has no adapter.
         """
-        from winnow.models.lora import adapter_off
-
         return adapter_off(self.model)
 
     def state_dict(self) -> dict[str, Any]:
@@ -358,8 +364,6 @@ class Strategy:
         """
         learns = tensors_of(self.model)
         if self.has_adapter:
-            from winnow.models.lora import is_adapters
-
             learns = {name: tensor for name, tensor in learns.items() if is_adapters(name)}
         weights = {name: self._masters.get(name, own).detach() for name, own in learns.items()}
         states = self._optimizer.state
@@ -396,6 +400,33 @@ class Strategy:
                 master = self._masters.get(name, parameter)
                 if master is not parameter:
                     parameter.copy_(master)
+
+
+def run_pass(
+    strategy: Strategy,
+    batch: Batch,
+    outputs: frozenset[Output],
+    max_tokens: int,
+) -> dict[Output, Tensor]:
+    """Run a model on the whole batch without gradients; each output is [T] on the CPU.
+
+    All ranks that hold the model call it.
+    """
+    sharder = strategy.sharder
+    micro = sharder.everything(batch, max_tokens)
+    found = strategy.forward(micro, outputs)
+    return {n: sharder.gather(batch, micro, [values[n] for values in found]) for n in outputs}
+
+
+def score_sequences(strategy: Strategy, sequences: Sequence[IntArray], max_tokens: int) -> Tensor:
+    """Return [B] fp32 on the CPU: a reward model's number for the token ids of each sequence.
+
+    Raises:
+        ValueError: a sequence without a token.
+    """
+    batch = pack_sequences(sequences)
+    scores = run_pass(strategy, batch, frozenset({"score"}), max_tokens)["score"]
+    return scores[batch.offsets[1:] - 1].to(torch.float32)
 
 
 def local(tensor: Tensor) -> Tensor:

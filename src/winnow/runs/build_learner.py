@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from winnow.algorithms.advantages import ESTIMATORS, Need
+from winnow.algorithms.advantages import ESTIMATORS
 from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.algorithm import (
     AdaptiveRewardKl,
@@ -21,7 +21,7 @@ from winnow.config.model import NoAdapter
 from winnow.config.policy_loss import CustomPolicyLoss
 from winnow.config.root import Config
 from winnow.config.trainer import OptimConfig
-from winnow.learning.advantage import Adaptation, AdvantageStage, KlPenalty
+from winnow.learning.advantage import AdvantageStage, KlPenalty
 from winnow.learning.critic import Critic, ValueObjective
 from winnow.learning.learner import Learner, LearnerSettings
 from winnow.learning.policy import KlTerm, OldSource, Policy, PolicyObjective
@@ -44,7 +44,7 @@ class Learning:
     """Lines for the user before the run starts."""
 
 
-def needs_of(config: Config) -> frozenset[Need]:
+def needs_of(config: Config) -> frozenset[str]:
     """Return what the recipe's estimator asks for beyond rewards; a user's own gets no more."""
     advantage = config.algorithm.advantage
     if isinstance(advantage, CustomAdvantage):
@@ -155,7 +155,7 @@ def old_source(config: Config) -> OldSource:
     before_updates = (
         _corrects(algorithm.correction)
         or not isinstance(kl.reward, NoKl)
-        or "probs" in needs_of(config)
+        or "prob" in needs_of(config)
         or (loss is not None and loss.select is not None)
     )
     return "pass" if in_updates or before_updates else "current"
@@ -203,8 +203,9 @@ def _kl_penalty(config: Config) -> KlPenalty | None:
     kl = config.algorithm.kl.reward
     if isinstance(kl, NoKl):
         return None
-    aim = Adaptation(kl.target, kl.horizon_samples) if isinstance(kl, AdaptiveRewardKl) else None
-    return KlPenalty(kl.coef, kl.estimator, aim)
+    if isinstance(kl, AdaptiveRewardKl):
+        return KlPenalty(kl.coef, kl.estimator, kl.target, kl.horizon_samples)
+    return KlPenalty(kl.coef, kl.estimator)
 
 
 def _corrects(correction: CorrectionConfig) -> bool:

@@ -10,8 +10,7 @@ from winnow.config.judge import SequenceClassifier
 from winnow.config.model import ModelConfig
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import ModelError
-from winnow.learning.data_parallel import score_sequences
-from winnow.learning.strategy import Strategy
+from winnow.learning.strategy import Strategy, score_sequences
 from winnow.models.causal_lm import torch_dtype
 from winnow.models.value import load_reward_model
 from winnow.rewards.model import Conversation, ModelScorer

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from winnow.algorithms.advantages import AdvantageInputs
 from winnow.errors import TrainingError
-from winnow.learning.advantage import Adaptation, AdvantageStage, KlPenalty, outcome_rewards
+from winnow.learning.advantage import AdvantageStage, KlPenalty, outcome_rewards
 from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, gather_tokens, pack
 from winnow.learning.critic import Critic, ValueObjective
 from winnow.learning.learner import Learned, Learner, LearnerSettings
@@ -224,10 +224,8 @@ def test_rejected_samples_are_a_share_of_those_that_learn() -> None:
 
 
 def test_an_adaptive_weight_of_the_kl_moves_and_outlives_a_checkpoint() -> None:
-    aim = Adaptation(target=0.05, horizon_samples=64)
-
     def adaptive() -> Bench:
-        stage = advantage_stage("rloo", {}, KlPenalty(0.1, "k2", aim))
+        stage = advantage_stage("rloo", {}, KlPenalty(0.1, "k2", target=0.05, horizon=64))
         return bench(has_reference=True, advantage=stage)
 
     first = adaptive()

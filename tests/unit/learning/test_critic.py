@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, pack
+from winnow.learning.batch import NO_SHARDING, Batch, MicroBatch, all_micro_batches, pack
 from winnow.learning.critic import Critic, ValueObjective, value_figures
-from winnow.learning.data_parallel import NO_SHARDING
 from winnow.learning.strategy import LossFn
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 

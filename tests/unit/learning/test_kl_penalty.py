@@ -9,7 +9,7 @@ import torch
 from tests.recorded import recorded_groups
 
 from winnow.errors import TrainingError
-from winnow.learning.advantage import Adaptation, KlPenalty, sum_samples
+from winnow.learning.advantage import KlPenalty, sum_samples
 from winnow.learning.batch import Batch, pack
 from winnow.observe.metrics import Metrics
 
@@ -76,7 +76,7 @@ def test_the_penalty_of_recorded_answers_equals_the_loop(estimator: str) -> None
 )
 def test_the_weight_moves_after_a_step_as_the_formula_says(kl: float, factor: float) -> None:
     batch, metrics = batch_of([kl] * 3, [0.0] * 3), Metrics()
-    penalty = KlPenalty(0.5, "k1", Adaptation(target=0.1, horizon_samples=100))
+    penalty = KlPenalty(0.5, "k1", target=0.1, horizon=100)
     assert penalty(batch, metrics)[batch.gen_mask].tolist() == pytest.approx([0.5 * kl] * 3)
     assert metrics.record()["reward/kl_coef"] == 0.5, "this step's"
     assert penalty.coef == pytest.approx(0.5 * factor)

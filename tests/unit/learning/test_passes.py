@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from winnow.learning.batch import Batch, MicroBatch, pack
-from winnow.learning.data_parallel import NO_SHARDING, run_pass, score_sequences
+from winnow.learning.batch import NO_SHARDING, Batch, MicroBatch, pack
+from winnow.learning.strategy import run_pass, score_sequences
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
 

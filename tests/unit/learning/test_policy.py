@@ -12,8 +12,7 @@ import torch
 from tests.objectives import policy_objective
 from torch import Tensor
 
-from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, pack
-from winnow.learning.data_parallel import NO_SHARDING
+from winnow.learning.batch import NO_SHARDING, Batch, MicroBatch, all_micro_batches, pack
 from winnow.learning.policy import KlTerm, Policy
 from winnow.learning.strategy import LossFn, Outputs
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan

@@ -13,8 +13,16 @@ from tests.contract.test_strategy import groups_of, learnable
 from tests.examples import examples
 from tests.recorded import recorded_groups
 
-from winnow.learning.batch import Batch, MicroBatch, gather_tokens, micro_batches, pack
-from winnow.learning.data_parallel import share, split, work
+from winnow.learning.batch import (
+    Batch,
+    MicroBatch,
+    gather_tokens,
+    micro_batches,
+    pack,
+    share,
+    split,
+    work,
+)
 
 
 def batch_of(lengths: list[list[int]]) -> Batch:
