@@ -184,8 +184,7 @@ class Strategy:
         self._runner = ModelRunner(model, temperature, vocab_size, logprob_chunk_tokens, fp32_head)
         if self.device.type == "cpu":
             fuse(model)
-        self._training_only: list[nn.Module] = []
-        self._training_only += adapter_dropouts(model)
+        self._training_only = adapter_dropouts(model)
         if gradient_checkpointing:
             cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
             self._training_only += decoder_layers(model)
