@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.config.model import SftWarmStart
 from winnow.data.tasks.sort_digits import build_tokenizer
-from winnow.learning.single import SingleStrategy
+from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import model_writer, use_layout_attention
 from winnow.runs.checkpoint import Manifest, Retention, Saver, this_machine
 from winnow.runs.state import LocalTensors, RunState
@@ -57,9 +57,9 @@ HEAD = "| save | training waits, ms | on a core | thread works, s | on a core | 
 MODELS = {"quickstart": quickstart, "large": large}
 
 
-def stepped(model: PreTrainedModel) -> SingleStrategy:
+def stepped(model: PreTrainedModel) -> Strategy:
     """The model with an optimizer that has stepped once."""
-    made = SingleStrategy(model)
+    made = Strategy(model)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
     made.optimizer_step(1e-4)

@@ -32,15 +32,14 @@ import torch
 from tests.engines import Prompts, ScriptedEngine, uniform
 from torch import Tensor
 
-from winnow.algorithms.estimators import ESTIMATORS
-from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms.advantages import ESTIMATORS
+from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.rollout import SamplingConfig
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.advantage import AdvantageStage
-from winnow.learning.batch import MicroBatch
-from winnow.learning.learner import Learner, LearnerSettings, Rates, Roles
-from winnow.learning.objective import PolicyObjective
-from winnow.learning.policy import Policy
+from winnow.learning.batch import NO_SHARDING, MicroBatch
+from winnow.learning.learner import Learner, LearnerSettings
+from winnow.learning.policy import Policy, PolicyObjective
 from winnow.learning.strategy import LossFn, Output, Stats
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
@@ -108,6 +107,7 @@ class ClockedEngine(ScriptedEngine):
 class IdleStrategy:
     """Implements as much of a strategy as the loop asks for, and computes nothing."""
 
+    sharder = NO_SHARDING
     has_adapter = False
 
     def __init__(self) -> None:
@@ -200,10 +200,11 @@ class Run:
             sampling=SamplingParams(max_tokens=MOST_TOKENS),
             run_seed=1,
         )
-        settings = LearnerSettings(min(UPDATE_GROUPS, groups), 1, MICROBATCH_TOKENS, False, 3, 1)
+        settings = LearnerSettings(
+            min(UPDATE_GROUPS, groups), 1, MICROBATCH_TOKENS, False, 3, 1, _rate
+        )
         learner = Learner(
-            Roles(Policy(strategy, PolicyObjective(POLICY_LOSSES["ppo_clip"], {}, "token-mean"))),
-            Rates(_rate),
+            Policy(strategy, PolicyObjective(POLICY_LOSSES["ppo_clip"], {}, "token-mean")),
             AdvantageStage(ESTIMATORS["grpo"], {"std_normalization": "group"}),
             settings,
         )

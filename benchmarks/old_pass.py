@@ -27,14 +27,13 @@ from tests.fixtures.record import arrays, rollouts
 from tests.recorded import groups_of
 from torch import Tensor
 
-from winnow.algorithms.estimators import ESTIMATORS
+from winnow.algorithms.advantages import ESTIMATORS
 from winnow.config.load import load_recipe
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
 from winnow.learning.advantage import AdvantageStage
-from winnow.learning.learner import Learner, LearnerSettings, Rates, Roles
-from winnow.learning.objective import OldSource
-from winnow.learning.policy import Policy
+from winnow.learning.learner import Learner, LearnerSettings
+from winnow.learning.policy import OldSource, Policy
 from winnow.observe.console import make_console
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.runs.build import use_machine
@@ -62,10 +61,10 @@ def learner_of(config: Config, path: str, old: OldSource) -> tuple[Learner, dict
         overlong_filtering=config.algorithm.overlong_filtering,
         max_skipped_updates=config.optim.max_skipped_updates,
         seed=config.run.seed,
+        lr=lambda step: config.optim.lr,
     )
     learner = Learner(
-        Roles(Policy(strategy, replace(objective, old=old))),
-        Rates(lambda step: config.optim.lr),
+        Policy(strategy, replace(objective, old=old)),
         AdvantageStage(ESTIMATORS["grpo"], {"std_normalization": "group"}),
         settings,
     )

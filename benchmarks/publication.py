@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from winnow.learning.canary import Canary
-from winnow.learning.single import SingleStrategy
+from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.engine_group import EngineGroup
@@ -106,7 +106,7 @@ async def measure(layers: int, dtype: torch.dtype, repeats: int) -> str:
     torch.manual_seed(0)
     model: Any = Qwen3ForCausalLM(config_of(layers)).to(dtype).eval()
     use_layout_attention(model)
-    policy = SingleStrategy(model)
+    policy = Strategy(model)
     tensors = list(policy.export_weights(dtype))
     turns = Turns(tensors, repeats)
     name = str(dtype).removeprefix("torch.")

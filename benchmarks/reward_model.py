@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from winnow.learning.reference import RewardModel
-from winnow.learning.single import SingleStrategy
+from winnow.learning.strategy import Strategy, score_sequences
 from winnow.models.causal_lm import quiet_transformers
 from winnow.models.value import load_reward_model
 from winnow.types import IntArray
@@ -29,7 +28,7 @@ SHAPES = {"1 x 16": (1, 16), "2 x 64": (2, 64), "4 x 256": (4, 256)}
 """Layers and width."""
 
 
-def role_of(layers: int, width: int) -> RewardModel:
+def role_of(layers: int, width: int) -> Strategy:
     """A reward model of random weights."""
     config = Qwen3Config(
         vocab_size=2000,
@@ -46,7 +45,7 @@ def role_of(layers: int, width: int) -> RewardModel:
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         Qwen3ForSequenceClassification(config).save_pretrained(folder)
         model = load_reward_model(folder, torch.float32, torch.device("cpu"))
-    return RewardModel(SingleStrategy(model))
+    return Strategy(model)
 
 
 def fastest(run: Callable[[], Tensor], repeats: int) -> tuple[Tensor, float]:
@@ -76,11 +75,13 @@ def main() -> None:
     for name, shape in SHAPES.items():
         role = role_of(*shape)
         alone, alone_s = fastest(
-            lambda role=role: torch.cat([role.scores([ids], PACKED_TOKENS) for ids in answers]),
+            lambda role=role: torch.cat(
+                [score_sequences(role, [ids], PACKED_TOKENS) for ids in answers]
+            ),
             options.repeats,
         )
         packed, packed_s = fastest(
-            lambda role=role: role.scores(answers, PACKED_TOKENS),
+            lambda role=role: score_sequences(role, answers, PACKED_TOKENS),
             options.repeats,
         )
         rates = [f"{lengths.sum() / seconds:,.0f}" for seconds in (alone_s, packed_s)]

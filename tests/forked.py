@@ -33,7 +33,7 @@ PRELOADED = (
     *("winnow.runs.warm_start", "winnow.runs.launch", "winnow.runs.publishing"),
     *("winnow.runs.remote_learner", "winnow.rollout.engine_group", "winnow.rollout.remote_engine"),
     *("winnow.workers.child", "winnow.runs.learner_worker", "winnow.rollout.torch_engine"),
-    *("winnow.workers.group", "winnow.learning.critic", "winnow.learning.reference"),
+    *("winnow.workers.group", "winnow.learning.learner", "winnow.learning.fsdp2"),
     *("winnow.models.value", "winnow.models.lora", "winnow.sandbox.current", "winnow.rewards.pool"),
     *("winnow.observe.curve", "winnow.observe.summary", "winnow.data.files"),
     *("winnow.rewards.remote_pipeline", "transformers.models.auto.tokenization_auto"),

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from winnow.algorithms.advantages import AdvantageInputs
-from winnow.algorithms.estimators import ESTIMATORS, Advantages, estimate
-from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms.advantages import ESTIMATORS, AdvantageInputs, Advantages, estimate
+from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.algorithm import Advantage
 from winnow.config.policy_loss import PolicyLoss, PolicyLossSection
-from winnow.learning.advantage import AdvantageStage
-from winnow.learning.kl_penalty import KlPenalty
-from winnow.learning.objective import PolicyObjective
+from winnow.learning.advantage import AdvantageStage, KlPenalty
+from winnow.learning.policy import PolicyObjective
 
 LOSS_SECTIONS: dict[str, type[PolicyLossSection]] = {
     section.model_fields["name"].default: section for section in get_args(get_args(PolicyLoss)[0])

@@ -13,8 +13,7 @@ from tests.small_models import digits_folder
 
 from winnow.config.model import LoraAdapter
 from winnow.learning.batch import Batch, all_micro_batches, gather_tokens, pack
-from winnow.learning.single import SingleStrategy
-from winnow.learning.strategy import LossResult, Outputs
+from winnow.learning.strategy import LossResult, Outputs, Strategy
 from winnow.models.causal_lm import load_causal_lm
 from winnow.models.lora import add_lora
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
@@ -70,7 +69,7 @@ def sampled(engine: TorchEngine, version: int = 0) -> Batch:
     return pack(groups)
 
 
-def scored(strategy: SingleStrategy, batch: Batch) -> torch.Tensor:
+def scored(strategy: Strategy, batch: Batch) -> torch.Tensor:
     micro = all_micro_batches(batch, 50)
     found = strategy.forward(micro, frozenset({"logprob"}))
     return gather_tokens(batch, micro, [each["logprob"] for each in found])
@@ -88,7 +87,7 @@ def imitation(micro: Any, outputs: Outputs) -> LossResult:
 def test_the_engine_samples_with_the_adapter_as_it_is_trained(tmp_path: Path, targets: Any) -> None:
     model = load(tmp_path, torch.float32, num_hidden_layers=2)
     add_lora(model, LoraAdapter(rank=4, target_modules=targets), seed=0)
-    strategy = SingleStrategy(model, temperature=TEMPERATURE)
+    strategy = Strategy(model, temperature=TEMPERATURE)
     engine = TorchEngine(model, 6, 64, VOCABULARY)
     first = sampled(engine)
     before = scored(strategy, first)
@@ -118,7 +117,7 @@ def test_an_fp32_head_is_the_same_in_engine_and_trainer_and_exact(
     model.model.norm.weight.data.normal_(generator=torch.Generator().manual_seed(0))
     gaps = []
     for fp32_head in (True, False):
-        strategy = SingleStrategy(model, temperature=TEMPERATURE, fp32_head=fp32_head)
+        strategy = Strategy(model, temperature=TEMPERATURE, fp32_head=fp32_head)
         batch = sampled(TorchEngine(model, 6, 64, VOCABULARY, fp32_head=fp32_head))
         found = scored(strategy, batch)
         assert gap(found, batch.behav, batch) < 1e-5

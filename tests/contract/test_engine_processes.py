@@ -19,7 +19,7 @@ from tests.small_models import digits_folder, digits_model
 
 from winnow.errors import PublicationError, WorkerError
 from winnow.learning.canary import Canary
-from winnow.learning.single import SingleStrategy
+from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import load_causal_lm
 from winnow.rollout.engine import (
     AnswerRequest,
@@ -129,7 +129,7 @@ def test_two_processes_write_what_two_engines_here_write_to_the_bit(
 def test_new_weights_arrive_in_both_and_the_canary_hears_them(
     workers: list[WorkerGroup], run: Run
 ) -> None:
-    policy = SingleStrategy(load_model(learned=True))
+    policy = Strategy(load_model(learned=True))
     canary = Canary.drawn(29, 256, torch.float32)
 
     async def publish() -> None:

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from winnow.config.model import LoraAdapter
-from winnow.learning.base_strategy import BaseStrategy
 from winnow.learning.batch import (
     Batch,
     MicroBatch,
@@ -38,14 +37,12 @@ from winnow.learning.batch import (
     idle,
     micro_batches,
     pack,
+    share,
     spread,
     update_of,
 )
-from winnow.learning.data_parallel import share
-from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
-from winnow.learning.shards import gathered
-from winnow.learning.single import SingleStrategy
-from winnow.learning.strategy import LossResult, Output, Outputs
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, whole
+from winnow.learning.strategy import LossResult, Output, Outputs, Strategy
 from winnow.models.causal_lm import freeze, use_layout_attention
 from winnow.models.lora import add_lora
 
@@ -88,7 +85,7 @@ class Layout:
 
     mesh: tuple[int, int] = (1, 4)
     """Replicas, shards. With fewer than four ranks the others are a set of their own."""
-    sharding: Sharding = field(default_factory=lambda: Sharding(bucket_bytes=3000))
+    sharding: Sharding = field(default_factory=Sharding)
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -197,13 +194,13 @@ def arrays(tensors: dict[str, Tensor]) -> Arrays:
     return {n: t.detach().to(torch.float64, copy=True).numpy() for n, t in tensors.items()}
 
 
-def gradients_of(strategy: BaseStrategy) -> dict[str, Tensor]:
-    own = ((n, m.grad) for n, m in strategy._masters.items() if m.grad is not None)
-    return dict(gathered(own, 1 << 30, strategy.device))
+def gradients_of(strategy: Strategy) -> dict[str, Tensor]:
+    own = {n: m.grad for n, m in strategy._masters.items() if m.grad is not None}
+    return {name: whole(gradient, strategy.device) for name, gradient in own.items()}
 
 
-def alone(kind: str, dtype: torch.dtype, **options: Any) -> SingleStrategy:
-    return SingleStrategy(model_of(kind, dtype), **{**HYPERPARAMETERS, **options})
+def alone(kind: str, dtype: torch.dtype, **options: Any) -> Strategy:
+    return Strategy(model_of(kind, dtype), **{**HYPERPARAMETERS, **options})
 
 
 @cache
@@ -347,7 +344,7 @@ def options_of(kind: str, mesh: str) -> list[tuple[torch.dtype, Options]]:
 
 def layout_of(mesh: tuple[int, int], options: Options, **others: Any) -> Layout:
     kept, offloaded, recomputed = options
-    sharding = Sharding(not kept, offloaded, bucket_bytes=20_000)
+    sharding = Sharding(not kept, offloaded)
     return Layout(mesh, sharding, {"gradient_checkpointing": recomputed, **others})
 
 

@@ -31,17 +31,13 @@ from tests.recorded import VOCABULARY, quickstart_model, recorded_groups
 from torch import Tensor, nn
 
 from winnow.algorithms.aggregation import AGGREGATIONS
-from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.load import load_recipe
 from winnow.learning.batch import MicroBatch, pack
 from winnow.learning.critic import Critic, ValueObjective
-from winnow.learning.importance_correction import CorrectionStage
-from winnow.learning.learner import Learner, LearnerSettings, Rates, Roles
-from winnow.learning.objective import KlTerm, PolicyObjective
-from winnow.learning.policy import Policy
-from winnow.learning.reference import Reference
-from winnow.learning.single import SingleStrategy
-from winnow.learning.strategy import LossFn, Output, Stats
+from winnow.learning.learner import Learner, LearnerSettings
+from winnow.learning.policy import KlTerm, Policy, PolicyObjective
+from winnow.learning.strategy import LossFn, Output, Stats, Strategy
 from winnow.models.value import load_value_model
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.runs.build_learner import make_objective
@@ -61,7 +57,7 @@ def as_they_are(microbatches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
     return [list(microbatches)]
 
 
-class Recorder(SingleStrategy):
+class Recorder(Strategy):
     """Keeps each update's gradient, added up over ranks, and moves the weights by fixed noise."""
 
     def __init__(self, model: nn.Module, deal: Deal = as_they_are) -> None:
@@ -105,7 +101,7 @@ class Case:
     objective: PolicyObjective
     epochs: int = 2
     overlong_filtering: bool = False
-    correct: CorrectionStage | None = None
+    correction: Mapping[str, Any] | None = None
     advantage: str = "grpo"
     options: Mapping[str, Any] = field(default_factory=dict)
     value: ValueObjective | None = None
@@ -124,21 +120,26 @@ class Cut:
     """Shuffles groups and answers; None leaves them."""
 
 
+def rest(step: int) -> float:
+    """The learning rate of a model that stays as it is."""
+    return 0.0
+
+
 def gradients(case: Case, cut: Cut, dtype: torch.dtype, folder: Path) -> list[Gradient]:
     """Of all updates of one step, of the policy first."""
     policy = Recorder(quickstart_model(dtype), cut.deal)
     reference = critic = None
     if case.objective.kl is not None:
-        reference = Reference(Recorder(reference_model(dtype)))
+        reference = Recorder(reference_model(dtype))
     if case.value is not None:
         critic = Critic(Recorder(value_model(dtype, folder), cut.deal), case.value)
     learner = Learner(
-        Roles(Policy(policy, case.objective), reference, critic),
-        Rates(lambda step: 0.0, lambda step: 0.0),
+        Policy(policy, case.objective),
         advantage_stage(case.advantage, case.options),
-        LearnerSettings(100, case.epochs, cut.budget, case.overlong_filtering, 5, 1),
-        case.correct,
-        with_squares=case.advantage == "optimal_token_baseline",
+        LearnerSettings(100, case.epochs, cut.budget, case.overlong_filtering, 5, 1, rest, rest),
+        reference=reference,
+        critic=critic,
+        correction=case.correction,
     )
     learner.learn(ordered(recorded_groups(3, 4), case, cut.order), 1, Metrics(), Stopwatch())
     found = policy.gradients
@@ -217,7 +218,6 @@ def packed(members: Sequence[tuple[MicroBatch, int]]) -> MicroBatch:
         samples=rows(lambda m: m.samples),
         source=tokens(lambda m: m.source),
         lengths=lengths,
-        extras=tuple(micro.extras[b] for micro, b in members),
         counts=one.counts,
     )
 
@@ -255,10 +255,8 @@ def _cases() -> dict[str, Case]:
         cases[f"{name} filtered"] = Case(_objective(name), overlong_filtering=True)
     cases |= {
         "entropy": Case(_objective("reinforce", entropy_coef=0.05)),
-        "weights": Case(_objective("ppo_clip"), correct=CorrectionStage(WEIGHT, normalize=True)),
-        "rejection": Case(
-            _objective("sapo"), correct=CorrectionStage({**WEIGHT, **REJECTION}, normalize=False)
-        ),
+        "weights": Case(_objective("ppo_clip"), correction={**WEIGHT, "normalize": True}),
+        "rejection": Case(_objective("sapo"), correction={**WEIGHT, **REJECTION}),
         "fused": Case(
             _objective("ppo_clip", old="current", correction={**WEIGHT, **REJECTION}), epochs=1
         ),
@@ -285,7 +283,7 @@ def _cases() -> dict[str, Case]:
                 entropy_coef=0.05,
             ),
             overlong_filtering=True,
-            correct=CorrectionStage({**WEIGHT, **REJECTION}, normalize=True),
+            correction={**WEIGHT, **REJECTION, "normalize": True},
             advantage="reinforce_plus_plus_baseline",
         ),
     }
@@ -391,16 +389,15 @@ def rank(number: str, shared: str, folder: str) -> None:
 def of_one_update(
     objective: PolicyObjective,
     groups: list[Group] | None = None,
-    correct: CorrectionStage | None = None,
+    correction: Mapping[str, Any] | None = None,
 ) -> Gradient:
     """Of a step with one update, in fp32."""
     policy = Recorder(quickstart_model())
     learner = Learner(
-        Roles(Policy(policy, objective)),
-        Rates(lambda step: 0.0),
+        Policy(policy, objective),
         advantage_stage("grpo", {}),
-        LearnerSettings(100, 1, 400, False, 5, 1),
-        correct,
+        LearnerSettings(100, 1, 400, False, 5, 1, rest),
+        correction=correction,
     )
     learner.learn(groups or recorded_groups(3), 1, Metrics(), Stopwatch())
     (gradient,) = policy.gradients
@@ -412,7 +409,7 @@ def of_one_update(
 def test_fused_mode_learns_what_recompute_mode_does_in_one_update(loss: str, level: str) -> None:
     options = {"weight": "truncated", "weight_options": {"level": level, "cap": 2.0}}
     fused = of_one_update(_objective(loss, old="current", correction=options))
-    recomputed = of_one_update(_objective(loss), correct=CorrectionStage(options, normalize=False))
+    recomputed = of_one_update(_objective(loss), correction=options)
     assert_same([fused], [recomputed], 1e-6)
     plain = of_one_update(_objective(loss))
     assert not any(torch.allclose(plain[name], fused[name], rtol=0.01) for name in plain)

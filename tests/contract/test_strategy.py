@@ -24,9 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from winnow.errors import CheckpointError, ModelError
 from winnow.learning.batch import Batch, all_micro_batches, gather_tokens, micro_batches, pack
-from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
-from winnow.learning.shards import whole
-from winnow.learning.single import SingleStrategy
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, whole
 from winnow.learning.strategy import LossResult, Strategy
 from winnow.models.causal_lm import load_causal_lm
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
@@ -57,12 +55,12 @@ class Implementation:
     gradients: Callable[[Any], dict[str, Tensor]]
 
 
-def make_single(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> SingleStrategy:
+def make_single(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Strategy:
     options = {"temperature": TEMPERATURE, "vocab_size": TOKENIZER, **options}
-    return SingleStrategy(load_causal_lm(str(folder), dtype, CPU), **options)
+    return Strategy(load_causal_lm(str(folder), dtype, CPU), **options)
 
 
-def take_gradients(strategy: SingleStrategy | FSDP2Strategy) -> dict[str, Tensor]:
+def take_gradients(strategy: Strategy | FSDP2Strategy) -> dict[str, Tensor]:
     """The gradients gathered so far, which are cleared."""
     named = dict(strategy.model.named_parameters())
     gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
@@ -79,7 +77,7 @@ class Alone(FSDP2Strategy):
 
 def joined(state: Any) -> Any:
     if isinstance(state, Tensor):
-        return whole(state)
+        return whole(state, CPU)
     return {name: joined(value) for name, value in state.items()}
 
 
@@ -93,7 +91,7 @@ def make_alone(folder: Path, dtype: torch.dtype = torch.float32, **options: Any)
 
 def take_whole_gradients(strategy: Alone) -> dict[str, Tensor]:
     gradients = take_gradients(strategy)
-    return {name: whole(gradient) for name, gradient in gradients.items()}
+    return {name: whole(gradient, CPU) for name, gradient in gradients.items()}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -462,7 +460,7 @@ def test_a_state_of_another_model_is_refused_by_name(
 ) -> None:
     strategy = implementation.make(folders["qwen2"])
     before = copied(strategy.state_dict())
-    with pytest.raises(CheckpointError, match=r"lacks .*q_proj\.bias.*too many"):
+    with pytest.raises(CheckpointError, match=r"not of this model: .*k_(norm|proj)"):
         strategy.load_state_dict(implementation.make(folders["qwen3"]).state_dict())
     wide = copied(strategy.state_dict())
     wide["weights"]["model.norm.weight"] = torch.ones(33)
@@ -528,11 +526,3 @@ def test_bf16_weights_keep_what_is_less_than_their_step(
 
 def imitation(micro: Any, outputs: Any) -> LossResult:
     return LossResult(-outputs["logprob"].sum() / micro.counts.tokens, {})
-
-
-def test_an_output_that_the_model_does_not_have_is_refused(
-    implementation: Implementation, folders: dict[str, Path]
-) -> None:
-    micro = every(learnable(groups_of(RAGGED)))
-    with pytest.raises(ValueError, match="asked for value"):
-        implementation.make(folders["qwen3"]).forward(micro, frozenset({"value"}))

@@ -136,7 +136,7 @@ DOCUMENTED = {
 _UNSTABLE = (
     # What libraries say changes with their versions, and sizes of files with times in them.
     (r"not (valid JSON|a readable parquet file) \(.*\);", r"not \1 (…);"),
-    (r"(cannot load its tokenizer|cannot load a causal language model): .*;", r"\1: (…);"),
+    (r"(cannot load its tokenizer|cannot load its weights): .*;", r"\1: (…);"),
     (r"(chat template fails|fails with SyntaxError): .*;", r"\1: (…);"),
     (r"cannot be called with (.*?) \(.*\);", r"cannot be called with \1 (…);"),
     # Scorers are many, and more come; docs/rewards.md lists them.
@@ -438,12 +438,12 @@ MODELS = [
     model("cut-config", r"cannot load its tokenizer: .*not a valid JSON file; mend its files"),
     model(
         "no-weights",
-        plain("cannot load a causal language model: Error no file named model.safetensors")
+        plain("cannot load its weights: Error no file named model.safetensors")
         + ".*; give a complete Hugging Face folder",
     ),
     model(
         "cut-weights",
-        plain("cannot load a causal language model: ")
+        plain("cannot load its weights: ")
         + ".*; give a complete Hugging Face folder",
     ),
     model(

@@ -11,10 +11,8 @@ HEAVY = (
     *("winnow.workers.child", "winnow.workers.ray", "winnow.rewards.judge", "winnow.rewards.model"),
     *("winnow.rewards.pool", "winnow.rewards.remote_pipeline", "winnow.rewards.serve"),
     *("winnow.rollout.engine_group", "winnow.rollout.remote_engine", "winnow.rollout.weights"),
-    *("winnow.learning.canary", "winnow.learning.critic", "winnow.learning.custom"),
-    *("winnow.learning.fsdp2", "winnow.learning.kl_penalty", "winnow.learning.reference"),
-    *("winnow.algorithms.losses.covariance", "winnow.algorithms.losses.sequence"),
-    *("winnow.algorithms.token_advantages", "winnow.evaluation.report", "winnow.data.files"),
+    *("winnow.learning.canary", "winnow.learning.custom", "winnow.learning.fsdp2"),
+    *("winnow.evaluation.report", "winnow.data.files"),
     *("winnow.runs.checkpoint_upload", "winnow.runs.launch", "winnow.runs.learner_worker"),
     *("winnow.runs.publishing", "winnow.runs.warm_start", "winnow.observe.summary"),
 )

@@ -1,8 +1,8 @@
 """Aggregation of one number a token to one number an update, by the names of a recipe.
 
-Each aggregation weighs all tokens of a sample alike, so it is a function from counts to one
-weight a sample [B]. The counts are the update's, over all its micro-batches and ranks: what
-micro-batches return just adds up, and no split, order or packing changes the sum.
+Each aggregation weighs all tokens of a sample alike, so it is one weight a sample [B], made of
+counts. The counts are the update's, over all its micro-batches and ranks: what micro-batches return
+just adds up, and no split, order or packing changes the sum.
 
 Shapes: `T` packed tokens and `B` samples of one micro-batch. A sample without a counted token
 is no sample, a group without one no group.
@@ -10,54 +10,17 @@ is no sample, a group without one no group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, eq=False)
-class Denominators:
-    """The counts that an aggregation may divide by."""
-
-    ones: Tensor
-    """[B] in float64, so that integer counts divide exactly."""
-    sample_tokens: Tensor
-    """[B] counted tokens of each sample."""
-    group_tokens: Tensor
-    """[B] counted tokens of each sample's group, over the update."""
-    tokens: int
-    """Counted tokens of the update."""
-    samples: int
-    """Samples of the update with a counted token."""
-    groups: int
-    """Groups of the update with a counted token."""
-    norm_tokens: float | None
-    """A constant length in tokens."""
-
-
-def seq_mean_token_sum_norm(n: Denominators) -> Tensor:
-    """Weigh as seq-mean-token-sum over a constant length [B] (Dr. GRPO, arXiv 2503.20783)."""
-    if n.norm_tokens is None or not n.norm_tokens > 0:
-        raise ValueError(
-            f"seq-mean-token-sum-norm needs norm_tokens above 0, got {n.norm_tokens}; "
-            "give the response limit"
-        )
-    return n.ones / max(n.samples, 1) / n.norm_tokens
-
-
-AGGREGATIONS: Mapping[str, Callable[[Denominators], Tensor]] = {
-    # The mean over all tokens (DAPO, arXiv 2503.14476, section 3.3).
-    "token-mean": lambda n: n.ones / max(n.tokens, 1),
-    # The mean over samples of the mean over a sample's tokens (GRPO, arXiv 2402.03300, eq. 3).
-    "seq-mean-token-mean": lambda n: n.ones / (n.sample_tokens.clamp(min=1) * max(n.samples, 1)),
-    "seq-mean-token-sum": lambda n: n.ones / max(n.samples, 1),
-    "token-sum": lambda n: n.ones,
-    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
-    # The mean over groups of the mean over a group's tokens (ScaleRL, arXiv 2510.13786).
-    "prompt-mean-token-mean": lambda n: n.ones / (n.group_tokens.clamp(min=1) * max(n.groups, 1)),
-}
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "token-sum",
+    "seq-mean-token-sum-norm",
+    "prompt-mean-token-mean",
+)
 
 
 def aggregate(
@@ -85,14 +48,23 @@ def aggregate(
 
     Returns:
         A scalar in the values' dtype; 0 when nothing is counted.
-
-    Raises:
-        ValueError: an unknown name, or a norm_tokens that is missing or not above 0.
     """
-    if name not in AGGREGATIONS:
-        raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {name!r}")
-    sample_tokens = torch.zeros_like(group_tokens).index_add_(0, sample_index, mask.long())
-    ones = torch.ones_like(group_tokens, dtype=torch.float64)
-    counts = Denominators(ones, sample_tokens, group_tokens, tokens, samples, groups, norm_tokens)
-    weights_B = AGGREGATIONS[name](counts).to(values.dtype)
+    ones = torch.ones_like(group_tokens, dtype=torch.float64)  # integer counts divide exactly
+    match name:
+        case "token-mean":  # DAPO, arXiv 2503.14476, section 3.3
+            weights_B = ones / max(tokens, 1)
+        case "seq-mean-token-mean":  # GRPO, arXiv 2402.03300, eq. 3
+            own = torch.zeros_like(group_tokens).index_add_(0, sample_index, mask.long())
+            weights_B = ones / (own.clamp(min=1) * max(samples, 1))
+        case "seq-mean-token-sum":
+            weights_B = ones / max(samples, 1)
+        case "token-sum":
+            weights_B = ones
+        case "seq-mean-token-sum-norm":  # over a constant length: Dr. GRPO, arXiv 2503.20783
+            assert norm_tokens, "the caller gives the response limit"
+            weights_B = ones / max(samples, 1) / norm_tokens
+        case _:  # "prompt-mean-token-mean": ScaleRL, arXiv 2510.13786
+            assert name in AGGREGATIONS, name
+            weights_B = ones / (group_tokens.clamp(min=1) * max(groups, 1))
+    weights_B = weights_B.to(values.dtype)
     return (torch.where(mask, values, 0.0) * weights_B[sample_index]).sum()

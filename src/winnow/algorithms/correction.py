@@ -15,7 +15,7 @@ Shapes: `T` packed tokens, `B` samples. Log-probs are in nats.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -66,9 +66,10 @@ def correct(
         gen_mask: [T] bool, tokens that the policy wrote; samples' statistics are over these.
         loss_mask: [T] bool, a part of gen_mask.
         offsets: [B+1] int64: sample b is [offsets[b], offsets[b+1]).
-        weight: a key of `WEIGHTS`; None for no weights.
-        weight_options: `level`, and the bounds of that function.
-        rejection: a key of `REJECTIONS`; None rejects nothing.
+        weight: one of `WEIGHTS`, min(w, cap) or w within [low, high] and 0 outside; None for no
+            weights.
+        weight_options: `level`, and `cap` or `low` and `high`.
+        rejection: one of `REJECTIONS`; None rejects nothing.
         rejection_options: of `rejected`, by keyword.
         normalize: divide the weights by their mean over what is given here.
     """
@@ -83,10 +84,13 @@ def correct(
     }
     if weight is None:
         return Corrected(left, None, sums)
-    bounds = dict(weight_options)
-    level = bounds.pop("level")
+    level = weight_options["level"]
     w = importance_ratio(l_T, offsets, level)
-    values = WEIGHTS[weight](w, **bounds)
+    if weight == "truncated":  # truncated importance sampling (TIS)
+        values = w.clamp(max=weight_options["cap"])
+    else:  # IcePop (Ring-1T, arXiv 2510.18855)
+        is_within = (w >= weight_options["low"]) & (w <= weight_options["high"])
+        values = torch.where(is_within, w, 0.0)
     sums["weight"] = torch.where(left, values, 0.0).double().sum()
     sums["weight_bound"] = (left & (values != w)).sum()
     # 1, not 0 or NaN, off the mask: 0 times a weight that is not finite would be a NaN gradient.
@@ -102,17 +106,7 @@ def log_ratio(old: Tensor, behav: Tensor, gen_mask: Tensor) -> Tensor:
     return torch.where(gen_mask & (old != behav), old - behav, 0.0)
 
 
-def truncated(w: Tensor, *, cap: float) -> Tensor:
-    """min(w, cap): truncated importance sampling (TIS)."""
-    return w.clamp(max=cap)
-
-
-def masked(w: Tensor, *, low: float, high: float) -> Tensor:
-    """w within [low, high], 0 outside: IcePop (Ring-1T, arXiv 2510.18855)."""
-    return torch.where((w >= low) & (w <= high), w, 0.0)
-
-
-WEIGHTS: Mapping[str, Callable[..., Tensor]] = {"truncated": truncated, "masked": masked}
+WEIGHTS = ("truncated", "masked")
 
 
 def importance_ratio(log_ratio: Tensor, offsets: Tensor, level: str) -> Tensor:
@@ -146,36 +140,7 @@ def divided_by_mean(weights: Tensor, mask: Tensor, offsets: Tensor, level: str) 
     return weights * torch.where(total > 0, count / total, 1.0).to(weights.dtype)
 
 
-def k1_outside(
-    log_ratio: Tensor, fold: Callable[[Tensor], Tensor], *, low: float, high: float
-) -> Tensor:
-    """True where k1 = -l, folded, leaves [log low, log high]: behav / old leaves [low, high].
-
-    At the level of a sample, sum bounds the ratio of the sequences, mean the geometric mean of
-    the tokens' ratios, and max each of these.
-    """
-    bounds = log_ratio.new_tensor([low, high], dtype=torch.float64).log()
-    k1 = -log_ratio
-    # The largest of -k1 is the smallest of k1. A comparison with NaN is false: it stays outside.
-    above, below = fold(k1), -fold(-k1)
-    return ~((below >= bounds[0]) & (above <= bounds[1]))
-
-
-def k2_outside(log_ratio: Tensor, fold: Callable[[Tensor], Tensor], *, bound: float) -> Tensor:
-    """True where k2 = l^2 / 2, folded, exceeds a bound."""
-    return ~(fold(log_ratio.square() / 2) <= bound)
-
-
-def k3_outside(log_ratio: Tensor, fold: Callable[[Tensor], Tensor], *, bound: float) -> Tensor:
-    """True where k3 = e^l - 1 - l, folded, exceeds a bound."""
-    return ~(fold(log_ratio.expm1() - log_ratio) <= bound)
-
-
-REJECTIONS: Mapping[str, Callable[..., Tensor]] = {
-    "k1": k1_outside,
-    "k2": k2_outside,
-    "k3": k3_outside,
-}
+REJECTIONS = ("k1", "k2", "k3")
 
 
 def rejected(
@@ -194,22 +159,24 @@ def rejected(
         log_ratio: [T] from `log_ratio`.
         gen_mask: [T] bool; a sample's statistic is over all that the policy wrote of it.
         offsets: [B+1] int64.
-        name: a key of `REJECTIONS`.
+        name: one of `REJECTIONS`: "k1" rejects where behav / old leaves [low, high], "k2" where
+            l^2 / 2 and "k3" where e^l - 1 - l exceeds `bound`.
         level: "token" or "sample", single tokens or whole samples.
-        over: "sum", "mean" or "max" of a sample's tokens; without use for tokens.
-        bounds: of the function by that name.
+        over: "sum", "mean" or "max" of a sample's tokens; without use for tokens. Of k1, sum bounds
+            the ratio of the sequences, mean the geometric mean of the tokens' ratios, and max each
+            of these.
+        bounds: `low` and `high`, or `bound`.
 
     Returns:
         True within gen_mask only. A statistic that is NaN is rejected.
     """
-    l_T = log_ratio.double()
-    if level == "token":
-        return gen_mask & REJECTIONS[name](l_T, lambda values: values, **bounds)
-    samples = _Samples(offsets, len(l_T))
+    samples = _Samples(offsets, len(log_ratio))
     count_B = samples.sums(gen_mask)
 
     def fold(values: Tensor) -> Tensor:
         """[B] sum, mean or max of the written tokens' values [T]; 0 for a sample without one."""
+        if level == "token":
+            return values
         if over == "max":
             shut = values.masked_fill(~gen_mask, -torch.inf)
             top = torch.full_like(count_B, -torch.inf)
@@ -218,7 +185,18 @@ def rejected(
         total = samples.sums(values.masked_fill(~gen_mask, 0.0))
         return total / count_B.clamp(min=1) if over == "mean" else total
 
-    return gen_mask & REJECTIONS[name](l_T, fold, **bounds)[samples.index_T]
+    l_T = log_ratio.double()
+    # A comparison with NaN is false: it stays outside.
+    if name == "k1":
+        low, high = l_T.new_tensor([bounds["low"], bounds["high"]], dtype=torch.float64).log()
+        # The largest of l = -k1 is the smallest of k1.
+        inside = (-fold(l_T) >= low) & (fold(-l_T) <= high)
+    elif name == "k2":
+        inside = fold(l_T.square() / 2) <= bounds["bound"]
+    else:
+        inside = fold(l_T.expm1() - l_T) <= bounds["bound"]
+    inside_T: Tensor = inside if level == "token" else inside[samples.index_T]
+    return gen_mask & ~inside_T
 
 
 class _Samples:

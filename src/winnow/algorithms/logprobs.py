@@ -74,22 +74,12 @@ def token_logprobs(
         with_prob_square_sum: ask for it; it is for weights, which take no gradient.
         head_dtype: run the products in this one instead, on states and weights that are cast
             piece by piece (an FP32 head on a bf16 model). Gradients keep the inputs' dtypes.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit, or a vocab_size beyond the head's.
     """
-    _check(hidden, weight, labels, head_dtype)
-    size = weight.shape[0] if vocab_size is None else vocab_size
-    if not 1 <= size <= weight.shape[0]:
-        raise ValueError(f"vocab_size must lie in [1, {weight.shape[0]}], got {size}")
-    settings = _Settings(
-        temperature,
-        size,
-        chunk_size(size, chunk_tokens),
-        head_dtype or hidden.dtype,
-        with_entropy,
-        with_prob_square_sum,
-    )
+    size, product = vocab_size or len(weight), head_dtype or hidden.dtype
+    assert 1 <= size <= len(weight), "the head has a row for each id"
+    assert weight.dtype in (hidden.dtype, product)
+    chunk = chunk_size(size, chunk_tokens)
+    settings = _Settings(temperature, size, chunk, product, with_entropy, with_prob_square_sum)
     return TokenLogprobs(*cast(Any, _TokenLogprobs).apply(hidden, weight, bias, labels, settings))
 
 
@@ -252,25 +242,6 @@ class _Head:
         for start in range(0, len(self._weight), ROWS_AT_ONCE):
             rows = slice(start, min(start + ROWS_AT_ONCE, len(self._weight)))
             yield rows, self._room[: rows.stop - start].copy_(self._weight[rows])
-
-
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, head_dtype: torch.dtype | None) -> None:
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden must be [T, H] and weight [V, H], got {list(hidden.shape)} and "
-            f"{list(weight.shape)}"
-        )
-    if labels.shape != hidden.shape[:1]:
-        raise ValueError(f"labels must be [{len(hidden)}], got {list(labels.shape)}")
-    product = head_dtype or hidden.dtype
-    if weight.dtype not in (hidden.dtype, product):
-        raise ValueError(
-            f"weight must have hidden's dtype {hidden.dtype}, got {weight.dtype}; cast one of them"
-        )
-    if torch.promote_types(hidden.dtype, product) != product:
-        raise ValueError(
-            f"head_dtype must hold hidden's {hidden.dtype}, got {head_dtype}; leave it out"
-        )
 
 
 def _grad_logits(

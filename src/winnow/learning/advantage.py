@@ -1,24 +1,121 @@
-"""The stage of a step that turns rewards into advantages: KL taken off, then the estimator.
+"""The middle of a step: tokens rejected and weighed, KL taken off rewards, rewards to advantages.
 
 Shapes: `T` packed tokens, `B` samples of the step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from winnow.algorithms.advantages import AdvantageInputs
-from winnow.algorithms.estimators import Advantages, Estimator, estimate
-from winnow.learning.batch import Batch
+from winnow.algorithms.advantages import AdvantageInputs, Advantages, Estimator, estimate
+from winnow.algorithms.correction import correct
+from winnow.algorithms.kl import KL_ESTIMATORS, adapted_coef
+from winnow.errors import TrainingError
+from winnow.learning.batch import Batch, sample_tokens
 from winnow.observe.metrics import Metrics
 from winnow.types import Group
 
-if TYPE_CHECKING:
-    from winnow.learning.kl_penalty import KlPenalty
+
+def correct_batch(batch: Batch, options: Mapping[str, Any], metrics: Metrics) -> Batch:
+    """Take rejected tokens out of loss_mask and fill the column `weight`, from `old` and `behav`.
+
+    In fused and bypass mode `PolicyObjective` does it instead, in the update's own forward pass.
+
+    Args:
+        options: of `correct`, by keyword.
+        metrics: gets `correction/…`.
+    """
+    found = correct(
+        batch.columns["old"],
+        batch.behav,
+        batch.gen_mask,
+        batch.loss_mask,
+        batch.offsets,
+        **options,
+    )
+    book_correction(
+        metrics,
+        {name: float(total) for name, total in found.sums.items()},
+        tokens=int(batch.loss_mask.sum()),
+        samples=int((sample_tokens(batch, np.arange(batch.n_samples)) > 0).sum()),
+    )
+    if found.weights is not None:
+        batch.columns["weight"] = found.weights
+    return replace(batch, loss_mask=found.loss_mask)
+
+
+def book_correction(
+    metrics: Metrics, sums: Mapping[str, float], *, tokens: int, samples: int
+) -> None:
+    """Book the shares of rejected tokens and samples, and the mean weight of the tokens left.
+
+    Args:
+        sums: of `Corrected.sums`.
+        tokens, samples: how many were to learn before the correction.
+    """
+    left = tokens - sums["rejected_tokens"]
+    metrics.mean_of("correction/rejected_tokens", sums["rejected_tokens"], tokens)
+    metrics.mean_of("correction/rejected_samples", sums["rejected_samples"], samples)
+    if "weight" in sums:
+        metrics.mean_of("correction/weight", sums["weight"], left)
+        metrics.mean_of("correction/weight_bound", sums["weight_bound"], left)
+
+
+class KlPenalty:
+    """beta * kl_t for each written token, beta fixed or moved after each step.
+
+    Args:
+        coef: beta, of the first step if it adapts.
+        estimator: a key of `KL_ESTIMATORS`.
+        target: KL aimed at, nats a token; None leaves beta as it is.
+        horizon: in samples, as `adapted_coef` takes it.
+    """
+
+    def __init__(
+        self, coef: float, estimator: str, target: float | None = None, horizon: int = 1
+    ) -> None:
+        self.coef = coef
+        self._estimate, self._target, self._horizon = KL_ESTIMATORS[estimator], target, horizon
+
+    def __call__(self, batch: Batch, metrics: Metrics) -> Tensor:
+        """Return the step's penalties [T] in float64, 0 off gen_mask; from `old` and `ref`.
+
+        Books `reward/kl`, the mean over samples of their mean, and `reward/kl_coef`; the weight
+        moves afterwards, so the next step has the new one.
+
+        Raises:
+            TrainingError: the KL is not finite.
+        """
+        old, ref = batch.columns["old"].double(), batch.columns["ref"].double()
+        kl_T = torch.where(batch.gen_mask, self._estimate(old, ref), 0.0)
+        written_B = sum_samples(batch.gen_mask.long(), batch)
+        mean = float((sum_samples(kl_T, batch) / written_B.clamp(min=1)).mean())
+        if not math.isfinite(mean):
+            raise TrainingError(
+                f"algorithm.kl.reward: the KL to the reference is {mean}; look for NaN weights in "
+                "model.path and reference.path, or lower optim.lr"
+            )
+        metrics.mean("reward/kl", mean)
+        metrics.last("reward/kl_coef", self.coef)
+        penalty_T = self.coef * kl_T
+        if self._target is not None:
+            n = batch.n_samples
+            self.coef = adapted_coef(self.coef, mean, self._target, n, self._horizon)
+        return penalty_T
+
+
+def sum_samples(values: Tensor, batch: Batch) -> Tensor:
+    """Return the sum [B] of values [T] over each sample's tokens."""
+    lengths = batch.offsets.diff()
+    index = torch.repeat_interleave(torch.arange(batch.n_samples), lengths)
+    return torch.zeros(batch.n_samples, dtype=values.dtype).index_add_(0, index, values)
 
 
 class AdvantageStage:
@@ -34,6 +131,11 @@ class AdvantageStage:
     ) -> None:
         self._estimator, self._options, self._penalty = estimator, options, penalty
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Inputs that the estimator asks for beyond rewards."""
+        return self._estimator.needs
+
     def __call__(self, groups: Sequence[Group], batch: Batch, metrics: Metrics) -> Advantages:
         """Return the step's advantages, which also become columns of the batch.
 
@@ -41,12 +143,10 @@ class AdvantageStage:
         """
         rewards_B, token_rewards_T = batch.rewards, outcome_rewards(batch)
         if self._penalty is not None:
-            from winnow.learning.kl_penalty import sum_samples
-
             penalty_T = self._penalty(batch, metrics)
             token_rewards_T = token_rewards_T - penalty_T
             rewards_B = rewards_B - sum_samples(penalty_T, batch)
-        columns, needs = batch.columns, self._estimator.needs
+        columns, needs = batch.columns, self.needs
         inputs = AdvantageInputs(
             rewards=rewards_B,
             groups=batch.groups,
@@ -55,9 +155,9 @@ class AdvantageStage:
             loss_mask=batch.loss_mask,
             token_rewards=token_rewards_T,
             components=_components(groups) if self._estimator.takes_components else {},
-            greedy_rewards=_greedy(groups) if "greedy" in needs else None,
+            greedy_rewards=_greedy(groups) if "greedy_rewards" in needs else None,
             values=columns.get("values"),
-            prob=columns["old"].exp() if "probs" in needs else None,
+            prob=columns["old"].exp() if "prob" in needs else None,
             prob_square_sum=columns.get("prob_square_sum"),
             weights=columns.get("weight"),
         )
@@ -69,12 +169,12 @@ class AdvantageStage:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the KL's weight, if there is one."""
-        return {} if self._penalty is None else {"penalty": self._penalty.state_dict()}
+        return {} if self._penalty is None else {"penalty": {"coef": self._penalty.coef}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         if self._penalty is not None:
-            self._penalty.load_state_dict(state["penalty"])
+            self._penalty.coef = state["penalty"]["coef"]
 
 
 def outcome_rewards(batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pack groups into batches, and cut batches into mini-batches and micro-batches.
+"""Pack groups into batches, cut these into mini-batches and micro-batches, and share them out.
 
     groups ─pack─► Batch ─cut_updates─► groups of an update ─micro_batches─► [MicroBatch, …]
                      ▲                                                            │
@@ -10,24 +10,33 @@ state at t - 1, and the first token of a sample, which nothing precedes, is neve
 The divisors of a loss are counted once an update, so that micro-batches just add up.
 
 Shapes: `T` packed tokens, `B` samples of the object at hand (the whole batch or a micro-batch),
-`S` scored tokens (gen_mask true) of a micro-batch. A token is one int64 id; log-probs are nats.
+`S` scored tokens (gen_mask true) of a micro-batch, `R` ranks. A token is one int64 id; log-probs
+are nats.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from winnow.observe.metrics import Metrics
 from winnow.types import Answer, Group, IntArray, Prompt, Score, Segment, Trajectory
 
-Extras = Mapping[str, NDArray[Any]]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_ATTENTION = 12
+"""A layer takes about 12 H^2 products for a token, and 2 H for each token before it (half of a
+sample's length in the mean), so that a sample of n tokens costs as n + n^2 / (12 H)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +65,6 @@ class Batch:
     """[T] fp32, nats: log-prob under the policy that sampled the token; 0 off gen_mask."""
     rewards: Tensor
     """[B] float64."""
-    extras: tuple[Extras, ...]
-    """[B] named arrays that came with each trajectory; carried unread."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """[T] each: results that stay with the batch (`old`, `advantages`, …); put in by the loop."""
 
@@ -115,8 +122,6 @@ class MicroBatch:
     """[T] int64: the tokens' places in the batch."""
     lengths: tuple[int, ...]
     """[B] tokens of each sample, known to the host without asking the device."""
-    extras: tuple[Extras, ...]
-    """[B] named arrays of each sample's trajectory; carried unread."""
     counts: Counts
     """Counts of the whole update."""
 
@@ -187,7 +192,6 @@ def pack(groups: Sequence[Group], overlong_filtering: bool = False) -> Batch:
         loss_mask=torch.from_numpy(loss_mask),
         behav=torch.from_numpy(behav_T),
         rewards=torch.tensor([a.score.reward for _, _, a in rows], dtype=torch.float64),
-        extras=tuple(answer.trajectory.extras for _, _, answer in rows),
     )
 
 
@@ -219,17 +223,91 @@ def cut_updates(
 
     Returns:
         For each update the ordinals of its groups; nothing when there is no group.
-
-    Raises:
-        ValueError: a size that is not positive.
     """
-    if groups_per_update < 1:
-        raise ValueError(f"groups_per_update must be at least 1, got {groups_per_update}")
     if n_groups == 0:
         return []
     n_updates = max(1, math.floor(n_groups / groups_per_update + 0.5))
     order = np.random.default_rng(seed).permutation(n_groups)
     return [part.tolist() for part in np.array_split(order, n_updates)]
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """The micro-batches of each rank, as many for one as for another."""
+
+    ranks: list[list[MicroBatch]]
+    """[R]"""
+    work: NDArray[np.float64]
+    """[R] as `work` estimates it."""
+
+    @property
+    def spread(self) -> float:
+        """The heaviest rank's work over the mean; 1 is perfect balance."""
+        return float(self.work.max() / self.work.mean()) if self.work.any() else 1.0
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all micro-batches that is empty."""
+        every = [micro for rank in self.ranks for micro in rank]
+        return sum(not micro.lengths for micro in every) / max(1, len(every))
+
+
+def share(
+    batch: Batch, groups: Iterable[int], max_tokens: int, ranks: int = 1, width: int = 1
+) -> Shares:
+    """Cut an update into micro-batches for each of `ranks`; counts are those of the whole.
+
+    A sample's work is estimated by its tokens and, for attention, their square. Samples go,
+    heaviest first, each to the rank that has least so far (R. L. Graham, Bounds on multiprocessing
+    timing anomalies, 1969: never more than 4/3 of the best split, and with many samples next to
+    it). Ranks run in step, so each gets as many micro-batches as the one that has most; some are
+    empty.
+
+    Args:
+        groups: ordinals of the update's groups, each once, in any order.
+        max_tokens: packed tokens of a micro-batch.
+        width: of the model (H), which says from what length on attention costs most.
+    """
+    wanted = np.zeros(batch.n_groups, dtype=bool)
+    wanted[list(groups)] = True
+    groups_B, lengths_B = batch.groups.numpy(), np.diff(batch.offsets.numpy())
+    samples = np.flatnonzero(wanted[groups_B])
+    samples = samples[np.argsort(-lengths_B[samples], kind="stable")]
+    # Of these samples alone: a step has as many updates as it has mini-batches, and counting the
+    # whole batch for each would take time by the square of its size.
+    tokens = sample_tokens(batch, samples)
+    group_tokens = np.zeros(batch.n_groups, dtype=np.int64)
+    np.add.at(group_tokens, groups_B[samples], tokens)
+    counts = Counts(
+        tokens=int(tokens.sum()),
+        samples=int((tokens > 0).sum()),
+        groups=int((group_tokens > 0).sum()),
+    )
+    work_B = work(lengths_B[samples], width)
+    parts = split(work_B, ranks)
+    cuts = [_by_budget(samples[part], lengths_B, max_tokens) for part in parts]
+    most = max(map(len, cuts))
+    for own in cuts:
+        own += [np.empty(0, np.int64)] * (most - len(own))
+    found = [[_slice(batch, part, group_tokens, counts) for part in own] for own in cuts]
+    return Shares(found, np.array([work_B[part].sum() for part in parts]))
+
+
+def work(lengths: NDArray[np.int64], width: int) -> NDArray[np.float64]:
+    """Estimate the work [B] of samples of so many tokens, in tokens that attend to nothing."""
+    tokens = lengths.astype(np.float64)
+    return tokens + tokens**2 / (_ATTENTION * width)
+
+
+def split(work: NDArray[np.float64], ranks: int) -> Sequence[NDArray[np.int64]]:
+    """Return which items each rank [R] gets, in the items' order."""
+    heap = [(0.0, rank) for rank in range(ranks)]
+    rank_of = np.empty(len(work), dtype=np.int64)
+    for item in np.argsort(-work, kind="stable").tolist():
+        sum_, rank = heap[0]
+        rank_of[item] = rank
+        heapq.heapreplace(heap, (sum_ + float(work[item]), rank))
+    return [np.flatnonzero(rank_of == rank) for rank in range(ranks)]
 
 
 def micro_batches(batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
@@ -242,69 +320,8 @@ def micro_batches(batch: Batch, groups: Iterable[int], max_tokens: int) -> list[
     Args:
         groups: ordinals of the update's groups, each once, in any order.
         max_tokens: bounds memory.
-
-    Raises:
-        ValueError: `max_tokens` below 1.
     """
-    update = update_of(batch, groups)
-    return cut(batch, update, update.samples, max_tokens)
-
-
-@dataclass(frozen=True, eq=False)
-class Update:
-    """The samples of an update, and the divisors of its losses."""
-
-    samples: NDArray[np.int64]
-    """[B] the samples' places in the batch, longest first."""
-    group_tokens: NDArray[np.int64]
-    """[groups of the batch] tokens in loss_mask over the update."""
-    counts: Counts
-
-
-def update_of(batch: Batch, groups: Iterable[int]) -> Update:
-    """Collect the samples of some groups; ties in length keep the batch's order.
-
-    Args:
-        groups: ordinals, each once, in any order.
-    """
-    wanted = np.zeros(batch.n_groups, dtype=bool)
-    wanted[list(groups)] = True
-    groups_B = batch.groups.numpy()
-    samples = np.flatnonzero(wanted[groups_B])
-    lengths_B = np.diff(batch.offsets.numpy())
-    samples = samples[np.argsort(-lengths_B[samples], kind="stable")]
-    # Of these samples alone: a step has as many updates as it has mini-batches, and counting the
-    # whole batch for each would take time by the square of its size.
-    tokens = sample_tokens(batch, samples)
-    group_tokens = np.zeros(batch.n_groups, dtype=np.int64)
-    np.add.at(group_tokens, groups_B[samples], tokens)
-    counts = Counts(
-        tokens=int(tokens.sum()),
-        samples=int((tokens > 0).sum()),
-        groups=int((group_tokens > 0).sum()),
-    )
-    return Update(samples, group_tokens, counts)
-
-
-def cut(
-    batch: Batch, update: Update, samples: NDArray[np.int64], max_tokens: int
-) -> list[MicroBatch]:
-    """Cut some of an update's samples, in their order, into micro-batches; none for no samples.
-
-    Raises:
-        ValueError: `max_tokens` below 1.
-    """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-    lengths_B = np.diff(batch.offsets.numpy())
-    parts = _by_budget(samples, lengths_B, max_tokens)
-    return [_slice(batch, part, lengths_B, update) for part in parts]
-
-
-def idle(batch: Batch, update: Update) -> MicroBatch:
-    """Return a micro-batch of no samples, for a rank that waits for the others."""
-    lengths_B = np.diff(batch.offsets.numpy())
-    return _slice(batch, np.empty(0, np.int64), lengths_B, update)
+    return share(batch, groups, max_tokens).ranks[0]
 
 
 def all_micro_batches(batch: Batch, max_tokens: int) -> list[MicroBatch]:
@@ -328,10 +345,74 @@ def gather_tokens(
     return out
 
 
-def spread(values: Tensor, batch: Batch, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Give each written token [T] the value [B] of its sample; 0 off gen_mask."""
-    lengths = batch.offsets.diff()
-    return values.to(dtype).repeat_interleave(lengths).masked_fill_(~batch.gen_mask, 0.0)
+class MicroBatchSharder:
+    """Cut a batch's micro-batches, and gather what was computed of them.
+
+    Every rank has the whole batch on its host. What is computed of all of it (advantages,
+    selections, corrections) is computed alike everywhere without communication; what a model
+    computes is shared out, and its values [T] are brought together again. The split changes nothing
+    in what is learnt.
+
+    On a mesh each rank gets its share of the samples, and all ranks call all methods but `figures`;
+    without one this process gets everything.
+
+    Args:
+        mesh: of one axis, or of two; None for a process on its own.
+        width: of the model (H), which says from what length on attention costs most.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None, width: int = 1) -> None:
+        self._mesh, self._width = mesh, width
+        self._ranks = 1 if mesh is None else mesh.size()
+        self._rank = 0
+        if mesh is not None:
+            self._rank = int((mesh.mesh == dist.get_rank()).flatten().nonzero())
+        self._figures = Metrics()
+
+    def update(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
+        """Cut this process's micro-batches of an update; counts are those of the whole update."""
+        shares = share(batch, groups, max_tokens, self._ranks, self._width)
+        if self._mesh is not None:
+            self._figures.mean("ranks/spread", shares.spread)
+            self._figures.mean("ranks/idle", shares.idle_share)
+        return shares.ranks[self._rank]
+
+    def everything(self, batch: Batch, max_tokens: int) -> list[MicroBatch]:
+        """Cut this process's micro-batches of the whole batch, for passes that learn nothing."""
+        every = range(batch.n_groups)
+        return share(batch, every, max_tokens, self._ranks, self._width).ranks[self._rank]
+
+    def gather(
+        self, batch: Batch, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]
+    ) -> Tensor:
+        """Return [T] on the CPU: the values of every process's micro-batches in batch order."""
+        own = gather_tokens(batch, microbatches, values)
+        if self._mesh is None or not microbatches:  # nor has any other rank one
+            return own
+        # As sums of one number and zeros, which are exact: the same bits on every rank.
+        meeting = own.to(device_of(self._mesh))
+        for axis in range(self._mesh.ndim):
+            dist.all_reduce(meeting, group=self._mesh.get_group(axis))
+        return meeting.cpu()
+
+    def figures(self) -> Metrics:
+        """Report how even the shares of the updates were since the last call.
+
+        `ranks/spread` is the heaviest rank's work over the mean, `ranks/idle` the share of empty
+        micro-batches; neither is there without a mesh.
+        """
+        found, self._figures = self._figures, Metrics()
+        return found
+
+
+NO_SHARDING = MicroBatchSharder()
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device that this rank of a mesh computes on."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def sample_tokens(batch: Batch, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -366,12 +447,10 @@ def _tokens_of(
 
 
 def _slice(
-    batch: Batch,
-    samples: NDArray[np.int64],
-    lengths_B: NDArray[np.int64],
-    update: Update,
+    batch: Batch, samples: NDArray[np.int64], group_tokens: NDArray[np.int64], counts: Counts
 ) -> MicroBatch:
-    lengths = lengths_B[samples]
+    starts = batch.offsets.numpy()
+    lengths = starts[samples + 1] - starts[samples]
     source_T, offsets = _tokens_of(batch, samples, lengths)
     source = torch.from_numpy(source_T)
     gen_mask = batch.gen_mask[source]
@@ -385,10 +464,9 @@ def _slice(
         scored_positions=gen_mask.nonzero().squeeze(1),
         behav=batch.behav[source],
         columns={name: column[source] for name, column in batch.columns.items()},
-        group_tokens=torch.from_numpy(update.group_tokens[batch.groups.numpy()[samples]]),
+        group_tokens=torch.from_numpy(group_tokens[batch.groups.numpy()[samples]]),
         samples=torch.from_numpy(samples),
         source=source,
         lengths=tuple(lengths.tolist()),
-        extras=tuple(batch.extras[i] for i in samples.tolist()),
-        counts=update.counts,
+        counts=counts,
     )

@@ -22,8 +22,7 @@ import torch
 
 from winnow.errors import PublicationError, WorkerError
 from winnow.learning.batch import pack_sequences
-from winnow.learning.data_parallel import run_pass
-from winnow.learning.strategy import Strategy
+from winnow.learning.strategy import Strategy, run_pass
 from winnow.types import FloatArray, IntArray
 
 

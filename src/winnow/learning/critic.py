@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from winnow.algorithms.losses.value import explained_variance, value_loss
+from winnow.algorithms.losses import explained_variance, value_loss
 from winnow.learning.batch import Batch, MicroBatch
-from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder
-from winnow.learning.objective import aggregate_share
-from winnow.learning.policy import run_update
-from winnow.learning.strategy import LossResult, Output, Outputs, Strategy
+from winnow.learning.policy import aggregate_share, run_update
+from winnow.learning.strategy import LossResult, Output, Outputs, Strategy, run_pass
 from winnow.observe.metrics import Metrics
 
 
@@ -26,17 +25,14 @@ class ValueObjective:
     Micro-batches must bring the columns `values`, those before the step, and `returns`.
     """
 
+    outputs: ClassVar[frozenset[Output]] = frozenset({"value"})
+    """The outputs that the strategy must compute."""
     clip: float | None
     """The distance from its old value up to which a value may move and still lower the loss."""
     aggregation: str
     """A key of `AGGREGATIONS`."""
     norm_tokens: float | None = None
     """The constant length of seq-mean-token-sum-norm."""
-
-    @property
-    def outputs(self) -> frozenset[Output]:
-        """The outputs that the strategy must compute."""
-        return frozenset({"value"})
 
     def __call__(self, micro: MicroBatch, outputs: Outputs) -> LossResult:
         """Return the micro-batch's share of the update's loss, with sums over loss_mask."""
@@ -51,17 +47,13 @@ class ValueObjective:
 class Critic:
     """A value model, in the role of the critic."""
 
-    def __init__(
-        self, strategy: Strategy, objective: ValueObjective, dealer: MicroBatchSharder = NO_SHARDING
-    ) -> None:
-        self.strategy, self.objective, self._dealer = strategy, objective, dealer
+    def __init__(self, strategy: Strategy, objective: ValueObjective) -> None:
+        self.strategy, self.objective = strategy, objective
 
     def values(self, batch: Batch, microbatch_tokens: int) -> None:
         """Fill `batch.columns["values"]` [T]: V before each written token; 0 off gen_mask."""
-        micro = self._dealer.everything(batch, microbatch_tokens)
-        found = self.strategy.forward(micro, frozenset({"value"}))
-        values = [each["value"] for each in found]
-        batch.columns["values"] = self._dealer.gather(batch, micro, values)
+        found = run_pass(self.strategy, batch, self.objective.outputs, microbatch_tokens)
+        batch.columns["values"] = found["value"]
 
     def update(self, microbatches: Sequence[MicroBatch], lr: float) -> Metrics:
         """Take one optimizer step on one mini-batch.
@@ -69,7 +61,8 @@ class Critic:
         Returns:
             `critic/…`; of an update that was skipped only the counts.
         """
-        metrics, sums = run_update(self.strategy, self.objective, microbatches, lr, "critic")
+        objective, outputs = self.objective, self.objective.outputs
+        metrics, sums = run_update(self.strategy, outputs, objective, microbatches, lr, "critic")
         if sums is not None:
             metrics.mean("critic/value_loss", sums["loss"])
             tokens = microbatches[0].counts.tokens

@@ -1,26 +1,27 @@
 """A user's own policy loss or advantage estimator, loaded and held to what the built-in ones keep.
 
-Both are called as the built-in ones are (`winnow.algorithms.losses`, `winnow.algorithms
-.advantages`). They are tried once on made-up samples before anything is trained, so that a
-mistake costs no step, and what they return is checked at each call.
+A loss is called as `loss(logp, old, advantage, tokens, **options)`, an estimator as
+`estimator(inputs, **options)`, with the types of `winnow.algorithms.losses` and
+`winnow.algorithms.advantages`. They are tried once on made-up samples before
+anything is trained, so that a mistake costs no step, and what they return is checked at each call.
 
 Shapes: `T` packed tokens, `B` samples.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from winnow.algorithms.advantages import AdvantageInputs
-from winnow.algorithms.estimators import Estimator, estimate
-from winnow.algorithms.losses import Loss, LossTokens
-from winnow.algorithms.losses.registry import PolicyLoss
+from winnow.algorithms.advantages import AdvantageInputs, Estimator, estimate
+from winnow.algorithms.losses import Loss, LossTerms, LossTokens, PolicyLoss
 from winnow.config.algorithm import CustomAdvantage
 from winnow.config.policy_loss import CustomPolicyLoss
 from winnow.errors import ConfigError, TrainingError
@@ -42,10 +43,8 @@ def load_policy_loss(section: CustomPolicyLoss) -> PolicyLoss:
     field = "algorithm.policy_loss.path"
     function, where = load_user_object(section.path, field, ConfigError), f"{field} {section.path}"
     loss = PolicyLoss(partial(_call_loss, function, where))
-    try:
+    with _refused_before_the_start():
         _try_loss(loss, where, section.options)
-    except TrainingError as fault:
-        raise ConfigError(str(fault)) from fault
     return loss
 
 
@@ -59,23 +58,22 @@ def load_estimator(section: CustomAdvantage) -> Estimator:
     field = "algorithm.advantage.path"
     function, where = load_user_object(section.path, field, ConfigError), f"{field} {section.path}"
     estimator = Estimator("custom", partial(_call_estimator, function, where))
-    try:
+    with _refused_before_the_start():
         _try_estimator(estimator, where, section.options)
-    except TrainingError as fault:
-        raise ConfigError(str(fault)) from fault
     return estimator
 
 
-def _call_loss(
-    function: Callable[..., Any],
-    where: str,
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    tokens: LossTokens,
-    **options: Any,
-) -> Loss:
-    found = _call(function, where, logp, old, advantage, tokens, **options)
+@contextlib.contextmanager
+def _refused_before_the_start() -> Iterator[None]:
+    """Tell what is wrong with a trial as a fault of the recipe."""
+    try:
+        yield
+    except TrainingError as fault:
+        raise ConfigError(str(fault)) from fault
+
+
+def _call_loss(function: Callable[..., Any], where: str, x: LossTerms, **options: Any) -> Loss:
+    found, logp = _call(function, where, x.logp, x.old, x.advantage, x.tokens, **options), x.logp
     match found:
         case Tensor() as loss, Mapping() as figures:
             pass
@@ -94,13 +92,13 @@ def _call_loss(
             "or no_grad()"
         )
     # A NaN among the log-probs is the model's: such an update is skipped, as with any loss.
-    if not bool(loss[tokens.mask].isfinite().all()) and bool(logp.isfinite().all()):
+    if not bool(loss[x.tokens.mask].isfinite().all()) and bool(logp.isfinite().all()):
         raise TrainingError(
             f"{where}: the loss is NaN or infinite for finite log-probs; bound its ratio, as "
             "winnow.algorithms.losses.ratio does"
         )
     sums = {str(name): _figure(where, name, value) for name, value in figures.items()}
-    return torch.where(tokens.mask, loss, 0.0), sums
+    return torch.where(x.tokens.mask, loss, 0.0), sums
 
 
 def _figure(where: str, name: Any, value: Any) -> Tensor:
@@ -175,9 +173,7 @@ def _try_loss(loss: PolicyLoss, where: str, options: Mapping[str, Any]) -> None:
         leaf = logp[at].requires_grad_()
         tokens = LossTokens(mask[at], own, int(own[-1]) + 1)
         loss_T, figures = loss(leaf, old[at], advantage[at], tokens, options)
-        (gradient,) = torch.autograd.grad(loss_T.sum(), leaf, allow_unused=True)
-        if gradient is None:
-            raise TrainingError(f"{where}: the loss has no gradient in logp; compute it from logp")
+        (gradient,) = torch.autograd.grad(loss_T.sum(), leaf)
         return loss_T.detach(), gradient, {name: float(x) for name, x in figures.items()}
 
     whole, halves = run(slice(None)), (run(slice(0, 2)), run(slice(2, 4)))
@@ -210,14 +206,11 @@ def _try_estimator(estimator: Estimator, where: str, options: Mapping[str, Any])
     token_rewards[offsets[1:] - 1] = rewards
     groups = torch.tensor([0, 0, 1, 1])
     inputs = AdvantageInputs(rewards, groups, offsets, gen_mask, gen_mask.clone(), token_rewards)
-    before = {name: value.clone() for name, value in vars(inputs).items() if _is_tensor(value)}
+    given = vars(copy.deepcopy(inputs))
     estimate(estimator, inputs, options)
-    changed = [name for name, value in before.items() if not torch.equal(vars(inputs)[name], value)]
+    tensors = {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}
+    changed = [name for name, value in tensors.items() if not torch.equal(given[name], value)]
     if changed:
         raise TrainingError(
             f"{where} changes its inputs in place: {', '.join(changed)}; make new tensors"
         )
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)

@@ -6,22 +6,33 @@ unit (embeddings and a head that is tied to them are one weight there), except a
 which keeps its own precision.
 
 Weights are held as masters (fp32 where a model computes in half precision), sharded by rows, with
-gradients and AdamW's state. On a mesh of two axes they are replicated along the first (HSDP).
+gradients and AdamW's state: `n` rows lie on the `S` ranks of the mesh's last axis, ceil(n / S) rows
+each and the last ones fewer or none. On a mesh of two axes they are replicated along the first
+(HSDP).
 
 Ranks run in step: each brings the same number of micro-batches, of which any may be empty. Counts
 come in over all ranks and losses are divided by them, so gradients are sums, never means.
+
+On disk (`torch.distributed.checkpoint`) each rank writes its own rows, once. What was saved on some
+ranks can be read on any other number of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -30,18 +41,19 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
-from winnow.learning.base_strategy import HALF, BaseStrategy, decoder_layers, local
-from winnow.learning.batch import MicroBatch
-from winnow.learning.data_parallel import device_of
-from winnow.learning.shards import copy_into, gather_values, gathered, global_norm, own_rows
-from winnow.learning.strategy import Stats
+from winnow.errors import CheckpointError
+from winnow.learning.batch import MicroBatchSharder, device_of
+from winnow.learning.strategy import HALF, Stats, Strategy, decoder_layers, local
 from winnow.models.causal_lm import is_reward_model, is_value_model
 from winnow.models.lora import plain_name
 from winnow.models.sharded_loading import SavedWeights, replace_parameters, saved_weights
 from winnow.models.value import scalar_head
 
 _MOMENTS = "exp_avg", "exp_avg_sq"
+State = dict[str, Any]
+"""Tensors in nested dicts."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +65,9 @@ class Sharding:
     pass; false keeps them (faster, more memory), a number keeps them on so many ranks."""
     offload: bool = False
     """Keep weights, gradients and optimizer state in the host's memory, and step there."""
-    bucket_bytes: int = 1 << 29
-    """Bytes of weights that are whole at once while they are exported."""
 
 
-class FSDP2Strategy(BaseStrategy):
+class FSDP2Strategy(Strategy):
     """Hold a model of `winnow.models`, sharded over a device mesh.
 
     Every method is collective: all ranks of the mesh call it, in the same order. An adapter of a
@@ -68,7 +78,7 @@ class FSDP2Strategy(BaseStrategy):
     Args:
         model: whole on every rank, or hollow; then each rank reads its own rows.
         mesh: of one axis, or of two: replicas, shards.
-        options: as `BaseStrategy` takes them.
+        options: as `Strategy` takes them.
 
     Raises:
         ModelError: a hollow model's weights cannot be read.
@@ -78,7 +88,8 @@ class FSDP2Strategy(BaseStrategy):
         self, model: nn.Module, mesh: DeviceMesh, sharding: Sharding, **options: Any
     ) -> None:
         self.mesh, self._sharding = mesh, sharding
-        super().__init__(model, device_of(mesh), **options)
+        self.sharder = MicroBatchSharder(mesh, int(cast(Any, model).config.hidden_size))
+        super().__init__(model, device=device_of(mesh), **options)
 
     def _hold(self) -> dict[str, nn.Parameter]:
         model, weights = self.model, saved_weights(self.model)
@@ -113,13 +124,7 @@ class FSDP2Strategy(BaseStrategy):
         replace_parameters(self.model, make)
 
     @contextlib.contextmanager
-    def _pass(self, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
-        # Before the first collective, which would wait for ever for a rank that does not come.
-        numbers = gather_values(len(microbatches), self.mesh)
-        if len(set(numbers)) > 1:
-            raise ValueError(
-                f"ranks must bring the same number of micro-batches, got {numbers}; add empty ones"
-            )
+    def _pass(self) -> Iterator[None]:
         try:
             yield
         finally:
@@ -152,7 +157,7 @@ class FSDP2Strategy(BaseStrategy):
         copy_into(own, given)
 
     def _whole(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return gathered(named, self._sharding.bucket_bytes, self.device)
+        return ((name, whole(tensor, self.device)) for name, tensor in named)
 
     def export_trained(self) -> Iterator[tuple[str, Tensor]]:
         """Export what is trained, by parameter names, for a copy of the model that has the rest.
@@ -216,3 +221,137 @@ def _empty(model: nn.Module, weights: SavedWeights) -> None:
         return nn.Parameter(shape, requires_grad=parameter.requires_grad)
 
     replace_parameters(model, make)
+
+
+def own_rows(rows: int, mesh: DeviceMesh) -> slice:
+    """Return the rows of a tensor that are this rank's."""
+    axis = mesh.ndim - 1
+    each = -(-rows // mesh.size(axis))
+    start = min(each * mesh.get_local_rank(axis), rows)
+    return slice(start, min(start + each, rows))
+
+
+def whole(tensor: Tensor, device: torch.device) -> Tensor:
+    """Gather a tensor on every rank, by way of `device`; all ranks must ask."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return cast(DTensor, tensor.to(device)).full_tensor()
+
+
+def copy_into(own: Tensor, given: Tensor) -> None:
+    """Fill a sharded tensor from one that is sharded in the same way, or that has all rows."""
+    if isinstance(own, DTensor) and not isinstance(given, DTensor):
+        given = given[own_rows(own.shape[0], own.device_mesh)]
+    local(own).copy_(local(given))
+
+
+def global_norm(tensors: Sequence[Tensor], mesh: DeviceMesh, device: torch.device) -> float:
+    """Return the 2-norm of all elements of sharded tensors together, the same on every rank.
+
+    Args:
+        device: where the ranks' sums meet; the tensors may lie on the host.
+    """
+    parts = [local(tensor) for tensor in tensors]
+    # In double: the square of an fp32 norm of 1e20 would be infinite.
+    own = float(torch.nn.utils.get_total_norm(parts)) if parts else 0.0
+    square = torch.tensor(own, dtype=torch.float64, device=device).square_()
+    for axis in range(mesh.ndim):
+        dist.all_reduce(square, group=mesh.get_group(axis))
+    replicas = mesh.size() // mesh.size(mesh.ndim - 1)
+    return math.sqrt(float(square) / replicas)
+
+
+def gather_values(value: Any, mesh: DeviceMesh) -> list[Any]:
+    """Gather a plain value of each rank, in the same order on all of them."""
+    values = [value]
+    for axis in reversed(range(mesh.ndim)):
+        group = mesh.get_group(axis)
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, values, group=group)
+        values = [each for part in parts for each in part]
+    return values
+
+
+def on_host(state: Mapping[str, Any], mesh: DeviceMesh) -> State:
+    """Copy a state to the host, where later updates do not change it.
+
+    Args:
+        mesh: of the same ranks, for the host.
+    """
+
+    def copied(tensor: Tensor) -> Tensor:
+        own = local(tensor).detach().to("cpu", copy=True)
+        if not isinstance(tensor, DTensor):
+            return own
+        return DTensor.from_local(
+            own,
+            mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+    return {
+        key: on_host(value, mesh) if isinstance(value, Mapping) else copied(value)
+        for key, value in state.items()
+    }
+
+
+class _Writer(FileSystemWriter):
+    """A writer that raises the system's own error, which pickling for other ranks would lose."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # After a write that failed, torch's zip writer fails at its closing, too.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def write_shards(state: State, folder: Path, group: dist.ProcessGroup) -> None:
+    """Write a state that is on the host; all ranks call this, in a thread if they like.
+
+    Args:
+        group: a gloo group that nothing else uses meanwhile.
+
+    Raises:
+        OSError: the disk is full, or not writable; on every rank.
+    """
+    try:
+        writer = _Writer(folder, single_file_per_rank=True, sync_files=False)
+        save(state, storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        raise _first(error) from error
+
+
+def read_shards(states: State, folder: Path) -> None:
+    """Read what `write_shards` wrote into states with room for it, by role; all ranks call this.
+
+    A model that has made no step yet has no optimizer state: entries that were not saved are taken
+    out of `optimizer`.
+
+    Raises:
+        CheckpointError: the folder is damaged, or of another model.
+    """
+    try:
+        reader = FileSystemReader(folder)
+        saved = reader.read_metadata().state_dict_metadata
+        for role, state in states.items():
+            for name in list(state["optimizer"]):
+                if f"{role}.optimizer.{name}.step" not in saved:
+                    del state["optimizer"][name]
+        load(states, storage_reader=reader)
+    except (CheckpointException, OSError, EOFError, ValueError) as error:
+        cause = _first(error) if isinstance(error, CheckpointException) else error
+        reason = str(cause).partition("\n")[0]
+        raise CheckpointError(
+            f"{folder} cannot be read: {reason}; use another checkpoint"
+        ) from error
+
+
+def _first(error: CheckpointException) -> BaseException:
+    """Return the failure of the first rank that has one."""
+    return error.failures[min(error.failures)][0]

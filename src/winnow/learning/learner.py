@@ -10,26 +10,23 @@ The parts are chosen when the learner is built: a step computes only what its al
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from winnow.errors import TrainingError
-from winnow.learning.advantage import AdvantageStage
+from winnow.learning.advantage import AdvantageStage, correct_batch
 from winnow.learning.batch import Batch, cut_updates, pack
-from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder
+from winnow.learning.critic import Critic, value_figures
 from winnow.learning.policy import Policy
+from winnow.learning.strategy import Strategy, run_pass
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.types import FloatArray, Group, IntArray
-
-if TYPE_CHECKING:
-    from winnow.learning.critic import Critic
-    from winnow.learning.importance_correction import CorrectionStage
-    from winnow.learning.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -42,28 +39,15 @@ class LearnerSettings:
     overlong_filtering: bool
     max_skipped_updates: int
     seed: int
+    lr: Callable[[int], float]
+    """The policy's learning rate, by step."""
+    critic_lr: Callable[[int], float] | None = None
+    """The critic's, where there is one."""
     critic_microbatch_tokens: int | None = None
     """None takes `microbatch_tokens`."""
     critic_max_skipped_updates: int = 5
     critic_warmup_steps: int = 0
     """The number of first steps in which only the critic learns."""
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The roles of a step; each holds the strategy of a model."""
-
-    policy: Policy
-    reference: Reference | None = None
-    critic: Critic | None = None
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Learning rates by step."""
-
-    policy: Callable[[int], float]
-    critic: Callable[[int], float] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,24 +89,24 @@ class Learner:
     """Turns groups into updates of a policy, and of a critic where there is one.
 
     Args:
-        correct: narrows and weighs a batch before anything is counted; None leaves it.
-        with_squares: the estimator asks for squared probabilities.
-        sharder: splits micro-batches over ranks.
+        reference: the model that KL terms measure from; the policy's own strategy where that trains
+            an adapter, which is then off while it answers as the reference.
+        correction: options of `correct`, by keyword, to narrow and weigh a batch before anything is
+            counted; None leaves it.
     """
 
     def __init__(
         self,
-        roles: Roles,
-        rates: Rates,
+        policy: Policy,
         advantage: AdvantageStage,
         settings: LearnerSettings,
-        correct: CorrectionStage | None = None,
-        with_squares: bool = False,
-        sharder: MicroBatchSharder = NO_SHARDING,
+        *,
+        reference: Strategy | None = None,
+        critic: Critic | None = None,
+        correction: Mapping[str, Any] | None = None,
     ) -> None:
-        self._roles, self._rates, self._advantage = roles, rates, advantage
-        self._sharder = sharder
-        self._settings, self._correct, self._with_squares = settings, correct, with_squares
+        self._policy, self._reference, self._critic = policy, reference, critic
+        self._advantage, self._settings, self._correction = advantage, settings, correction
         self._skipped_in_a_row = {"actor": 0, "critic": 0}
         self.progress = 0
         """A number that moves with each pass and update."""
@@ -151,16 +135,14 @@ class Learner:
             batch = pack(groups, self._settings.overlong_filtering)
         self._passes(batch, step, metrics, watch)
         with watch.phase("batch"):
-            if self._correct is not None:
-                batch = self._correct(batch, metrics)
+            if self._correction is not None:
+                batch = correct_batch(batch, self._correction, metrics)
             advantages = self._advantage(groups, batch, metrics)
-            if self._roles.critic is not None:
-                from winnow.learning.critic import value_figures
-
+            if self._critic is not None:
                 metrics.merge(value_figures(batch))
         with watch.phase("update"):
             self._updates(groups, batch, step, metrics)
-        metrics.merge(self._sharder.figures())
+        metrics.merge(self._policy.strategy.sharder.figures())
         samples_B = advantages.samples.numpy()
         metrics.spread("score/advantage", samples_B)
         return Learned(
@@ -169,18 +151,21 @@ class Learner:
 
     def _passes(self, batch: Batch, step: int, metrics: Metrics, watch: Stopwatch) -> None:
         """Fill the columns that models compute: `old`, `ref`, `values`."""
-        roles, settings = self._roles, self._settings
-        tokens = settings.microbatch_tokens
-        with watch.phase("old_logprobs" if roles.policy.has_pass else "batch"):
-            metrics.merge(roles.policy.old_logprobs(batch, tokens, self._with_squares))
+        policy, reference, critic = self._policy, self._reference, self._critic
+        tokens = self._settings.microbatch_tokens
+        with watch.phase("old_logprobs" if policy.has_pass else "batch"):
+            metrics.merge(policy.old_logprobs(batch, tokens, "prob" in self._advantage.needs))
         self.progress += 1
-        if roles.reference is not None:
-            with watch.phase("reference"):
-                roles.reference.logprobs(batch, tokens)
+        if reference is not None:
+            is_policy = reference is policy.strategy
+            without = reference.adapter_off() if is_policy else contextlib.nullcontext()
+            with watch.phase("reference"), without:
+                found = run_pass(reference, batch, frozenset({"logprob"}), tokens)
+            batch.columns["ref"] = found["logprob"]
             self.progress += 1
-        if roles.critic is not None:
+        if critic is not None:
             with watch.phase("values"):
-                roles.critic.values(batch, settings.critic_microbatch_tokens or tokens)
+                critic.values(batch, self._settings.critic_microbatch_tokens or tokens)
             self.progress += 1
             if not bool(batch.columns["values"].isfinite().all()):
                 raise TrainingError(
@@ -189,26 +174,26 @@ class Learner:
                 )
 
     def _updates(self, groups: Sequence[Group], batch: Batch, step: int, metrics: Metrics) -> None:
-        settings, roles = self._settings, self._roles
-        tokens = settings.microbatch_tokens
+        settings, policy, critic = self._settings, self._policy, self._critic
+        cut = policy.strategy.sharder.update
         keys = _sample_keys(groups)
         has_moved = False
         for epoch in range(settings.epochs):
             seed = (settings.seed, step, epoch)
             updates = cut_updates(len(groups), settings.groups_per_update, seed)
             for place, update in enumerate(updates):
-                roles.policy.choose(batch, update, keys, _draw_seed(*seed, place))
-                micro = self._sharder.update(batch, update, tokens)
-                if roles.critic is not None:
-                    assert self._rates.critic is not None
+                policy.choose(batch, update, keys, _draw_seed(*seed, place))
+                micro = cut(batch, update, settings.microbatch_tokens)
+                if critic is not None:
+                    assert settings.critic_lr is not None
                     own = settings.critic_microbatch_tokens
-                    parts = micro if own is None else self._sharder.update(batch, update, own)
-                    stats = roles.critic.update(parts, self._rates.critic(step))
+                    parts = micro if own is None else cut(batch, update, own)
+                    stats = critic.update(parts, settings.critic_lr(step))
                     metrics.merge(stats)
                     self._count_skips("critic", stats, step)
                     self.progress += 1
                 if step > settings.critic_warmup_steps:
-                    stats = roles.policy.update(micro, self._rates.policy(step), has_moved)
+                    stats = policy.update(micro, settings.lr(step), has_moved)
                     metrics.merge(stats)
                     has_moved |= self._count_skips("actor", stats, step)
                 self.progress += 1
@@ -221,11 +206,10 @@ class Learner:
         skipped = bool(figures[f"{role}/skipped_updates"])
         in_a_row = self._skipped_in_a_row[role] + 1 if skipped else 0
         self._skipped_in_a_row[role] = in_a_row
-        settings = self._settings
-        limits = {"actor": settings.max_skipped_updates}
-        limits["critic"] = settings.critic_max_skipped_updates
-        if in_a_row >= limits[role]:
-            where = "" if role == "actor" else "critic."
+        limit, where = self._settings.max_skipped_updates, ""
+        if role == "critic":
+            limit, where = self._settings.critic_max_skipped_updates, "critic."
+        if in_a_row >= limit:
             raise TrainingError(
                 f"step {step}: {in_a_row} updates in a row had a gradient that is not finite "
                 f"({where}optim.max_skipped_updates); lower {where}optim.lr, or look for NaN "

@@ -1,7 +1,8 @@
 """The policy's part of a step: old log-probs if they are needed, then updates on mini-batches.
 
-The role holds a strategy and knows names of columns and figures; the strategy knows the model.
-Figures go by the names of `winnow.observe.names`.
+`PolicyObjective` is the loss of an update: policy loss, KL and entropy terms, and their figures,
+which go by the names of `winnow.observe.names`. `Policy` holds the strategy that minimizes it; the
+strategy knows the model.
 
 Shapes: `T` packed tokens, `B` samples. Log-probs are in nats.
 """
@@ -9,32 +10,168 @@ Shapes: `T` packed tokens, `B` samples. Log-probs are in nats.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from winnow.algorithms.correction import max_delta, mismatch_figures, mismatch_sums
+from winnow.algorithms.aggregation import aggregate
+from winnow.algorithms.correction import correct, max_delta, mismatch_figures, mismatch_sums
+from winnow.algorithms.covariance import keyed_draws
+from winnow.algorithms.kl import token_kl
+from winnow.algorithms.losses import DISTANCE_FIGURES, LossTokens, PolicyLoss
+from winnow.learning.advantage import book_correction
 from winnow.learning.batch import Batch, MicroBatch
-from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder, run_pass
-from winnow.learning.objective import MISMATCH, PolicyObjective
-from winnow.learning.strategy import LossResult, Output, Outputs, Stats, Strategy
+from winnow.learning.strategy import LossFn, LossResult, Output, Outputs, Stats, Strategy, run_pass
 from winnow.observe.metrics import Metrics
 
-_CORRECTION = "correction/"
+OldSource = Literal["pass", "current", "behav"]
+_MISMATCH, _CORRECTION = "mismatch/", "correction/"
+
+
+@dataclass(frozen=True)
+class KlTerm:
+    """coef times the aggregated KL to the reference, whose log-probs are the column `ref`."""
+
+    coef: float
+    estimator: str
+    """A key of `KL_ESTIMATORS`."""
+    importance_weight: bool = False
+    """Weigh each token by its ratio to `old`."""
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """A loss function for a strategy.
+
+    Micro-batches must bring the columns `advantages`, `old` unless it is "current", `ref` for a
+    KL term, `selected` for a loss that selects tokens; `weight` is taken where it is.
+    """
+
+    outputs: ClassVar[frozenset[Output]] = frozenset({"logprob", "entropy"})
+    """The outputs that the strategy must compute."""
+    loss: PolicyLoss
+    options: Mapping[str, Any]
+    """The loss's own, by keyword."""
+    aggregation: str
+    """A key of `AGGREGATIONS`."""
+    norm_tokens: float | None = None
+    """The constant length of seq-mean-token-sum-norm."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus, which is aggregated as the loss is."""
+    kl: KlTerm | None = None
+    """KL in the loss."""
+    old: OldSource = "pass"
+    """The source of `old`: a pass before the updates, this very forward pass (exact where a
+    step has one update), or the sampler (bypass)."""
+    correction: Mapping[str, Any] | None = None
+    """Options of `correct` for the current policy against the sampler's: fused and bypass mode.
+    Rejected tokens add nothing to a mean and still count in it."""
+    tells_mismatch: bool = True
+    """True if the figures say how far the sampler was, where no pass has: for a step's first
+    update, since the later ones' policy has moved by itself."""
+
+    @property
+    def selects(self) -> bool:
+        """True if tokens are chosen once an update."""
+        return self.draws and self.options["selection"] == "update"
+
+    @property
+    def draws(self) -> bool:
+        """True if the loss asks for a random number a token."""
+        return self.loss.select is not None
+
+    def __call__(self, micro: MicroBatch, outputs: Outputs) -> LossResult:
+        """Return the micro-batch's share of the update's loss, with figures beside it.
+
+        `policy_loss` and `kl_loss` among the sums are shares of aggregated losses, the others
+        sums over tokens; names with a slash are not the actor's.
+        """
+        logp, entropy = outputs["logprob"], outputs["entropy"]
+        now = logp.detach()
+        old = now if self.old == "current" else micro.columns["old"]
+        sums, maxima = self._mismatch(now, micro)
+        mask, weight = micro.loss_mask, micro.columns.get("weight")
+        if self.correction is not None:
+            found = correct(
+                now, micro.behav, micro.gen_mask, mask, micro.offsets, **self.correction
+            )
+            mask, weight = found.loss_mask, found.weights
+            sums |= {f"{_CORRECTION}{name}": total for name, total in found.sums.items()}
+        columns = micro.columns
+        tokens = LossTokens(
+            mask,
+            micro.sample_index,
+            len(micro.lengths),
+            selected=columns.get("selected"),
+            draws=columns.get("draws"),
+        )
+        loss_T, figures = self.loss(logp, old, columns["advantages"], tokens, self.options)
+        if self.old == "current":  # which is never far from itself
+            figures = {n: total for n, total in figures.items() if n not in DISTANCE_FIGURES}
+        if weight is not None:
+            loss_T = loss_T * weight
+        policy_loss = loss = self._mean(loss_T, mask, micro)
+        if self.kl is not None:
+            # What stands outside the mask may be far off, and 0 times that would be NaN.
+            kl_T = token_kl(
+                self.kl.estimator,
+                torch.where(mask, logp, 0.0),
+                torch.where(mask, columns["ref"], 0.0),
+                torch.where(mask, old, 0.0) if self.kl.importance_weight else None,
+            )
+            kl_loss = self._mean(kl_T, mask, micro)
+            loss = loss + self.kl.coef * kl_loss
+            sums["kl_loss"] = kl_loss.detach()
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * self._mean(entropy, mask, micro)
+        with torch.no_grad():
+            sums |= {
+                "policy_loss": policy_loss,
+                "entropy": torch.where(micro.loss_mask, entropy, 0.0).sum(),
+                "mean_prob": torch.where(micro.loss_mask, logp.exp(), 0.0).sum(),
+                **figures,
+            }
+        return LossResult(loss, sums, maxima)
+
+    def _mismatch(
+        self, now: Tensor, micro: MicroBatch
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Compare sampler and current policy, where no pass has told it before."""
+        if self.old == "pass" or not self.tells_mismatch:
+            return {}, {}
+        pair = (now, micro.behav, micro.gen_mask)
+        sums = {f"{_MISMATCH}{name}": total for name, total in mismatch_sums(*pair).items()}
+        return sums, {f"{_MISMATCH}max_delta": max_delta(*pair)}
+
+    def _mean(self, values: Tensor, mask: Tensor, micro: MicroBatch) -> Tensor:
+        values = torch.where(mask, values, 0.0)
+        return aggregate_share(values, micro, self.aggregation, self.norm_tokens)
+
+
+def aggregate_share(
+    values: Tensor, micro: MicroBatch, aggregation: str, norm_tokens: float | None
+) -> Tensor:
+    """Return the micro-batch's share of the update's aggregate of `values` [T] over loss_mask."""
+    return aggregate(
+        values,
+        micro.loss_mask,
+        micro.sample_index,
+        aggregation,
+        group_tokens=micro.group_tokens,
+        tokens=micro.counts.tokens,
+        samples=micro.counts.samples,
+        groups=micro.counts.groups,
+        norm_tokens=norm_tokens,
+    )
 
 
 class Policy:
     """The model being trained, in the role of the policy."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        objective: PolicyObjective,
-        sharder: MicroBatchSharder = NO_SHARDING,
-    ) -> None:
-        self.strategy, self.objective, self._sharder = strategy, objective, sharder
+    def __init__(self, strategy: Strategy, objective: PolicyObjective) -> None:
+        self.strategy, self.objective = strategy, objective
 
     @property
     def has_pass(self) -> bool:
@@ -63,7 +200,7 @@ class Policy:
         outputs: frozenset[Output] = frozenset({"logprob"})
         if with_squares:
             outputs |= {"prob_square_sum"}
-        found = run_pass(self.strategy, batch, outputs, microbatch_tokens, self._sharder)
+        found = run_pass(self.strategy, batch, outputs, microbatch_tokens)
         old = batch.columns["old"] = found["logprob"]
         if with_squares:
             batch.columns["prob_square_sum"] = found["prob_square_sum"]
@@ -83,8 +220,6 @@ class Policy:
         objective = self.objective
         if not objective.draws:
             return
-        from winnow.algorithms.losses.covariance import keyed_draws
-
         lengths = batch.offsets.diff()
         wanted_B = torch.isin(batch.groups, torch.tensor(groups))
         mask_T = batch.loss_mask & wanted_B.repeat_interleave(lengths)
@@ -113,7 +248,8 @@ class Policy:
             the counts, so that a NaN among its figures does not hide those of the others.
         """
         objective = replace(self.objective, tells_mismatch=not has_moved)
-        metrics, sums = run_update(self.strategy, objective, microbatches, lr, "actor")
+        outputs = objective.outputs
+        metrics, sums = run_update(self.strategy, outputs, objective, microbatches, lr, "actor")
         if sums is not None:
             counts = microbatches[0].counts
             _book(metrics, sums, counts.tokens, counts.samples)
@@ -123,13 +259,11 @@ class Policy:
 def _book(metrics: Metrics, sums: Stats, tokens: int, samples: int) -> None:
     """Book the figures of an update from its sums."""
     sums = dict(sums)
-    apart = _taken(sums, MISMATCH)
+    apart = _taken(sums, _MISMATCH)
     if apart:
         _book_mismatch(metrics, apart, apart.pop("max_delta"))
     correction = _taken(sums, _CORRECTION)
     if correction:
-        from winnow.learning.importance_correction import book_correction
-
         book_correction(metrics, correction, tokens=tokens, samples=samples)
     metrics.mean("actor/loss", sums.pop("loss"))
     for name in ("policy_loss", "kl_loss"):
@@ -158,27 +292,15 @@ def _taken(sums: dict[str, float], prefix: str) -> dict[str, float]:
 def _book_mismatch(metrics: Metrics, sums: Mapping[str, float], largest: float) -> None:
     figures = mismatch_figures(sums)
     for name, value in figures.items():
-        metrics.mean(f"{MISMATCH}{name}", value, sums["tokens"])
+        metrics.mean(f"{_MISMATCH}{name}", value, sums["tokens"])
     if figures:
-        metrics.max(f"{MISMATCH}max_delta", largest)
-
-
-class Objective(Protocol):
-    """The loss that a role minimizes, with the outputs it needs."""
-
-    @property
-    def outputs(self) -> frozenset[Output]:
-        """The outputs that the strategy must compute for it."""
-        ...
-
-    def __call__(self, micro: MicroBatch, outputs: Outputs) -> LossResult:
-        """Return the micro-batch's share of the update's loss, with sums beside it."""
-        ...
+        metrics.max(f"{_MISMATCH}max_delta", largest)
 
 
 def run_update(
     strategy: Strategy,
-    objective: Objective,
+    outputs: frozenset[Output],
+    loss_fn: LossFn,
     microbatches: Sequence[MicroBatch],
     lr: float,
     role: str,
@@ -195,7 +317,7 @@ def run_update(
     # Without a counted token the gradient is zero, and momentum and decay alone would step.
     if not microbatches or microbatches[0].counts.tokens == 0:
         return metrics, None
-    sums = strategy.forward_backward(microbatches, objective.outputs, objective)
+    sums = strategy.forward_backward(microbatches, outputs, loss_fn)
     step = strategy.optimizer_step(lr)
     metrics.sum(f"{role}/updates", 1)
     metrics.sum(f"{role}/skipped_updates", int(step["skipped"]))

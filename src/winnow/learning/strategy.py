@@ -1,24 +1,63 @@
-"""The seam between roles and parallelism: a strategy holds, runs and steps one model.
+"""Strategies: how one model is held, run on packed tokens and stepped.
 
-Shapes: `T` packed tokens of a micro-batch, `B` its samples. Everything a strategy returns per
-token is aligned with `MicroBatch.token_ids`: entry t is about token t given those before it.
+`Strategy` holds a whole model in this process, on the CPU or one CUDA device; `FSDP2Strategy`
+shards it over ranks, and overrides how the weights are held. Weights and activations have the
+model's dtype. A bf16 model is stepped on fp32 master weights: gradients of micro-batches are summed
+in fp32, AdamW works in fp32, and the result is rounded to bf16 after each step, so that updates
+smaller than a bf16 step are not lost.
+
+Shapes: `T` packed tokens of a micro-batch, `S` of them scored, `B` its samples, `H` width.
+Everything a strategy returns per token is aligned with `MicroBatch.token_ids`: entry t is about
+token t given those before it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from functools import cache
+from typing import Any, Literal, cast
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from winnow.learning.batch import MicroBatch
+from winnow.algorithms.logprobs import token_logprobs
+from winnow.errors import CheckpointError, ModelError
+from winnow.learning.batch import (
+    NO_SHARDING,
+    Batch,
+    MicroBatch,
+    MicroBatchSharder,
+    all_micro_batches,
+    pack_sequences,
+)
+from winnow.models.causal_lm import (
+    has_adapter,
+    hidden_states,
+    is_reward_model,
+    is_value_model,
+    output_head,
+)
+from winnow.models.fused_layers import fuse
+from winnow.models.lora import (
+    adapter_dropouts,
+    adapter_off,
+    adapter_weights,
+    is_adapters,
+    merged_weights,
+)
+from winnow.models.packed_attention import PackedLayout
+from winnow.models.value import scalar_head
+from winnow.types import IntArray
 
 Output = Literal["logprob", "entropy", "prob_square_sum", "value", "score"]
 Outputs = Mapping[Output, Tensor]
 Stats = dict[str, float]
+HALF = (torch.bfloat16, torch.float16)
+"""Types whose weights are stepped as fp32 masters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,24 +75,161 @@ class LossResult:
 LossFn = Callable[[MicroBatch, Outputs], LossResult]
 
 
-class Strategy(Protocol):
-    """Holds one model: whole (`SingleStrategy`) or sharded over ranks (`FSDP2Strategy`).
+class ModelRunner(nn.Module):
+    """Run a model on a micro-batch and read the outputs off its hidden states.
 
-    `tests/contract/test_strategy.py` checks what is promised here.
+    Both happen in the forward pass of one module: a sharded model's head is gathered by then, and
+    the log-prob kernel can read its weight.
     """
 
-    device: torch.device
-    """The device it computes on."""
+    def __init__(
+        self,
+        model: nn.Module,
+        temperature: float,
+        vocab_size: int | None,
+        chunk_tokens: int | None,
+        fp32_head: bool,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._temperature, self._vocab_size = temperature, vocab_size
+        self._chunk_tokens, self._fp32_head = chunk_tokens, fp32_head
+        self._gives_value, self._gives_score = is_value_model(model), is_reward_model(model)
 
-    @property
-    def parameters(self) -> int:
-        """The number of its model's weights, over all ranks."""
-        ...
+    def forward(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
+        """Return the outputs asked for, each [T] and 0 where the model says nothing."""
+        layout = PackedLayout(micro.lengths, micro.token_ids.device)
+        hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout)
+        # A log-prob of token t, or the value before it, comes from the state at t - 1.
+        at, shift = micro.scored_positions, 1
+        if self._gives_score:
+            at, shift = micro.offsets[1:] - 1, 0
+        states = hidden.index_select(0, at - shift)
+        if self._gives_score or self._gives_value:
+            head = scalar_head(self.model)
+            # Called, not read: where the head is a unit of its own, the call gathers its weight.
+            numbers = head(states.to(head.weight.dtype))[:, 0]
+            found: dict[Output, Tensor] = {"score" if self._gives_score else "value": numbers}
+        else:
+            found = self._logprobs(states, micro.token_ids[at], outputs)
+        return {name: _placed(values, at, micro) for name, values in found.items()}
 
-    @property
-    def has_adapter(self) -> bool:
-        """True if an adapter is trained in the place of the model's own weights."""
-        ...
+    def _logprobs(
+        self, states: Tensor, token_ids: Tensor, outputs: frozenset[Output]
+    ) -> dict[Output, Tensor]:
+        head = output_head(self.model)
+        exact = torch.promote_types(states.dtype, torch.float32)
+        logprob, entropy, squares = token_logprobs(
+            states,
+            head.weight,
+            token_ids,
+            self._temperature,
+            head.bias,
+            self._vocab_size,
+            with_entropy="entropy" in outputs,
+            chunk_tokens=self._chunk_tokens,
+            with_prob_square_sum="prob_square_sum" in outputs,
+            head_dtype=exact if self._fp32_head else None,
+        )
+        found: dict[Output, Tensor | None] = {"entropy": entropy, "prob_square_sum": squares}
+        if "logprob" in outputs:
+            found["logprob"] = logprob
+        return {name: values for name, values in found.items() if values is not None}
+
+
+class Strategy:
+    """Hold a model of `winnow.models`, and AdamW for the parameters that require gradients.
+
+    A frozen model has no optimizer state. The model stays in evaluation mode (no dropout but an
+    adapter's own) and is changed in place; an engine beside it may share the weights. On the CPU
+    its norms and feed-forward layers are fused. The private methods before `forward` are a
+    subclass's to override. `tests/contract/test_strategy.py` checks what is promised here.
+
+    A causal LM offers `logprob`, `entropy` and `prob_square_sum`, a value model `value`, a reward
+    model `score`.
+
+    Args:
+        device: where it computes; None takes the model's.
+        temperature: of the policy whose log-probs are asked for.
+        betas, eps, weight_decay: AdamW's; every trained parameter decays, as in torch.
+        grad_clip: bound on the norm of the whole gradient; None leaves it.
+        vocab_size: ids the tokenizer has, the rest of the head gets no probability; None means all.
+        logprob_chunk_tokens: tokens whose logits exist at once; None chooses by the vocabulary.
+        gradient_checkpointing: recompute activations in the backward pass.
+        fp32_head: compute a half-precision model's logits in fp32.
+    """
+
+    sharder: MicroBatchSharder = NO_SHARDING
+    """Splits a batch over the ranks that hold the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device | None = None,
+        temperature: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        grad_clip: float | None = 1.0,
+        vocab_size: int | None = None,
+        logprob_chunk_tokens: int | None = None,
+        gradient_checkpointing: bool = False,
+        fp32_head: bool = False,
+    ) -> None:
+        self.model = model
+        self.device = device or next(model.parameters()).device
+        """The device it computes on."""
+        self._grad_clip = grad_clip
+        self._runner = ModelRunner(model, temperature, vocab_size, logprob_chunk_tokens, fp32_head)
+        if self.device.type == "cpu":
+            fuse(model)
+        self._training_only = adapter_dropouts(model)
+        if gradient_checkpointing:
+            cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
+            self._training_only += decoder_layers(model)
+        self._rounded: dict[str, torch.dtype] = {}
+        """Types that exported masters are rounded to, by parameter."""
+        self._masters = self._hold()
+        self._optimizer = torch.optim.AdamW(
+            # An optimizer of nothing wants a group, and steps it in vain.
+            [{"params": list(self._masters.values())}],
+            lr=0.0,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=True,
+        )
+
+    def _hold(self) -> dict[str, nn.Parameter]:
+        """Place the weights, and return what the optimizer steps, by parameter name."""
+        named = self.model.named_parameters()
+        return {name: _master(p) for name, p in named if p.requires_grad}
+
+    @contextlib.contextmanager
+    def _pass(self) -> Iterator[None]:
+        """Surround the passes of some micro-batches."""
+        yield
+
+    def _backward(self, loss: Tensor, is_last: bool) -> None:
+        """Add up a loss's gradients; `is_last` for the last micro-batch of a call."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
+        """Join the figures of all ranks."""
+        return sums | maxima
+
+    def _norm(self, gradients: Sequence[Tensor]) -> float:
+        """Return the 2-norm of all gradients together."""
+        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    def _fill(self, own: Tensor, given: Tensor) -> None:
+        """Copy a tensor of a state into one of this strategy's."""
+        own.copy_(given)
+
+    def _whole(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Bring each tensor's parts together."""
+        return named
 
     def forward(
         self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output]
@@ -64,33 +240,74 @@ class Strategy(Protocol):
         gradient) and `value` are about written tokens and 0 off gen_mask: the
         value at token t is that of the state before t is written, read off the hidden state at
         t - 1 as its log-prob is. `score` stands at the last token of each sample, 0 elsewhere.
-
-        Raises:
-            ValueError: an output that this kind of model does not have, or ranks that bring
-                different numbers of micro-batches.
+        Ranks that share the model bring the same number of micro-batches.
         """
-        ...
+        found = []
+        with torch.no_grad(), self._pass():
+            for micro in microbatches:
+                values = self._run(self._here(micro), outputs)
+                found.append(values if micro.lengths else {n: v[:0] for n, v in values.items()})
+        return found
 
     def forward_backward(
         self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output], loss_fn: LossFn
     ) -> Stats:
-        """Accumulate gradients of the summed losses. A list, because pipelines own that loop.
+        """Accumulate gradients of the summed losses.
 
         Returns the loss, the summed diagnostics and the maxima over all micro-batches and ranks.
         """
-        ...
+        sums: dict[str, Tensor] = {}
+        maxima: dict[str, Tensor] = {}
+        with self._pass():
+            for number, micro in enumerate(microbatches, start=1):
+                is_last = number == len(microbatches)
+                here = self._here(micro)
+                with in_training(self._training_only):
+                    values = self._run(here, outputs)
+                    if not micro.lengths:
+                        # A loss of 0 reaches every weight: sums over ranks need all their parts.
+                        learnt = [v.sum() for v in values.values() if v.requires_grad]
+                        self._backward(torch.stack(learnt).sum() * 0.0, is_last)
+                        continue
+                    result = loss_fn(here, values)
+                    self._backward(result.loss, is_last)
+                for name, value in {"loss": result.loss, **result.sums}.items():
+                    value = value.detach().double()
+                    sums[name] = sums[name] + value if name in sums else value
+                for name, value in result.maxima.items():
+                    maxima[name] = torch.maximum(maxima.get(name, value), value)
+        own = ({name: float(value) for name, value in part.items()} for part in (sums, maxima))
+        return self._over_ranks(*own)
+
+    def _here(self, micro: MicroBatch) -> MicroBatch:
+        """Return the micro-batch, or a filler in the place of an empty one, on the device."""
+        return (micro if micro.lengths else _filler()).to(self.device)
+
+    def _run(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
+        return cast(dict[Output, Tensor], self._runner(micro, outputs))
 
     def optimizer_step(self, lr: float) -> Stats:
         """Clip, step, clear the gradients. A non-finite gradient norm skips the step.
 
         Returns `grad_norm` (before clipping) and `skipped` (0 or 1).
         """
-        ...
+        gradients = [m.grad for m in self._masters.values() if m.grad is not None]
+        norm = self._norm(gradients)
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            if self._grad_clip is not None and norm > self._grad_clip:
+                torch._foreach_mul_([local(g) for g in gradients], self._grad_clip / norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self._round_masters()
+        self._optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": norm, "skipped": float(skipped)}
 
     def export_weights(
         self, dtype: torch.dtype | None = None, adapter_only: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face names and whole tensors, tied ones once, one bucket alive at a time.
+        """Yield Hugging Face names and whole tensors, tied ones once, one gathered at a time.
 
         Without a cast, tensors of a single process are live; masters are rounded to the type the
         model computes in. An adapter is merged into copies of the weights it belongs to; alone it
@@ -99,20 +316,230 @@ class Strategy(Protocol):
         Raises:
             ModelError: an adapter is asked for, and the model has none.
         """
-        ...
+        named: Iterator[tuple[str, Tensor]]
+        named = ((name, tensor.detach()) for name, tensor in tensors_of(self.model).items())
+        if self.has_adapter:
+            if adapter_only:
+                named = adapter_weights(self.model)
+            else:
+                named = merged_weights(tensors_of(self.model), self.model)
+        elif adapter_only:
+            raise ModelError("the adapter alone was asked for, but the model has none; export all")
+        return self._exported(named, dtype)
 
-    def adapter_off(self) -> AbstractContextManager[None]:
+    def _exported(
+        self, named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        def rounded() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in named:
+                wanted = dtype if tensor.is_floating_point() else None
+                yield name, tensor.to(wanted or self._rounded.get(name, tensor.dtype))
+
+        return self._whole(rounded())
+
+    @property
+    def parameters(self) -> int:
+        """The number of its model's weights, over all ranks."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def has_adapter(self) -> bool:
+        """True if an adapter is trained in the place of the model's own weights."""
+        return has_adapter(self.model)
+
+    def adapter_off(self) -> contextlib.AbstractContextManager[None]:
         """Let the model answer without its adapter, as before training, within the block.
 
         Raises:
             ModelError: it has no adapter.
         """
-        ...
+        return adapter_off(self.model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights and optimizer state, for checkpoints."""
-        ...
+        """Return fp32 masters or weights, and optimizer state, by parameter name.
+
+        An adapted model gives the adapter's weights alone. The tensors are live: write or copy them
+        before the next step. Hyperparameters are not in it; they come from the recipe.
+        """
+        learns = tensors_of(self.model)
+        if self.has_adapter:
+            learns = {name: tensor for name, tensor in learns.items() if is_adapters(name)}
+        weights = {name: self._masters.get(name, own).detach() for name, own in learns.items()}
+        states = self._optimizer.state
+        moments = {n: dict(states[m]) for n, m in self._masters.items() if m in states}
+        return {"weights": weights, "optimizer": moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        ...
+        """Take back what `state_dict` gave; gradients gathered so far are dropped.
+
+        Raises:
+            CheckpointError: names, shapes or dtypes are not those of this model.
+        """
+        own = self.state_dict()["weights"]
+        _check_state(state, own, self._masters)
+        for name, tensor in own.items():
+            self._fill(tensor, state["weights"][name])
+        self._round_masters()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.state.clear()
+        for name, moments in state["optimizer"].items():
+            master = self._masters[name]
+            taken = self._optimizer.state[master] = {}
+            for key, value in moments.items():
+                if key == "step":
+                    taken[key] = value.to(local(master).device, copy=True)
+                else:
+                    taken[key] = torch.zeros_like(master.detach())
+                    self._fill(taken[key], value)
+
+    def _round_masters(self) -> None:
+        """Bring masters into the model, where the two are not the same tensors."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                master = self._masters.get(name, parameter)
+                if master is not parameter:
+                    parameter.copy_(master)
+
+
+def run_pass(
+    strategy: Strategy,
+    batch: Batch,
+    outputs: frozenset[Output],
+    max_tokens: int,
+) -> dict[Output, Tensor]:
+    """Run a model on the whole batch without gradients; each output is [T] on the CPU.
+
+    All ranks that hold the model call it.
+    """
+    sharder = strategy.sharder
+    micro = sharder.everything(batch, max_tokens)
+    found = strategy.forward(micro, outputs)
+    return {n: sharder.gather(batch, micro, [values[n] for values in found]) for n in outputs}
+
+
+def score_sequences(strategy: Strategy, sequences: Sequence[IntArray], max_tokens: int) -> Tensor:
+    """Return [B] fp32 on the CPU: a reward model's number for the token ids of each sequence.
+
+    Raises:
+        ValueError: a sequence without a token.
+    """
+    batch = pack_sequences(sequences)
+    scores = run_pass(strategy, batch, frozenset({"score"}), max_tokens)["score"]
+    return scores[batch.offsets[1:] - 1].to(torch.float32)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, live; any other tensor is its own."""
+    return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters, tied ones under their first name, and buffers that are saved with them."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return parameters | {n: t for n, t in model.state_dict().items() if n not in known}
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that a model is a stack of, in order."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+
+
+@contextlib.contextmanager
+def in_training(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Let layers recompute their activations, or drop inputs, within the block and nowhere else.
+
+    The flag is set on the layers alone, not on what they hold, so that dropout stays off.
+    """
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
+@cache
+def _filler() -> MicroBatch:
+    """Return a sequence of two tokens, for a rank to keep in step with those that have more."""
+    return all_micro_batches(pack_sequences([np.zeros(2, np.int64)]), 2)[0]
+
+
+def _placed(values: Tensor, positions: Tensor, micro: MicroBatch) -> Tensor:
+    """Spread the values of some positions over [T], with 0 elsewhere."""
+    blank = torch.zeros(len(micro.token_ids), dtype=values.dtype, device=values.device)
+    return blank.index_copy(0, positions, values)
+
+
+def _check_state(
+    state: Mapping[str, Any], own: Mapping[str, Tensor], trained: Mapping[str, Tensor]
+) -> None:
+    """Refuse a state that another model's strategy gave, or one that trained other weights."""
+    found, wanted = (
+        {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
+        for tensors in (state["weights"], own)
+    )
+    for name, moments in state["optimizer"].items():
+        for key in moments.keys() - {"step"}:
+            moment = f"optimizer state {key} of {name}"
+            found[moment] = f"{list(moments[key].shape)} {moments[key].dtype}"
+            wanted[moment] = wanted.get(name, "none") if name in trained else "none"
+    differ = sorted(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n))
+    if differ:
+        raise CheckpointError(
+            f"the checkpoint is not of this model: {len(differ)} tensors differ, such as "
+            f"{differ[0]}: {found.get(differ[0], 'none')} there, {wanted.get(differ[0], 'none')} "
+            "here; resume with the model and the trained parameters of the run that saved it"
+        )
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    """Return what the optimizer steps: the parameter itself, or for half precision an fp32 copy.
+
+    The copy takes over each gradient as soon as backward has it.
+    """
+    if parameter.dtype not in HALF:
+        return parameter
+    master = nn.Parameter(parameter.detach().float())
+
+    def take_over(owner: Tensor) -> None:
+        assert owner.grad is not None
+        gradient = owner.grad.float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        owner.grad = None
+
+    cast(Any, parameter).register_post_accumulate_grad_hook(take_over)
+    return master
+
+
+def lr_at(
+    step: int,
+    *,
+    total_steps: int,
+    lr: float,
+    warmup_steps: int = 0,
+    schedule: Literal["constant", "linear", "cosine"] = "constant",
+    final_lr_ratio: float = 0.0,
+) -> float:
+    """Return the learning rate of every update of `step`.
+
+    Warm-up step k runs at lr * k / warmup_steps, so the peak is at step max(warmup_steps, 1).
+    From there linear and cosine fall to lr * final_lr_ratio, which they would reach one step after
+    the last, so that no step is spent on a rate of zero.
+
+    Args:
+        step: counted from 1, in steps (not updates).
+        total_steps: of the run; later steps have the final rate.
+        lr: the peak.
+    """
+    if step <= warmup_steps:
+        return lr * step / warmup_steps
+    if schedule == "constant":
+        return lr
+    peak = max(warmup_steps, 1)
+    done = min((step - peak) / max(total_steps + 1 - peak, 1), 1.0)
+    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return lr * (final_lr_ratio + (1 - final_lr_ratio) * left)

@@ -109,16 +109,10 @@ def load_causal_lm(
     from transformers import AutoModelForCausalLM
 
     where = find_model(path, field)
-    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if hollow:
-        from winnow.models.sharded_loading import load_hollow
-
-        config = read_config(where, trust_remote_code)
-        build = partial(AutoModelForCausalLM.from_config, config, **trust)
-        model, loading = load_hollow(build, where, config, dtype)
-    else:
-        what = "a causal language model"
-        model, loading = load_pretrained(AutoModelForCausalLM, where, what, dtype=dtype, **trust)
+    config = read_config(where, trust_remote_code)
+    trust = {"trust_remote_code": trust_remote_code}
+    build = partial(AutoModelForCausalLM.from_config, config, **trust)
+    model, loading = load(AutoModelForCausalLM, build, where, config, dtype, hollow, **trust)
     check_weights(where, loading)
     for name in _UNSUPPORTED_HEADS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
@@ -168,14 +162,28 @@ Loaded = tuple["PreTrainedModel", Mapping[str, Collection[Any]]]
 """A model, and what transformers says of weights that do not fit."""
 
 
-def load_pretrained(auto_class: Any, where: Source, what: str, **options: Any) -> Loaded:
-    """Call `auto_class.from_pretrained`; whatever it raises becomes a ModelError.
+def load(
+    kind: Any,
+    build: Callable[[], Any],
+    where: Source,
+    config: Any,
+    dtype: torch.dtype,
+    hollow: bool,
+    **trust: bool,
+) -> Loaded:
+    """Load a folder's model with its weights, or hollow; whatever fails becomes a ModelError.
 
     Args:
-        what: the kind of model, for messages.
+        kind: a class with `from_pretrained`.
+        build: makes the model without weights, on the default device.
     """
-    with failures_told(f"{where}: cannot load {what}"), quiet_transformers():
-        return cast(Loaded, auto_class.from_pretrained(where.path, **LOADING, **options))
+    if hollow:
+        from winnow.models.sharded_loading import load_hollow
+
+        return load_hollow(build, where, config, dtype)
+    given = {"config": config, "dtype": dtype, **trust, **LOADING}
+    with failures_told(f"{where}: cannot load its weights"), quiet_transformers():
+        return cast(Loaded, kind.from_pretrained(where.path, **given))
 
 
 @contextlib.contextmanager

@@ -82,11 +82,12 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         normed, scale, weight = ctx.saved_tensors
-        size = len(weight)
-        product = (grad * normed).reshape(-1, size)
-        along = torch.mv(product, weight).div_(-size).view(scale.shape)
-        grad_x = torch.addcmul(grad * weight, normed, along).mul_(scale)
-        return grad_x, product.sum(0), None
+        size, product = len(weight), grad * normed
+        rows = product.reshape(-1, size)
+        along, grad_weight = torch.mv(rows, weight).div_(-size).view(scale.shape), rows.sum(0)
+        # In the memory of the product: a fresh tensor of this size costs page faults.
+        grad_x = torch.mul(grad, weight, out=product).addcmul_(normed, along).mul_(scale)
+        return grad_x, grad_weight, None
 
 
 class _GatedMLP(torch.autograd.Function):

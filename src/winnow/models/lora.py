@@ -10,6 +10,7 @@ A PEFT folder holds the adapter alone and names its base; `PeftModel.from_pretra
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,8 +149,6 @@ def plain_name(name: str) -> str:
 
 def adapter_dropouts(model: nn.Module) -> list[nn.Module]:
     """Return the adapter's dropout layers, which act when `training` is set on them."""
-    if not has_adapter(model):
-        return []
     found = (layer.lora_dropout[_NAME] for layer, _ in _layers(model))
     return [dropout for dropout in found if isinstance(dropout, nn.Dropout)]
 
@@ -188,17 +187,14 @@ def merge(model: PreTrainedModel) -> None:
 def adapter_writer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Writer:
     """Make a writer of PEFT folders, as `model_writer`, for the tensors of `adapter_weights`."""
     files = tokenizer_files(tokenizer)
-    config = cast(Any, model).peft_config[_NAME]
+    config = copy.copy(cast(Any, model).peft_config[_NAME])
+    if not isinstance(config.target_modules, str):
+        # peft would write a set, whose order is another one in each process.
+        config.target_modules = sorted(config.target_modules)
 
     def write(weights: dict[str, Tensor], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(str(folder))
-        content = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        if isinstance(content["target_modules"], list):
-            # peft writes a set, whose order is another one in each process.
-            content["target_modules"].sort()
-        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-        (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
         plain = {name: tensor.contiguous() for name, tensor in weights.items()}
         save_file(plain, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         add_files(files, folder)

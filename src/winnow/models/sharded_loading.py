@@ -7,8 +7,7 @@ folder's safetensors. The loaders of `winnow.models` make one when they are aske
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,8 +20,6 @@ from winnow.models.causal_lm import LOADING, Loaded, Source, failures_told, quie
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_hollow(build: Callable[[], Any], where: Source, config: Any, dtype: torch.dtype) -> Loaded:
@@ -140,19 +137,11 @@ def _files(where: Source) -> list[Path]:
             f"{where} is no folder of this machine, as loading in shards needs it; "
             "download the model, and give its folder"
         )
-    index = folder / _INDEX
-    if not index.is_file():
-        if not (folder / _SINGLE).is_file():
-            raise ModelError(
-                f"{where}: the folder has no {_SINGLE} and no {_INDEX}; "
-                "save the model as safetensors"
-            )
-        return [folder / _SINGLE]
-    try:
-        content: Mapping[str, Any] = json.loads(index.read_text(encoding="utf-8"))
-        names = sorted(set(content["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    # In this order a file that has all weights comes after parts of them, and so before them.
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
         raise ModelError(
-            f"{where}: {_INDEX} is damaged ({error}); give a complete Hugging Face folder"
-        ) from error
-    return [folder / name for name in names]
+            f"{where}: the folder has no model.safetensors, whole or in parts; "
+            "save the model as safetensors"
+        )
+    return files

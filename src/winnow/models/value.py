@@ -20,7 +20,7 @@ from winnow.models.causal_lm import (
     Source,
     check_weights,
     find_model,
-    load_pretrained,
+    load,
     read_config,
     settled,
 )
@@ -101,13 +101,8 @@ def _load(
     where: Source, generic: type, dtype: torch.dtype, trust_remote_code: bool, hollow: bool = False
 ) -> Loaded:
     made, config = _with_head(where, generic, trust_remote_code)
-    if hollow:
-        from winnow.models.sharded_loading import load_hollow
-
-        model, loading = load_hollow(partial(cast(Any, made), config), where, config, dtype)
-    else:
-        what = "a model with a head of one number"
-        model, loading = load_pretrained(made, where, what, config=config, dtype=dtype)
+    build = partial(cast(Any, made), config)
+    model, loading = load(made, build, where, config, dtype, hollow)
     # A head that was loaded has fp32 already (`_with_head` asks for it), one that is new has not.
     scalar_head(model).to(torch.promote_types(dtype, torch.float32))
     return model, loading

@@ -149,7 +149,7 @@ def build(
     loader = PromptLoader(source, config.run.seed, config.data.shuffle)
     engine = placed.engine
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin())
-    with_baseline = "greedy" in needs_of(config)
+    with_baseline = "greedy_rewards" in needs_of(config)
     step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
     scores = TrainingScores(rewards, patience=step_answers)
     lag = score_lag_ticks(config, rewards, source.data_sources)

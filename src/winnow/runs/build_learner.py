@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from winnow.algorithms.estimators import ESTIMATORS, Need
-from winnow.algorithms.losses.registry import POLICY_LOSSES
-from winnow.algorithms.schedule import lr_at
+from winnow.algorithms.advantages import ESTIMATORS
+from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.algorithm import (
     AdaptiveRewardKl,
     CorrectionConfig,
@@ -22,18 +21,13 @@ from winnow.config.model import NoAdapter
 from winnow.config.policy_loss import CustomPolicyLoss
 from winnow.config.root import Config
 from winnow.config.trainer import OptimConfig
-from winnow.learning.advantage import AdvantageStage
-from winnow.learning.learner import Learner, LearnerSettings, Rates, Roles
-from winnow.learning.objective import KlTerm, OldSource, PolicyObjective
-from winnow.learning.policy import Policy
-from winnow.learning.strategy import Strategy
+from winnow.learning.advantage import AdvantageStage, KlPenalty
+from winnow.learning.critic import Critic, ValueObjective
+from winnow.learning.learner import Learner, LearnerSettings
+from winnow.learning.policy import KlTerm, OldSource, Policy, PolicyObjective
+from winnow.learning.strategy import Strategy, lr_at
 from winnow.runs.metrics import Passes
 from winnow.runs.model_factory import ModelFactory
-
-if TYPE_CHECKING:
-    from winnow.learning.importance_correction import CorrectionStage
-    from winnow.learning.kl_penalty import KlPenalty
-    from winnow.learning.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class Learning:
     """Lines for the user before the run starts."""
 
 
-def needs_of(config: Config) -> frozenset[Need]:
+def needs_of(config: Config) -> frozenset[str]:
     """Return what the recipe's estimator asks for beyond rewards; a user's own gets no more."""
     advantage = config.algorithm.advantage
     if isinstance(advantage, CustomAdvantage):
@@ -78,20 +72,15 @@ def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Lea
         ModelError: a model of the recipe cannot be loaded.
     """
     policy = holder.policy()
-    sharder = holder.sharder
-    rates = Rates(_rate(config, config.optim))
     critic, others = None, {}
     if "values" in needs_of(config):
-        from winnow.learning.critic import Critic, ValueObjective
-
         path = config.critic.path or start
         assert path is not None, "the caller was to give the start"
         others["critic"] = holder.critic(path)
         loss = config.critic.value_loss
         limit = config.rollout.max_response_tokens
         objective = ValueObjective(loss.clip, loss.aggregation, limit)
-        critic = Critic(others["critic"], objective, sharder)
-        rates = Rates(rates.policy, _rate(config, config.critic.optim))
+        critic = Critic(others["critic"], objective)
     reference = _reference(config, start, policy, holder) if _needs_reference(config) else None
     trainer, algorithm = config.trainer, config.algorithm
     settings = LearnerSettings(
@@ -101,18 +90,19 @@ def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Lea
         overlong_filtering=algorithm.overlong_filtering,
         max_skipped_updates=config.optim.max_skipped_updates,
         seed=config.run.seed,
+        lr=_rate(config, config.optim),
+        critic_lr=_rate(config, config.critic.optim),
         critic_microbatch_tokens=config.critic.microbatch_tokens,
         critic_max_skipped_updates=config.critic.optim.max_skipped_updates,
         critic_warmup_steps=min(config.critic.warmup_steps, trainer.steps - 1) if critic else 0,
     )
     learner = Learner(
-        Roles(Policy(policy, make_objective(config), sharder), reference, critic),
-        rates,
+        Policy(policy, make_objective(config)),
         _advantage_stage(config),
         settings,
-        _correction_stage(algorithm.correction),
-        with_squares="probs" in needs_of(config),
-        sharder=sharder,
+        reference=reference,
+        critic=critic,
+        correction=_correction_options(algorithm.correction, recomputed=True),
     )
     passes = Passes(
         policy.parameters,
@@ -127,8 +117,6 @@ def make_objective(config: Config) -> PolicyObjective:
     """Make the loss that an update of the policy minimizes."""
     algorithm = config.algorithm
     kl = algorithm.kl.loss
-    correction = algorithm.correction
-    in_loss = correction.mode != "recompute" and _corrects(correction)
     section = algorithm.policy_loss
     if isinstance(section, CustomPolicyLoss):
         from winnow.learning.custom import load_policy_loss
@@ -144,7 +132,7 @@ def make_objective(config: Config) -> PolicyObjective:
         entropy_coef=algorithm.entropy_coef,
         kl=KlTerm(kl.coef, kl.estimator, kl.importance_weight) if isinstance(kl, LossKl) else None,
         old=old_source(config),
-        correction=_correction_options(correction) if in_loss else None,
+        correction=_correction_options(algorithm.correction, recomputed=False),
     )
 
 
@@ -167,7 +155,7 @@ def old_source(config: Config) -> OldSource:
     before_updates = (
         _corrects(algorithm.correction)
         or not isinstance(kl.reward, NoKl)
-        or "probs" in needs_of(config)
+        or "prob" in needs_of(config)
         or (loss is not None and loss.select is not None)
     )
     return "pass" if in_updates or before_updates else "current"
@@ -191,16 +179,14 @@ def _needs_reference(config: Config) -> bool:
 
 def _reference(
     config: Config, start: str | None, policy: Strategy, holder: ModelFactory
-) -> Reference:
-    """A frozen copy; with an adapter, unless another folder is named, the model without it."""
-    from winnow.learning.reference import Reference
-
+) -> Strategy:
+    """A frozen copy; with an adapter, unless another folder is named, the policy's own model."""
     own = config.reference
     if own.path is None and not isinstance(config.model.adapter, NoAdapter):
-        return Reference(policy, policy.adapter_off, holder.sharder)
+        return policy
     path = own.path or start
     assert path is not None, "the caller was to give the start"
-    return Reference(holder.reference(path), sharder=holder.sharder)
+    return holder.reference(path)
 
 
 def _advantage_stage(config: Config) -> AdvantageStage:
@@ -217,10 +203,9 @@ def _kl_penalty(config: Config) -> KlPenalty | None:
     kl = config.algorithm.kl.reward
     if isinstance(kl, NoKl):
         return None
-    from winnow.learning.kl_penalty import Adaptation, KlPenalty
-
-    aim = Adaptation(kl.target, kl.horizon_samples) if isinstance(kl, AdaptiveRewardKl) else None
-    return KlPenalty(kl.coef, kl.estimator, aim)
+    if isinstance(kl, AdaptiveRewardKl):
+        return KlPenalty(kl.coef, kl.estimator, kl.target, kl.horizon_samples)
+    return KlPenalty(kl.coef, kl.estimator)
 
 
 def _corrects(correction: CorrectionConfig) -> bool:
@@ -229,20 +214,14 @@ def _corrects(correction: CorrectionConfig) -> bool:
     )
 
 
-def _correction_stage(correction: CorrectionConfig) -> CorrectionStage | None:
-    if correction.mode != "recompute" or not _corrects(correction):
+def _correction_options(correction: CorrectionConfig, recomputed: bool) -> dict[str, Any] | None:
+    """Arguments of `correct` if the mode is recompute, or if it is not; None for no correction."""
+    if (correction.mode == "recompute") is not recomputed or not _corrects(correction):
         return None
-    from winnow.learning.importance_correction import CorrectionStage
-
-    normalize = getattr(correction.weight, "normalize", False)
-    return CorrectionStage(_correction_options(correction), normalize)
-
-
-def _correction_options(correction: CorrectionConfig) -> dict[str, Any]:
-    """Arguments of `algorithms.correction.correct`."""
     options: dict[str, Any] = {}
     if not isinstance(correction.weight, NoWeight):
         options["weight"] = correction.weight.name
+        options["normalize"] = correction.weight.normalize
         options["weight_options"] = correction.weight.model_dump(exclude={"name", "normalize"})
     if not isinstance(correction.rejection, NoRejection):
         options["rejection"] = correction.rejection.name

@@ -23,9 +23,8 @@ from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2
 from winnow.data.tokenizer import load_tokenizer
 from winnow.learning.canary import Canary
-from winnow.learning.fsdp2 import FSDP2Strategy
+from winnow.learning.fsdp2 import FSDP2Strategy, State, on_host, read_shards, write_shards
 from winnow.learning.learner import Learned
-from winnow.learning.shards import State, on_host, read_shards, write_shards
 from winnow.models.causal_lm import model_writer
 from winnow.models.lora import adapter_writer
 from winnow.observe.files import system_error

@@ -9,10 +9,7 @@ from torch import nn
 
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2, OptimConfig
-from winnow.learning.base_strategy import local
-from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder, RankSharding
-from winnow.learning.single import SingleStrategy
-from winnow.learning.strategy import Strategy
+from winnow.learning.strategy import Strategy, local
 from winnow.models.causal_lm import load_causal_lm, torch_dtype
 from winnow.runs.loading import check_finite, load_policy_model
 
@@ -29,9 +26,6 @@ class ModelFactory:
         vocabulary: ids that the tokenizer has.
         hollow: whether ranks read their own rows of the models' folders.
     """
-
-    sharder: MicroBatchSharder = NO_SHARDING
-    """The split of samples over ranks; ask for the policy first."""
 
     def __init__(self, config: Config, vocabulary: int, device: torch.device, hollow: bool) -> None:
         self._config, self._vocabulary = config, vocabulary
@@ -104,7 +98,7 @@ class LocalModels(ModelFactory):
         return self._hold_policy(self._model)
 
     def _hold(self, model: nn.Module, **options: Any) -> Strategy:
-        return SingleStrategy(model, **options)
+        return Strategy(model, **options)
 
 
 class ShardedModels(ModelFactory):
@@ -127,7 +121,6 @@ class ShardedModels(ModelFactory):
         model = load_policy_model(
             config.model, self._path, self._device, config.run.seed, self._start, hollow=True
         )
-        self.sharder = RankSharding(self._mesh, int(model.config.hidden_size))
         policy = self._hold_policy(model)
         check_finite(self._path, ((n, local(weight)) for n, weight in model.named_parameters()))
         return policy
@@ -137,8 +130,7 @@ class ShardedModels(ModelFactory):
 
         chosen = self._config.trainer.strategy
         assert isinstance(chosen, Fsdp2)
-        bucket_bytes = chosen.bucket_mb << 20
-        sharding = Sharding(chosen.reshard_after_forward, chosen.offload, bucket_bytes)
+        sharding = Sharding(chosen.reshard_after_forward, chosen.offload)
         return FSDP2Strategy(model, self._mesh, sharding, **options)
 
 

@@ -10,8 +10,7 @@ from winnow.config.judge import SequenceClassifier
 from winnow.config.model import ModelConfig
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import ModelError
-from winnow.learning.reference import RewardModel
-from winnow.learning.single import SingleStrategy
+from winnow.learning.strategy import Strategy, score_sequences
 from winnow.models.causal_lm import torch_dtype
 from winnow.models.value import load_reward_model
 from winnow.rewards.model import Conversation, ModelScorer
@@ -54,10 +53,10 @@ def make_model_scorer(
     conversation = Conversation(
         config, tokenizer, pad, positions if isinstance(positions, int) else None
     )
-    role = RewardModel(SingleStrategy(model))
+    strategy = Strategy(model)
 
     def forward(sequences: Sequence[IntArray]) -> list[float]:
-        return cast("list[float]", role.scores(sequences, microbatch_tokens).tolist())
+        return cast("list[float]", score_sequences(strategy, sequences, microbatch_tokens).tolist())
 
     return ModelScorer(config, conversation, forward, one_by_one=deterministic)
 

@@ -23,15 +23,13 @@ from filelock import FileLock
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 import winnow
-from winnow.algorithms.schedule import lr_at
 from winnow.config.data import SortDigitsTask
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
 from winnow.data.tasks.sort_digits import EOS_ID, PAD_ID, build_tokenizer
 from winnow.errors import WinnowError
 from winnow.learning.batch import MicroBatch, micro_batches, pack
-from winnow.learning.single import SingleStrategy
-from winnow.learning.strategy import LossResult, Outputs
+from winnow.learning.strategy import LossResult, Outputs, Strategy, lr_at
 from winnow.models.causal_lm import save_model, use_layout_attention
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 
@@ -162,7 +160,7 @@ def _train(
     tokenizer = build_tokenizer()
     positions = 1 << (limit + config.data.task.max_digits + 1).bit_length()
     model = tiny_model(warm, len(tokenizer), positions, seed)
-    strategy = SingleStrategy(
+    strategy = Strategy(
         model, betas=warm.betas, weight_decay=0.0, grad_clip=warm.grad_clip, temperature=1.0
     )
     rng = np.random.default_rng([seed, _SEED_STREAM])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,12 @@ from torch import Tensor, nn
 
 from winnow.algorithms.advantages import AdvantageInputs
 from winnow.errors import TrainingError
-from winnow.learning.advantage import AdvantageStage, outcome_rewards
+from winnow.learning.advantage import AdvantageStage, KlPenalty, outcome_rewards
 from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, gather_tokens, pack
 from winnow.learning.critic import Critic, ValueObjective
-from winnow.learning.importance_correction import CorrectionStage
-from winnow.learning.kl_penalty import Adaptation, KlPenalty
-from winnow.learning.learner import Learned, Learner, LearnerSettings, Rates, Roles
-from winnow.learning.objective import PolicyObjective
-from winnow.learning.policy import Policy
-from winnow.learning.reference import Reference
-from winnow.learning.single import SingleStrategy
-from winnow.learning.strategy import LossFn, Output, Stats
+from winnow.learning.learner import Learned, Learner, LearnerSettings
+from winnow.learning.policy import Policy, PolicyObjective
+from winnow.learning.strategy import LossFn, Output, Stats, Strategy
 from winnow.models.value import load_value_model
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.types import Group, Score
@@ -40,11 +36,13 @@ SETTINGS = LearnerSettings(
     overlong_filtering=False,
     max_skipped_updates=3,
     seed=1,
+    lr=lambda step: 1e-3,
+    critic_lr=lambda step: 3e-3,
 )
 GAE = advantage_stage("gae", {"gamma": 1.0, "lam": 0.95})
 
 
-class Listening(SingleStrategy):
+class Listening(Strategy):
     """Notes which outputs its passes were asked for, and what it learnt from."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
@@ -95,9 +93,7 @@ def bench(
     advantage: AdvantageStage | None = None,
     settings: LearnerSettings = SETTINGS,
     has_reference: bool = False,
-    critic_lr: float = 3e-3,
-    with_squares: bool = False,
-    correct: CorrectionStage | None = None,
+    correction: Mapping[str, Any] | None = None,
 ) -> Bench:
     policy = Listening(quickstart_model(), vocab_size=VOCABULARY)
     reference = critic = None
@@ -106,16 +102,12 @@ def bench(
     if start is not None:
         critic = Listening(load_value_model(str(start), torch.float32, torch.device("cpu")))
     learner = Learner(
-        Roles(
-            Policy(policy, objective or policy_objective("ppo_clip")),
-            None if reference is None else Reference(reference),
-            None if critic is None else Critic(critic, ValueObjective(0.5, "token-mean")),
-        ),
-        Rates(lambda step: 1e-3, lambda step: critic_lr),
+        Policy(policy, objective or policy_objective("ppo_clip")),
         advantage or advantage_stage("grpo", {}),
         settings,
-        correct,
-        with_squares,
+        reference=reference,
+        critic=None if critic is None else Critic(critic, ValueObjective(0.5, "token-mean")),
+        correction=correction,
     )
     return Bench(learner, policy, reference, critic)
 
@@ -128,7 +120,7 @@ def moved(model: nn.Module) -> nn.Module:
     return model
 
 
-def bits(strategy: SingleStrategy) -> bytes:
+def bits(strategy: Strategy) -> bytes:
     return b"".join(p.detach().numpy().tobytes() for p in strategy.model.parameters())
 
 
@@ -173,6 +165,30 @@ def test_each_pass_is_made_once_and_timed(start: Path) -> None:
     assert full.learner.progress == 3 + 2 * 4, "with each pass, and each update of either model"
 
 
+def test_the_reference_may_be_the_policy_with_its_adapter_off() -> None:
+    class Adapted(Listening):
+        is_off = False
+
+        @contextlib.contextmanager
+        def adapter_off(self) -> Iterator[None]:
+            self.is_off = True
+            yield
+            self.is_off = False
+
+        def forward(self, *args: Any) -> list[dict[Output, Tensor]]:
+            found = super().forward(*args)
+            return [{n: x - float(self.is_off) for n, x in each.items()} for each in found]
+
+    policy = Adapted(quickstart_model(), vocab_size=VOCABULARY)
+    stage = advantage_stage("rloo", {}, KlPenalty(0.1, "k1"))
+    own = Policy(policy, policy_objective("ppo_clip"))
+    metrics = Metrics()
+    learner = Learner(own, stage, SETTINGS, reference=policy)
+    learner.learn(recorded_groups(2), 1, metrics, Stopwatch())
+    assert metrics.record()["reward/kl"] == pytest.approx(1.0)
+    assert not policy.is_off
+
+
 def test_only_the_first_update_tells_how_far_the_sampler_was() -> None:
     groups = recorded_groups(4)
     found = {}
@@ -199,7 +215,7 @@ def test_rejected_samples_are_a_share_of_those_that_learn() -> None:
     }
     learner = bench(
         settings=replace(SETTINGS, overlong_filtering=True),
-        correct=CorrectionStage(everything, normalize=False),
+        correction=everything,
     )
     _, record = learner.step(groups)
     assert record["correction/rejected_samples"] == 1.0
@@ -208,10 +224,8 @@ def test_rejected_samples_are_a_share_of_those_that_learn() -> None:
 
 
 def test_an_adaptive_weight_of_the_kl_moves_and_outlives_a_checkpoint() -> None:
-    aim = Adaptation(target=0.05, horizon_samples=64)
-
     def adaptive() -> Bench:
-        stage = advantage_stage("rloo", {}, KlPenalty(0.1, "k2", aim))
+        stage = advantage_stage("rloo", {}, KlPenalty(0.1, "k2", target=0.05, horizon=64))
         return bench(has_reference=True, advantage=stage)
 
     first = adaptive()
@@ -257,11 +271,11 @@ def test_a_critic_comes_to_explain_the_returns_of_the_same_answers(start: Path) 
 
 
 def test_the_token_baseline_gets_probabilities_and_their_squared_sums() -> None:
-    one = bench(advantage=advantage_stage("optimal_token_baseline", {}), with_squares=True)
+    one = bench(advantage=advantage_stage("optimal_token_baseline", {}))
     one.step(recorded_groups(3))
     assert one.policy.passes == [{"logprob", "prob_square_sum"}]
     batch = pack(recorded_groups(3))
-    (fresh,) = SingleStrategy(quickstart_model(), vocab_size=VOCABULARY).forward(
+    (fresh,) = Strategy(quickstart_model(), vocab_size=VOCABULARY).forward(
         [_whole(batch)], frozenset({"logprob", "prob_square_sum"})
     )
     wanted = advantages(

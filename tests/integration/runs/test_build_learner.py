@@ -15,10 +15,10 @@ from tests.small_models import digits_folder
 from tests.winnow_command import Outcome, in_this_process
 from torch import Tensor
 
-from winnow.algorithms.estimators import ESTIMATORS
-from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms.advantages import ESTIMATORS
+from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.load import load_recipe
-from winnow.learning.objective import KlTerm
+from winnow.learning.policy import KlTerm
 from winnow.observe.jsonl import read_metrics
 from winnow.runs.build_learner import make_objective, needs_start, old_source
 from winnow.runs.checkpoint import checkpoints_in, load_state

@@ -14,8 +14,7 @@ from tests.objectives import advantages
 from tests.ragged_steps import Sample, inputs_of, steps
 from torch import Tensor
 
-from winnow.algorithms.advantages import AdvantageInputs
-from winnow.algorithms.token_advantages import gae, reward_to_go, whiten
+from winnow.algorithms.advantages import AdvantageInputs, gae, reward_to_go, whiten
 
 GEN = [False, True, False, True, False, True]
 """Prompt, token, the environment's, token; prompt, token."""

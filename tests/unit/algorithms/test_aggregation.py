@@ -133,28 +133,3 @@ def test_nothing_outside_the_mask_is_read(name: str) -> None:
 def test_an_update_without_a_counted_token_is_zero(name: str) -> None:
     assert Update([(0, [(3.0, False)])]).aggregate(name, [(0, [(3.0, False)])]) == 0.0
     assert Update([]).aggregate(name, []) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("name", "norm", "message"),
-    [
-        ("mean", 1.0, "aggregation must be one of token-mean, .*got 'mean'"),
-        ("seq-mean-token-sum-norm", None, "needs norm_tokens above 0, got None"),
-        ("seq-mean-token-sum-norm", 0.0, "needs norm_tokens above 0, got 0.0"),
-    ],
-)
-def test_wrong_arguments_are_named(name: str, norm: float | None, message: str) -> None:
-    one = torch.ones(1)
-    index = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match=message):
-        aggregate(
-            one,
-            one.bool(),
-            index,
-            name,
-            group_tokens=index + 1,
-            tokens=1,
-            samples=1,
-            groups=1,
-            norm_tokens=norm,
-        )

@@ -17,8 +17,7 @@ from tests.examples import examples
 from tests.objectives import ADVANTAGE_SECTIONS, advantages
 from tests.ragged_steps import COMPONENTS, SIXTEENTHS, Sample, Token, inputs_of, steps
 
-from winnow.algorithms.advantages import AdvantageInputs
-from winnow.algorithms.estimators import ESTIMATORS, Advantages
+from winnow.algorithms.advantages import ESTIMATORS, AdvantageInputs, Advantages
 
 Rows = list[list[float]]
 Reference = Callable[..., list[float] | Rows]

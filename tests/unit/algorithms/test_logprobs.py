@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -345,23 +344,3 @@ def test_order_and_split_of_the_tokens_change_no_value_and_no_gradient(
     whole, parted = run([torch.arange(T)]), run([at[:cut], at[cut:]])
     for one, other in zip(whole, parted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"vocab_size": V + 1}, rf"vocab_size must lie in \[1, {V}\], got {V + 1}"),
-        ({"weight": torch.zeros(V, H + 1)}, "hidden must be"),
-        ({"weight": torch.zeros(V, H).half()}, "weight must have hidden's dtype"),
-        ({"labels": torch.zeros(T + 1, dtype=torch.int64)}, "labels must be"),
-        ({"head_dtype": torch.bfloat16}, "head_dtype must hold hidden's torch.float32"),
-    ],
-)
-def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {
-        "hidden": torch.zeros(T, H),
-        "weight": torch.zeros(V, H),
-        "labels": torch.zeros(T, dtype=torch.int64),
-    }
-    with pytest.raises(ValueError, match=message):
-        token_logprobs(**(arguments | change))

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.objectives import loss_options
 
-from winnow.algorithms.losses import LossTokens
-from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms.losses import POLICY_LOSSES, LossTokens
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from tests.objectives import LOSS_SECTIONS, loss_options
 from torch import Tensor
 
 from winnow.algorithms.aggregation import AGGREGATIONS, aggregate
-from winnow.algorithms.losses import LossTokens
-from winnow.algorithms.losses.covariance import keyed_draws
-from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms.covariance import keyed_draws
+from winnow.algorithms.losses import POLICY_LOSSES, LossTokens
 
 OPTIONS: dict[str, dict[str, Any]] = {
     # So that every few tokens are selected, and bounds are met at the scales below.

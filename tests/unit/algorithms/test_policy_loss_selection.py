@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from tests.objectives import loss_options
 from torch import Tensor
 
-from winnow.algorithms.losses import LossTokens
-from winnow.algorithms.losses import covariance as covariance_losses
-from winnow.algorithms.losses.covariance import covariance, keyed_draws
-from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms import covariance as covariance_losses
+from winnow.algorithms.covariance import covariance, keyed_draws
+from winnow.algorithms.losses import POLICY_LOSSES, LossTokens
 from winnow.rollout.draw import uniform
 
 

@@ -10,9 +10,9 @@ import pytest
 from tests.objectives import legal_aggregation
 from tests.recipes import recipe
 
+from winnow.algorithms.advantages import ESTIMATORS
 from winnow.algorithms.aggregation import AGGREGATIONS
-from winnow.algorithms.estimators import ESTIMATORS
-from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.algorithm import Advantage
 from winnow.config.load import available_recipes
 from winnow.config.policy_loss import PolicyLoss

@@ -12,11 +12,9 @@ from tests.objectives import advantage_stage
 from tests.recorded import recorded_groups
 from torch import Tensor
 
-from winnow.algorithms.advantages import AdvantageInputs
-from winnow.algorithms.estimators import ESTIMATORS, Estimator
-from winnow.learning.advantage import AdvantageStage, outcome_rewards
+from winnow.algorithms.advantages import ESTIMATORS, AdvantageInputs, Estimator
+from winnow.learning.advantage import AdvantageStage, KlPenalty, outcome_rewards
 from winnow.learning.batch import Batch, pack
-from winnow.learning.kl_penalty import KlPenalty
 from winnow.observe.metrics import Metrics
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 

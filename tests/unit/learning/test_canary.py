@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from winnow.errors import PublicationError, WorkerError
 from winnow.learning.canary import LENGTHS, TOLERANCE, Canary
-from winnow.learning.single import SingleStrategy
+from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.engine_group import EngineGroup
@@ -64,8 +64,8 @@ def engine_of(model: Any) -> TorchEngine:
     return engine
 
 
-def strategy_of(model: Any) -> SingleStrategy:
-    return SingleStrategy(model, temperature=TEMPERATURE, vocab_size=KNOWN)
+def strategy_of(model: Any) -> Strategy:
+    return Strategy(model, temperature=TEMPERATURE, vocab_size=KNOWN)
 
 
 def canary_of(dtype: torch.dtype) -> Canary:
@@ -99,7 +99,7 @@ def publish(
     asyncio.run(send(WeightUpdate(5, tensors), ask, 10_000))
 
 
-def listen(canary: Canary, policy: SingleStrategy, engine: TorchEngine) -> float:
+def listen(canary: Canary, policy: Strategy, engine: TorchEngine) -> float:
     return asyncio.run(canary.check(canary.expected(policy), 5, {"engine 0": engine}))
 
 

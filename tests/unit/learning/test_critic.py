@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, pack
+from winnow.learning.batch import NO_SHARDING, Batch, MicroBatch, all_micro_batches, pack
 from winnow.learning.critic import Critic, ValueObjective, value_figures
 from winnow.learning.strategy import LossFn
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
@@ -19,6 +19,8 @@ from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, Vers
 
 class ScriptedCritic:
     """Values are a tenth of the token's id; keeps what it was asked."""
+
+    sharder = NO_SHARDING
 
     def __init__(self, skipped: float = 0.0) -> None:
         self.skipped = skipped

@@ -10,10 +10,8 @@ import pytest
 import torch
 from tests.objectives import loss_options
 
-from winnow.algorithms.advantages import AdvantageInputs
-from winnow.algorithms.estimators import estimate
-from winnow.algorithms.losses import LossTokens
-from winnow.algorithms.losses.registry import POLICY_LOSSES
+from winnow.algorithms.advantages import AdvantageInputs, estimate
+from winnow.algorithms.losses import POLICY_LOSSES, LossTokens
 from winnow.config.algorithm import CustomAdvantage
 from winnow.config.policy_loss import CustomPolicyLoss
 from winnow.errors import ConfigError, TrainingError
@@ -64,8 +62,9 @@ def test_a_loss_of_a_file_is_called_as_the_built_in_ones_are(tmp_path: Path) -> 
 
 
 def test_a_built_in_loss_copied_to_a_file_passes_and_gives_the_same(tmp_path: Path) -> None:
-    body = "def same(*a, **o):\n    from winnow.algorithms.losses.sequence import gspo\n"
-    loss = loss_of(tmp_path, body + "    return gspo(*a, **o)\n", clip_low=0.1, clip_high=0.2)
+    body = "def same(*a, **o):\n    from winnow.algorithms.losses import LossTerms, gspo\n"
+    body += "    return gspo(LossTerms(*a), **o)\n"
+    loss = loss_of(tmp_path, body, clip_low=0.1, clip_high=0.2)
     made = torch.Generator().manual_seed(1)
     columns = [torch.randn(5, generator=made) for _ in range(3)]
     options = loss_options("gspo", {"clip_low": 0.1, "clip_high": 0.2})

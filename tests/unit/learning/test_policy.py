@@ -12,15 +12,16 @@ import torch
 from tests.objectives import policy_objective
 from torch import Tensor
 
-from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, pack
-from winnow.learning.objective import KlTerm
-from winnow.learning.policy import Policy
+from winnow.learning.batch import NO_SHARDING, Batch, MicroBatch, all_micro_batches, pack
+from winnow.learning.policy import KlTerm, Policy
 from winnow.learning.strategy import LossFn, Outputs
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
 
 class FakeStrategy:
     """Says what it is told to say, and remembers what it was asked."""
+
+    sharder = NO_SHARDING
 
     def __init__(self, grad_norm: float = 0.5, skipped: float = 0.0) -> None:
         self.step = {"grad_norm": grad_norm, "skipped": skipped}

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack
-from winnow.learning.single import SingleStrategy
-from winnow.learning.strategy import LossResult, Outputs
+from winnow.learning.strategy import LossResult, Outputs, Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.models.packed_attention import PackedLayout
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
@@ -50,7 +49,7 @@ def loss(batch: MicroBatch, outputs: Outputs) -> LossResult:
 def test_checkpointing_runs_each_layer_again_in_training_only(
     checkpointing: bool, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    strategy = SingleStrategy(make_model(), gradient_checkpointing=checkpointing)
+    strategy = Strategy(make_model(), gradient_checkpointing=checkpointing)
     seen: list[int] = []
     plain = PackedLayout.attend
 
@@ -69,7 +68,7 @@ def test_checkpointing_runs_each_layer_again_in_training_only(
 
 def test_the_model_is_changed_in_place_and_shared() -> None:
     model = make_model()
-    strategy = SingleStrategy(model)
+    strategy = Strategy(model)
     exported = dict(strategy.export_weights())
     name, weight = next(iter(model.named_parameters()))
     assert exported[name].data_ptr() == weight.data_ptr()
@@ -84,7 +83,7 @@ def test_frozen_parameters_stay_and_have_no_optimizer_state() -> None:
     model = make_model()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name)
-    strategy = SingleStrategy(model)
+    strategy = Strategy(model)
     before = {n: t.clone() for n, t in strategy.export_weights()}
     strategy.forward_backward(micro(), frozenset({"logprob"}), loss)
     strategy.optimizer_step(1e-2)
@@ -94,7 +93,7 @@ def test_frozen_parameters_stay_and_have_no_optimizer_state() -> None:
 
 
 def test_gradients_of_several_calls_add_up() -> None:
-    strategy = SingleStrategy(make_model(), grad_clip=None)
+    strategy = Strategy(make_model(), grad_clip=None)
     strategy.forward_backward(micro(), frozenset({"logprob"}), loss)
     once = strategy.optimizer_step(0.0)["grad_norm"]
     for _ in range(3):
@@ -103,7 +102,7 @@ def test_gradients_of_several_calls_add_up() -> None:
 
 
 def test_a_step_without_gradients_changes_nothing() -> None:
-    strategy = SingleStrategy(make_model(), weight_decay=0.1)
+    strategy = Strategy(make_model(), weight_decay=0.1)
     before = {n: t.clone() for n, t in strategy.export_weights()}
     assert strategy.optimizer_step(0.1) == {"grad_norm": 0.0, "skipped": 0.0}
     assert all(torch.equal(t, before[n]) for n, t in strategy.export_weights())
@@ -112,18 +111,18 @@ def test_a_step_without_gradients_changes_nothing() -> None:
 def test_a_state_for_a_frozen_parameter_is_refused() -> None:
     from winnow.errors import CheckpointError
 
-    strategy = SingleStrategy(make_model())
+    strategy = Strategy(make_model())
     strategy.forward_backward(micro(), frozenset({"logprob"}), loss)
     strategy.optimizer_step(1e-3)
     model = make_model()
     model.get_input_embeddings().weight.requires_grad_(False)
-    with pytest.raises(CheckpointError, match=r"embed_tokens.*not trained here"):
-        SingleStrategy(model).load_state_dict(strategy.state_dict())
+    with pytest.raises(CheckpointError, match=r"not of this model.*embed_tokens.*resume with"):
+        Strategy(model).load_state_dict(strategy.state_dict())
 
 
 @pytest.mark.gpu
 def test_bf16_on_cuda_learns() -> None:
-    strategy = SingleStrategy(make_model().to(torch.device("cuda"), torch.bfloat16))
+    strategy = Strategy(make_model().to(torch.device("cuda"), torch.bfloat16))
     losses = []
     for _ in range(20):
         losses.append(strategy.forward_backward(micro(), frozenset({"logprob"}), loss)["loss"])

@@ -13,8 +13,16 @@ from tests.contract.test_strategy import groups_of, learnable
 from tests.examples import examples
 from tests.recorded import recorded_groups
 
-from winnow.learning.batch import Batch, MicroBatch, gather_tokens, micro_batches, pack
-from winnow.learning.data_parallel import share, split, work
+from winnow.learning.batch import (
+    Batch,
+    MicroBatch,
+    gather_tokens,
+    micro_batches,
+    pack,
+    share,
+    split,
+    work,
+)
 
 
 def batch_of(lengths: list[list[int]]) -> Batch:
@@ -97,13 +105,3 @@ def test_more_ranks_than_samples_leave_some_with_nothing() -> None:
     nothing = share(batch, [], 100, 2, 8)
     assert nothing.ranks == [[], []]
     assert nothing.spread == 1.0
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [({"ranks": 0}, "ranks"), ({"width": 0}, "width"), ({"max_tokens": 0}, "max_tokens")],
-)
-def test_numbers_below_one_are_refused(change: dict[str, int], told: str) -> None:
-    options = {"max_tokens": 10, "ranks": 1, "width": 1} | change
-    with pytest.raises(ValueError, match=f"{told} must be at least 1"):
-        share(batch_of([[3]]), [0], **options)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from winnow.algorithms.losses.value import explained_variance, value_loss
+from winnow.algorithms.losses import explained_variance, value_loss
 
 numbers = st.floats(-1000, 1000, width=32)
 rows = st.lists(st.tuples(numbers, numbers, numbers, st.booleans()), min_size=1, max_size=12)

@@ -1,4 +1,4 @@
-"""Losses that treat the few tokens apart whose log-prob and advantage vary together most.
+"""Selection of the few tokens whose log-prob and advantage vary together most.
 
 These tokens drive the entropy's collapse (arXiv 2505.22617). With `selection: update` they are
 chosen once an update, over the whole mini-batch and before its first backward pass, from old and
@@ -6,8 +6,7 @@ A (`clip_cov_select`, `kl_cov_select`), and come with `LossTokens.selected`; mic
 order change nothing. `selection: microbatch` chooses within each micro-batch from the current
 log-probs, as verl does, and so depends on the split.
 
-Signature, shapes and notation are those of `winnow.algorithms.losses`;
-cov = (A - mean A)(logp - mean logp), means over the mask.
+Shapes: `T` packed tokens. cov = (A - mean A)(logp - mean logp), means over the mask.
 """
 
 from __future__ import annotations
@@ -17,48 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from winnow.algorithms.losses import Loss, LossTokens, clip_figures, clip_terms, drift, ratio
-
-KL_COV_NOISE = 1e-4
-"""Nats. A log-prob that is no further from `old` has not moved: it is the rounding of two passes,
-and in a step's first update its sign, which is the penalty's gradient, would be the split's."""
-
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
-
-
-def clip_cov(
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    tokens: LossTokens,
-    *,
-    clip_low: float,
-    clip_high: float,
-    share: float,
-    cov_low: float,
-    cov_high: float,
-    selection: str,
-) -> Loss:
-    """ppo_clip without dual clip, 0 on the tokens that were selected.
-
-    Clip-Cov (arXiv 2505.22617, eq. 11 and 12). Its figures are ppo_clip's, whatever is selected,
-    and `selected_share`.
-    """
-    plain, clipped = clip_terms(ratio(logp, old), advantage, clip_low, clip_high)
-    binds = clipped > plain
-    selected = tokens.selected
-    if selection == "microbatch":
-        assert tokens.draws is not None, "selection within a micro-batch needs draws"
-        within = _within(logp.detach(), advantage, tokens.mask, cov_low, cov_high) & ~binds
-        selected = _first(within, tokens.draws, _how_many(tokens.mask, share))
-    assert selected is not None, "the loss's `select` runs before the first backward pass"
-    loss = torch.where(selected, 0.0, torch.maximum(plain, clipped))
-    if not tokens.with_figures:
-        return loss, {}
-    figures = clip_figures(binds, advantage > 0, logp, old, tokens)
-    return loss, {**figures, "selected_share": (selected & tokens.mask).sum()}
 
 
 def clip_cov_select(
@@ -85,36 +45,8 @@ def clip_cov_select(
     Returns:
         [T] bool.
     """
-    within = _within(old, advantage, mask, cov_low, cov_high)
-    return _first(within, draws, _how_many(mask, share))
-
-
-def kl_cov(
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    tokens: LossTokens,
-    *,
-    coef: float,
-    share: float,
-    selection: str,
-) -> Loss:
-    """-A r, plus coef |logp - old| on the tokens that were selected.
-
-    KL-Cov (arXiv 2505.22617, eq. 13 and 14). Up to `KL_COV_NOISE` the distance counts as 0.
-    """
-    selected = tokens.selected
-    if selection == "microbatch":
-        assert tokens.draws is not None, "selection within a micro-batch needs draws"
-        selected = kl_cov_select(logp.detach(), advantage, tokens.mask, tokens.draws, share=share)
-    assert selected is not None, "the loss's `select` runs before the first backward pass"
-    loss = -advantage * ratio(logp, old)
-    distance = (logp - old).abs()
-    loss = torch.where(selected & ~(distance <= KL_COV_NOISE), loss + coef * distance, loss)
-    if not tokens.with_figures:
-        return loss, {}
-    selected_share = (selected & tokens.mask).sum()
-    return loss, {"selected_share": selected_share, **drift(logp, old, tokens)}
+    within = within_bounds(old, advantage, mask, cov_low, cov_high)
+    return first_drawn(within, draws, how_many(mask, share))
 
 
 def kl_cov_select(
@@ -128,7 +60,7 @@ def kl_cov_select(
     at = at[draws[at].argsort(stable=True)]
     by_cov = covariance(old, advantage, mask)[at].argsort(descending=True, stable=True)
     selected = torch.zeros_like(mask)
-    selected[at[by_cov[: _how_many(mask, share)]]] = True
+    selected[at[by_cov[: how_many(mask, share)]]] = True
     return selected
 
 
@@ -161,19 +93,21 @@ def keyed_draws(seed: int, sample_keys: Tensor, positions: Tensor) -> Tensor:
     return _shifted(bits, 11).to(torch.float64) * 2.0**-53
 
 
-def _within(
+def within_bounds(
     logp: Tensor, advantage: Tensor, mask: Tensor, cov_low: float, cov_high: float
 ) -> Tensor:
+    """Return the tokens [T] bool of the mask whose cov lies between the bounds."""
     cov = covariance(logp, advantage, mask)
     return mask & (cov > cov_low) & (cov < cov_high)
 
 
-def _how_many(mask: Tensor, share: float) -> int:
+def how_many(mask: Tensor, share: float) -> int:
+    """Return max(int(share N), 1) of the N counted tokens; 0 of none."""
     n = int(mask.sum())
     return max(int(share * n), 1) if n else 0
 
 
-def _first(candidates: Tensor, draws: Tensor, n: int) -> Tensor:
+def first_drawn(candidates: Tensor, draws: Tensor, n: int) -> Tensor:
     """[T] bool: the n candidates with the smallest draws."""
     at = candidates.nonzero().squeeze(1)
     selected = torch.zeros_like(candidates)
