@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.algorithms.schedule import lr_at
 from winnow.config.load import load_recipe
-from winnow.data.tasks.sort_digits import held_out_problems, is_held_out, prompt_text, solution
+from winnow.data.sort_digits import held_out_problems, is_held_out, prompt_text, solution
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.names import OUTCOMES
 from winnow.observe.rollouts import read_rollouts

@@ -14,7 +14,7 @@ HEAVY = (
     *("winnow.learning.canary", "winnow.learning.critic", "winnow.learning.custom"),
     *("winnow.learning.fsdp2", "winnow.learning.kl_penalty", "winnow.learning.reference"),
     *("winnow.algorithms.losses.covariance", "winnow.algorithms.losses.sequence"),
-    *("winnow.algorithms.token_advantages", "winnow.evaluation.report", "winnow.data.files"),
+    *("winnow.algorithms.token_advantages", "winnow.evaluation.report"),
     *("winnow.runs.checkpoint_upload", "winnow.runs.launch", "winnow.runs.learner_worker"),
     *("winnow.runs.publishing", "winnow.runs.warm_start", "winnow.observe.summary"),
 )

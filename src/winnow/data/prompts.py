@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from winnow.config.data import DataConfig
-from winnow.data.sources import Message, Row
+from winnow.data.sources import Message, Row, said
 from winnow.errors import ConfigError, DataError, ModelError
 from winnow.types import IntArray, Prompt
 
@@ -171,8 +171,6 @@ class PromptRenderer:
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            from winnow.data.files import said
-
             raise ModelError(
                 f"{row.origin}: the tokenizer's chat template fails: {said(error)}; mend it, or "
                 "set data.chat_template=none"

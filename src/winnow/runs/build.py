@@ -12,8 +12,7 @@ from winnow.config.load import dump_config
 from winnow.config.rollout import BandFilter, VarianceFilter
 from winnow.config.root import Config
 from winnow.config.rules import notices
-from winnow.data.build import evaluation_prompts, training_prompts
-from winnow.data.loader import PromptLoader, PromptSource
+from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts, training_prompts
 from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import EvaluationSettings, Evaluator
 from winnow.observe.jsonl import MetricsLog

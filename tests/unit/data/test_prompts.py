@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from winnow.config.data import DataConfig
 from winnow.data.prompts import LengthReport, PromptRenderer, PromptSet
+from winnow.data.sort_digits import build_tokenizer
 from winnow.data.sources import Row
-from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.errors import ConfigError, DataError, ModelError, WinnowError
 
 TEXTS = ["What is 1 + 1?", "Solve it. Answer: 2", "[user][assistant][system]"]

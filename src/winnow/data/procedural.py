@@ -44,28 +44,38 @@ _ATTEMPTS = 50
 _EVALUATION = "evaluation"
 
 
-class ProceduralStream:
-    """The endless training problems of a task and a seed, a `RowStream`."""
+class ProceduralRows:
+    """The endless training problems of a task and a seed, and its held-out ones; `TaskRows`."""
+
+    size = None
 
     def __init__(self, task: ReasoningGymTask, seed: int) -> None:
         """Look the task up.
 
         Raises:
-            DataError: the package or the task is missing, refuses its options, or makes other
-                problems in each process.
+            DataError: the package or the task is missing, or refuses its options.
         """
         _dataset(task.task, _as_json(task.options), "0", 0)
-        if task.task in UNSTABLE:
-            raise DataError(
-                f"data.task.task is {task.task}, whose problems differ from process to process, "
-                f"so that no run could be resumed; write them to a file with `winnow data prepare "
-                f"{PREFIX}{task.task}`"
-            )
         self._task, self._seed = task, seed
         self._source = f"{PREFIX}{task.task}"
         self.data_sources = frozenset({self._source})
-        made = f"{task.task} {_as_json(task.options)}, seed {seed}"
-        self.fingerprints = {self._source: f"{made}, version {version('reasoning-gym')}"}
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """A text that changes when the rows do.
+
+        Raises:
+            DataError: the task makes other problems in each process.
+        """
+        task, options = self._task.task, _as_json(self._task.options)
+        if task in UNSTABLE:
+            raise DataError(
+                f"data.task.task is {task}, whose problems differ from process to process, "
+                f"so that no run could be resumed; write them to a file with `winnow data prepare "
+                f"{self._source}`"
+            )
+        made = f"{task} {options}, seed {self._seed}, version {version('reasoning-gym')}"
+        return {self._source: made}
 
     def candidates(self, index: int) -> Iterator[Row]:
         return _candidates(self._task, self._seed, index)
@@ -79,6 +89,27 @@ class ProceduralStream:
             raise KeyError(uid)
         return iter([found])
 
+    def held_out(self) -> list[Row]:
+        """Return the first `eval_problems` of the one fixed list of different held-out problems.
+
+        Raises:
+            DataError: there are not so many.
+        """
+        task, count, options = self._task.task, self._task.eval_problems, self._task.options
+        found: dict[str, Row] = {}
+        for index in range(1_000 + 50 * count):
+            entry = _entry(task, _as_json(options), _EVALUATION, index)
+            if is_held_out(entry):
+                number = f"held-out-{len(found)}"
+                question = str(entry["question"])
+                found.setdefault(question, row(task, _as_json(options), entry, number))
+            if len(found) == count:
+                return list(found.values())
+        raise DataError(
+            f"data.task.eval_problems is {count}, but {task} gives only about {len(found)} "
+            "different held-out problems; lower it, or change data.task.options"
+        )
+
 
 def is_held_out(entry: Mapping[str, Any]) -> bool:
     """Return whether a problem is kept for evaluation."""
@@ -87,36 +118,6 @@ def is_held_out(entry: Mapping[str, Any]) -> bool:
 
 def _crc(entry: Mapping[str, Any]) -> int:
     return zlib.crc32(str(entry["question"]).encode("utf-8", "surrogatepass"))
-
-
-def training_rows(task: ReasoningGymTask, seed: int, count: int) -> Iterator[Row]:
-    """Yield the first `count` rows of a seed, of any task: a file holds still.
-
-    Raises:
-        DataError: as `ProceduralStream`.
-    """
-    return (next(_candidates(task, seed, index)) for index in range(count))
-
-
-def held_out_rows(task: ReasoningGymTask) -> list[Row]:
-    """Return the first `eval_problems` of the one fixed list of different held-out problems.
-
-    Raises:
-        DataError: there are not so many.
-    """
-    options = _as_json(task.options)
-    found: dict[str, Row] = {}
-    for index in range(1_000 + 50 * task.eval_problems):
-        entry = _entry(task.task, options, _EVALUATION, index)
-        if is_held_out(entry):
-            number = f"held-out-{len(found)}"
-            found.setdefault(str(entry["question"]), row(task.task, options, entry, number))
-        if len(found) == task.eval_problems:
-            return list(found.values())
-    raise DataError(
-        f"data.task.eval_problems is {task.eval_problems}, but {task.task} gives only about "
-        f"{len(found)} different held-out problems; lower it, or change data.task.options"
-    )
 
 
 def row(task: str, options: str, entry: Mapping[str, Any], number: str) -> Row:
