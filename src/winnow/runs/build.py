@@ -14,7 +14,7 @@ from winnow.config.root import Config
 from winnow.config.rules import notices
 from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts, training_prompts
 from winnow.errors import ConfigError
-from winnow.evaluation.evaluator import EvaluationSettings, Evaluator
+from winnow.evaluation.evaluator import Evaluator
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.run_folder import RunFolder
@@ -95,12 +95,13 @@ def make_evaluator(
     held_out = evaluation_prompts(config.data, policy.tokenizer)
     check_positions(config, policy.path, policy.model, longest_prompt(config, held_out))
     rewards.check_sources(held_out.data_sources, held_out=True)
-    sampling = rollout_sampling(config, policy)
     return Evaluator(
         engine,
         held_out.prompts[: config.evaluation.max_prompts],
         rewards,
-        EvaluationSettings.of(config.evaluation, sampling, config.run.seed),
+        config.evaluation,
+        rollout_sampling(config, policy),
+        config.run.seed,
         policy.decode,
         file_of,
         config.observe.rollout_text_groups,
