@@ -21,7 +21,7 @@ from winnow.config.load import load_recipe
 from winnow.data.loader import PromptLoader, training_prompts
 from winnow.data.tokenizer import load_tokenizer
 from winnow.observe.jsonl import read_metrics
-from winnow.observe.names import OUTCOMES
+from winnow.observe.metrics import OUTCOMES
 from winnow.observe.rollouts import read_rollouts
 from winnow.runs.checkpoint import Checkpoint, checkpoints_in, load_state
 from winnow.sampling.ledger import AnswerState

@@ -16,8 +16,7 @@ from typing import Any
 
 from winnow.config.trainer import EvaluationConfig
 from winnow.evaluation.statistics import PromptAnswers, summarise
-from winnow.observe.metrics import Metrics
-from winnow.observe.names import EVAL, Number
+from winnow.observe.metrics import EVAL, Metrics, Number
 from winnow.observe.rollouts import (
     Decode,
     RolloutGroup,

@@ -1,7 +1,7 @@
 """The policy's part of a step: old log-probs if they are needed, then updates on mini-batches.
 
 The role holds a strategy and knows names of columns and figures; the strategy knows the model.
-Figures go by the names of `winnow.observe.names`.
+Figures go by the names of `winnow.observe.metrics`.
 
 Shapes: `T` packed tokens, `B` samples. Log-probs are in nats.
 """

@@ -19,10 +19,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from winnow.observe import names
+from winnow.observe import metrics
 from winnow.observe.figures import count, duration, number, share
 from winnow.observe.history import Evaluation, evaluations
-from winnow.observe.names import Record
+from winnow.observe.metrics import Record
 from winnow.observe.sinks import RunInfo, Sink
 
 _LINES_OF_A_RUN = 16
@@ -59,16 +59,16 @@ class Column:
 
 
 TRAIN_COLUMNS = (
-    Column("accuracy", (names.ACCURACY, names.TRAINED_ACCURACY), share, 8),
-    Column("reward", (names.REWARD,), number, 6),
-    Column("kept", (names.KEEP_RATE,), share, 5),
-    Column("length", (names.LENGTH,), lambda v: number(v, 0 if v and v >= 1000 else 1), 6),
-    Column("cut off", (names.TRUNCATED,), share, 7),
-    Column("entropy", (names.ENTROPY,), number, 7),
-    Column("tokens/s", (names.TOKENS_PER_S,), count, 8),
-    Column("s/step", (names.STEP_S,), number, 6),
+    Column("accuracy", (metrics.ACCURACY, metrics.TRAINED_ACCURACY), share, 8),
+    Column("reward", (metrics.REWARD,), number, 6),
+    Column("kept", (metrics.KEEP_RATE,), share, 5),
+    Column("length", (metrics.LENGTH,), lambda v: number(v, 0 if v and v >= 1000 else 1), 6),
+    Column("cut off", (metrics.TRUNCATED,), share, 7),
+    Column("entropy", (metrics.ENTROPY,), number, 7),
+    Column("tokens/s", (metrics.TOKENS_PER_S,), count, 8),
+    Column("s/step", (metrics.STEP_S,), number, 6),
 )
-WARM_UP_COLUMNS = (Column("loss", (names.SFT_LOSS,), lambda v: number(v, 3), 7),)
+WARM_UP_COLUMNS = (Column("loss", (metrics.SFT_LOSS,), lambda v: number(v, 3), 7),)
 
 
 def make_console(
@@ -173,7 +173,7 @@ class LiveConsole(PlainConsole):
     def log(self, step: int, record: Record) -> None:
         self._step, self._record, self._status = step, dict(record), ""
         if math.isnan(self._first_loss):
-            self._first_loss = record.get(names.SFT_LOSS, math.nan)
+            self._first_loss = record.get(metrics.SFT_LOSS, math.nan)
         super().log(step, record)
 
     def status(self, text: str) -> None:
@@ -185,7 +185,7 @@ class LiveConsole(PlainConsole):
         self._live.stop()
         self._live = None
         if self._info.kind == "warm_up" and self._record:
-            last = self._record.get(names.SFT_LOSS, math.nan)
+            last = self._record.get(metrics.SFT_LOSS, math.nan)
             seconds = duration(self._clock() - self._began)
             fell = f"loss {number(self._first_loss, 3)} -> {number(last, 3)}"
             self.note(f"warm-up: {self._step:,} steps in {seconds}, {fell}")

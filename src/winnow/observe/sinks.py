@@ -1,7 +1,7 @@
 """Sinks for the records of a run: `Sink` is the protocol, also for a sink of your own.
 
 `observe.sinks=[{path: mine.py:Wandb, options: {project: x}}]` names a class, which is called with
-its options once, before the first step. A record maps names (`winnow.observe.names`) to numbers.
+its options once, before the first step. A record maps names (`winnow.observe.metrics`) to numbers.
 Calls come from the training loop, between steps, so a sink should hand slow work to a thread. One
 that raises is dropped with a warning, and the run goes on. Example:
 
@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol
 
 from winnow.config.run import CustomSink
 from winnow.errors import ConfigError
-from winnow.observe.names import Record
+from winnow.observe.metrics import Record
 
 Warn = Callable[[str], None]
 

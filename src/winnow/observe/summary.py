@@ -26,7 +26,7 @@ from winnow.observe.figures import (
     spaced,
 )
 from winnow.observe.history import Evaluation, evaluations, phase_seconds, token_account
-from winnow.observe.names import Record
+from winnow.observe.metrics import Record
 from winnow.observe.rollouts import read_rollouts
 
 _ANSWER_CHARACTERS = 240

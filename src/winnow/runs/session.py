@@ -20,7 +20,7 @@ from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.figures import duration
 from winnow.observe.jsonl import MetricsLog, read_metrics
-from winnow.observe.names import SFT_S, Record
+from winnow.observe.metrics import SFT_S, Record
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import CustomSinks, FirstRecord, RunInfo, Sinks
