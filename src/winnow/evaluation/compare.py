@@ -90,14 +90,9 @@ def paired(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Paired:
 
     Args:
         seed: seed of the random sign patterns.
-
-    Raises:
-        ValueError: there is no problem, or the lengths differ.
     """
     left, right = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    if left.shape != right.shape or left.ndim != 1 or not left.size:
-        raise ValueError(f"paired: two equally long lists, not empty, got {left.shape}, "
-                         f"{right.shape}")  # fmt: skip
+    assert left.shape == right.shape != (0,), "paired: two equally long lists, not empty"
     d = right - left
     d[np.abs(d) < _CLOSE] = 0.0  # such as 0.1 + 0.2 against 0.3
     mean_a, mean_b, count = float(left.mean()), float(right.mean()), d.size

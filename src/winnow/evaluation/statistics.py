@@ -88,17 +88,12 @@ def pass_at_k(n: ArrayLike, correct: ArrayLike, k: int) -> Floats:
     """Compute the unbiased pass@k of each prompt, by a product that neither over- nor underflows.
 
     Example: `pass_at_k([4], [1], 2)` is `[0.5]`.
-
-    Raises:
-        ValueError: k is not in 1..N, or correct not in 0..N.
     """
     answers, right = np.broadcast_arrays(
         np.asarray(n, dtype=np.int64), np.asarray(correct, dtype=np.int64)
     )
-    if answers.size and not 1 <= k <= answers.min():
-        raise ValueError(f"pass@k: k must lie in 1..{answers.min()} (answers a prompt), got {k}")
-    if np.any((right < 0) | (right > answers)):
-        raise ValueError("pass@k: the right answers of a prompt must lie in 0..N")
+    assert np.all((k >= 1) & (k <= answers)), f"pass@k: k is {k}, not in 1..N"
+    assert np.all((right >= 0) & (right <= answers)), "pass@k: right answers are not in 0..N"
     # C(N-c, k) / C(N, k) = product over j < k of (N-c-j) / (N-j); it is 0 once N-c-j is.
     drawn = np.arange(k)
     wrong = np.maximum((answers - right)[..., None] - drawn, 0)
@@ -121,15 +116,9 @@ def maj_at_k(
     `exact_answers` answers.
 
     Example: `maj_at_k([1, 1, 0], ["a", "a", "b"], [1, 2, 3])` is `[2/3, 2/3, 1]`.
-
-    Raises:
-        ValueError: a k is not in 1..N, or the lengths differ.
     """
     n = len(parsed)
-    if len(accuracies) != n:
-        raise ValueError(f"maj@k: {len(accuracies)} accuracies but {n} parsed answers")
-    if any(not 1 <= k <= n for k in ks):
-        raise ValueError(f"maj@k: k must lie in 1..{n} (answers a prompt), got {list(ks)}")
+    assert all(1 <= k <= n == len(accuracies) for k in ks), f"maj@k: {list(ks)} of {n} answers"
     classes: dict[Hashable, int] = {}
     labels = [-1 if p is None else classes.setdefault(p, len(classes)) for p in parsed]
     place = np.array(labels, dtype=np.int64) + 1
@@ -199,14 +188,9 @@ def _shifted(polynomials: Floats, power: int) -> Floats:
 
 
 def estimate(per_prompt: ArrayLike) -> Estimate:
-    """Average over prompts, with the standard error of the mean.
-
-    Raises:
-        ValueError: there is no prompt.
-    """
+    """Average over prompts, of which there is at least one, with the standard error of the mean."""
     values = np.asarray(per_prompt, dtype=np.float64)
-    if values.size == 0:
-        raise ValueError("an evaluation needs at least one prompt")
+    assert values.size, "an evaluation needs at least one prompt"
     error = float(values.std(ddof=1) / math.sqrt(values.size)) if values.size > 1 else math.nan
     return Estimate(float(values.mean()), error, values.size)
 
@@ -259,14 +243,9 @@ def summarise(prompts: Sequence[PromptAnswers], seed: int = 0) -> dict[str, Sour
     N is the smallest number of answers to a prompt of the source; k runs through `default_ks(N)`,
     maj@k starts at 2, and needs parsed answers throughout. Random draws of a prompt depend on
     `seed` and its place alone.
-
-    Raises:
-        ValueError: a prompt without answers.
     """
     by_source: dict[str, list[tuple[int, PromptAnswers]]] = {}
     for place, prompt in enumerate(prompts):
-        if not prompt.accuracies:
-            raise ValueError(f"prompt {place} of {prompt.data_source} has no answer to evaluate")
         by_source.setdefault(prompt.data_source, []).append((place, prompt))
     return {source: figures_of(members, seed) for source, members in by_source.items()}
 

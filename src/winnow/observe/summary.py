@@ -119,9 +119,11 @@ def _print_costs(
 ) -> None:
     tables = []
     if sum(tokens.values()):
-        tables.append(_token_table(tokens))
+        uses = {words: tokens.get(name, 0) for name, words in _TOKEN_CLASSES.items()}
+        tables.append(_share_table("Tokens generated", "tokens", uses, lambda n: f"{n:,}"))
     if seconds:
-        tables.append(_time_table(seconds))
+        phases = {phase.replace("_", " "): value for phase, value in seconds.items()}
+        tables.append(_share_table("Time", "min:s", phases, duration))
     side_by_side = Table.grid(padding=(0, 3, 0, 0))
     side_by_side.add_row(*tables)
     unbounded = console.options.update(width=10 * WIDTH)
@@ -178,25 +180,15 @@ def _one_line(text: str, encoding: str) -> str:
     return shorten(words, _ANSWER_CHARACTERS) or "(nothing)"
 
 
-def _token_table(tokens: Mapping[str, int]) -> Padding:
-    total = sum(tokens.values())
-    table = figure_table("tokens", "share", title="Tokens generated")
-    for name, words in _TOKEN_CLASSES.items():
-        value = tokens.get(name, 0)
-        table.add_row(words, f"{value:,}", share(value / total, 1))
+def _share_table(
+    title: str, unit: str, amounts: Mapping[str, float], show: Callable[[float], str]
+) -> Padding:
+    total = sum(amounts.values())
+    table = figure_table(unit, "share", title=title)
+    for name, value in amounts.items():
+        table.add_row(name, show(value), share(value / total, 1) if total else DASH)
     table.add_section()
-    table.add_row("in all", f"{total:,}", share(1.0, 1))
-    return spaced(table)
-
-
-def _time_table(seconds: Mapping[str, float]) -> Padding:
-    total = sum(seconds.values())
-    table = figure_table("min:s", "share", title="Time")
-    for phase, value in seconds.items():
-        portion = share(value / total, 1) if total else DASH
-        table.add_row(phase.replace("_", " "), duration(value), portion)
-    table.add_section()
-    table.add_row("in all", duration(total), share(1.0, 1))
+    table.add_row("in all", show(total), share(1.0, 1))
     return spaced(table)
 
 
