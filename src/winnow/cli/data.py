@@ -154,14 +154,12 @@ def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
     lines.append(("rows written", done.written, done.out))
     _print_lines(lines, console)
     scorers = {source: _scorer_of(source) for source in done.data_sources}
+    none = (
+        "has NO built-in scorer yet: training on it stops before the first step unless the recipe "
+        "names one in reward.scorers."
+    )
     for source, scorer in scorers.items():
-        if scorer is not None:
-            console.print(f"data_source {source} is scored by {scorer}.")
-        else:
-            console.print(
-                f"data_source {source} has NO built-in scorer yet: training on it stops before the "
-                "first step unless the recipe names one in reward.scorers."
-            )
+        console.print(f"data_source {source} {f'is scored by {scorer}.' if scorer else none}")
     if done.name != _BARE:
         console.print(_asking(done, instruction))
     console.print(f"Next: winnow data check {shlex.quote(done.out)}")
@@ -272,8 +270,7 @@ def _print_lines(lines: list[_Line], console: Console) -> None:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     for name, number, remark in lines:
-        if number is None:
-            table.add_row(Text(name, style="bold"), "", remark)
-        else:
-            table.add_row(f"  {name}", f"{number:,}", remark)
+        is_heading = number is None
+        title = Text(name, style="bold") if is_heading else f"  {name}"
+        table.add_row(title, "" if is_heading else f"{number:,}", remark)
     console.print(table)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -224,22 +224,14 @@ def published_row(record: Record, origin: str, named: NamedSet) -> Row:
 
 def _from_columns(record: Record, origin: str, named: NamedSet) -> tuple[str, str]:
     """Return the question as it stands, and the ground truth."""
-    asked = _first(record, _QUESTIONS)
-    if asked is None:
-        raise wrong_field(origin, "question or problem", None, "a text in one of them")
-    question = record[asked]
-    if not isinstance(question, str) or not question.strip():
-        raise wrong_field(origin, asked, question, "a text")
-    column = _first(record, tuple(named.truth))
-    if column is None:
-        known = " or ".join(dict.fromkeys(name.lower() for name in named.truth))
-        raise wrong_field(origin, known, None, "the final answer, or a text with it")
+    asked = _filled(record, _QUESTIONS, origin, "a text in one of them")
+    column = _filled(record, named.truth, origin, "the final answer, or a text with it")
     text = _text(record[column], origin, column)
     read, wanted = named.truth[column]
     truth = read(text)
     if not truth:
         raise wrong_field(origin, column, text, wanted)
-    return question, truth
+    return _source_text(record, asked, origin), truth
 
 
 def _from_tests(record: Record, origin: str, named: NamedSet) -> tuple[str, str]:
@@ -248,7 +240,7 @@ def _from_tests(record: Record, origin: str, named: NamedSet) -> tuple[str, str]
     The JSON has `test` with a function `check` and its `entry_point`, or `test_list` with asserts;
     `prompt` is code that the tests, and an answer that only goes on, may rely on.
     """
-    prompt = _source_code(record, "prompt", origin)
+    prompt = _source_text(record, "prompt", origin)
     if "test_list" in record:
         tests = _lines_of_code(record, "test_list", origin)
         imports = _lines_of_code(record, "test_imports", origin)
@@ -258,12 +250,12 @@ def _from_tests(record: Record, origin: str, named: NamedSet) -> tuple[str, str]
         truth: dict[str, Any] = {"test_list": tests, "prompt": "\n".join(imports)}
     else:
         asked = _COMPLETE.format(prompt.rstrip())
-        truth = {name: _source_code(record, name, origin) for name in ("test", "entry_point")}
+        truth = {name: _source_text(record, name, origin) for name in ("test", "entry_point")}
         truth["prompt"] = prompt
     return asked, json.dumps(truth, ensure_ascii=False)
 
 
-def _source_code(record: Record, column: str, origin: str) -> str:
+def _source_text(record: Record, column: str, origin: str) -> str:
     value = record.get(column)
     if not isinstance(value, str) or not value.strip():
         raise wrong_field(origin, column, value, "a text")
@@ -294,5 +286,10 @@ def _text(value: Any, origin: str, column: str) -> str:
     return value.strip()
 
 
-def _first(record: Record, columns: tuple[str, ...]) -> str | None:
-    return next((column for column in columns if record.get(column) not in (None, "")), None)
+def _filled(record: Record, columns: Iterable[str], origin: str, wanted: str) -> str:
+    """Return the first of the columns that a row fills."""
+    found = next((column for column in columns if record.get(column) not in (None, "")), None)
+    if found is None:
+        known = " or ".join(dict.fromkeys(name.lower() for name in columns))
+        raise wrong_field(origin, known, None, wanted)
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,6 +12,7 @@ from winnow.config.rollout import BandFilter, VarianceFilter
 from winnow.config.root import Config
 from winnow.config.rules import notices
 from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts, training_prompts
+from winnow.data.prompts import PromptSet
 from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import Evaluator
 from winnow.observe.jsonl import MetricsLog
@@ -105,7 +105,7 @@ def make_evaluator(
         policy.decode,
         file_of,
         config.observe.rollout_text_groups,
-        held_out.report.filtered,
+        held_out.filtered,
     )
 
 
@@ -232,13 +232,12 @@ def _rollout_writer(
     return write
 
 
-def _notes(source: Any) -> list[str]:
-    report = getattr(source, "report", None)
-    if report is None:
+def _notes(source: PromptSource) -> list[str]:
+    if not isinstance(source, PromptSet):
         return []
-    notes = [f"{report.rows:,} rows of training data"]
-    if report.filtered:
-        notes.append(f"{report.filtered:,} left out: longer than data.max_prompt_tokens")
-    if report.cut:
-        notes.append(f"{report.cut:,} cut to data.max_prompt_tokens")
+    notes = [f"{source.size + source.filtered:,} rows of training data"]
+    if source.filtered:
+        notes.append(f"{source.filtered:,} left out: longer than data.max_prompt_tokens")
+    if source.cut:
+        notes.append(f"{source.cut:,} cut to data.max_prompt_tokens")
     return ["; ".join(notes)]

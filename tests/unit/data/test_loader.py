@@ -19,7 +19,7 @@ from winnow.data.loader import (
     evaluation_prompts,
     training_prompts,
 )
-from winnow.data.prompts import LengthReport, PromptSet
+from winnow.data.prompts import PromptSet
 from winnow.data.sort_digits import build_tokenizer, is_held_out
 from winnow.errors import CheckpointError, DataError
 from winnow.types import Prompt
@@ -32,11 +32,11 @@ def prompts(count: int, name: str = "f.jsonl", shift: int = 0) -> PromptSet:
     made = tuple(
         Prompt(f"{name}:{i}", np.array([i + shift]), str(i), "math", "2") for i in range(count)
     )
-    return PromptSet(made, LengthReport(count, 0, 0))
+    return PromptSet(made)
 
 
 def merged(*sets: PromptSet) -> PromptSet:
-    return PromptSet(tuple(p for s in sets for p in s.prompts), LengthReport(0, 0, 0))
+    return PromptSet(tuple(p for s in sets for p in s.prompts))
 
 
 def take(loader: PromptLoader, count: int) -> list[str]:

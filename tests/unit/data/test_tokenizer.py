@@ -115,7 +115,7 @@ def test_a_generation_config_that_is_not_json_is_refused(
     with pytest.raises(ModelError) as caught:
         stop_token_ids(bpe, str(tmp_path))
     message = str(caught.value)
-    assert message.startswith(f"{file}: not JSON (")
+    assert message.startswith(f"{file}: not readable as JSON (")
     assert message.endswith("); mend or remove it")
 
 
