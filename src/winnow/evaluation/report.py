@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -136,35 +136,6 @@ def _by_k(rows: Mapping[str, SourceFigures]) -> Table:
     return table
 
 
-class ProgressLine:
-    """A line of progress that is rewritten, or now and then a new one; nothing if off."""
-
-    def __init__(
-        self,
-        console: Console,
-        mode: Literal["auto", "plain", "off"],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        is_live = mode == "auto" and console.is_terminal and not console.is_dumb_terminal
-        self._status = Status("", console=console) if is_live else None
-        self._console, self._is_off, self._clock = console, mode == "off", clock
-        self._began = self._last = clock()
-
-    def shown(self) -> AbstractContextManager[object]:
-        """Hold a live line at the bottom of the screen while the block runs."""
-        return self._status or nullcontext()
-
-    def update(self, progress: AskProgress) -> None:
-        """Show the progress."""
-        now = self._clock()
-        text = in_words(progress, now - self._began)
-        if self._status is not None:
-            self._status.update(text)
-        elif not self._is_off and now - self._last >= _LINE_EVERY_S:
-            self._last = now
-            self._console.print(text, markup=False)
-
-
 def in_words(progress: AskProgress, seconds: float) -> str:
     """Write the progress as `1,234 of 3,840 answers, 17 scored, 512 tokens/s, 0:35`."""
     speed = progress.tokens / seconds if seconds > 0 else 0.0
@@ -175,16 +146,36 @@ def in_words(progress: AskProgress, seconds: float) -> str:
     )
 
 
-async def watched(evaluator: Evaluator, step: int, line: ProgressLine) -> Evaluated:
-    """Ask the held-out prompts, and show the progress."""
+async def watched(
+    evaluator: Evaluator,
+    step: int,
+    console: Console,
+    mode: Literal["auto", "plain", "off"],
+    clock: Callable[[], float] = time.monotonic,
+) -> Evaluated:
+    """Ask the held-out prompts, and show the progress.
+
+    A terminal gets a line that is rewritten, a log a new one now and then; `off` shows nothing.
+    """
+    is_live = mode == "auto" and console.is_terminal and not console.is_dumb_terminal
+    status = Status("", console=console) if is_live else None
+    began = clock()
 
     async def look() -> None:
+        last = began
         while True:
-            line.update(evaluator.progress)
+            now = clock()
+            text = in_words(evaluator.progress, now - began)
+            if status is not None:
+                status.update(text)
+            elif mode != "off" and now - last >= _LINE_EVERY_S:
+                last = now
+                console.print(text, markup=False)
             await asyncio.sleep(_EVERY_S)
 
-    watch = asyncio.create_task(look())
-    try:
-        return await evaluator.ask(step)
-    finally:
-        watch.cancel()
+    with status or nullcontext():
+        watch = asyncio.create_task(look())
+        try:
+            return await evaluator.ask(step)
+        finally:
+            watch.cancel()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
@@ -99,25 +99,32 @@ def print_summary(
         commands: command lines, and what each does.
     """
     width = min(WIDTH, console.width)
-    _rule(console, printable(title, console.encoding), width)
+    line = "=" if console.options.ascii_only else "\u2500"
     evaluated = [(record["step"], evaluations(record)) for record in records]
     found = [(step, by_source) for step, by_source in evaluated if by_source]
     before = found[0][1] if found and found[0][0] == 0 else {}
     after = found[-1][1] if found and found[-1][0] > 0 else {}
-    for source in dict.fromkeys([*before, *after]):
-        table = _accuracy_table(source, before.get(source), after.get(source))
-        console.print(table, width=width)
-    for sample in samples:
-        console.print(_sample_table(sample, console.encoding), width=width)
-    _print_costs(console, token_account(records), phase_seconds(records), width)
-    _print_pairs(console, "Look at", {k: str(v) for k, v in (paths or {}).items()}, width)
-    _print_pairs(console, "Next", commands or {}, width)
+    parts: list[RenderableType] = [
+        "",
+        Text(printable(title, console.encoding), style="bold"),
+        Text(line * width, style="dim", no_wrap=True),
+        *(
+            _accuracy_table(source, before.get(source), after.get(source))
+            for source in dict.fromkeys([*before, *after])
+        ),
+        *(_sample_table(sample, console.encoding) for sample in samples),
+        *_costs(console, token_account(records), phase_seconds(records), width),
+        *_pairs(console, "Look at", {k: str(v) for k, v in (paths or {}).items()}),
+        *_pairs(console, "Next", commands or {}),
+    ]
+    console.print(Group(*parts), width=width)
 
 
-def _print_costs(
+def _costs(
     console: Console, tokens: Mapping[str, int], seconds: Mapping[str, float], width: int
-) -> None:
-    tables = []
+) -> list[RenderableType]:
+    """Make the tables of tokens and time, side by side where they fit."""
+    tables: list[RenderableType] = []
     if sum(tokens.values()):
         uses = {words: tokens.get(name, 0) for name, words in _TOKEN_CLASSES.items()}
         tables.append(_share_table("Tokens generated", "tokens", uses, lambda n: f"{n:,}"))
@@ -128,15 +135,7 @@ def _print_costs(
     side_by_side.add_row(*tables)
     unbounded = console.options.update(width=10 * WIDTH)
     needed = Measurement.get(console, unbounded, side_by_side).maximum
-    for table in [side_by_side] if tables and needed <= width else tables:
-        console.print(table, width=width)
-
-
-def _rule(console: Console, title: str, width: int) -> None:
-    line = "=" if console.options.ascii_only else "\u2500"
-    console.print()
-    console.print(Text(title, style="bold"), width=width)
-    console.print(Text(line * width, style="dim"), width=width, no_wrap=True)
+    return [side_by_side] if tables and needed <= width else tables
 
 
 def _accuracy_table(source: str, before: Evaluation | None, after: Evaluation | None) -> Padding:
@@ -192,13 +191,11 @@ def _share_table(
     return spaced(table)
 
 
-def _print_pairs(console: Console, title: str, pairs: Mapping[str, str], width: int) -> None:
-    """Print a heading and two columns; on a narrow screen the second folds, nothing is lost."""
-    if not pairs:
-        return
+def _pairs(console: Console, title: str, pairs: Mapping[str, str]) -> list[Padding]:
+    """Make a heading and two columns; on a narrow screen the second folds, nothing is lost."""
     table = figure_table(title=title)
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
     for left, right in pairs.items():
         table.add_row(Text(left), Text(printable(right, console.encoding)))
-    console.print(spaced(table), width=width)
+    return [spaced(table)] if pairs else []

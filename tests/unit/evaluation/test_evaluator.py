@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
@@ -15,8 +16,9 @@ from tests.scoring import rewards_of
 
 from winnow.config.reward import RewardConfig
 from winnow.config.trainer import EvaluationConfig
+from winnow.evaluation import report
 from winnow.evaluation.evaluator import AskProgress, Evaluated, Evaluator, by_problem
-from winnow.evaluation.report import ProgressLine, Report, in_words, print_report
+from winnow.evaluation.report import Report, in_words, print_report, watched
 from winnow.rollout.engine import EngineStatus, SamplingParams
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
@@ -172,28 +174,43 @@ def test_progress_counts_what_is_written_and_scored() -> None:
     assert evaluator.progress.written == 7
 
 
-def test_a_plain_terminal_gets_a_line_now_and_then() -> None:
-    out, now = io.StringIO(), [0.0]
-    line = ProgressLine(Console(file=out, width=80), "auto", clock=lambda: now[0])
-    with line.shown():
-        for now[0] in (0.0, 10.0, 31.0, 40.0, 62.0):
-            line.update(AskProgress(3840, 1234, 17, int(512 * now[0])))
-    assert out.getvalue().splitlines() == [
+class Watched:
+    """An evaluator whose progress is seen at the times given."""
+
+    def __init__(self, *times: float) -> None:
+        self.times, self.now = times, 0.0
+
+    @property
+    def progress(self) -> AskProgress:
+        return AskProgress(3840, 1234, 17, int(512 * self.now))
+
+    async def ask(self, step: int) -> Evaluated:
+        for now in self.times:
+            self.now = now
+            await asyncio.sleep(0)
+        return Evaluated([], step)
+
+
+def shown(console: Console, mode: Any, *times: float) -> str:
+    """What is shown of an evaluation; the times are those of the looks at it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "_EVERY_S", 0)
+        evaluator: Any = Watched(*times)
+        done = watched(evaluator, 7, console, mode, clock=lambda: evaluator.now)
+        assert asyncio.run(done).seed == 7
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_log_gets_a_line_now_and_then() -> None:
+    text = shown(Console(file=io.StringIO(), width=80), "auto", 0, 10, 31, 40, 62, 62)
+    assert text.splitlines() == [
         "1,234 of 3,840 answers, 17 scored, 512 tokens/s, 0:31",
         "1,234 of 3,840 answers, 17 scored, 512 tokens/s, 1:02",
     ]
 
 
 def test_a_terminal_is_told_live_and_off_means_silence() -> None:
-    out = io.StringIO()
-    live = ProgressLine(Console(file=out, width=80, force_terminal=True), "auto")
-    with live.shown():
-        live.update(AskProgress(10, 4, 0, 100))
-    assert "4 of 10 answers" in out.getvalue()
-    silent, now = io.StringIO(), [0.0]
-    off = ProgressLine(Console(file=silent, width=80), "off", clock=lambda: now[0])
-    with off.shown():
-        now[0] = 100.0
-        off.update(AskProgress(10, 4, 0, 100))
-    assert silent.getvalue() == ""
+    live = Console(file=io.StringIO(), width=80, force_terminal=True)
+    assert "1,234 of 3,840 answers" in shown(live, "auto", 0, 0, 0)
+    assert shown(Console(file=io.StringIO(), width=80), "off", 0, 100, 100) == ""
     assert in_words(AskProgress(10, 4, 0, 100), 0.0) == "4 of 10 answers, 0 tokens/s, 0:00"
