@@ -22,7 +22,7 @@ from winnow.data.published import (
     with_dapo_instruction,
     without_instruction,
 )
-from winnow.data.sources import Row, excerpt, read_objects, said
+from winnow.data.sources import Row, excerpt, read_records, said
 from winnow.errors import DataError, WinnowError
 from winnow.observe.files import write_atomic
 
@@ -159,7 +159,7 @@ def _published(request: Request, done: Prepared) -> Iterator[Row]:
         paths = list(found.values())
         done.origin = f"{named.repo} at {commit[:12]} ({', '.join(found)}; {named.licence})"
     for path in paths:
-        for number, record in read_objects(path):
+        for number, record in read_records(path):
             other = foreign_source(record, named)
             if other is not None:
                 done.other_sources[other] += 1

@@ -67,26 +67,11 @@ def read_rows(paths: Sequence[str], prompt_key: str = "prompt") -> list[Row]:
         before = len(rows)
         rows += (
             to_row(record, f"{path} row {number}", f"{file}:{number}", prompt_key)
-            for number, record in read_objects(path)
+            for number, record in read_records(path)
         )
         if len(rows) == before:
             raise DataError(f"{path}: the file has no rows; leave it out or write it again")
     return rows
-
-
-def read_objects(path: str) -> Iterator[tuple[int, Record]]:
-    """Read each record of a file with its number, and check that it has columns.
-
-    Raises:
-        DataError: the file is not readable, or a record is no object.
-    """
-    for number, record in read_records(path):
-        if not isinstance(record, dict):
-            raise DataError(
-                f"{path} row {number}: must be an object with columns, got {_kind(record)}; "
-                "write one JSON object a line"
-            )
-        yield number, record
 
 
 def to_row(record: Record, origin: str, uid: str = "", prompt_key: str = "prompt") -> Row:
@@ -186,11 +171,12 @@ def _kind(value: Any) -> str:
     return f"the {name} {shown if len(shown) <= 40 else shown[:37] + '...'}"
 
 
-def read_records(path: str) -> Iterator[tuple[int, Any]]:
+def read_records(path: str) -> Iterator[tuple[int, Record]]:
     """Yield each record of a file with its number from 1; blank lines count but are skipped.
 
     Raises:
-        DataError: the file is missing, empty or damaged, or of no known format.
+        DataError: the file is missing, empty or damaged, of no known format, or a record of it has
+            no columns.
     """
     if Path(path).expanduser().is_dir():
         raise DataError(f"{path}: is a folder; name the data files in it")
@@ -200,7 +186,14 @@ def read_records(path: str) -> Iterator[tuple[int, Any]]:
     content = _read(path)
     if not content:
         raise DataError(f"{path}: the file is empty; download or write it again")
-    yield from _parquet(path, content) if path.endswith(_PARQUET) else _lines(path, content)
+    records = _parquet(path, content) if path.endswith(_PARQUET) else _lines(path, content)
+    for number, record in records:
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{path} row {number}: must be an object with columns, got {_kind(record)}; "
+                "write one JSON object a line"
+            )
+        yield number, record
 
 
 def _read(path: str) -> bytes:

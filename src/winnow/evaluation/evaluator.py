@@ -145,8 +145,23 @@ class Evaluator:
         greedy: list[Group] = []
         if self._config.greedy:
             greedy = await self._answer(replace(self._sampling, temperature=0.0), 1)
-        self._write(step, groups, greedy)
-        self._check_scoring()
+        write_rollouts(
+            self._file_of(step),
+            step,
+            [RolloutGroup(group, "held_out") for group in groups]
+            + [RolloutGroup(group, "held_out_greedy") for group in greedy],
+            version=step,
+            # The same prompts in each evaluation, so that one can be followed through the run.
+            text_groups=choose_text_groups(
+                range(len(groups)), self._text_groups, self._seed, step=0
+            ),
+            decode=self._decode,
+        )
+        try:
+            self._rewards.check_failures(self._scorings)
+        finally:
+            self._rewards.reset_failures()
+            self._scorings = 0
         return Evaluated(by_problem(groups, greedy, self._votes()), self._seed)
 
     async def _answer(self, sampling: SamplingParams, n: int) -> list[Group]:
@@ -180,26 +195,6 @@ class Evaluator:
         sources = {prompt.data_source for prompt in self.prompts}
         known = {source: self._rewards.known_metrics([source]) for source in sources}
         return frozenset(s for s in sources if _SCORES_CASES not in (known[s] or ()))
-
-    def _check_scoring(self) -> None:
-        try:
-            self._rewards.check_failures(self._scorings)
-        finally:
-            self._rewards.reset_failures()
-            self._scorings = 0
-
-    def _write(self, step: int, groups: Sequence[Group], greedy: Sequence[Group]) -> None:
-        # The same prompts in each evaluation, so that one can be followed through the run.
-        ids = [group.id for group in groups]
-        write_rollouts(
-            self._file_of(step),
-            step,
-            [RolloutGroup(group, "held_out") for group in groups]
-            + [RolloutGroup(group, "held_out_greedy") for group in greedy],
-            version=step,
-            text_groups=choose_text_groups(ids, self._text_groups, self._seed, step=0),
-            decode=self._decode,
-        )
 
 
 def by_problem(

@@ -59,18 +59,11 @@ TRAIN_COLUMNS = (
 WARM_UP_COLUMNS = (Column("loss", (metrics.SFT_LOSS,), lambda v: number(v, 3), 7),)
 
 
-def make_console(
-    mode: Literal["auto", "plain", "off"],
-    console: Console | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> ConsoleSink:
+def make_console(mode: Literal["auto", "plain", "off"], console: Console) -> ConsoleSink:
     """Make the console sink of `observe.console`."""
-    console = console or Console()
-    if mode == "off":
-        console = Console(quiet=True)
     if mode == "auto" and console.is_terminal and not console.is_dumb_terminal:
-        return LiveConsole(console, clock)
-    return ConsoleSink(console, clock)
+        return LiveConsole(console)
+    return ConsoleSink(Console(quiet=True) if mode == "off" else console)
 
 
 class ConsoleSink:

@@ -38,8 +38,8 @@ _STYLE = {
 }
 
 
-def draw_curve(folder: Path, target: Path | None = None, title: str | None = None) -> Path:
-    """Draw a run: accuracy above, length and truncation below; returns the PNG's path.
+def draw_curve(folder: Path) -> Path:
+    """Draw a run: accuracy above, length and truncation below; returns the path of curve.png.
 
     Raises:
         WinnowError: the run has no figures yet, or the picture cannot be written.
@@ -51,13 +51,13 @@ def draw_curve(folder: Path, target: Path | None = None, title: str | None = Non
     records = read_metrics(folder / METRICS_FILE)
     if not records:
         raise WinnowError(f"{folder / METRICS_FILE} holds no step yet; wait for the run's first")
-    target = target or folder / "curve.png"
+    target = folder / "curve.png"
     with rc_context(_STYLE):
         figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained", facecolor="white")
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         _paint_accuracy(above, records)
         _paint_length(below, records)
-        _finish(figure, above, below, title or folder.name, records)
+        _finish(figure, above, below, folder.name, records)
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=DPI)
     write_atomic(target, picture.getvalue())
@@ -142,13 +142,9 @@ def _paint_points(
     if is_labelled:
         for index, place in ((0, (8, -11)), (-1, (8, -3))):
             axis.annotate(
-                f"{100 * values[index]:.1f} %",
-                (steps[index], values[index]),
-                xytext=place,
-                textcoords="offset points",
-                color=color,
-                fontsize=9,
-            )
+                f"{100 * values[index]:.1f} %", (steps[index], values[index]), place,
+                textcoords="offset points", color=color, fontsize=9,
+            )  # fmt: skip
 
 
 def _held_out(records: Sequence[Record], source: str, figure: str) -> Series:

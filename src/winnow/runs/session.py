@@ -301,7 +301,7 @@ def _close(
 ) -> None:
     from winnow.observe.curve import draw_curve
 
-    draw_curve(folder.path, folder.curve, title=folder.name)
+    draw_curve(folder.path)
     records = read_metrics(folder.metrics)
     last = checkpoints_in(folder.checkpoints)[-1]
     paths = {
