@@ -159,32 +159,26 @@ def _votes(sizes: Sequence[int], worth: Sequence[float], blank: int) -> Floats:
         nodes, weights = np.polynomial.legendre.leggauss((len(big) + 1) // 2)
         u = (nodes[:, None] + 1) / 2
         lost = np.zeros((len(u), n + 1))
-        lost[:, : others + 1] = [math.comb(others, v) for v in range(others + 1)]
+        lost[:, : others + 1] = _binomials(others, others + 1)
         won = np.zeros_like(lost)
         for size, value in big:
-            top = math.comb(size, m)
-            tied = _shifted(lost, m) * top
-            won = _fewer(won, size, m) + u * top * _shifted(won, m) + value * tied
-            lost = _fewer(lost, size, m) + u * tied
+            fewer = _binomials(size, m)
+            top = np.append(np.zeros(m), float(math.comb(size, m)))
+            tied = _product(lost, top)
+            won = _product(won, fewer) + u * _product(won, top) + value * tied
+            lost = _product(lost, fewer) + u * tied
         total += weights / 2 @ won
-    return np.asarray(total[1:] / [float(math.comb(n, k)) for k in range(1, n + 1)])
+    return np.asarray(total[1:] / _binomials(n, n + 1)[1:])
 
 
-def _fewer(polynomials: Floats, size: int, m: int) -> Floats:
-    """Multiply by the sum over v < m of C(size, v) x^v."""
-    product = np.zeros_like(polynomials)
-    for v in range(m):
-        product += math.comb(size, v) * _shifted(polynomials, v)
-    return product
+def _binomials(n: int, terms: int) -> Floats:
+    """List C(n, 0), C(n, 1), … of so many terms."""
+    return np.array([math.comb(n, v) for v in range(terms)], dtype=np.float64)
 
 
-def _shifted(polynomials: Floats, power: int) -> Floats:
-    """Multiply by x^power, cut off behind the last power."""
-    if power == 0:
-        return polynomials
-    moved = np.zeros_like(polynomials)
-    moved[:, power:] = polynomials[:, :-power]
-    return moved
+def _product(polynomials: Floats, factor: Floats) -> Floats:
+    """Multiply the polynomials of each row by one, cut off behind the last power."""
+    return np.array([np.convolve(row, factor)[: row.size] for row in polynomials])
 
 
 def estimate(per_prompt: ArrayLike) -> Estimate:
