@@ -25,8 +25,6 @@ app = typer.Typer(
 
 _Line = tuple[str, int | None, str]
 """A name, a number and a remark; without a number, a heading."""
-# Its prompts are asked as they are, of a model that was warmed up on them.
-_BARE = "sort_digits"
 _SHOWN = 5
 """Examples of a kind that the table shows; --json has them all."""
 
@@ -71,16 +69,8 @@ def prepare_command(
     """Write a data set as parquet in verl's schema, without copies of a row."""
     from winnow.data.prepare import Request, prepare
 
-    request = Request(
-        name=name,
-        split=split,
-        files=tuple(source or ()),
-        out=out,
-        revision=revision,
-        instruction=instruction,
-        rows=rows,
-        seed=seed,
-    )
+    files = tuple(source or ())
+    request = Request(name, split, files, out, revision, instruction, rows, seed)
     _show_prepared(prepare(request), instruction, _console())
 
 
@@ -160,45 +150,38 @@ def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
     )
     for source, scorer in scorers.items():
         console.print(f"data_source {source} {f'is scored by {scorer}.' if scorer else none}")
-    if done.name != _BARE:
-        console.print(_asking(done, instruction))
-    console.print(f"Next: winnow data check {shlex.quote(done.out)}")
     unknown = [source for source, scorer in scorers.items() if scorer is None]
-    console.print(f"      {_training(done, instruction, unknown)}")
+    asking, training = _use(done, instruction, unknown)
+    if asking:
+        console.print(asking)
+    console.print(f"Next: winnow data check {shlex.quote(done.out)}")
+    console.print(f"      {training}")
 
 
-def _asking(done: Prepared, instruction: str) -> str:
-    if instruction == "dapo":
-        return "Prompts hold DAPO's instruction: for recipes without data.prompt_template."
-    if done.ability != "math":
-        return "Prompts say how to answer: take the template out of recipes that have one."
-    if done.name == "gsm8k":
-        return "Prompts are bare questions: the recipe gsm8k says how to ask."
-    return (
-        "Prompts are bare questions: the recipe dapo-math says how to ask; for dapo_qwen2.5_32b "
-        "add --instruction dapo."
-    )
-
-
-def _training(done: Prepared, instruction: str, unknown: list[str]) -> str:
-    """Write a command that trains on the file, or evaluates with it."""
-    scorer, words = "dapo_math", ["model.path=FOLDER"]
-    if done.name == _BARE:
-        scorer, words = "SCORER", ["data/task=none"]
-        recipe = "quickstart"
+def _use(done: Prepared, instruction: str, unknown: list[str]) -> tuple[str, str]:
+    """Say how its prompts are asked, and write a command that trains on it or evaluates with it."""
+    words, scorer = ["model.path=FOLDER"], "dapo_math"
+    bare = "Prompts are bare questions: the recipe"
+    if done.name == "sort_digits":  # asked as it is, of a model that was warmed up on it
+        asking, recipe, words, scorer = "", "quickstart", ["data/task=none"], "SCORER"
+    elif done.ability != "math":
+        asking = "Prompts say how to answer: take the template out of recipes that have one."
+        recipe, scorer = "dapo-math", "SCORER"
+        words.append('data.prompt_template={*:"{prompt}"}')
     elif done.name == "gsm8k":
-        recipe = "gsm8k"
+        asking, recipe = f"{bare} gsm8k says how to ask.", "gsm8k"
+    elif instruction == "dapo":
+        asking = "Prompts hold DAPO's instruction: for recipes without data.prompt_template."
+        recipe = "dapo_qwen2.5_32b"
     else:
-        recipe = "dapo_qwen2.5_32b" if instruction == "dapo" else "dapo-math"
+        recipe = "dapo-math"
+        asking = f"{bare} {recipe} says how to ask; for dapo_qwen2.5_32b add --instruction dapo."
     if done.split == "test":
         words += ["data.train_files=[FILE]", f"data.eval_files=[{done.out}]"]
     else:
         words.append(f"data.train_files=[{done.out}]")
-    if done.name != _BARE and done.ability != "math":
-        scorer = "SCORER"
-        words.append('data.prompt_template={*:"{prompt}"}')
     words += [f"reward.scorers.{source}={scorer}" for source in unknown]
-    return shlex.join(["winnow", "train", recipe, *words])
+    return asking, shlex.join(["winnow", "train", recipe, *words])
 
 
 def _show_report(report: Mapping[str, Any], console: Console) -> None:
