@@ -103,8 +103,8 @@ def prepare(request: Request) -> Prepared:
     unique: dict[tuple[object, ...], Row] = {}
     for row in rows:
         done.read += 1
-        said_by = tuple((message["role"], message["content"]) for message in row.messages)
-        unique.setdefault((row.data_source, said_by, row.ground_truth), row)
+        conversation = tuple((message["role"], message["content"]) for message in row.messages)
+        unique.setdefault((row.data_source, conversation, row.ground_truth), row)
     done.copies = done.read - len(unique)
     done.read += done.other_sources.total()
     if not unique:

@@ -224,6 +224,5 @@ def _column(name: str, values: list[Any]) -> Any:
     except OverflowError:  # an integer beyond any float stays readable as text
         kind = _TEXT
     if kind == _TEXT:  # a scorer may return half a surrogate pair
-        texts = [None if v is None else str(v).encode("utf-8", "replace") for v in values]
-        return pa.array(texts, pa.binary()).cast(_TEXT)
+        values = [None if v is None else str(v).encode("utf-8", "replace") for v in values]
     return pa.array(values, kind)
