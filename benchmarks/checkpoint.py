@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.config.model import SftWarmStart
-from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.data.sort_digits import build_tokenizer
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import model_writer, use_layout_attention
 from winnow.runs.checkpoint import Manifest, Retention, Saver, this_machine

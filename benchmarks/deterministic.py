@@ -32,8 +32,7 @@ import torch
 from winnow.config.load import load_recipe
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
-from winnow.data.build import training_prompts
-from winnow.data.loader import PromptLoader
+from winnow.data.loader import PromptLoader, training_prompts
 from winnow.rollout.engine import WeightUpdate
 from winnow.runs.build import rollout_sampling
 from winnow.runs.loading import load_policy

@@ -22,8 +22,7 @@ import numpy as np
 from winnow.config.load import load_recipe
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
-from winnow.data.build import training_prompts
-from winnow.data.loader import PromptLoader
+from winnow.data.loader import PromptLoader, training_prompts
 from winnow.rewards.pipeline import RewardPipeline, Rewards
 from winnow.rollout.engine import WeightUpdate, generate, group_request
 from winnow.runs.build import rollout_sampling, use_machine

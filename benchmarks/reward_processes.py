@@ -28,7 +28,7 @@ import torch
 
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
-from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.data.sort_digits import build_tokenizer
 from winnow.data.tokenizer import decoder
 from winnow.rewards.pipeline import Rewards, ScoredAnswer
 from winnow.runs.loading import Policies

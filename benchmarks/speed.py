@@ -27,8 +27,7 @@ import torch
 
 from winnow.config.load import load_recipe
 from winnow.config.model import SftWarmStart
-from winnow.data.build import training_prompts
-from winnow.data.loader import PromptLoader
+from winnow.data.loader import PromptLoader, training_prompts
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.rollout.engine import WeightUpdate
 from winnow.runs.build import rollout_sampling

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.data.sort_digits import build_tokenizer
 from winnow.models.causal_lm import quiet_transformers
 
 QWEN_VOCABULARY = 151_936

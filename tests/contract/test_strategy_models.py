@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from winnow.config.model import LoraAdapter
-from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
 from winnow.learning.batch import Batch, MicroBatch, gather_tokens, micro_batches, pack
 from winnow.learning.strategy import LossResult, Output, Outputs, Strategy

@@ -17,7 +17,7 @@ import torch
 from tests.small_models import digits_folder, digits_model, save
 from tests.winnow_command import Outcome, in_own_process, in_this_process
 
-from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.data.sort_digits import build_tokenizer
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -30,7 +30,7 @@ from tests.small_models import digits_folder, digits_model, save
 from tests.unprivileged import permissions_apply
 from tests.winnow_command import WINNOW, Outcome, in_own_process, in_this_process
 
-from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.data.sort_digits import build_tokenizer
 from winnow.runs.checkpoint import checkpoints_in, load_state
 
 pytestmark = pytest.mark.timeout(600)

@@ -18,11 +18,10 @@ from benchmarks.kill import STEPS, Lab, leftovers, wait_for
 from tests.winnow_command import in_own_process
 
 from winnow.config.load import load_recipe
-from winnow.data.build import training_prompts
-from winnow.data.loader import PromptLoader
+from winnow.data.loader import PromptLoader, training_prompts
 from winnow.data.tokenizer import load_tokenizer
 from winnow.observe.jsonl import read_metrics
-from winnow.observe.names import OUTCOMES
+from winnow.observe.metrics import OUTCOMES
 from winnow.observe.rollouts import read_rollouts
 from winnow.runs.checkpoint import Checkpoint, checkpoints_in, load_state
 from winnow.sampling.ledger import AnswerState

@@ -21,10 +21,10 @@ from tests.winnow_command import Outcome, in_own_process, in_this_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.config.load import load_recipe
-from winnow.data.tasks.sort_digits import held_out_problems, is_held_out, prompt_text, solution
+from winnow.data.sort_digits import held_out_problems, is_held_out, prompt_text, solution
 from winnow.learning.strategy import lr_at
 from winnow.observe.jsonl import read_metrics
-from winnow.observe.names import OUTCOMES
+from winnow.observe.metrics import OUTCOMES
 from winnow.observe.rollouts import read_rollouts
 from winnow.observe.run_folder import RunFolder
 from winnow.runs.checkpoint import checkpoints_in

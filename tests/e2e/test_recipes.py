@@ -11,7 +11,7 @@ from benchmarks.kill import SETTINGS
 from tests.winnow_command import Outcome, in_this_process
 
 from winnow.observe.jsonl import read_metrics
-from winnow.observe.names import Record
+from winnow.observe.metrics import Record
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FAMILIES = ("grpo", "dapo", "drgrpo", "rloo", "remax", "ppo", "reinforce_pp", "gspo", "cispo")

@@ -29,8 +29,8 @@ from winnow.config.schema import all_keys
 from winnow.data.check import check
 from winnow.data.prepare import Request, prepare
 from winnow.data.prompts import PromptRenderer
+from winnow.data.sort_digits import build_tokenizer
 from winnow.data.sources import read_rows
-from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.errors import WinnowError
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ def use_data(path: Path, renderer: PromptRenderer) -> None:
     report = result_or_clear_error(lambda: check(str(path), lambda _: None, evaluation=str(path)))
     assert (report is None) == (rows is None)
     if report is not None:
-        json.dumps(report.as_json(), ensure_ascii=False).encode()
+        json.dumps(report, ensure_ascii=False).encode()
     for name in ("gsm8k", "math", "aime-2024"):
         out = str(path.parent / "prepared.parquet")
         request = Request(name, files=(str(path),), out=out)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from winnow.errors import DataError, ModelError
+from winnow.errors import DataError, RewardError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import PreTrainedTokenizerBase
 
-    from winnow.data.check import Conflict, DataReport, SharedPrompt
     from winnow.data.prepare import Prepared
 
 app = typer.Typer(
@@ -70,16 +69,8 @@ def prepare_command(
     """Write a data set as parquet in verl's schema, without copies of a row."""
     from winnow.data.prepare import Request, prepare
 
-    request = Request(
-        name=name,
-        split=split,
-        files=tuple(source or ()),
-        out=out,
-        revision=revision,
-        instruction=instruction,
-        rows=rows,
-        seed=seed,
-    )
+    files = tuple(source or ())
+    request = Request(name, split, files, out, revision, instruction, rows, seed)
     _show_prepared(prepare(request), instruction, _console())
 
 
@@ -111,33 +102,24 @@ def check_command(
         )
     from winnow.config.data import DataConfig
     from winnow.data.check import check
+    from winnow.data.tokenizer import load_tokenizer
 
     report = check(
         file,
         _scorer_of,
-        tokenizer=_tokenizer(tokenizer) if tokenizer else None,
+        tokenizer=load_tokenizer(tokenizer, field="--tokenizer") if tokenizer else None,
         limit=max_prompt_tokens or DataConfig().max_prompt_tokens,
         evaluation=evaluation,
         prompt_key=prompt_key,
     )
     if as_json:
-        typer.echo(json.dumps(report.as_json(), ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(report, ensure_ascii=False, indent=2))
     else:
         _show_report(report, _console())
 
 
-def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    from winnow.data.tokenizer import load_tokenizer
-
-    try:
-        return load_tokenizer(folder)
-    except ModelError as error:
-        raise ModelError(str(error).replace("model.path", "--tokenizer", 1)) from error
-
-
 def _scorer_of(source: str) -> str | None:
     """Name the built-in scorer of a data source."""
-    from winnow.errors import RewardError
     from winnow.rewards.routing import Router
 
     try:
@@ -149,11 +131,11 @@ def _scorer_of(source: str) -> str | None:
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=True)
+    return Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
-    console.print(f"{done.name} ({done.split}) from {done.origin}", markup=False)
+    console.print(f"{done.name} ({done.split}) from {done.origin}")
     lines: list[_Line] = [("rows read", done.read, "")]
     lines += [(f"left out, of source {name}", n, "") for name, n in done.other_sources.items()]
     lines.append(("exact copies removed", done.copies, ""))
@@ -162,106 +144,88 @@ def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
     lines.append(("rows written", done.written, done.out))
     _print_lines(lines, console)
     scorers = {source: _scorer_of(source) for source in done.data_sources}
-    for source, scorer in scorers.items():
-        console.print(_routing(source, scorer), markup=False)
-    if done.name != _BARE:
-        console.print(_asking(done, instruction), markup=False)
-    console.print(f"Next: winnow data check {shlex.quote(done.out)}", markup=False)
-    unknown = [source for source, scorer in scorers.items() if scorer is None]
-    console.print(f"      {_training(done, instruction, unknown)}", markup=False)
-
-
-def _routing(source: str, scorer: str | None) -> str:
-    if scorer is not None:
-        return f"data_source {source} is scored by {scorer}."
-    return (
-        f"data_source {source} has NO built-in scorer yet: training on it stops before the first "
-        "step unless the recipe names one in reward.scorers."
+    none = (
+        "has NO built-in scorer yet: training on it stops before the first step unless the recipe "
+        "names one in reward.scorers."
     )
+    for source, scorer in scorers.items():
+        console.print(f"data_source {source} {f'is scored by {scorer}.' if scorer else none}")
+    unknown = [source for source, scorer in scorers.items() if scorer is None]
+    asking, training = _use(done, instruction, unknown)
+    if asking:
+        console.print(asking)
+    console.print(f"Next: winnow data check {shlex.quote(done.out)}")
+    console.print(f"      {training}")
 
 
-# Its prompts are asked as they are, of a model that was warmed up on them.
-_BARE = "sort_digits"
-_MATHS_ABILITY = "math"
-
-
-def _asking(done: Prepared, instruction: str) -> str:
-    if instruction == "dapo":
-        return "Prompts hold DAPO's instruction: for recipes without data.prompt_template."
-    if done.abilities != {_MATHS_ABILITY}:
-        return "Prompts say how to answer: take the template out of recipes that have one."
-    recipe = "gsm8k" if done.name == "gsm8k" else "dapo-math"
-    other = "" if recipe == "gsm8k" else "; for dapo_qwen2.5_32b add --instruction dapo"
-    return f"Prompts are bare questions: the recipe {recipe} says how to ask{other}."
-
-
-def _training(done: Prepared, instruction: str, unknown: list[str]) -> str:
-    """Write a command that trains on the file, or evaluates with it."""
-    words = ["winnow", "train"]
-    if done.name == _BARE:
-        words += ["quickstart", "data/task=none"]
+def _use(done: Prepared, instruction: str, unknown: list[str]) -> tuple[str, str]:
+    """Say how its prompts are asked, and write a command that trains on it or evaluates with it."""
+    words, scorer = ["model.path=FOLDER"], "dapo_math"
+    bare = "Prompts are bare questions: the recipe"
+    if done.name == "sort_digits":  # asked as it is, of a model that was warmed up on it
+        asking, recipe, words, scorer = "", "quickstart", ["data/task=none"], "SCORER"
+    elif done.ability != "math":
+        asking = "Prompts say how to answer: take the template out of recipes that have one."
+        recipe, scorer = "dapo-math", "SCORER"
+        words.append('data.prompt_template={*:"{prompt}"}')
     elif done.name == "gsm8k":
-        words += ["gsm8k", "model.path=FOLDER"]
+        asking, recipe = f"{bare} gsm8k says how to ask.", "gsm8k"
+    elif instruction == "dapo":
+        asking = "Prompts hold DAPO's instruction: for recipes without data.prompt_template."
+        recipe = "dapo_qwen2.5_32b"
     else:
-        recipe = "dapo_qwen2.5_32b" if instruction == "dapo" else "dapo-math"
-        words += [recipe, "model.path=FOLDER"]
+        recipe = "dapo-math"
+        asking = f"{bare} {recipe} says how to ask; for dapo_qwen2.5_32b add --instruction dapo."
     if done.split == "test":
         words += ["data.train_files=[FILE]", f"data.eval_files=[{done.out}]"]
     else:
         words.append(f"data.train_files=[{done.out}]")
-    if done.name != _BARE and done.abilities != {_MATHS_ABILITY}:
-        words.append('data.prompt_template={*:"{prompt}"}')
-    scorer = "dapo_math" if done.abilities == {_MATHS_ABILITY} else "SCORER"
     words += [f"reward.scorers.{source}={scorer}" for source in unknown]
-    return shlex.join(words)
+    return asking, shlex.join(["winnow", "train", recipe, *words])
 
 
-def _show_report(report: DataReport, console: Console) -> None:
-    console.print(f"{report.file}: {report.rows:,} rows", markup=False, style="bold")
+def _show_report(report: Mapping[str, Any], console: Console) -> None:
+    console.print(f"{report['file']}: {report['rows']:,} rows", style="bold")
     lines: list[_Line] = [("Sources", None, "")]
-    for source in report.sources:
-        scorer = f"scored by {source.scorer}" if source.scorer else "NO SCORER for it"
-        lines.append((source.source, source.rows, scorer))
-    lengths = report.lengths
-    lines += [
-        (f"Prompts in {lengths.unit}", None, ""),
-        ("shortest", lengths.shortest, ""),
-        ("median", lengths.median, ""),
-        ("95 % are within", lengths.p95, ""),
-        ("longest", lengths.longest, ""),
-    ]
-    if lengths.beyond is not None:
-        share = f"{100 * lengths.beyond / report.rows:.2f} % of the rows"
-        lines.append((f"longer than {lengths.limit:,}", lengths.beyond, share))
+    for source in report["sources"]:
+        scorer = f"scored by {source['scorer']}" if source["scorer"] else "NO SCORER for it"
+        lines.append((source["source"], source["rows"], scorer))
+    lengths = report["lengths"]
+    lines.append((f"Prompts in {lengths['unit']}", None, ""))
+    lines += [(name, lengths[name], "") for name in ("shortest", "median")]
+    lines += [("95 % are within", lengths["p95"], ""), ("longest", lengths["longest"], "")]
+    if lengths["beyond"] is not None:
+        share = f"{100 * lengths['beyond'] / report['rows']:.2f} % of the rows"
+        lines.append((f"longer than {lengths['limit']:,}", lengths["beyond"], share))
+    conflicts, overlap = report["conflicts"], report["overlap"]
     lines += [
         ("Duplicates", None, ""),
-        ("unique prompts", report.unique_prompts, ""),
-        ("copies", report.copies, "rows that repeat another"),
-        ("alike", report.alike_prompts, "prompts that differ from another in form only"),
-        ("conflicting labels", len(report.conflicts), "prompts with more than one label"),
+        ("unique prompts", report["unique_prompts"], ""),
+        ("copies", report["copies"], "rows that repeat another"),
+        ("alike", report["alike_prompts"], "prompts that differ from another in form only"),
+        ("conflicting labels", len(conflicts), "prompts with more than one label"),
     ]
-    overlap = report.overlap
     if overlap is not None:
-        lines.append(("Overlap", None, f"with {overlap.file}"))
-        lines += [(f"prompts of {name}", n, "") for name, n in overlap.shared_by_source.items()]
-        lines.append(("rows that hold them", overlap.rows_affected, ""))
+        lines.append(("Overlap", None, f"with {overlap['file']}"))
+        lines += [(f"prompts of {name}", n, "") for name, n in overlap["shared_by_source"].items()]
+        lines.append(("rows that hold them", overlap["rows_affected"], ""))
     _print_lines(lines, console)
-    _show_examples("Conflicting labels", [_conflict(each) for each in report.conflicts], console)
-    shared = [] if overlap is None else [_shared(each) for each in overlap.shared]
+    _show_examples("Conflicting labels", [_conflict(each) for each in conflicts], console)
+    shared = [] if overlap is None else [_shared(each) for each in overlap["shared"]]
     _show_examples("In both files", shared, console)
 
 
-def _conflict(conflict: Conflict) -> str:
-    from winnow.data.files import excerpt
+def _conflict(conflict: Mapping[str, Any]) -> str:
+    from winnow.data.sources import excerpt
 
-    labels = " or ".join(excerpt(label, 40) for label in conflict.labels)
-    return f"  {_rows(conflict.rows)}: {labels}\n    {conflict.prompt}"
+    labels = " or ".join(excerpt(label, 40) for label in conflict["labels"])
+    return f"  {_rows(conflict['rows'])}: {labels}\n    {conflict['prompt']}"
 
 
-def _shared(shared: SharedPrompt) -> str:
-    differs = "" if shared.same_label else ", with another label: perhaps another problem"
-    where = f"row {shared.evaluation_row} of the other ({shared.source}{differs})"
-    return f"  {_rows(shared.rows)}: {where}\n    {shared.prompt}"
+def _shared(shared: Mapping[str, Any]) -> str:
+    differs = "" if shared["same_label"] else ", with another label: perhaps another problem"
+    where = f"row {shared['evaluation_row']} of the other ({shared['source']}{differs})"
+    return f"  {_rows(shared['rows'])}: {where}\n    {shared['prompt']}"
 
 
 def _show_examples(title: str, examples: list[str], console: Console) -> None:
@@ -269,12 +233,12 @@ def _show_examples(title: str, examples: list[str], console: Console) -> None:
         return
     console.print(f"\n{title}", style="bold")
     for example in examples[:_SHOWN]:
-        console.print(example, markup=False)
+        console.print(example)
     if len(examples) > _SHOWN:
         console.print(f"  … and {len(examples) - _SHOWN} more; --json lists them all")
 
 
-def _rows(numbers: tuple[int, ...]) -> str:
+def _rows(numbers: Sequence[int]) -> str:
     some = ", ".join(str(number) for number in numbers[:_SHOWN])
     return f"row{'s' if len(numbers) > 1 else ''} {some}{', …' if len(numbers) > _SHOWN else ''}"
 
@@ -289,8 +253,7 @@ def _print_lines(lines: list[_Line], console: Console) -> None:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     for name, number, remark in lines:
-        if number is None:
-            table.add_row(Text(name, style="bold"), "", Text(remark))
-        else:
-            table.add_row(Text(f"  {name}"), f"{number:,}", Text(remark))
+        is_heading = number is None
+        title = Text(name, style="bold") if is_heading else f"  {name}"
+        table.add_row(title, "" if is_heading else f"{number:,}", remark)
     console.print(table)

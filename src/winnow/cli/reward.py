@@ -169,7 +169,6 @@ def _prompt(
 ) -> Prompt:
     import numpy as np
 
-    from winnow.data.check import prompt_text
     from winnow.data.sources import read_rows
     from winnow.types import Prompt
 
@@ -188,7 +187,7 @@ def _prompt(
     return Prompt(
         chosen.uid,
         nothing,
-        prompt_text(chosen.messages),
+        chosen.text,
         source or chosen.data_source,
         chosen.ground_truth if truth is None else _read(truth),
         chosen.extra,

@@ -8,6 +8,21 @@ They are *alike* if they are equal in their letters, digits, decimal points and 
 (+ - * / = < >), whatever the case, spacing, punctuation, brackets and `\left`, `\right` around
 them. This finds an evaluation problem that was typed again for a training file, and keeps
 z^4 + z^2 apart from z^4 - z^2.
+
+A report is plain values, as `winnow data check --json` prints them:
+
+| key | value |
+|---|---|
+| file, rows | the file and its number of rows |
+| sources | of each data source, the largest first: source, rows, scorer (null: none is known) |
+| lengths | unit (tokens, with the chat template, or characters), shortest, median, p95, longest, |
+| | limit, beyond (prompts longer than the limit; null without a tokenizer) |
+| unique_prompts, alike_prompts | different prompts, and those of them that are alike another |
+| copies | rows beyond the first with the same source, prompt and label |
+| conflicts | prompts with more than one label: prompt (its beginning), labels, rows |
+| overlap | with an evaluation file, else null: file, rows; shared_by_source (its prompts that |
+| | the checked file holds, by source); rows_affected (rows of the checked file with them) |
+| overlap.shared | source, prompt, evaluation_row, rows, same_label (some row has its label) |
 """
 
 from __future__ import annotations
@@ -15,16 +30,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from winnow.config.data import DataConfig
-from winnow.data.files import excerpt
 from winnow.data.prompts import PromptRenderer
 from winnow.data.published import bare
-from winnow.data.sources import Message, Row, read_rows
+from winnow.data.sources import Message, Row, excerpt, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,91 +49,6 @@ _NO_MATTER = re.compile(r"(?!(?<=\d)\.\d)(?:[^\w+\-*/=<>]|_)")
 """A point within a number does matter."""
 
 
-@dataclass(frozen=True)
-class SourceCount:
-    """The rows of a data source."""
-
-    source: str
-    rows: int
-    scorer: str | None
-    """None: no scorer is known for it."""
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Quantiles of the prompts' lengths."""
-
-    unit: str
-    """`tokens` (with the chat template, as training sends them) or `characters`."""
-    shortest: int
-    median: int
-    p95: int
-    longest: int
-    limit: int | None = None
-    beyond: int | None = None
-    """Prompts longer than the limit."""
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """One prompt with more than one label."""
-
-    prompt: str
-    """Its beginning."""
-    labels: tuple[str, ...]
-    rows: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SharedPrompt:
-    """An evaluation prompt that is in the file too."""
-
-    source: str
-    """The evaluation row's data source."""
-    prompt: str
-    """Its beginning."""
-    evaluation_row: int
-    rows: tuple[int, ...]
-    same_label: bool
-    """True if some row of the file gives it the evaluation's label."""
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Prompts that a file shares with an evaluation file."""
-
-    file: str
-    rows: int
-    """Rows of the evaluation file."""
-    shared_by_source: Mapping[str, int]
-    """Evaluation prompts found in the file, for every source of the evaluation file."""
-    rows_affected: int
-    """Rows of the checked file that are such prompts."""
-    shared: tuple[SharedPrompt, ...]
-
-
-@dataclass(frozen=True)
-class DataReport:
-    """The findings of `winnow data check` about a file."""
-
-    file: str
-    rows: int
-    sources: tuple[SourceCount, ...]
-    """The largest first."""
-    lengths: Lengths
-    unique_prompts: int
-    copies: int
-    """Rows beyond the first with the same source, prompt and label."""
-    alike_prompts: int
-    """Unique prompts that are alike another one."""
-    conflicts: tuple[Conflict, ...]
-    overlap: Overlap | None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
-        return asdict(self)
-
-
 def check(
     path: str,
     scorer_of: Callable[[str], str | None],
@@ -129,7 +57,7 @@ def check(
     limit: int | None = None,
     evaluation: str | None = None,
     prompt_key: str = "prompt",
-) -> DataReport:
+) -> dict[str, Any]:
     """Report on a file as training would see it.
 
     Raises:
@@ -145,27 +73,20 @@ def check(
     for group in by_prompt.values():
         by_look[alike(group[0].messages)] += group
     sources = Counter(row.data_source for row in rows).most_common()
-    distinct = {
-        (row.data_source, prompt, label(row))
-        for prompt, group in by_prompt.items()
-        for row in group
+    distinct = {(row.data_source, same(row.messages), _label(row)) for row in rows}
+    return {
+        "file": path,
+        "rows": len(rows),
+        "sources": [
+            {"source": name, "rows": count, "scorer": scorer_of(name)} for name, count in sources
+        ],
+        "lengths": _lengths(rows, tokenizer, limit),
+        "unique_prompts": len(by_prompt),
+        "copies": len(rows) - len(distinct),
+        "alike_prompts": len(by_prompt) - len(by_look),
+        "conflicts": _conflicts(by_prompt),
+        "overlap": _overlap(by_look, evaluation, others) if evaluation else None,
     }
-    return DataReport(
-        file=path,
-        rows=len(rows),
-        sources=tuple(SourceCount(name, count, scorer_of(name)) for name, count in sources),
-        lengths=_lengths(rows, tokenizer, limit),
-        unique_prompts=len(by_prompt),
-        copies=len(rows) - len(distinct),
-        alike_prompts=len(by_prompt) - len(by_look),
-        conflicts=tuple(_conflicts(by_prompt)),
-        overlap=_overlap(by_look, evaluation, others) if evaluation else None,
-    )
-
-
-def prompt_text(messages: Sequence[Message]) -> str:
-    """Join the messages of a prompt to one text."""
-    return "\n".join(message["content"] for message in messages)
 
 
 def same(messages: Sequence[Message]) -> str:
@@ -180,66 +101,69 @@ def alike(messages: Sequence[Message]) -> str:
     return _NO_MATTER.sub("", text).casefold() or text
 
 
-def label(row: Row) -> str:
-    """Return the ground truth as a text to compare."""
+def _label(row: Row) -> str:
     return str(row.ground_truth).strip()
 
 
-def _conflicts(by_prompt: Mapping[str, Sequence[Row]]) -> list[Conflict]:
-    found = []
-    for prompt, group in by_prompt.items():
-        labels = tuple(dict.fromkeys(label(row) for row in group))
-        if len(labels) > 1:
-            found.append(Conflict(excerpt(prompt), labels, tuple(_number(r) for r in group)))
-    return found
+def _numbers(rows: Sequence[Row]) -> list[int]:
+    return [int(row.uid.rpartition(":")[2]) for row in rows]
 
 
-def _overlap(by_look: Mapping[str, Sequence[Row]], file: str, others: Sequence[Row]) -> Overlap:
+def _conflicts(by_prompt: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
+    labels = {prompt: list(dict.fromkeys(map(_label, rows))) for prompt, rows in by_prompt.items()}
+    return [
+        {"prompt": excerpt(prompt), "labels": labels[prompt], "rows": _numbers(rows)}
+        for prompt, rows in by_prompt.items()
+        if len(labels[prompt]) > 1
+    ]
+
+
+def _overlap(
+    by_look: Mapping[str, Sequence[Row]], file: str, others: Sequence[Row]
+) -> dict[str, Any]:
     """Find the evaluation prompts that occur; one that their file repeats counts once."""
-    shared: list[SharedPrompt] = []
-    counts = {name: 0 for name, _ in Counter(row.data_source for row in others).most_common()}
-    hit: dict[tuple[str, str], None] = {}
+    found: dict[tuple[str, str], Row] = {}
     for other in others:
         look = alike(other.messages)
-        if look not in by_look or (other.data_source, look) in hit:
-            continue
-        hit[other.data_source, look] = None
-        counts[other.data_source] += 1
-        group = by_look[look]
-        shared.append(
-            SharedPrompt(
-                source=other.data_source,
-                prompt=excerpt(same(other.messages)),
-                evaluation_row=_number(other),
-                rows=tuple(_number(row) for row in group),
-                same_label=label(other) in {label(row) for row in group},
-            )
-        )
-    affected = sum(len(by_look[look]) for look in {look for _, look in hit})
-    return Overlap(file, len(others), counts, affected, tuple(shared))
+        if look in by_look:
+            found.setdefault((other.data_source, look), other)
+    counts = Counter(source for source, _ in found)
+    largest_first = Counter(row.data_source for row in others).most_common()
+    return {
+        "file": file,
+        "rows": len(others),
+        "shared_by_source": {source: counts[source] for source, _ in largest_first},
+        "rows_affected": sum(len(by_look[look]) for look in {look for _, look in found}),
+        "shared": [
+            {
+                "source": source,
+                "prompt": excerpt(same(other.messages)),
+                "evaluation_row": _numbers([other])[0],
+                "rows": _numbers(by_look[look]),
+                "same_label": _label(other) in map(_label, by_look[look]),
+            }
+            for (source, look), other in found.items()
+        ],
+    }
 
 
 def _lengths(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase | None, limit: int | None
-) -> Lengths:
+) -> dict[str, Any]:
     if tokenizer is None:
-        lengths = sorted(len(prompt_text(row.messages)) for row in rows)
         unit, limit = "characters", None
+        lengths = sorted(len(row.text) for row in rows)
     else:
-        config = DataConfig(max_prompt_tokens=_ANY_LENGTH)
-        rendered = PromptRenderer(tokenizer, config).render(rows)
-        lengths = sorted(len(prompt.token_ids) for prompt in rendered.prompts)
         unit = "tokens"
-    return Lengths(
-        unit=unit,
-        shortest=lengths[0],
-        median=int(np.quantile(lengths, 0.5, method="inverted_cdf")),
-        p95=int(np.quantile(lengths, 0.95, method="inverted_cdf")),
-        longest=lengths[-1],
-        limit=limit,
-        beyond=None if limit is None else sum(length > limit for length in lengths),
-    )
-
-
-def _number(row: Row) -> int:
-    return int(row.uid.rpartition(":")[2])
+        renderer = PromptRenderer(tokenizer, DataConfig(max_prompt_tokens=_ANY_LENGTH))
+        lengths = sorted(len(prompt.token_ids) for prompt in renderer.render(rows).prompts)
+    median, p95 = np.quantile(lengths, [0.5, 0.95], method="inverted_cdf").tolist()
+    return {
+        "unit": unit,
+        "shortest": lengths[0],
+        "median": int(median),
+        "p95": int(p95),
+        "longest": lengths[-1],
+        "limit": limit,
+        "beyond": None if limit is None else sum(length > limit for length in lengths),
+    }

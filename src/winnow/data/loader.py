@@ -1,4 +1,4 @@
-"""An endless walk over the prompts of a run, from a cursor that can be restored.
+"""The prompts of a run, and an endless walk over them from a cursor that can be restored.
 
 A finite source comes round in epochs, each shuffled by a seed of its own; an endless one is
 walked by index. Prompts given back come first again, in the order given.
@@ -7,43 +7,122 @@ walked by index. Prompts given back come first again, in the order given.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from winnow.errors import CheckpointError
+from winnow.config.data import CustomTask, DataConfig, ReasoningGymTask, SortDigitsTask
+from winnow.data.prompts import PromptRenderer, PromptSet
+from winnow.data.sources import Row, read_rows
+from winnow.errors import CheckpointError, DataError
 from winnow.types import IntArray, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SHUFFLE = 0x5EED_0DA7A
 """Keeps the shuffles apart from other streams of the same seed."""
 
 
-class PromptSource(Protocol):
-    """Prompts by index and by uid; `PromptSet` and `GeneratedPrompts` are ones."""
+class TaskRows(Protocol):
+    """Rows by index: those of a generated task, or of a user's code."""
 
     @property
     def size(self) -> int | None:
-        """The number of prompts; None when they never end."""
+        """The number of rows; None when they never end."""
         ...
 
     @property
     def data_sources(self) -> frozenset[str]:
-        """Their data sources, to be checked against the scorers before training."""
+        """The data sources of endless rows."""
         ...
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
-        """For each file (or task), a text that changes when its prompts do."""
+        """For each task, a text that changes when its endless rows do."""
         ...
+
+    def candidates(self, index: int) -> Iterator[Row]:
+        """Yield rows for `index`, always the same: the first that is short enough counts."""
+        ...
+
+    def candidates_of(self, uid: str) -> Iterator[Row]:
+        """Yield the rows that a uid names; KeyError where there is none of it."""
+        ...
+
+    def held_out(self) -> list[Row]:
+        """Return the rows for evaluation, which are never trained on."""
+        ...
+
+
+class GeneratedPrompts:
+    """Endless prompts: rows of a task, rendered as they are asked for."""
+
+    size = None
+
+    def __init__(self, rows: TaskRows, renderer: PromptRenderer) -> None:
+        self._rows, self._renderer = rows, renderer
+        self.data_sources, self.fingerprints = rows.data_sources, rows.fingerprints
 
     def prompt(self, index: int) -> Prompt:
-        """Return the prompt at an index below `size`."""
-        ...
+        return self._renderer.first_fitting(self._rows.candidates(index))
 
     def find(self, uid: str) -> Prompt:
-        """Return the prompt of a uid; KeyError when there is none."""
-        ...
+        return self._renderer.first_fitting(self._rows.candidates_of(uid))
+
+
+PromptSource = PromptSet | GeneratedPrompts
+
+
+def training_prompts(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PromptSource:
+    """Make the training prompts of a recipe; a `PromptSet`, with its report, where they end.
+
+    Raises:
+        DataError: there is no training data, or it is not usable.
+    """
+    renderer = PromptRenderer(tokenizer, config)
+    rows = _task_rows(config, seed)
+    if rows is not None:
+        if rows.size is None:
+            return GeneratedPrompts(rows, renderer)
+        return renderer.render([next(rows.candidates(index)) for index in range(rows.size)])
+    if not config.train_files:
+        raise DataError("data.train_files is empty and data/task=none; name the files to train on")
+    return renderer.render(read_rows(config.train_files, config.prompt_key))
+
+
+def evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+    """Make the held-out prompts of a recipe; an empty set where it names none.
+
+    Raises:
+        DataError: the evaluation data is not usable.
+    """
+    renderer = PromptRenderer(tokenizer, config)
+    if config.eval_files:
+        return renderer.render(read_rows(config.eval_files, config.prompt_key))
+    rows = _task_rows(config, seed=0)
+    return renderer.render([] if rows is None else rows.held_out())
+
+
+def _task_rows(config: DataConfig, seed: int) -> TaskRows | None:
+    """Make the rows of `data.task`; None where prompts come from files."""
+    task = config.task
+    if isinstance(task, SortDigitsTask):
+        from winnow.data.sort_digits import SortDigitsRows
+
+        return SortDigitsRows(task, seed)
+    if isinstance(task, ReasoningGymTask):
+        from winnow.data.procedural import ProceduralRows
+
+        return ProceduralRows(task, seed)
+    if isinstance(task, CustomTask):
+        from winnow.data.user_source import UserRows
+
+        return UserRows(task, config.prompt_key)
+    return None
 
 
 class PromptLoader:
@@ -95,7 +174,7 @@ class PromptLoader:
         Raises:
             CheckpointError: it was taken from other data, or in another order of them.
         """
-        _same_data(state["data"], self._source.fingerprints)
+        self._check_data(state["data"])
         for key, now in (("run.seed", self._seed), ("data.shuffle", self._shuffle)):
             was = state[key.partition(".")[2]]
             if was != now:
@@ -121,26 +200,16 @@ class PromptLoader:
             self._order = (self._epoch, order)
         return self._order[1]
 
-
-def _same_data(was: Mapping[str, str], now: Mapping[str, str]) -> None:
-    for name in was:
-        if name not in now:
+    def _check_data(self, was: Mapping[str, str]) -> None:
+        now = self._source.fingerprints
+        changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        if changed:
             raise CheckpointError(
-                f"{name}: the checkpoint was saved with this data, which is not given now; "
-                "name it in data.train_files, or start a new run"
+                f"{changed[0]}: the prompts differ from those the checkpoint was saved with; "
+                "restore data.train_files, the tokenizer and the section data, or start a new run"
             )
-        if was[name] != now[name]:
+        if list(was) != list(now):
             raise CheckpointError(
-                f"{name}: the prompts differ from those the checkpoint was saved with; restore "
-                "the file, the tokenizer and the section data, or start a new run"
+                f"the data came in the order {', '.join(was)} when the checkpoint was saved and "
+                f"comes as {', '.join(now)} now; restore the order, or start a new run"
             )
-    added = next((name for name in now if name not in was), None)
-    if added is not None:
-        raise CheckpointError(
-            f"{added}: the checkpoint was saved without this data; leave it out, or start a new run"
-        )
-    if list(was) != list(now):
-        raise CheckpointError(
-            f"the data came in the order {', '.join(was)} when the checkpoint was saved and comes "
-            f"as {', '.join(now)} now; restore the order, or start a new run"
-        )

@@ -8,31 +8,29 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import islice
 from pathlib import Path
 
 from winnow.config.data import ReasoningGymTask, SortDigitsTask
-from winnow.data.files import excerpt, said
+from winnow.data.loader import TaskRows
 from winnow.data.published import (
     SETS,
-    Item,
-    NamedSet,
     foreign_source,
-    to_item,
+    published_row,
     with_dapo_instruction,
+    without_instruction,
 )
-from winnow.data.sources import Row, read_objects
+from winnow.data.sources import Row, excerpt, read_records, said
 from winnow.errors import DataError, WinnowError
 from winnow.observe.files import write_atomic
 
 _GYM = "reasoning_gym/"
 GENERATED = ("sort_digits", "countdown", f"{_GYM}TASK")
-_TRAIN_PROBLEMS, _TEST_PROBLEMS = 10_000, 400
+_PROBLEMS = {"train": 10_000, "test": 400}
 # A task of reasoning-gym may take a second for a problem.
-_TRAIN_GYM, _TEST_GYM = 1_000, 200
+_GYM_PROBLEMS = {"train": 1_000, "test": 200}
 _INSTEAD = "or download the file yourself and name it with --from"
 
 
@@ -55,28 +53,37 @@ class Request:
     seed: int | None = None
     """Seed of a generated set."""
 
+    @property
+    def is_generated(self) -> bool:
+        """True for a set that is made on the spot."""
+        return self.name in GENERATED or self.name.startswith(_GYM)
 
-@dataclass(frozen=True)
+
+@dataclass
 class Prepared:
     """The outcome of `winnow data prepare`, in counts."""
 
     name: str
     split: str
-    origin: str
-    """The files, the hub commit or the seed that the rows came from."""
     out: str
-    read: int
-    copies: int
+    origin: str = ""
+    """The files, the hub commit or the seed that the rows came from."""
+    read: int = 0
+    copies: int = 0
     """Rows left out because one like them was there."""
-    instructions_removed: int
+    instructions_removed: int = 0
     """Rows, copies included, that came with an instruction around their question."""
-    other_sources: Mapping[str, int]
+    other_sources: Counter[str] = field(default_factory=Counter)
     """Rows left out because they belong to another set, by data source."""
-    written: int
-    data_sources: Mapping[str, int]
+    data_sources: Counter[str] = field(default_factory=Counter)
     """Rows written, by data source."""
-    abilities: frozenset[str]
-    """Abilities of the rows written, such as `math` or `code`."""
+    ability: str = ""
+    """The subject of the problems, such as `math` or `code`."""
+
+    @property
+    def written(self) -> int:
+        """Rows written."""
+        return self.data_sources.total()
 
 
 def prepare(request: Request) -> Prepared:
@@ -85,222 +92,174 @@ def prepare(request: Request) -> Prepared:
     Raises:
         DataError: something asked for does not exist, or a row is not usable.
     """
-    if request.instruction not in ("none", "dapo"):
-        raise DataError(f"--instruction is {request.instruction}; it must be none or dapo")
+    _check(request)
+    splits = list(_PROBLEMS if request.is_generated else SETS[request.name].files)
+    split = request.split or splits[0]
+    if split not in splits:
+        known = " and ".join(splits)
+        raise DataError(f"--split is {split}, but {request.name} has {known}; choose one")
+    done = Prepared(request.name, split, _target(request, split, len(splits) > 1))
+    rows = _generated(request, done) if request.is_generated else _published(request, done)
+    unique: dict[tuple[object, ...], Row] = {}
+    for row in rows:
+        done.read += 1
+        conversation = tuple((message["role"], message["content"]) for message in row.messages)
+        unique.setdefault((row.data_source, conversation, row.ground_truth), row)
+    done.copies = done.read - len(unique)
+    done.read += done.other_sources.total()
+    if not unique:
+        raise _nothing_left(done)
+    done.data_sources.update(row.data_source for row in unique.values())
+    _save(done, list(unique.values()), request.instruction)
+    return done
+
+
+def _check(request: Request) -> None:
+    """Refuse words that are wrong or do not go together, before any work."""
+    name, instruction = request.name, request.instruction
+    if instruction not in ("none", "dapo"):
+        raise DataError(f"--instruction is {instruction}; it must be none or dapo")
     if request.rows is not None and request.rows < 1:
         raise DataError(f"--rows is {request.rows}; it must be at least 1")
-    if request.name in GENERATED[:-1] or request.name.startswith(_GYM):
-        return _generate(request)
-    if request.name not in SETS:
+    if request.is_generated:
+        if request.files or instruction != "none" or request.revision != "main":
+            raise DataError(f"{name} is generated; leave out --from, --revision and --instruction")
+        return
+    if name not in SETS:
         known = ", ".join((*SETS, *GENERATED))
-        raise DataError(f"{request.name} is no data set that can be prepared; there are {known}")
-    named = SETS[request.name]
-    _check_options(request, named)
-    split = _split(request, list(named.files), " and ".join(named.files))
-    out = _target(request, split, len(named.files) > 1)
-    if request.files:
-        paths, origin = request.files, ", ".join(request.files)
-    else:
-        got = download(named.repo, named.files[split], request.revision)
-        paths = got.paths
-        origin = f"{named.repo} at {got.commit[:12]} ({', '.join(got.names)}; {named.licence})"
-    others: Counter[str] = Counter()
-    return _write(request, split, origin, out, _items(paths, named, others), others)
-
-
-def _check_options(request: Request, named: NamedSet) -> None:
+        raise DataError(f"{name} is no data set that can be prepared; there are {known}")
     for given, option in ((request.rows, "--rows"), (request.seed, "--seed")):
         if given is not None:
-            raise DataError(
-                f"{option} is {given}, but only {', '.join(GENERATED)} are generated; leave it out"
-            )
-    if request.instruction == "dapo" and not named.dapo_scored:
-        how = " (the recipe gsm8k says how to ask)" if request.name == "gsm8k" else ""
+            made = ", ".join(GENERATED)
+            raise DataError(f"{option} is {given}, but only {made} are generated; leave it out")
+    if instruction == "dapo" and not SETS[name].dapo_scored:
         raise DataError(
-            f"--instruction is dapo, but {request.name} is not scored by a line Answer:; "
-            f"leave it out{how}"
+            f"--instruction is dapo, but {name} is not scored by a line Answer:; leave it out"
         )
     if request.files and request.revision != "main":
         raise DataError("--revision chooses from the hub and --from does not; give one of the two")
 
 
-def _split(request: Request, splits: Sequence[str], said_as: str) -> str:
-    if request.split is not None and request.split not in splits:
-        raise DataError(f"--split is {request.split}, but {request.name} has {said_as}; choose one")
-    return request.split or splits[0]
-
-
-def _items(paths: Sequence[str], named: NamedSet, others: Counter[str]) -> Iterator[Item]:
-    for path in paths:
-        for number, record in read_objects(path):
-            other = foreign_source(record, named)
-            if other is None:
-                yield to_item(record, f"{path} row {number}", named)
-            else:
-                others[other] += 1
-
-
-def _generate(request: Request) -> Prepared:
-    """Write a set that is made on the spot: the same rows for the same seed."""
-    if request.files or request.instruction != "none" or request.revision != "main":
-        raise DataError(
-            f"{request.name} is generated; leave out --from, --revision and --instruction"
-        )
-    split = _split(request, ("train", "test"), "train and test")
-    out = _target(request, split, True)
-    test, seed = split == "test", request.seed or 0
-    origin = "generated, held out from training" if test else f"generated with seed {seed}"
-    if request.name.startswith(_GYM):
-        count = request.rows or (_TEST_GYM if test else _TRAIN_GYM)
-    else:
-        count = request.rows or (_TEST_PROBLEMS if test else _TRAIN_PROBLEMS)
-    rows = _generated_rows(request.name, test, seed, count)
-    return _write(request, split, origin, out, map(_generated_item, rows), Counter())
-
-
-def _generated_rows(name: str, test: bool, seed: int, count: int) -> Iterator[Row]:
-    if name == "countdown":
-        from winnow.data.tasks import countdown
-
-        return countdown.rows(seed, count, test)
-    if name == "sort_digits":
-        from winnow.data.tasks import sort_digits
-
-        task = SortDigitsTask()
-        if test:
-            return map(sort_digits.row, sort_digits.held_out_problems(task, count))
-        stream = sort_digits.SortDigitsStream(task, seed)
-        return (stream.row(i) for i in range(count))
-    from winnow.data.tasks import procedural
-
-    settings = ReasoningGymTask(task=name.removeprefix(_GYM), eval_problems=count)
-    if test:
-        return iter(procedural.held_out_rows(settings))
-    return procedural.training_rows(settings, seed, count)
-
-
-def _generated_item(row: Row) -> Item:
-    messages = tuple((message["role"], message["content"]) for message in row.messages)
-    notes = row.extra.get("extra_info", {})
-    ability = row.data_source.partition("/")[0]
-    return Item(row.data_source, messages, row.ground_truth, notes, ability=ability)
-
-
-def _write(
-    request: Request,
-    split: str,
-    origin: str,
-    out: str,
-    items: Iterator[Item],
-    others: Counter[str],
-) -> Prepared:
-    unique: dict[tuple[object, ...], Item] = {}
-    read = removed = 0
-    for item in items:
-        read += 1
-        removed += item.instruction_removed
-        unique.setdefault(item.identity, item)
-    if not unique and others:
-        seen = [f"{excerpt(name, 60)} ({count:,})" for name, count in others.items()]
-        some = ", ".join(seen[:5]) + (", …" if len(seen) > 5 else "")
-        raise DataError(
-            f"{origin}: no row belongs to {request.name}; their data_source is {some}; choose "
-            "another set or another file"
-        )
-    if not unique:
-        raise DataError(f"{origin}: there are no rows; choose another file")
-    _save(out, list(unique.values()), split, request.instruction)
-    return Prepared(
-        name=request.name,
-        split=split,
-        origin=origin,
-        out=out,
-        read=read + others.total(),
-        copies=read - len(unique),
-        instructions_removed=removed,
-        other_sources=dict(others),
-        written=len(unique),
-        data_sources=dict(Counter(item.data_source for item in unique.values())),
-        abilities=frozenset(item.ability for item in unique.values()),
-    )
-
-
 def _target(request: Request, split: str, several: bool) -> str:
     """Choose where to write, and check before any work that it is a parquet file here."""
     stem = request.name.replace("/", "-")
-    name = f"{stem}-{split}" if several else stem
-    out = request.out or f"data/{name}.parquet"
-    if "://" in out:
-        raise DataError(f"--out is {out}; it must be a file on this machine: copy it from there")
-    if not out.endswith(".parquet"):
-        raise DataError(f"--out is {out}; it must end in .parquet")
-    if Path(out).expanduser().is_dir():
-        raise DataError(f"--out is {out}, which is a folder; name a file in it")
+    out = request.out or f"data/{stem}{f'-{split}' if several else ''}.parquet"
+    if "://" in out or not out.endswith(".parquet") or Path(out).expanduser().is_dir():
+        raise DataError(f"--out is {out}; it must be a file on this machine, ending in .parquet")
     return out
 
 
-def _save(out: str, items: list[Item], split: str, instruction: str) -> None:
+def _published(request: Request, done: Prepared) -> Iterator[Row]:
+    """Read the rows of a published set, and count what is taken off and left out."""
+    named = SETS[request.name]
+    paths: Sequence[str] = request.files
+    done.origin, done.ability = ", ".join(paths), named.ability
+    if not paths:
+        commit, found = download(named.repo, named.files[done.split], request.revision)
+        paths = list(found.values())
+        done.origin = f"{named.repo} at {commit[:12]} ({', '.join(found)}; {named.licence})"
+    for path in paths:
+        for number, record in read_records(path):
+            other = foreign_source(record, named)
+            if other is not None:
+                done.other_sources[other] += 1
+                continue
+            row, removed = without_instruction(published_row(record, f"{path} row {number}", named))
+            done.instructions_removed += removed
+            yield row
+
+
+def _generated(request: Request, done: Prepared) -> Iterator[Row]:
+    """Make the rows of a generated set: the same ones for the same seed."""
+    test, seed, name = done.split == "test", request.seed or 0, request.name
+    done.ability = name.partition("/")[0]
+    done.origin = "generated, held out from training" if test else f"generated with seed {seed}"
+    count = request.rows or (_GYM_PROBLEMS if name.startswith(_GYM) else _PROBLEMS)[done.split]
+    if name == "countdown":
+        from winnow.data import countdown
+
+        return countdown.rows(seed, count, test)
+    task: TaskRows
+    if name == "sort_digits":
+        from winnow.data.sort_digits import SortDigitsRows
+
+        task = SortDigitsRows(SortDigitsTask(eval_problems=count), seed)
+    else:
+        from winnow.data.procedural import ProceduralRows
+
+        section = ReasoningGymTask(task=name.removeprefix(_GYM), eval_problems=count)
+        task = ProceduralRows(section, seed)
+    if test:
+        return iter(task.held_out())
+    return (next(task.candidates(index)) for index in range(count))
+
+
+def _nothing_left(done: Prepared) -> DataError:
+    if not done.other_sources:
+        return DataError(f"{done.origin}: there are no rows; choose another file")
+    seen = [f"{excerpt(name, 60)} ({count:,})" for name, count in done.other_sources.items()]
+    some = ", ".join(seen[:5]) + (", …" if len(seen) > 5 else "")
+    return DataError(
+        f"{done.origin}: no row belongs to {done.name}; their data_source is {some}; choose "
+        "another set or another file"
+    )
+
+
+def _save(done: Prepared, rows: Sequence[Row], instruction: str) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    notes = list(dict.fromkeys(key for item in items for key in item.notes))
+    notes = dict.fromkeys(key for row in rows for key in row.extra.get("extra_info", {}))
     text = pa.string()
+    info = {"index": pa.int64(), "split": text, **dict.fromkeys(notes, text)}
     schema = pa.schema(
         {
             "data_source": text,
             "prompt": pa.list_(pa.struct({"role": text, "content": text})),
             "ability": text,
             "reward_model": pa.struct({"style": text, "ground_truth": text}),
-            "extra_info": pa.struct(
-                {"index": pa.int64(), "split": text, **dict.fromkeys(notes, text)}
-            ),
+            "extra_info": pa.struct(info),
         }
     )
+    records = [
+        {
+            "data_source": row.data_source,
+            "prompt": _asked(row, instruction),
+            "ability": done.ability,
+            "reward_model": {"style": "rule", "ground_truth": row.ground_truth},
+            "extra_info": {**row.extra.get("extra_info", {}), "index": i, "split": done.split},
+        }
+        for i, row in enumerate(rows)
+    ]
     buffer = io.BytesIO()
-    with pq.ParquetWriter(buffer, schema) as writer:
-        numbered = enumerate(items)
-        while some := list(islice(numbered, 10_000)):
-            records = [_record(i, item, split, instruction) for i, item in some]
-            writer.write_table(pa.Table.from_pylist(records, schema))
-    path = Path(out).expanduser()
+    pq.write_table(pa.Table.from_pylist(records, schema), buffer)
     try:
-        write_atomic(path, buffer.getvalue())
+        write_atomic(Path(done.out).expanduser(), buffer.getvalue())
     except WinnowError as error:
-        cause = error.__cause__
-        reason = cause.strerror if isinstance(cause, OSError) else str(error)
-        raise DataError(f"cannot write {out}: {reason}; choose another file with --out") from error
+        reason = getattr(error.__cause__, "strerror", error)
+        raise DataError(
+            f"cannot write {done.out}: {reason}; choose another file with --out"
+        ) from error
 
 
-def _record(index: int, item: Item, split: str, instruction: str) -> dict[str, object]:
-    last = max((i for i, (role, _) in enumerate(item.messages) if role == "user"), default=-1)
-    prompt = [{"role": role, "content": content} for role, content in item.messages]
-    if instruction == "dapo" and last >= 0:
-        prompt[last]["content"] = with_dapo_instruction(prompt[last]["content"])
-    return {
-        "data_source": item.data_source,
-        "prompt": prompt,
-        "ability": item.ability,
-        "reward_model": {"style": "rule", "ground_truth": item.ground_truth},
-        "extra_info": {**item.notes, "index": index, "split": split},
-    }
+def _asked(row: Row, instruction: str) -> list[dict[str, str]]:
+    prompt = [{"role": m["role"], "content": m["content"]} for m in row.messages]
+    last = next((message for message in reversed(prompt) if message["role"] == "user"), None)
+    if instruction == "dapo" and last is not None:
+        last["content"] = with_dapo_instruction(last["content"])
+    return prompt
 
 
-@dataclass(frozen=True)
-class HubFiles:
-    """Downloaded files of a data set on the hub."""
-
-    commit: str
-    names: tuple[str, ...]
-    """In the repository."""
-    paths: tuple[str, ...]
-    """In the cache, in the same order."""
-
-
-def download(repo: str, patterns: Sequence[str], revision: str = "main") -> HubFiles:
+def download(
+    repo: str, patterns: Sequence[str], revision: str = "main"
+) -> tuple[str, dict[str, str]]:
     """Fetch the files of a hub data set that match the first pattern to match any.
 
     All are taken from the one commit that the revision names now, and land in the hub's usual
     cache. `HF_ENDPOINT` names another server, `HF_TOKEN` who asks.
+
+    Returns:
+        The commit, and by the files' names in the repository their paths in the cache.
 
     Raises:
         DataError: the hub cannot be reached or refuses, or has no such file.
@@ -314,35 +273,30 @@ def download(repo: str, patterns: Sequence[str], revision: str = "main") -> HubF
         held = sorted(file.rfilename for file in info.siblings or ())
         found = [[name for name in held if fnmatchcase(name, pattern)] for pattern in patterns]
         names = next((matching for matching in found if matching), [])
-        paths = [hf_hub_download(repo, n, repo_type="dataset", revision=commit) for n in names]
+        paths = {n: hf_hub_download(repo, n, repo_type="dataset", revision=commit) for n in names}
     # The client raises its own errors and those of the HTTP library below, which has changed.
     except Exception as error:
         raise DataError(f"{place}: {_reason(error)}, {_INSTEAD}") from error
-    if not names:
+    if not paths:
         some = ", ".join(held[:5]) or "none"
         raise DataError(
             f"{place}: no file like {' or '.join(patterns)} (it has {some}"
             f"{', …' if len(held) > 5 else ''}); choose a --revision that has one, {_INSTEAD}"
         )
-    return HubFiles(commit, tuple(names), tuple(paths))
+    return commit, paths
 
 
 def _reason(error: Exception) -> str:
     """Say what went wrong and what may help, on one line."""
     from huggingface_hub import constants, errors
 
-    endpoint = constants.ENDPOINT
     if isinstance(error, errors.GatedRepoError):
         return "asks for permission first; accept its terms on the hub and set HF_TOKEN"
     if isinstance(error, errors.RevisionNotFoundError):
         return "has no such revision; choose another --revision"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"is not on {endpoint}, or not for you; check HF_ENDPOINT and HF_TOKEN"
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set; unset it"
-    if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
-        return f"{endpoint} answers {error.response.status_code}; try again later"
+        return f"is not on {constants.ENDPOINT}, or not for you; check HF_ENDPOINT and HF_TOKEN"
     return (
-        f"cannot be had from {endpoint} ({said(error)}); check the network, HF_ENDPOINT and the "
-        "disk under HF_HOME"
+        f"cannot be had from {constants.ENDPOINT} ({said(error)}); check the network, HF_ENDPOINT, "
+        "HF_HUB_OFFLINE and the disk under HF_HOME"
     )

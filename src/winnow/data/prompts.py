@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from winnow.config.data import DataConfig
-from winnow.data.sources import Message, Row
+from winnow.data.sources import Row, said
 from winnow.errors import ConfigError, DataError, ModelError
 from winnow.types import IntArray, Prompt
 
@@ -26,24 +26,15 @@ _PLACE = "{prompt}"
 _EVERY_SOURCE = "*"
 
 
-@dataclass(frozen=True)
-class LengthReport:
-    """The effect of the length limit on the rows, in numbers of rows."""
-
-    rows: int
-    """Rows looked at."""
-    filtered: int
-    """Rows left out because they were too long."""
-    cut: int
-    """Rows cut to the limit."""
-
-
 @dataclass(frozen=True, eq=False)
 class PromptSet:
     """Rendered prompts in the order of their rows; a finite `PromptSource`."""
 
     prompts: tuple[Prompt, ...]
-    report: LengthReport
+    filtered: int = 0
+    """Rows left out because they were too long."""
+    cut: int = 0
+    """Rows cut to the length limit."""
 
     @property
     def size(self) -> int:
@@ -105,12 +96,8 @@ class PromptRenderer:
         if rows and not prompts:
             raise self._none_fits(rows, [length for length, _ in fitted])
         limit = self._config.max_prompt_tokens
-        report = LengthReport(
-            rows=len(rows),
-            filtered=len(rows) - len(prompts),
-            cut=sum(length > limit for length, prompt in fitted if prompt is not None),
-        )
-        return PromptSet(prompts, report)
+        cut = sum(length > limit for length, prompt in fitted if prompt is not None)
+        return PromptSet(prompts, len(rows) - len(prompts), cut)
 
     def first_fitting(self, candidates: Iterator[Row]) -> Prompt:
         """Render the first row that fits, or is made to fit; each candidate is tokenized once.
@@ -127,10 +114,10 @@ class PromptRenderer:
 
     def _fitted(self, rows: Sequence[Row]) -> Iterator[tuple[int, Prompt | None]]:
         """Yield each row's length before the limit, and its prompt; None where it is left out."""
-        asked = [self._with_template(row) for row in rows]
-        texts = [self._text(row, messages) for row, messages in zip(rows, asked, strict=True)]
+        rows = [self._with_template(row) for row in rows]
+        texts = [self._text(row) for row in rows]
         limit, rule = self._config.max_prompt_tokens, self._config.overlong_prompts
-        for row, messages, text, ids in zip(rows, asked, texts, self._encode(texts), strict=True):
+        for row, text, ids in zip(rows, texts, self._encode(texts), strict=True):
             length = len(ids)
             if not ids:
                 raise DataError(f"{row.origin}: the prompt has no tokens; give it a text")
@@ -149,7 +136,7 @@ class PromptRenderer:
             token_ids: IntArray = np.array(ids, dtype=np.int64)
             yield length, Prompt(
                 row.uid, token_ids, text, row.data_source, row.ground_truth, row.extra,
-                tuple(messages),
+                row.messages,
             )  # fmt: skip
 
     def _none_fits(self, rows: Sequence[Row], lengths: Sequence[int]) -> DataError:
@@ -161,28 +148,28 @@ class PromptRenderer:
             "right or middle to cut them"
         )
 
-    def _text(self, row: Row, messages: Sequence[Message]) -> str:
+    def _text(self, row: Row) -> str:
         if not self._use_chat_template:
-            return "\n".join(message["content"] for message in messages)
+            return row.text
         from jinja2 import TemplateError
 
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in row.messages],
+                tokenize=False,
+                add_generation_prompt=True,
             )
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            from winnow.data.files import said
-
             raise ModelError(
                 f"{row.origin}: the tokenizer's chat template fails: {said(error)}; mend it, or "
                 "set data.chat_template=none"
             ) from error
         return cast(str, text)
 
-    def _with_template(self, row: Row) -> Sequence[Message]:
+    def _with_template(self, row: Row) -> Row:
         template = self._templates.get(row.data_source.lower(), self._templates.get(_EVERY_SOURCE))
         if template is None:
-            return row.messages
+            return row
         at = max((i for i, m in enumerate(row.messages) if m["role"] == "user"), default=None)
         if at is None:
             raise DataError(
@@ -192,7 +179,7 @@ class PromptRenderer:
         messages = list(row.messages)
         content = template.replace(_PLACE, messages[at]["content"])
         messages[at] = {**messages[at], "content": content}
-        return messages
+        return replace(row, messages=tuple(messages))
 
     def _encode(self, texts: list[str]) -> Iterable[list[int]]:
         if not texts:

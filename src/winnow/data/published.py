@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from winnow.data.sources import AFTER_MARK, Record, after_mark, to_row, wrong_field
+from winnow.data.sources import AFTER_MARK, Record, Row, after_mark, to_row, wrong_field
 
 _BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
 _DEGREES = re.compile(r"\^\\circ|\^\{\\circ\}|°")
@@ -42,25 +42,6 @@ _AROUND = (
 )
 
 
-@dataclass(frozen=True)
-class Item:
-    """A question, ready to be written."""
-
-    data_source: str
-    messages: tuple[tuple[str, str], ...]
-    """Role and content."""
-    ground_truth: str
-    notes: Mapping[str, str]
-    """More for `extra_info`."""
-    instruction_removed: bool = False
-    ability: str = "math"
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """All but the notes: rows that agree in it are copies of each other."""
-        return self.data_source, self.messages, self.ground_truth
-
-
 def bare(prompt: str) -> str:
     """Take a known instruction, and white space at the ends, off a prompt."""
     prompt = prompt.strip()
@@ -68,6 +49,18 @@ def bare(prompt: str) -> str:
         if prompt.startswith(before) and prompt.endswith(after):
             return prompt[len(before) : len(prompt) - len(after)].strip()
     return prompt
+
+
+def without_instruction(row: Row) -> tuple[Row, bool]:
+    """Take known instructions off the user's messages; True if there was one."""
+    messages, removed = [], False
+    for message in row.messages:
+        role, content = message["role"], message["content"]
+        if role == "user":
+            content = bare(content)
+            removed |= content != message["content"].strip()
+        messages.append({"role": role, "content": content})
+    return replace(row, messages=tuple(messages)), removed
 
 
 def with_dapo_instruction(question: str) -> str:
@@ -105,8 +98,6 @@ _MATHS = {
     "solution": _BOXED,
     "Solution": _BOXED,
 }
-_TESTS: Mapping[str, Reader] = {}
-"""Python tests, in the columns of HumanEval or of MBPP."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +110,11 @@ class NamedSet:
     """For each split, patterns of file names: the first one that finds any counts."""
     data_source: str
     """Given to rows that have none; routes to a scorer."""
-    truth: Mapping[str, Reader]
-    """Columns of the ground truth: the first that a row fills counts."""
     own_sources: tuple[str, ...]
     """Patterns, in lower case, of the `data_source`s that rows of this set may have already."""
+    truth: Mapping[str, Reader] = field(default_factory=dict)
+    """Columns of the ground truth: the first that a row fills counts. Without any the ground truth
+    is Python tests, in the columns of HumanEval or of MBPP."""
     is_integer: bool = False
     """True if ground truths are integers from 0 to 999, however they are written."""
     kept: tuple[str, ...] = ()
@@ -132,6 +124,11 @@ class NamedSet:
     dapo_scored: bool = True
     """True if the answer is asked for on a line `Answer:`."""
 
+    @property
+    def ability(self) -> str:
+        """The subject of its problems: `math` or `code`."""
+        return "math" if self.truth else "code"
+
 
 def _splits(pattern: str) -> dict[str, tuple[str, ...]]:
     return {split: (pattern.format(split),) for split in ("train", "test")}
@@ -140,51 +137,50 @@ def _splits(pattern: str) -> dict[str, tuple[str, ...]]:
 # fmt: off
 SETS: Mapping[str, NamedSet] = {
     "gsm8k": NamedSet(
-        "openai/gsm8k", "MIT", _splits("main/{}-*.parquet"), "openai/gsm8k", _GSM8K,
-        own_sources=("gsm8k", "openai/gsm8k"), kept=("question", "answer"), dapo_scored=False,
+        "openai/gsm8k", "MIT", _splits("main/{}-*.parquet"), "openai/gsm8k",
+        ("gsm8k", "openai/gsm8k"), _GSM8K, kept=("question", "answer"), dapo_scored=False,
     ),
     # Every row in one file a split, as verl takes it; EleutherAI/hendrycks_math holds the same
     # problems in 14 files, and the original hendrycks/competition_math is off the hub.
     "math": NamedSet(
-        "DigitalLearningGmbH/MATH-lighteval", "MIT", _splits("data/{}-*.parquet"), "MATH", _MATHS,
-        own_sources=("math", "math-500*", "huggingfaceh4/math-500", "lighteval/math",
-                     "digitallearninggmbh/math-lighteval"),
-        kept=("level", "type", "subject", "unique_id"),
+        "DigitalLearningGmbH/MATH-lighteval", "MIT", _splits("data/{}-*.parquet"), "MATH",
+        ("math", "math-500*", "huggingfaceh4/math-500", "lighteval/math",
+         "digitallearninggmbh/math-lighteval"),
+        _MATHS, kept=("level", "type", "subject", "unique_id"),
     ),
     "dapo-math-17k": NamedSet(
         "BytedTsinghua-SIA/DAPO-Math-17k", "Apache-2.0",
-        {"train": ("data/dapo-math-17k.parquet", "data/*.parquet")}, "math_dapo", _MATHS,
-        own_sources=("math_dapo*", "dapo_math*", "dapo-math*", "dapo-17k*"),
+        {"train": ("data/dapo-math-17k.parquet", "data/*.parquet")}, "math_dapo",
+        ("math_dapo*", "dapo_math*", "dapo-math*", "dapo-17k*"), _MATHS,
     ),
     # The DAPO authors' own file: 30 problems, each 32 times.
     "aime-2024": NamedSet(
         "BytedTsinghua-SIA/AIME-2024", "Apache-2.0",
-        {"test": ("data/aime-2024.parquet", "data/*.parquet")}, "aime-2024", _MATHS,
-        own_sources=("math_dapo", "aime-2024*", "aime_2024*", "aime2024*", "aime24*"),
+        {"test": ("data/aime-2024.parquet", "data/*.parquet")}, "aime-2024",
+        ("math_dapo", "aime-2024*", "aime_2024*", "aime2024*", "aime24*"), _MATHS,
         is_integer=True, kept=("ID", "id", "url"), renamed="math_dapo",
     ),
     "aime-2025": NamedSet(
         "math-ai/aime25", "Apache-2.0",
-        {"test": ("test.jsonl", "test*.parquet", "data/test*.parquet")}, "aime-2025", _MATHS,
-        own_sources=("math_dapo", "aime-2025*", "aime_2025*", "aime2025*", "aime25*"),
+        {"test": ("test.jsonl", "test*.parquet", "data/test*.parquet")}, "aime-2025",
+        ("math_dapo", "aime-2025*", "aime_2025*", "aime2025*", "aime25*"), _MATHS,
         is_integer=True, kept=("ID", "id", "url"), renamed="math_dapo",
     ),
     # AMC 12 of 2022 and 2023; answers are written as numbers such as 142.0.
     "amc": NamedSet(
         "AI-MO/aimo-validation-amc", "Apache-2.0",
-        {"test": ("data/train-*.parquet", "data/*.parquet")}, "amc", _MATHS,
-        own_sources=("amc*", "ai-mo/aimo-validation-amc", "math-ai/amc23"), kept=("id", "url"),
+        {"test": ("data/train-*.parquet", "data/*.parquet")}, "amc",
+        ("amc*", "ai-mo/aimo-validation-amc", "math-ai/amc23"), _MATHS, kept=("id", "url"),
     ),
     "humaneval": NamedSet(
         "openai/openai_humaneval", "MIT",
-        {"test": ("openai_humaneval/test-*.parquet",)}, "humaneval", _TESTS,
-        own_sources=("humaneval*",), kept=("task_id", "canonical_solution"), dapo_scored=False,
+        {"test": ("openai_humaneval/test-*.parquet",)}, "humaneval",
+        ("humaneval*",), kept=("task_id", "canonical_solution"), dapo_scored=False,
     ),
     # The 427 problems that people went over; of the 974 many are ambiguous.
     "mbpp": NamedSet(
         "google-research-datasets/mbpp", "CC-BY-4.0", _splits("sanitized/{}-*.parquet"), "mbpp",
-        _TESTS,
-        own_sources=("mbpp*",), kept=("task_id", "code", "canonical_solution"), dapo_scored=False,
+        ("mbpp*",), kept=("task_id", "code", "canonical_solution"), dapo_scored=False,
     ),
 }
 # fmt: on
@@ -200,70 +196,51 @@ def foreign_source(record: Record, named: NamedSet) -> str | None:
     return None if is_own else source.strip()
 
 
-def to_item(record: Record, origin: str, named: NamedSet) -> Item:
-    """Convert a row of a set.
+def published_row(record: Record, origin: str, named: NamedSet) -> Row:
+    """Convert a row of a set, with the notes to keep in `extra_info`.
 
     Raises:
         DataError: a column is missing, or the ground truth is not in it.
     """
     notes = {key: str(record[key]) for key in named.kept if isinstance(record.get(key), str | int)}
-    if "data_source" in record or "reward_model" in record:
-        item = _from_verl(record, origin, named)
-    elif named.truth:
-        asked, truth = _from_columns(record, origin, named)
-        plain = bare(asked)
-        removed = plain != asked.strip()
-        item = Item(named.data_source, (("user", plain),), truth, notes, removed)
+    if "data_source" not in record and "reward_model" not in record:
+        read = _from_columns if named.truth else _from_tests
+        asked, answer = read(record, origin, named)
+        row = Row("", origin, named.data_source, ({"role": "user", "content": asked},), answer)
     else:
-        asked, truth = _from_tests(record, origin)
-        item = Item(named.data_source, (("user", asked),), truth, notes, ability="code")
-    return _as_integer(item, origin) if named.is_integer else item
-
-
-def _from_verl(record: Record, origin: str, named: NamedSet) -> Item:
-    row = to_row({"data_source": named.data_source, **record}, origin)
-    source = named.data_source if row.data_source.lower() == named.renamed else row.data_source
-    messages, removed = [], False
-    for message in row.messages:
-        content = message["content"]
-        if message["role"] == "user":
-            content = bare(content)
-            removed |= content != message["content"].strip()
-        messages.append((message["role"], content))
-    info = row.extra.get("extra_info")
-    index = info.get("index") if isinstance(info, dict) else None
-    notes = {} if index is None else {"original_index": str(index)}
+        row = to_row({"data_source": named.data_source, **record}, origin)
+        info = row.extra.get("extra_info")
+        index = info.get("index") if isinstance(info, dict) else None
+        notes = {} if index is None else {"original_index": str(index)}
     truth = _text(row.ground_truth, origin, "reward_model.ground_truth")
-    return Item(source, tuple(messages), truth, notes, removed)
+    is_renamed = row.data_source.lower() == named.renamed
+    return replace(
+        row,
+        data_source=named.data_source if is_renamed else row.data_source,
+        ground_truth=_integer(truth, origin) if named.is_integer else truth,
+        extra={"extra_info": notes},
+    )
 
 
 def _from_columns(record: Record, origin: str, named: NamedSet) -> tuple[str, str]:
     """Return the question as it stands, and the ground truth."""
-    asked = _first(record, _QUESTIONS)
-    if asked is None:
-        raise wrong_field(origin, "question or problem", None, "a text in one of them")
-    question = record[asked]
-    if not isinstance(question, str) or not question.strip():
-        raise wrong_field(origin, asked, question, "a text")
-    column = _first(record, tuple(named.truth))
-    if column is None:
-        known = " or ".join(dict.fromkeys(name.lower() for name in named.truth))
-        raise wrong_field(origin, known, None, "the final answer, or a text with it")
+    asked = _filled(record, _QUESTIONS, origin, "a text in one of them")
+    column = _filled(record, named.truth, origin, "the final answer, or a text with it")
     text = _text(record[column], origin, column)
     read, wanted = named.truth[column]
     truth = read(text)
     if not truth:
         raise wrong_field(origin, column, text, wanted)
-    return question, truth
+    return _source_text(record, asked, origin), truth
 
 
-def _from_tests(record: Record, origin: str) -> tuple[str, str]:
+def _from_tests(record: Record, origin: str, named: NamedSet) -> tuple[str, str]:
     """Return what is asked, and the tests as JSON, as `winnow.rewards.scorers.code` reads them.
 
     The JSON has `test` with a function `check` and its `entry_point`, or `test_list` with asserts;
     `prompt` is code that the tests, and an answer that only goes on, may rely on.
     """
-    prompt = _source_code(record, "prompt", origin)
+    prompt = _source_text(record, "prompt", origin)
     if "test_list" in record:
         tests = _lines_of_code(record, "test_list", origin)
         imports = _lines_of_code(record, "test_imports", origin)
@@ -273,12 +250,12 @@ def _from_tests(record: Record, origin: str) -> tuple[str, str]:
         truth: dict[str, Any] = {"test_list": tests, "prompt": "\n".join(imports)}
     else:
         asked = _COMPLETE.format(prompt.rstrip())
-        truth = {name: _source_code(record, name, origin) for name in ("test", "entry_point")}
+        truth = {name: _source_text(record, name, origin) for name in ("test", "entry_point")}
         truth["prompt"] = prompt
     return asked, json.dumps(truth, ensure_ascii=False)
 
 
-def _source_code(record: Record, column: str, origin: str) -> str:
+def _source_text(record: Record, column: str, origin: str) -> str:
     value = record.get(column)
     if not isinstance(value, str) or not value.strip():
         raise wrong_field(origin, column, value, "a text")
@@ -292,13 +269,12 @@ def _lines_of_code(record: Record, column: str, origin: str) -> list[str]:
     return value
 
 
-def _as_integer(item: Item, origin: str) -> Item:
+def _integer(answer: str, origin: str) -> str:
     """Normalise an AIME answer: some files write `033`, and one writes degrees."""
-    text = item.ground_truth
-    digits = _DEGREES.sub("", text).strip("$ ")
+    digits = _DEGREES.sub("", answer).strip("$ ")
     if not re.fullmatch(r"[0-9]{1,3}", digits):
-        raise wrong_field(origin, "the answer", text, "an integer from 0 to 999")
-    return replace(item, ground_truth=str(int(digits)))
+        raise wrong_field(origin, "the answer", answer, "an integer from 0 to 999")
+    return str(int(digits))
 
 
 def _text(value: Any, origin: str, column: str) -> str:
@@ -310,5 +286,10 @@ def _text(value: Any, origin: str, column: str) -> str:
     return value.strip()
 
 
-def _first(record: Record, columns: tuple[str, ...]) -> str | None:
-    return next((column for column in columns if record.get(column) not in (None, "")), None)
+def _filled(record: Record, columns: Iterable[str], origin: str, wanted: str) -> str:
+    """Return the first of the columns that a row fills."""
+    found = next((column for column in columns if record.get(column) not in (None, "")), None)
+    if found is None:
+        known = " or ".join(dict.fromkeys(name.lower() for name in columns))
+        raise wrong_field(origin, known, None, wanted)
+    return found

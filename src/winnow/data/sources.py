@@ -1,15 +1,22 @@
-"""Checked rows of data in the schema that verl's users have, from files or from a user's own code.
+"""Reading of data files, local or remote, into checked rows of the schema that verl's users have.
 
-A row is checked when it is read, so that a fault is met before training and is named by its file,
-row and field. Rows count from 1. A raw GSM8K file (`question`, `answer`) is known by its columns.
-`winnow.data.prompts` turns a row's messages into tokens.
+Formats are told apart by name: `.parquet`, and one JSON object a line in `.jsonl`, `.json`,
+`.jsonl.gz`, `.json.gz`. A path with `://` is opened by fsspec. A row is checked when it is read, so
+that a fault is met before training and is named by its file, row and field. Rows count from 1. A
+raw GSM8K file (`question`, `answer`) is known by its columns. `winnow.data.prompts` turns a row's
+messages into tokens.
 """
 
 from __future__ import annotations
 
+import gzip
+import io
+import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from winnow.errors import DataError
@@ -18,6 +25,8 @@ Record = Mapping[str, Any]
 Message = Mapping[str, Any]
 AFTER_MARK = "a text with the final answer after ####"
 _NAMES = {str: "text", list: "list", dict: "object", int: "number", float: "number"}
+_LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+_PARQUET = ".parquet"
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +43,11 @@ class Row:
     ground_truth: Any
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Every other column."""
+
+    @property
+    def text(self) -> str:
+        """The contents of its messages, a line or more for each."""
+        return "\n".join(message["content"] for message in self.messages)
 
 
 def read_rows(paths: Sequence[str], prompt_key: str = "prompt") -> list[Row]:
@@ -53,28 +67,11 @@ def read_rows(paths: Sequence[str], prompt_key: str = "prompt") -> list[Row]:
         before = len(rows)
         rows += (
             to_row(record, f"{path} row {number}", f"{file}:{number}", prompt_key)
-            for number, record in read_objects(path)
+            for number, record in read_records(path)
         )
         if len(rows) == before:
             raise DataError(f"{path}: the file has no rows; leave it out or write it again")
     return rows
-
-
-def read_objects(path: str) -> Iterator[tuple[int, Record]]:
-    """Read each record of a file with its number, and check that it has columns.
-
-    Raises:
-        DataError: the file is not readable, or a record is no object.
-    """
-    from winnow.data.files import read_records
-
-    for number, record in read_records(path):
-        if not isinstance(record, dict):
-            raise DataError(
-                f"{path} row {number}: must be an object with columns, got {_kind(record)}; "
-                "write one JSON object a line"
-            )
-        yield number, record
 
 
 def to_row(record: Record, origin: str, uid: str = "", prompt_key: str = "prompt") -> Row:
@@ -172,3 +169,134 @@ def _kind(value: Any) -> str:
     shown = repr(value)
     name = _NAMES.get(type(value), type(value).__name__)
     return f"the {name} {shown if len(shown) <= 40 else shown[:37] + '...'}"
+
+
+def read_records(path: str) -> Iterator[tuple[int, Record]]:
+    """Yield each record of a file with its number from 1; blank lines count but are skipped.
+
+    Raises:
+        DataError: the file is missing, empty or damaged, of no known format, or a record of it has
+            no columns.
+    """
+    if Path(path).expanduser().is_dir():
+        raise DataError(f"{path}: is a folder; name the data files in it")
+    if not path.endswith((*_LINES, _PARQUET)):
+        formats = ", ".join((_PARQUET, *_LINES))
+        raise DataError(f"{path}: not a known format; data files end in {formats}")
+    content = _read(path)
+    if not content:
+        raise DataError(f"{path}: the file is empty; download or write it again")
+    records = _parquet(path, content) if path.endswith(_PARQUET) else _lines(path, content)
+    for number, record in records:
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{path} row {number}: must be an object with columns, got {_kind(record)}; "
+                "write one JSON object a line"
+            )
+        yield number, record
+
+
+def _read(path: str) -> bytes:
+    try:
+        if "://" not in path:
+            return Path(path).expanduser().read_bytes()
+        import fsspec
+
+        with fsspec.open(path, "rb") as stream:
+            return bytes(stream.read())
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file; check the path") from error
+    except ImportError as error:
+        raise DataError(f"{path}: its protocol needs a package: {said(error)}") from error
+    # Each file system has a family of errors of its own (botocore's, aiohttp's, httpx's).
+    except Exception as error:
+        remedy = "check the path, the network and your permission to read it"
+        if path.startswith("hdfs://"):
+            remedy = "install Java and a Hadoop client; set JAVA_HOME, HADOOP_HOME and CLASSPATH"
+        raise DataError(f"{path}: cannot be read: {said(error)}; {remedy}") from error
+
+
+def _lines(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
+    if path.endswith(".gz"):
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(
+                f"{path}: not a whole gzip file ({said(error)}); download or write it again"
+            ) from error
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode("utf-8"))
+            if b"\\ud" in line.lower():
+                # An escape may name half a character, which no tokenizer can take.
+                json.dumps(record, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else said(error)
+            raise DataError(
+                f"{path} row {number}: not valid JSON in UTF-8 ({reason}); write one JSON object "
+                "a line"
+            ) from error
+        yield number, record
+
+
+def _parquet(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
+    import pyarrow as pa
+
+    # Dates out of Python's range, text that is not UTF-8, and whatever a type may hold that
+    # Python cannot.
+    faults = (pa.ArrowException, ValueError, OverflowError, TypeError, LookupError)
+    number = 0
+    for batch in _batches(path, content):
+        names = batch.schema.names
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise DataError(f"{path}: two columns are called {repeated!r}; rename one of them")
+        try:
+            records = batch.to_pylist()
+        except faults as error:
+            place = _bad_value(batch, number, faults)
+            raise DataError(
+                f"{path}{place} cannot be read ({said(error)}); write it as text, in UTF-8"
+            ) from error
+        for record in records:
+            number += 1
+            yield number, record
+
+
+def _batches(path: str, content: bytes) -> Iterator[Any]:
+    """Yield a file's rows in batches: many copies of a row take little space while packed."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        yield from pq.ParquetFile(io.BytesIO(content)).iter_batches(batch_size=1024)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(
+            f"{path}: not a readable parquet file ({said(error)}); download or write it again"
+        ) from error
+
+
+def _bad_value(batch: Any, before: int, faults: tuple[type[Exception], ...]) -> str:
+    """Say where the value of a batch stands that Python cannot take."""
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        for number, value in enumerate(column, start=before + 1):
+            try:
+                value.as_py()
+            except faults:
+                return f" row {number}: {excerpt(name)} of type {column.type}"
+    return ""
+
+
+def excerpt(text: str, characters: int = 100) -> str:
+    """Cut a text to its beginning, on one line and safe to print."""
+    text = " ".join(text[: 10 * characters].split())
+    cut = text if len(text) <= characters else f"{text[: characters - 1]}…"
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cut)
+
+
+def said(error: BaseException) -> str:
+    """Quote the first line of another library's error, or else name its type."""
+    lines = str(error).strip().splitlines()
+    return (excerpt(lines[0], 300) if lines else "") or type(error).__name__

@@ -91,23 +91,27 @@ def stop_token_ids(
     Raises:
         ModelError: that file cannot be read.
     """
-    known = loaded if isinstance(loaded, list) else [] if loaded is None else [loaded]
-    ids = list(dict.fromkeys([cast(int, tokenizer.eos_token_id), *known]))
+    ids = [cast(int, tokenizer.eos_token_id), *_listed(loaded)]
     file = Path(model_path).expanduser() / "generation_config.json" if model_path else None
-    if file is None or not file.is_file():
-        return tuple(ids)
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: not readable as JSON ({error}); mend or remove it") from error
-    named = config.get("eos_token_id") if isinstance(config, dict) else config
-    more = named if isinstance(named, list) else [] if named is None else [named]
-    if not all(isinstance(i, int) for i in more):
-        raise ModelError(
-            f"{file}: eos_token_id must be a token id or a list of them, got {named!r}; "
-            "mend or remove the file"
-        )
-    return tuple(dict.fromkeys([*ids, *more]))
+    if file is not None and file.is_file():
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"{file}: not readable as JSON ({error}); mend or remove it"
+            ) from error
+        ids += _listed(config.get("eos_token_id") if isinstance(config, dict) else config)
+        if not all(isinstance(i, int) for i in ids):
+            raise ModelError(
+                f"{file}: eos_token_id must be a token id or a list of them, got {ids[1:]}; mend "
+                "or remove the file"
+            )
+    return tuple(dict.fromkeys(ids))
+
+
+def _listed(ids: Any) -> list[Any]:
+    """Return the ids of `eos_token_id`, which may be one, several or none."""
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _check_hub(name: str, field: str) -> None:

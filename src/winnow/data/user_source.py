@@ -27,8 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from winnow.config.data import CustomTask
-from winnow.data.files import said
-from winnow.data.sources import Row, to_row
+from winnow.data.sources import Row, said, to_row
 from winnow.errors import DataError
 from winnow.user_code import load_user_object
 
@@ -39,7 +38,7 @@ _ATTEMPTS, _STRIDE = 20, 1 << 32
 
 
 class UserRows:
-    """The rows of a user's source, checked as those of a file are; endless, a `RowStream`."""
+    """The rows of a user's source, checked as those of a file are; `TaskRows`."""
 
     def __init__(self, task: CustomTask, prompt_key: str) -> None:
         """Make the source.

@@ -16,7 +16,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,20 +29,22 @@ from rich.text import Text
 
 from winnow.errors import DataError, WinnowError
 from winnow.evaluation.report import ALL, ANSWERS, REPORT, SCORED
-from winnow.evaluation.statistics import LEVEL, Floats
-from winnow.evaluation.student import two_sided_bound, two_sided_p
+from winnow.evaluation.statistics import LEVEL, two_sided_bound, two_sided_p
 from winnow.observe.figures import WIDTH, figure_table, print_table, share
-from winnow.observe.rollouts import read_rollouts, rollout_files
+from winnow.observe.rollouts import read_rollouts
 from winnow.observe.run_folder import RunFolder
 
-_COLUMNS = ("problem", "data_source", "outcome", "accuracy")
-_ERROR = "scorer_error"
+_COLUMNS = ("problem", "data_source", "outcome", "accuracy", "scorer_error")
+_OF_STEP = re.compile(r"(step|checkpoint)-([0-9]+)\.parquet")
+"""The evaluations of a run: its own, and what winnow eval asked of a checkpoint."""
 _LEAST_PROBLEMS = 6
 """With fewer no sign test can be clear: 2 of 2^5 patterns are more than 5 %."""
 EXACT_FLIPS = 14
 """Up to so many problems with a difference all sign patterns are counted: 16,384."""
 FLIPS = 20_000
 """Random patterns are drawn beyond."""
+_BLOCK = 1000
+"""Patterns at once: all of them would take much memory."""
 _POWER_BOUND = 0.8416212335729143
 """The standard normal's quantile of 0.8: a power of four in five."""
 _CLOSE = 1e-12
@@ -87,14 +90,9 @@ def paired(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Paired:
 
     Args:
         seed: seed of the random sign patterns.
-
-    Raises:
-        ValueError: there is no problem, or the lengths differ.
     """
     left, right = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    if left.shape != right.shape or left.ndim != 1 or not left.size:
-        raise ValueError(f"paired: two equally long lists, not empty, got {left.shape}, "
-                         f"{right.shape}")  # fmt: skip
+    assert left.shape == right.shape != (0,), "paired: two equally long lists, not empty"
     d = right - left
     d[np.abs(d) < _CLOSE] = 0.0  # such as 0.1 + 0.2 against 0.3
     mean_a, mean_b, count = float(left.mean()), float(right.mean()), d.size
@@ -130,34 +128,26 @@ def sign_flip_p(differences: ArrayLike, seed: int = 0) -> float:
     if d.size <= EXACT_FLIPS:
         signs = np.array(list(itertools.product((1.0, -1.0), repeat=d.size)))
         return float(np.mean(np.abs(signs @ d) >= bound))
-    reached = sum(int((np.abs(signs @ d) >= bound).sum()) for signs in _random_signs(d.size, seed))
+    generator, reached = np.random.default_rng(seed), 0
+    for _ in range(FLIPS // _BLOCK):
+        signs = np.where(generator.random((_BLOCK, d.size)) < 0.5, -1.0, 1.0)
+        reached += int((np.abs(signs @ d) >= bound).sum())
     return (1 + reached) / (1 + FLIPS)
-
-
-def _random_signs(width: int, seed: int, rows: int = 1000) -> Iterator[Floats]:
-    """Yield patterns in blocks, which take less memory than all at once."""
-    generator = np.random.default_rng(seed)
-    for _ in range(FLIPS // rows):
-        yield np.where(generator.random((rows, width)) < 0.5, -1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The accuracies in a file of held-out answers, by problem."""
+    """The held-out answers in a file, by problem."""
 
     file: Path
     sources: Mapping[str, str]
     """Data sources by problem, in the order of the file."""
-    accuracies: Mapping[str, Sequence[float]]
-    """Accuracies of the answers by problem."""
+    means: Mapping[str, float]
+    """Mean accuracies of a problem's answers."""
     settings: Mapping[str, Any]
     """Settings of sampling and scoring; empty where no report lies beside the file."""
     failed: int = 0
     """Answers whose scoring failed; they count as wrong."""
-
-    def mean(self, problem: str) -> float:
-        """Average the accuracy of a problem's answers."""
-        return math.fsum(self.accuracies[problem]) / len(self.accuracies[problem])
 
 
 @dataclass(frozen=True)
@@ -228,19 +218,19 @@ def read_answers(path: str) -> Answers:
             f"{file}: no column {missing[0]}; give what winnow eval writes (evaluate again, if an "
             "older version wrote it)"
         )
-    sources: dict[str, str] = {}
-    accuracies: dict[str, list[float]] = {}
-    failed = 0
-    told = [*_COLUMNS, *([_ERROR] if _ERROR in table.column_names else [])]
-    for row in table.select(told).to_pylist():
-        if row["outcome"] != "held_out":
-            continue
-        failed += bool(row.get(_ERROR))
-        sources.setdefault(row["problem"], row["data_source"])
-        accuracies.setdefault(row["problem"], []).append(row["accuracy"])
-    if not sources:
+    rows = [row for row in table.select(_COLUMNS).to_pylist() if row["outcome"] == "held_out"]
+    if not rows:
         raise DataError(f"{file} holds no held-out answers; give what winnow eval writes")
-    return Answers(file, sources, accuracies, _settings(file), failed)
+    accuracies: dict[str, list[float]] = {}
+    for row in rows:
+        accuracies.setdefault(row["problem"], []).append(row["accuracy"])
+    return Answers(
+        file,
+        {row["problem"]: row["data_source"] for row in rows},
+        {problem: math.fsum(marks) / len(marks) for problem, marks in accuracies.items()},
+        _settings(file),
+        sum(bool(row["scorer_error"]) for row in rows),
+    )
 
 
 def _file(path: str) -> Path:
@@ -254,18 +244,14 @@ def _file(path: str) -> Path:
             f"{place} holds no evaluation (no {ANSWERS}) and is no run's folder; "
             f"give a folder that winnow eval wrote, its {ANSWERS}, or runs/NAME"
         )
-    folder = RunFolder.open(place).evaluations
-    asked = [(_step(file), 1, file) for file in folder.glob("checkpoint-*.parquet")]
-    own = [(step, 0, file) for step, file in rollout_files(folder)]
-    found = sorted((each for each in [*own, *asked] if each[0] >= 0), key=lambda each: each[:2])
+    found = [
+        (int(match[2]), match[1] == "checkpoint", file)
+        for file in RunFolder.open(place).evaluations.glob("*.parquet")
+        if (match := _OF_STEP.fullmatch(file.name))
+    ]
     if not found:
         raise WinnowError(f"{place} has no evaluation yet; make one: winnow eval {place}")
-    return found[-1][2]
-
-
-def _step(file: Path) -> int:
-    number = file.stem.removeprefix("checkpoint-")
-    return int(number) if number.isdecimal() else -1
+    return max(found)[2]
 
 
 def _settings(file: Path) -> Mapping[str, Any]:
@@ -280,17 +266,16 @@ def _settings(file: Path) -> Mapping[str, Any]:
 
 
 def _paired(a: Answers, b: Answers, problems: Sequence[str]) -> Paired:
-    return paired([a.mean(each) for each in problems], [b.mean(each) for each in problems])
+    return paired([a.means[each] for each in problems], [b.means[each] for each in problems])
 
 
 def _print(found: Comparison, console: Console) -> None:
-    width = min(WIDTH, console.width)
     console.print()
     for name, answers in (("A", found.a), ("B", found.b)):
         console.print(Text(f"{name}  {answers.file}"), soft_wrap=True)
     console.print()
-    rows = {**found.sources, **({ALL: found.everything} if found.everything else {})}
     table = figure_table("A", "B", "B - A", "95 %", "p", "won/tied/lost")
+    rows = {**found.sources, **({ALL: found.everything} if found.everything else {})}
     for label, pair in rows.items():
         table.add_row(
             Text(label),
@@ -303,7 +288,7 @@ def _print(found: Comparison, console: Console) -> None:
         )
     print_table(table, console)
     for line in [*notes(found), verdict(found.deciding)]:
-        console.print(Text(line), width=width)
+        console.print(Text(line), width=min(WIDTH, console.width))
 
 
 def notes(found: Comparison) -> list[str]:
@@ -330,34 +315,28 @@ def verdict(pair: Paired) -> str:
     """Sum a comparison up in one honest sentence."""
     points = f"{100 * abs(pair.difference):.1f} points"
     better = "better" if pair.difference > 0 else "worse"
+    problems = "1 problem" if pair.problems == 1 else f"{pair.problems:,} problems"
     if pair.tied == pair.problems:
-        return f"No difference: A and B did equally well on each of the {_problems(pair)}."
+        return f"No difference: A and B did equally well on each of the {problems}."
     if pair.problems < _LEAST_PROBLEMS:
         return (
-            f"Nothing can be said: {_problems(pair)} are too few to tell a difference from luck "
+            f"Nothing can be said: {problems} are too few to tell a difference from luck "
             f"(at least {_LEAST_PROBLEMS})."
         )
+    p = _p(pair.p_sign_flips)
+    kind = "all" if pair.problems - pair.tied <= EXACT_FLIPS else "random"
+    by = f"p {p if p.startswith('<') else f'= {p}'} by {kind} sign flips"
     if not pair.is_clear:
         return (
-            f"Within noise: B is {points} {better} on these {_problems(pair)}, which may well be "
-            f"luck ({_p_said(pair)}); a difference below about {100 * pair.visible:.1f} points "
-            "would often be missed here."
+            f"Within noise: B is {points} {better} on these {problems}, which may well be luck "
+            f"({by}); a difference below about {100 * pair.visible:.1f} points would often be "
+            "missed here."
         )
     low, high = sorted((abs(100 * pair.low), abs(100 * pair.high)))
     return (
-        f"B is {better}: by {points} on these {_problems(pair)}, most likely {low:.1f} to "
-        f"{high:.1f} ({_p_said(pair)})."
+        f"B is {better}: by {points} on these {problems}, most likely {low:.1f} to {high:.1f} "
+        f"({by})."
     )
-
-
-def _problems(pair: Paired) -> str:
-    return "1 problem" if pair.problems == 1 else f"{pair.problems:,} problems"
-
-
-def _p_said(pair: Paired) -> str:
-    kind = "all" if pair.problems - pair.tied <= EXACT_FLIPS else "random"
-    p = _p(pair.p_sign_flips)
-    return f"p {p if p.startswith('<') else f'= {p}'} by {kind} sign flips"
 
 
 def _p(value: float) -> str:
@@ -365,13 +344,15 @@ def _p(value: float) -> str:
 
 
 def _as_json(found: Comparison) -> dict[str, Any]:
-    body: dict[str, Any] = {"a": str(found.a.file), "b": str(found.b.file)}
-    body["shared_problems"] = found.shared
-    body["sources"] = {source: _figures(pair) for source, pair in found.sources.items()}
-    if found.everything is not None:
-        body["all"] = _figures(found.everything)
-    body["notes"], body["verdict"] = notes(found), verdict(found.deciding)
-    return body
+    return {
+        "a": str(found.a.file),
+        "b": str(found.b.file),
+        "shared_problems": found.shared,
+        "sources": {source: _figures(pair) for source, pair in found.sources.items()},
+        **({"all": _figures(found.everything)} if found.everything else {}),
+        "notes": notes(found),
+        "verdict": verdict(found.deciding),
+    }
 
 
 def _figures(pair: Paired) -> dict[str, Any]:

@@ -8,15 +8,15 @@ difference between two of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from winnow.config.trainer import EvaluationConfig
-from winnow.evaluation.statistics import PromptAnswers, as_record, summarise
-from winnow.observe.metrics import Metrics
-from winnow.observe.names import EVAL, Number
+from winnow.evaluation.statistics import PromptAnswers, summarise
+from winnow.observe.metrics import EVAL, Metrics, Number
 from winnow.observe.rollouts import (
     Decode,
     RolloutGroup,
@@ -35,54 +35,31 @@ _SCORES_CASES = "passed_share"
 
 
 @dataclass(frozen=True)
-class EvaluationSettings:
-    """Settings under which held-out answers are sampled."""
-
-    n: int
-    greedy: bool
-    sampling: SamplingParams
-    seed: int
-
-    @classmethod
-    def of(cls, config: EvaluationConfig, rollout: SamplingParams, seed: int) -> EvaluationSettings:
-        """Take the settings of a recipe's section; stop conditions are the rollout's."""
-        sampling = replace(
-            rollout,
-            max_tokens=config.max_response_tokens or rollout.max_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=0.0,
-        )
-        return cls(config.n, config.greedy, sampling, seed)
-
-
-@dataclass(frozen=True)
 class Evaluated:
-    """The scored answers of an evaluation, a group a prompt."""
+    """The outcome of an evaluation: the scored answers, by problem."""
 
-    groups: tuple[Group, ...]
-    greedy: tuple[Group, ...]
-    """One greedy answer a prompt; empty where none was asked for."""
-    votes: frozenset[str]
-    """Data sources whose scorers tell what an answer says, for maj@k."""
+    problems: Sequence[PromptAnswers]
     seed: int
-
-    @property
-    def problems(self) -> list[PromptAnswers]:
-        """Group the sampled answers by problem."""
-        return by_problem(self.groups, self.votes)
-
-    @property
-    def greedy_problems(self) -> list[PromptAnswers]:
-        """Group the greedy answers by problem."""
-        return by_problem(self.greedy, frozenset())
 
     def record(self) -> dict[str, Number]:
         """Compute the figures `eval/SOURCE/…` of a step's record."""
-        greedy = summarise(self.greedy_problems, self.seed) if self.greedy else None
-        sampled = summarise(self.problems, self.seed)
-        return {**as_record(sampled, greedy), **_means(self.groups)}
+        metrics = Metrics()
+        for source, found in summarise(self.problems, self.seed).items():
+            name = f"{EVAL}{source}"
+            for figure, estimate in found.figures.items():
+                metrics.last(f"{name}/{figure}", estimate.mean)
+            metrics.last(f"{name}/avg@{found.answers}_se", found.average.standard_error)
+            metrics.last(f"{name}/prompts", len(found.prompts))
+            if found.greedy is not None:
+                metrics.last(f"{name}/greedy", found.greedy.mean)
+                metrics.last(f"{name}/greedy_se", found.greedy.standard_error)
+            for prompt in found.prompts:
+                metrics.mean_of(f"{name}/length", sum(prompt.tokens), len(prompt.tokens))
+                metrics.mean_of(f"{name}/truncated", sum(prompt.truncated), len(prompt.truncated))
+                for part, value in chain.from_iterable(parts.items() for parts in prompt.parts):
+                    if part != TASK:  # whose mean says what the accuracy does
+                        metrics.mean(f"{name}/part_{part}", value)
+        return metrics.record()
 
 
 @dataclass(frozen=True)
@@ -102,6 +79,7 @@ class Evaluator:
 
     Args:
         rewards: this evaluator's own, because it counts failures.
+        rollout: sampling in training, whose stop conditions and limit hold here, too.
         text_groups: number of prompts whose answers are kept with their text.
         left_out: number of held-out rows that were too long to be asked.
     """
@@ -111,15 +89,25 @@ class Evaluator:
         engine: Engine,
         prompts: Sequence[Prompt],
         rewards: Rewards,
-        settings: EvaluationSettings,
+        config: EvaluationConfig,
+        rollout: SamplingParams,
+        seed: int,
         decode: Decode,
         file_of: Callable[[int], Path],
         text_groups: int,
         left_out: int = 0,
     ) -> None:
         self._engine, self.prompts, self._rewards = engine, tuple(prompts), rewards
-        self._settings, self._file_of = settings, file_of
-        self.decode, self.left_out = decode, left_out
+        self._config, self._seed = config, seed
+        self._sampling = replace(
+            rollout,
+            max_tokens=config.max_response_tokens or rollout.max_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=0.0,
+        )
+        self._decode, self._file_of, self.left_out = decode, file_of, left_out
         self._text_groups = text_groups
         self._asked = self._scorings = self._tokens_before = 0
 
@@ -128,7 +116,7 @@ class Evaluator:
         """The progress of the evaluation under way."""
         status = self._engine.status()
         return AskProgress(
-            answers=len(self.prompts) * (self._settings.n + self._settings.greedy),
+            answers=len(self.prompts) * (self._config.n + self._config.greedy),
             written=self._asked - status.running - status.queued,
             scored=self._scorings,
             tokens=status.generated_tokens - self._tokens_before,
@@ -152,19 +140,33 @@ class Evaluator:
         Raises:
             RewardError: scoring failed for more than `reward.max_failure_share` of them.
         """
-        settings = self._settings
         self._asked, self._tokens_before = 0, self._engine.status().generated_tokens
-        groups = await self._answer(settings.sampling, settings.n)
+        groups = await self._answer(self._sampling, self._config.n)
         greedy: list[Group] = []
-        if settings.greedy:
-            greedy = await self._answer(replace(settings.sampling, temperature=0.0), 1)
-        self._write(step, groups, greedy)
-        self._check_scoring()
-        return Evaluated(tuple(groups), tuple(greedy), self._votes(), settings.seed)
+        if self._config.greedy:
+            greedy = await self._answer(replace(self._sampling, temperature=0.0), 1)
+        write_rollouts(
+            self._file_of(step),
+            step,
+            [RolloutGroup(group, "held_out") for group in groups]
+            + [RolloutGroup(group, "held_out_greedy") for group in greedy],
+            version=step,
+            # The same prompts in each evaluation, so that one can be followed through the run.
+            text_groups=choose_text_groups(
+                range(len(groups)), self._text_groups, self._seed, step=0
+            ),
+            decode=self._decode,
+        )
+        try:
+            self._rewards.check_failures(self._scorings)
+        finally:
+            self._rewards.reset_failures()
+            self._scorings = 0
+        return Evaluated(by_problem(groups, greedy, self._votes()), self._seed)
 
     async def _answer(self, sampling: SamplingParams, n: int) -> list[Group]:
         fresh: Mapping[int, Any] = dict.fromkeys(range(n))
-        seed = self._settings.seed ^ _SEED_STREAM
+        seed = self._seed ^ _SEED_STREAM
         requests = [
             group_request(place, prompt, fresh, sampling, seed)
             for place, prompt in enumerate(self.prompts)
@@ -194,66 +196,47 @@ class Evaluator:
         known = {source: self._rewards.known_metrics([source]) for source in sources}
         return frozenset(s for s in sources if _SCORES_CASES not in (known[s] or ()))
 
-    def _check_scoring(self) -> None:
-        try:
-            self._rewards.check_failures(self._scorings)
-        finally:
-            self._rewards.reset_failures()
-            self._scorings = 0
 
-    def _write(self, step: int, groups: Sequence[Group], greedy: Sequence[Group]) -> None:
-        # The same prompts in each evaluation, so that one can be followed through the run.
-        seed, ids = self._settings.seed, [group.id for group in groups]
-        write_rollouts(
-            self._file_of(step),
-            step,
-            [RolloutGroup(group, "held_out") for group in groups]
-            + [RolloutGroup(group, "held_out_greedy") for group in greedy],
-            version=step,
-            text_groups=choose_text_groups(ids, self._text_groups, seed, step=0),
-            decode=self.decode,
-        )
-
-
-def by_problem(groups: Sequence[Group], votes: frozenset[str]) -> list[PromptAnswers]:
-    """Group answers by problem; rows that ask the same are one problem.
+def by_problem(
+    groups: Sequence[Group], greedy: Sequence[Group], votes: Collection[str]
+) -> list[PromptAnswers]:
+    """Collect answers by problem; rows that ask the same are one problem.
 
     Published files repeat a problem for each answer that they want; answers to copies of a row
     are no more independent than answers to the row.
+
+    Args:
+        votes: data sources whose scorers tell what an answer says, for maj@k.
     """
     members: dict[str, list[Group]] = {}
     for group in groups:
         members.setdefault(problem_id(group.prompt), []).append(group)
-    return [_statistics_of(copies, votes) for copies in members.values()]
+    best: dict[str, list[Answer]] = {}
+    for group in greedy:
+        best.setdefault(problem_id(group.prompt), []).extend(group.answers)
+    return [
+        _statistics_of(copies, best.get(problem, []), votes) for problem, copies in members.items()
+    ]
 
 
-def _statistics_of(copies: Sequence[Group], votes: frozenset[str]) -> PromptAnswers:
+def _statistics_of(
+    copies: Sequence[Group], greedy: Sequence[Answer], votes: Collection[str]
+) -> PromptAnswers:
     source = copies[0].prompt.data_source
     answers = [answer for group in copies for answer in group.answers]
-    said = [_vote(answer.score.extra.get("pred")) for answer in answers]
     is_told = source in votes and any("pred" in answer.score.extra for answer in answers)
     return PromptAnswers(
         source,
         [answer.score.accuracy for answer in answers],
-        said if is_told else None,
+        [_vote(answer.score.extra.get("pred")) for answer in answers] if is_told else None,
         tokens=[answer.trajectory.generated_tokens for answer in answers],
         truncated=[answer.trajectory.truncated for answer in answers],
+        parts=[answer.score.parts for answer in answers],
+        greedy=[answer.score.accuracy for answer in greedy],
+        failed=sum(bool(answer.score.error) for answer in (*answers, *greedy)),
     )
 
 
 def _vote(pred: object) -> str | None:
     """Return an answer's vote in the majority; None where nothing could be read."""
     return None if pred is None or pred == "" else pred if isinstance(pred, str) else repr(pred)
-
-
-def _means(groups: Sequence[Group]) -> dict[str, Number]:
-    metrics = Metrics()
-    for group in groups:
-        name = f"{EVAL}{group.prompt.data_source}"
-        for answer in group.answers:
-            metrics.mean(f"{name}/length", answer.trajectory.generated_tokens)
-            metrics.mean(f"{name}/truncated", answer.trajectory.truncated)
-            for part, value in answer.score.parts.items():
-                if part != TASK:  # whose mean says what the accuracy does
-                    metrics.mean(f"{name}/part_{part}", value)
-    return metrics.record()

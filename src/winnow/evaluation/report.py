@@ -6,21 +6,25 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 from winnow.evaluation.evaluator import AskProgress, Evaluated, Evaluator
-from winnow.evaluation.statistics import Estimate, PromptAnswers, estimate, figures_of
+from winnow.evaluation.statistics import (
+    Estimate,
+    SourceFigures,
+    default_ks,
+    figures_of,
+    summarise,
+)
 from winnow.observe.figures import WIDTH, count, duration, figure_table, number, print_table, share
-from winnow.types import Group
 
 ANSWERS, REPORT = "answers.parquet", "report.json"
 """Files in the folder of an evaluation."""
@@ -35,99 +39,46 @@ _LINE_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
-class SourceReport:
-    """The figures of the problems of one data source, or of all."""
-
-    problems: int
-    answers: int
-    """Answers to each problem; to the one with the fewest, where they differ."""
-    figures: Mapping[str, Estimate]
-    """`avg@N`, `std@N`, `pass@K`, `maj@K`."""
-    greedy: Estimate | None
-    truncated: Estimate
-    """Share of answers that the limit ended."""
-    tokens: Estimate
-    """Mean length of an answer."""
-    failed: int
-    """Answers whose scoring failed; they count as wrong."""
-
-    @property
-    def average(self) -> Estimate:
-        """The estimate avg@N."""
-        return self.figures[f"avg@{self.answers}"]
-
-    def at_k(self, kind: str) -> dict[int, Estimate]:
-        """Return pass@k or maj@k by k."""
-        found = {name.removeprefix(f"{kind}@"): value for name, value in self.figures.items()}
-        return {int(k): value for k, value in found.items() if k.isdecimal()}
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values for report.json."""
-        shares = {name: v for name, v in self.figures.items() if not name.startswith("std@")}
-        return {
-            "problems": self.problems,
-            "answers": self.answers,
-            **{name: _share(value) for name, value in shares.items()},
-            f"std@{self.answers}": self.figures[f"std@{self.answers}"].mean,
-            **({"greedy": _share(self.greedy)} if self.greedy else {}),
-            "truncated": _share(self.truncated),
-            "tokens": {"mean": self.tokens.mean, "standard_error": _finite(self.tokens)},
-            "failed_scorings": self.failed,
-        }
-
-
-@dataclass(frozen=True)
 class Report:
     """The figures of an evaluation."""
 
-    sources: Mapping[str, SourceReport]
-    everything: SourceReport | None
+    sources: Mapping[str, SourceFigures]
+    everything: SourceFigures | None
     """The figures over all sources, where there are several."""
 
     @classmethod
     def of(cls, found: Evaluated) -> Report:
         """Compute the figures of an evaluation's answers."""
-        sampled, greedy = found.problems, found.greedy_problems
-        names = list(dict.fromkeys(prompt.data_source for prompt in sampled))
-        sources = {name: _of_source(found, sampled, greedy, {name}) for name in names}
-        several = len(names) > 1
-        everything = _of_source(found, sampled, greedy, set(names)) if several else None
-        return cls(sources, everything)
+        sources = summarise(found.problems, found.seed)
+        members = list(enumerate(found.problems))
+        return cls(sources, figures_of(members, found.seed) if len(sources) > 1 else None)
+
+    @property
+    def rows(self) -> dict[str, SourceFigures]:
+        """The rows of a table: each source, and all of them where there are several."""
+        return {**self.sources, **({ALL: self.everything} if self.everything else {})}
 
     def as_json(self, about: Mapping[str, Any]) -> bytes:
         """Write the text of report.json, which begins with what is said `about` the evaluation."""
         body: dict[str, Any] = dict(about)
-        body["sources"] = {name: source.as_json() for name, source in self.sources.items()}
+        body["sources"] = {name: _as_json(source) for name, source in self.sources.items()}
         if self.everything is not None:
-            body["all"] = self.everything.as_json()
+            body["all"] = _as_json(self.everything)
         return (json.dumps(body, ensure_ascii=False, indent=2) + "\n").encode()
 
 
-def _of_source(
-    found: Evaluated,
-    sampled: Sequence[PromptAnswers],
-    greedy: Sequence[PromptAnswers],
-    names: set[str],
-) -> SourceReport:
-    mine = [p for p in sampled if p.data_source in names]
-    mine_greedy = [p for p in greedy if p.data_source in names]
-    answers = min(len(p.accuracies) for p in mine)
-    best = figures_of([*enumerate(mine_greedy)], found.seed)["pass@1"] if mine_greedy else None
-    return SourceReport(
-        problems=len(mine),
-        answers=answers,
-        figures=figures_of([*enumerate(mine)], found.seed),
-        greedy=best,
-        truncated=estimate([float(np.mean(p.truncated)) for p in mine]),
-        tokens=estimate([float(np.mean(p.tokens)) for p in mine]),
-        failed=sum(_failed(group, names) for group in (*found.groups, *found.greedy)),
-    )
-
-
-def _failed(group: Group, names: set[str]) -> int:
-    if group.prompt.data_source not in names:
-        return 0
-    return sum(bool(answer.score.error) for answer in group.answers)
+def _as_json(found: SourceFigures) -> dict[str, Any]:
+    spread = f"std@{found.answers}"
+    return {
+        "problems": len(found.prompts),
+        "answers": found.answers,
+        **{name: _share(value) for name, value in found.figures.items() if name != spread},
+        spread: found.figures[spread].mean,
+        **({"greedy": _share(found.greedy)} if found.greedy else {}),
+        "truncated": _share(found.truncated),
+        "tokens": {"mean": found.tokens.mean, "standard_error": _finite(found.tokens)},
+        "failed_scorings": sum(prompt.failed for prompt in found.prompts),
+    }
 
 
 def _share(value: Estimate) -> dict[str, float | None]:
@@ -142,18 +93,18 @@ def _finite(value: Estimate) -> float | None:
 
 def print_report(report: Report, console: Console) -> None:
     """Print a line for each data source, then pass@k and maj@k for each k."""
-    rows = {**report.sources, **({ALL: report.everything} if report.everything else {})}
+    rows = report.rows
     console.print()
     print_table(_averages(rows), console)
     if any(source.answers > 1 for source in rows.values()):
         print_table(_by_k(rows), console)
-    failed = sum(source.failed for source in report.sources.values())
+    failed = sum(p.failed for source in report.sources.values() for p in source.prompts)
     if failed:
         text = f"Scoring failed for {failed:,} answers, which count as wrong (scorer_error)."
         console.print(Text(text), width=min(WIDTH, console.width))
 
 
-def _averages(rows: dict[str, SourceReport]) -> Table:
+def _averages(rows: Mapping[str, SourceFigures]) -> Table:
     counts = {source.answers for source in rows.values()}
     name = f"avg@{counts.pop()}" if len(counts) == 1 else "avg@N"
     greedy = ["greedy"] if any(source.greedy for source in rows.values()) else []
@@ -163,7 +114,7 @@ def _averages(rows: dict[str, SourceReport]) -> Table:
         low, high = source.average.interval
         table.add_row(
             Text(label),
-            count(source.problems),
+            count(len(source.prompts)),
             share(source.average.mean, 1),
             f"{100 * low:.1f} .. {100 * high:.1f}",
             *best,
@@ -173,48 +124,16 @@ def _averages(rows: dict[str, SourceReport]) -> Table:
     return table
 
 
-def _by_k(rows: dict[str, SourceReport]) -> Table:
-    ks = sorted({k for source in rows.values() for k in source.at_k("pass")})
+def _by_k(rows: Mapping[str, SourceFigures]) -> Table:
+    ks = sorted({k for source in rows.values() for k in default_ks(source.answers)})
     table = figure_table(*(f"k = {k}" if k == ks[0] else str(k) for k in ks))
     for label, source in rows.items():
-        passed, voted = source.at_k("pass"), source.at_k("maj")
-        table.add_row(Text(f"{label} pass@k"), *_cells(passed, ks))
-        if voted:
-            table.add_row(Text(f"{label} maj@k"), *_cells(voted, ks))
+        for kind in ("pass", "maj"):
+            found = [source.figures.get(f"{kind}@{k}") for k in ks]
+            if any(found):
+                cells = [share(value.mean if value else None, 1) for value in found]
+                table.add_row(Text(f"{label} {kind}@k"), *cells)
     return table
-
-
-def _cells(by_k: dict[int, Estimate], ks: Sequence[int]) -> list[str]:
-    return [share(by_k[k].mean if k in by_k else None, 1) for k in ks]
-
-
-class ProgressLine:
-    """A line of progress that is rewritten, or now and then a new one; nothing if off."""
-
-    def __init__(
-        self,
-        console: Console,
-        mode: Literal["auto", "plain", "off"],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        is_live = mode == "auto" and console.is_terminal and not console.is_dumb_terminal
-        self._status = Status("", console=console) if is_live else None
-        self._console, self._is_off, self._clock = console, mode == "off", clock
-        self._began = self._last = clock()
-
-    def shown(self) -> AbstractContextManager[object]:
-        """Hold a live line at the bottom of the screen while the block runs."""
-        return self._status or nullcontext()
-
-    def update(self, progress: AskProgress) -> None:
-        """Show the progress."""
-        now = self._clock()
-        text = in_words(progress, now - self._began)
-        if self._status is not None:
-            self._status.update(text)
-        elif not self._is_off and now - self._last >= _LINE_EVERY_S:
-            self._last = now
-            self._console.print(text, markup=False)
 
 
 def in_words(progress: AskProgress, seconds: float) -> str:
@@ -227,16 +146,36 @@ def in_words(progress: AskProgress, seconds: float) -> str:
     )
 
 
-async def watched(evaluator: Evaluator, step: int, line: ProgressLine) -> Evaluated:
-    """Ask the held-out prompts, and show the progress."""
+async def watched(
+    evaluator: Evaluator,
+    step: int,
+    console: Console,
+    mode: Literal["auto", "plain", "off"],
+    clock: Callable[[], float] = time.monotonic,
+) -> Evaluated:
+    """Ask the held-out prompts, and show the progress.
+
+    A terminal gets a line that is rewritten, a log a new one now and then; `off` shows nothing.
+    """
+    is_live = mode == "auto" and console.is_terminal and not console.is_dumb_terminal
+    status = Status("", console=console) if is_live else None
+    began = clock()
 
     async def look() -> None:
+        last = began
         while True:
-            line.update(evaluator.progress)
+            now = clock()
+            text = in_words(evaluator.progress, now - began)
+            if status is not None:
+                status.update(text)
+            elif mode != "off" and now - last >= _LINE_EVERY_S:
+                last = now
+                console.print(text, markup=False)
             await asyncio.sleep(_EVERY_S)
 
-    watch = asyncio.create_task(look())
-    try:
-        return await evaluator.ask(step)
-    finally:
-        watch.cancel()
+    with status or nullcontext():
+        watch = asyncio.create_task(look())
+        try:
+            return await evaluator.ask(step)
+        finally:
+            watch.cancel()

@@ -23,12 +23,10 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-from winnow.evaluation.student import two_sided_bound
-from winnow.observe.names import EVAL
 
 Floats = NDArray[np.float64]
 LEVEL = 0.95
@@ -51,6 +49,12 @@ class PromptAnswers:
     """[N] lengths."""
     truncated: Sequence[bool] = ()
     """[N] True where the limit ended the answer."""
+    parts: Sequence[Mapping[str, float]] = ()
+    """[N] the parts of the scores."""
+    greedy: Sequence[float] = ()
+    """Accuracies of greedy answers, which repeat where rows ask the same."""
+    failed: int = 0
+    """Answers whose scoring failed; they count as wrong."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +88,12 @@ def pass_at_k(n: ArrayLike, correct: ArrayLike, k: int) -> Floats:
     """Compute the unbiased pass@k of each prompt, by a product that neither over- nor underflows.
 
     Example: `pass_at_k([4], [1], 2)` is `[0.5]`.
-
-    Raises:
-        ValueError: k is not in 1..N, or correct not in 0..N.
     """
     answers, right = np.broadcast_arrays(
         np.asarray(n, dtype=np.int64), np.asarray(correct, dtype=np.int64)
     )
-    if answers.size and not 1 <= k <= answers.min():
-        raise ValueError(f"pass@k: k must lie in 1..{answers.min()} (answers a prompt), got {k}")
-    if np.any((right < 0) | (right > answers)):
-        raise ValueError("pass@k: the right answers of a prompt must lie in 0..N")
+    assert np.all((k >= 1) & (k <= answers)), f"pass@k: k is {k}, not in 1..N"
+    assert np.all((right >= 0) & (right <= answers)), "pass@k: right answers are not in 0..N"
     # C(N-c, k) / C(N, k) = product over j < k of (N-c-j) / (N-j); it is 0 once N-c-j is.
     drawn = np.arange(k)
     wrong = np.maximum((answers - right)[..., None] - drawn, 0)
@@ -117,15 +116,9 @@ def maj_at_k(
     `exact_answers` answers.
 
     Example: `maj_at_k([1, 1, 0], ["a", "a", "b"], [1, 2, 3])` is `[2/3, 2/3, 1]`.
-
-    Raises:
-        ValueError: a k is not in 1..N, or the lengths differ.
     """
     n = len(parsed)
-    if len(accuracies) != n:
-        raise ValueError(f"maj@k: {len(accuracies)} accuracies but {n} parsed answers")
-    if any(not 1 <= k <= n for k in ks):
-        raise ValueError(f"maj@k: k must lie in 1..{n} (answers a prompt), got {list(ks)}")
+    assert all(1 <= k <= n == len(accuracies) for k in ks), f"maj@k: {list(ks)} of {n} answers"
     classes: dict[Hashable, int] = {}
     labels = [-1 if p is None else classes.setdefault(p, len(classes)) for p in parsed]
     place = np.array(labels, dtype=np.int64) + 1
@@ -166,43 +159,32 @@ def _votes(sizes: Sequence[int], worth: Sequence[float], blank: int) -> Floats:
         nodes, weights = np.polynomial.legendre.leggauss((len(big) + 1) // 2)
         u = (nodes[:, None] + 1) / 2
         lost = np.zeros((len(u), n + 1))
-        lost[:, : others + 1] = [math.comb(others, v) for v in range(others + 1)]
+        lost[:, : others + 1] = _binomials(others, others + 1)
         won = np.zeros_like(lost)
         for size, value in big:
-            top = math.comb(size, m)
-            tied = _shifted(lost, m) * top
-            won = _fewer(won, size, m) + u * top * _shifted(won, m) + value * tied
-            lost = _fewer(lost, size, m) + u * tied
+            fewer = _binomials(size, m)
+            top = np.append(np.zeros(m), float(math.comb(size, m)))
+            tied = _product(lost, top)
+            won = _product(won, fewer) + u * _product(won, top) + value * tied
+            lost = _product(lost, fewer) + u * tied
         total += weights / 2 @ won
-    return np.asarray(total[1:] / [float(math.comb(n, k)) for k in range(1, n + 1)])
+    return np.asarray(total[1:] / _binomials(n, n + 1)[1:])
 
 
-def _fewer(polynomials: Floats, size: int, m: int) -> Floats:
-    """Multiply by the sum over v < m of C(size, v) x^v."""
-    product = np.zeros_like(polynomials)
-    for v in range(m):
-        product += math.comb(size, v) * _shifted(polynomials, v)
-    return product
+def _binomials(n: int, terms: int) -> Floats:
+    """List C(n, 0), C(n, 1), … of so many terms."""
+    return np.array([math.comb(n, v) for v in range(terms)], dtype=np.float64)
 
 
-def _shifted(polynomials: Floats, power: int) -> Floats:
-    """Multiply by x^power, cut off behind the last power."""
-    if power == 0:
-        return polynomials
-    moved = np.zeros_like(polynomials)
-    moved[:, power:] = polynomials[:, :-power]
-    return moved
+def _product(polynomials: Floats, factor: Floats) -> Floats:
+    """Multiply the polynomials of each row by one, cut off behind the last power."""
+    return np.array([np.convolve(row, factor)[: row.size] for row in polynomials])
 
 
 def estimate(per_prompt: ArrayLike) -> Estimate:
-    """Average over prompts, with the standard error of the mean.
-
-    Raises:
-        ValueError: there is no prompt.
-    """
+    """Average over prompts, of which there is at least one, with the standard error of the mean."""
     values = np.asarray(per_prompt, dtype=np.float64)
-    if values.size == 0:
-        raise ValueError("an evaluation needs at least one prompt")
+    assert values.size, "an evaluation needs at least one prompt"
     error = float(values.std(ddof=1) / math.sqrt(values.size)) if values.size > 1 else math.nan
     return Estimate(float(values.mean()), error, values.size)
 
@@ -213,48 +195,57 @@ def default_ks(n: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*powers, n]))
 
 
-def summarise(prompts: Sequence[PromptAnswers], seed: int = 0) -> dict[str, dict[str, Estimate]]:
-    """Compute all statistics: data source → `avg@N`, `std@N`, `pass@k`, `maj@k` → estimate.
+@dataclass(frozen=True)
+class SourceFigures:
+    """The figures of prompts of one data source, or of all."""
+
+    prompts: Sequence[PromptAnswers]
+    figures: Mapping[str, Estimate]
+    """`avg@N`, `std@N`, `pass@K`, `maj@K`."""
+
+    @property
+    def answers(self) -> int:
+        """Answers to each prompt; to the one with the fewest, where they differ."""
+        return min(len(prompt.accuracies) for prompt in self.prompts)
+
+    @property
+    def average(self) -> Estimate:
+        """The estimate avg@N."""
+        return self.figures[f"avg@{self.answers}"]
+
+    @property
+    def greedy(self) -> Estimate | None:
+        """The share of prompts whose greedy answer is right; None where none was asked for."""
+        if not all(prompt.greedy for prompt in self.prompts):
+            return None
+        return estimate([np.mean(np.asarray(prompt.greedy) >= 1) for prompt in self.prompts])
+
+    @property
+    def truncated(self) -> Estimate:
+        """The share of answers that the limit ended."""
+        return estimate([np.mean(prompt.truncated) for prompt in self.prompts])
+
+    @property
+    def tokens(self) -> Estimate:
+        """The mean length of an answer."""
+        return estimate([np.mean(prompt.tokens) for prompt in self.prompts])
+
+
+def summarise(prompts: Sequence[PromptAnswers], seed: int = 0) -> dict[str, SourceFigures]:
+    """Compute the figures of each data source.
 
     N is the smallest number of answers to a prompt of the source; k runs through `default_ks(N)`,
     maj@k starts at 2, and needs parsed answers throughout. Random draws of a prompt depend on
     `seed` and its place alone.
-
-    Raises:
-        ValueError: a prompt without answers.
     """
     by_source: dict[str, list[tuple[int, PromptAnswers]]] = {}
     for place, prompt in enumerate(prompts):
-        if not prompt.accuracies:
-            raise ValueError(f"prompt {place} of {prompt.data_source} has no answer to evaluate")
         by_source.setdefault(prompt.data_source, []).append((place, prompt))
     return {source: figures_of(members, seed) for source, members in by_source.items()}
 
 
-def as_record(
-    sampled: Mapping[str, Mapping[str, Estimate]],
-    greedy: Mapping[str, Mapping[str, Estimate]] | None = None,
-) -> dict[str, float]:
-    """Name the figures as a step's record does: `eval/SOURCE/pass@1`, `…/greedy`, `…/prompts`.
-
-    `greedy` is the summary of one greedy answer a prompt. The standard errors of avg@N and of
-    the greedy answers go along under the name with `_se`.
-    """
-    record: dict[str, float] = {}
-    for source, figures in sampled.items():
-        for name, found in figures.items():
-            record[f"{EVAL}{source}/{name}"] = found.mean
-            if name.startswith("avg@"):
-                record[f"{EVAL}{source}/{name}_se"] = found.standard_error
-                record[f"{EVAL}{source}/prompts"] = found.prompts
-    for source, figures in (greedy or {}).items():
-        record[f"{EVAL}{source}/greedy"] = figures["pass@1"].mean
-        record[f"{EVAL}{source}/greedy_se"] = figures["pass@1"].standard_error
-    return record
-
-
-def figures_of(members: Sequence[tuple[int, PromptAnswers]], seed: int) -> dict[str, Estimate]:
-    """Compute the statistics of prompts taken as one source, each given with its place."""
+def figures_of(members: Sequence[tuple[int, PromptAnswers]], seed: int) -> SourceFigures:
+    """Compute the figures of prompts taken as one source, each given with its place."""
     accuracies = [np.asarray(prompt.accuracies, dtype=np.float64) for _, prompt in members]
     sizes = np.array([len(values) for values in accuracies])
     correct = np.array([int((values >= 1).sum()) for values in accuracies])
@@ -263,13 +254,53 @@ def figures_of(members: Sequence[tuple[int, PromptAnswers]], seed: int) -> dict[
     found = {
         f"avg@{n}": estimate([values.mean() for values in accuracies]),
         f"std@{n}": estimate([values.std() for values in accuracies]),
+        **{f"pass@{k}": estimate(pass_at_k(sizes, correct, k)) for k in ks},
     }
-    for k in ks:
-        found[f"pass@{k}"] = estimate(pass_at_k(sizes, correct, k))
-    votes = [(place, p, p.parsed) for place, p in members if p.parsed is not None]
-    if len(votes) < len(members):
-        return found
-    per_prompt = [maj_at_k(p.accuracies, said, ks[1:], [seed, place]) for place, p, said in votes]
-    for i, k in enumerate(ks[1:]):
-        found[f"maj@{k}"] = estimate([row[i] for row in per_prompt])
-    return found
+    if all(prompt.parsed is not None for _, prompt in members):
+        votes = [
+            maj_at_k(prompt.accuracies, prompt.parsed or (), ks[1:], [seed, place])
+            for place, prompt in members
+        ]
+        found |= {f"maj@{k}": estimate([row[i] for row in votes]) for i, k in enumerate(ks[1:])}
+    return SourceFigures([prompt for _, prompt in members], found)
+
+
+# Student's t without scipy, which transformers imports wherever it is installed: 0.37 s of CPU and
+# 44 MB more in each process that loads a model.
+
+
+def two_sided_p(t: float, degrees: int) -> float:
+    """Return the chance of a |T| as large as |t|, for `degrees` of freedom, at least 1.
+
+    With t = tan(x) * sqrt(degrees) the density of x goes as cos(x)^(degrees - 1), which
+    Gauss-Legendre integrates over the 12 standard deviations that hold all but e^-72 of it.
+
+    Example: `two_sided_p(12.7062, 1)` is about 0.05.
+    """
+    assert degrees >= 1, "a t distribution has at least one degree of freedom"
+    nodes, weights = _gauss_legendre()
+    low = math.atan(abs(t) / math.sqrt(degrees))
+    half = min(12 / math.sqrt(degrees), math.pi / 2 - low) / 2
+    integral = half * float(weights @ np.cos(low + half * (1 + nodes)) ** (degrees - 1))
+    log_front = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
+    return min(2 * math.exp(log_front) / math.sqrt(math.pi) * integral, 1.0)
+
+
+@cache
+def two_sided_bound(p: float, degrees: int) -> float:
+    """Return the t that |T| exceeds with the chance `p`: 0.05 gives a 95 % interval's bound.
+
+    Example: `two_sided_bound(0.05, 29)` is about 2.045.
+    """
+    low, high = 0.0, 1.0
+    while two_sided_p(high, degrees) > p:
+        high *= 2
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if two_sided_p(middle, degrees) > p else (low, middle)
+    return middle
+
+
+@cache
+def _gauss_legendre() -> tuple[Floats, Floats]:
+    nodes, weights = np.polynomial.legendre.leggauss(64)
+    return nodes, weights

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
@@ -19,27 +19,15 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from winnow.observe import names
+from winnow.observe import metrics
 from winnow.observe.figures import count, duration, number, share
 from winnow.observe.history import Evaluation, evaluations
-from winnow.observe.names import Record
-from winnow.observe.sinks import RunInfo, Sink
+from winnow.observe.metrics import Record
+from winnow.observe.sinks import RunInfo
 
 _LINES_OF_A_RUN = 16
 """Lines that the live view leaves behind, about."""
 _LINES_OF_A_WARM_UP = 10
-
-
-class ConsoleSink(Sink, Protocol):
-    """A sink that can also be spoken to between steps."""
-
-    def note(self, text: str) -> None:
-        """Print a line for good: a warning, a result."""
-        ...
-
-    def status(self, text: str) -> None:
-        """Show the progress within a step, where the view is live."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -59,41 +47,30 @@ class Column:
 
 
 TRAIN_COLUMNS = (
-    Column("accuracy", (names.ACCURACY, names.TRAINED_ACCURACY), share, 8),
-    Column("reward", (names.REWARD,), number, 6),
-    Column("kept", (names.KEEP_RATE,), share, 5),
-    Column("length", (names.LENGTH,), lambda v: number(v, 0 if v and v >= 1000 else 1), 6),
-    Column("cut off", (names.TRUNCATED,), share, 7),
-    Column("entropy", (names.ENTROPY,), number, 7),
-    Column("tokens/s", (names.TOKENS_PER_S,), count, 8),
-    Column("s/step", (names.STEP_S,), number, 6),
+    Column("accuracy", (metrics.ACCURACY, metrics.TRAINED_ACCURACY), share, 8),
+    Column("reward", (metrics.REWARD,), number, 6),
+    Column("kept", (metrics.KEEP_RATE,), share, 5),
+    Column("length", (metrics.LENGTH,), lambda v: number(v, 0 if v and v >= 1000 else 1), 6),
+    Column("cut off", (metrics.TRUNCATED,), share, 7),
+    Column("entropy", (metrics.ENTROPY,), number, 7),
+    Column("tokens/s", (metrics.TOKENS_PER_S,), count, 8),
+    Column("s/step", (metrics.STEP_S,), number, 6),
 )
-WARM_UP_COLUMNS = (Column("loss", (names.SFT_LOSS,), lambda v: number(v, 3), 7),)
+WARM_UP_COLUMNS = (Column("loss", (metrics.SFT_LOSS,), lambda v: number(v, 3), 7),)
 
 
-def make_console(
-    mode: Literal["auto", "plain", "off"],
-    console: Console | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> ConsoleSink:
+def make_console(mode: Literal["auto", "plain", "off"], console: Console) -> ConsoleSink:
     """Make the console sink of `observe.console`."""
-    console = console or Console()
-    if mode == "off":
-        console = Console(quiet=True)
     if mode == "auto" and console.is_terminal and not console.is_dumb_terminal:
-        return LiveConsole(console, clock)
-    return PlainConsole(console, clock)
+        return LiveConsole(console)
+    return ConsoleSink(Console(quiet=True) if mode == "off" else console)
 
 
-class PlainConsole:
-    """A `ConsoleSink` of one line a step (about ten for a warm-up), the column heads once."""
+class ConsoleSink:
+    """A sink of one line a step (about ten for a warm-up), the column heads once."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._clock = clock
-        self._info = RunInfo("", 0)
-        self._began = self._steps_began = 0.0
-        self._has_header = False
+        self._console, self._clock = console, clock
 
     def start(self, info: RunInfo) -> None:
         self._info = info
@@ -109,10 +86,12 @@ class PlainConsole:
             self.note(line)
 
     def note(self, text: str) -> None:
-        self._say(Text(text), is_row=False)
+        """Print a line for good: a warning, a result."""
+        # A log is wider than rich believes: never fold.
+        self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
 
     def status(self, text: str) -> None:
-        pass  # a log has no place for what passes
+        """Show the progress within a step, where the view is live."""
 
     def close(self) -> None:
         pass
@@ -127,11 +106,15 @@ class PlainConsole:
         width = max(2 * len(str(self._info.steps)) + 1, len("step"))
         if not self._has_header:
             titles = "".join(f"  {column.title:>{column.width}}" for column in columns)
-            self._say(Text(f"{'step':>{width}}{titles}      left", style="bold"))
+            self._print_row(Text(f"{'step':>{width}}{titles}      left", style="bold"))
             self._has_header = True
         cells = "".join(f"  {column.cell(record):>{column.width}}" for column in columns)
         left = duration(self._seconds_left(step))
-        self._say(Text(f"{f'{step}/{self._info.steps}':>{width}}{cells}  {left:>8}"))
+        self._print_row(Text(f"{f'{step}/{self._info.steps}':>{width}}{cells}  {left:>8}"))
+
+    def _print_row(self, row: Text) -> None:
+        is_log = not self._console.is_terminal
+        self._console.print(row, soft_wrap=is_log, no_wrap=True, overflow="crop")
 
     def _seconds_left(self, step: int) -> float | None:
         done = step - self._info.first_step + 1
@@ -139,41 +122,29 @@ class PlainConsole:
             return None
         return (self._clock() - self._steps_began) / done * (self._info.steps - step)
 
-    def _say(self, text: Text, is_row: bool = True) -> None:
-        if not self._console.is_terminal:  # a log is wider than rich believes: never fold
-            self._console.print(text, soft_wrap=True)
-        elif is_row:
-            self._console.print(text, no_wrap=True, overflow="crop")
-        else:
-            self._console.print(text)
 
-
-class LiveConsole(PlainConsole):
-    """A `ConsoleSink` with a bar and the latest figures, and a line above them every few steps."""
+class LiveConsole(ConsoleSink):
+    """A sink with a bar and the latest figures, and a line above them every few steps."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, clock)
         self._live: Live | None = None
-        self._step = 0
-        self._record: dict[str, float] = {}
-        self._status = ""
-        self._first_loss = math.nan
         ascii_only = not console.encoding.lower().startswith("utf")
         self._spinner = Spinner("line" if ascii_only else "dots")
 
     def start(self, info: RunInfo) -> None:
         self.close()
         super().start(info)
-        self._step, self._record, self._status = info.first_step - 1, {}, ""
-        self._first_loss = math.nan
+        self._step, self._status, self._first_loss = info.first_step - 1, "", math.nan
+        self._record: Record = {}
         # No more often than the eye needs: the drawing thread shares the trainer's cores.
         self._live = Live(self, console=self._console, refresh_per_second=4, transient=True)
         self._live.start(refresh=True)
 
     def log(self, step: int, record: Record) -> None:
-        self._step, self._record, self._status = step, dict(record), ""
+        self._step, self._record, self._status = step, record, ""
         if math.isnan(self._first_loss):
-            self._first_loss = record.get(names.SFT_LOSS, math.nan)
+            self._first_loss = record.get(metrics.SFT_LOSS, math.nan)
         super().log(step, record)
 
     def status(self, text: str) -> None:
@@ -185,7 +156,7 @@ class LiveConsole(PlainConsole):
         self._live.stop()
         self._live = None
         if self._info.kind == "warm_up" and self._record:
-            last = self._record.get(names.SFT_LOSS, math.nan)
+            last = self._record.get(metrics.SFT_LOSS, math.nan)
             seconds = duration(self._clock() - self._began)
             fell = f"loss {number(self._first_loss, 3)} -> {number(last, 3)}"
             self.note(f"warm-up: {self._step:,} steps in {seconds}, {fell}")

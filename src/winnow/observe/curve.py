@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from winnow.errors import WinnowError
-from winnow.observe import names
+from winnow.observe import metrics
 from winnow.observe.files import write_atomic
 from winnow.observe.history import evaluations, series, tokens_by_step
 from winnow.observe.jsonl import METRICS_FILE, read_metrics
-from winnow.observe.names import Record
+from winnow.observe.metrics import Record
 
 SIZE_INCHES = (8.6, 5.4)
 DPI = 150
@@ -38,8 +38,8 @@ _STYLE = {
 }
 
 
-def draw_curve(folder: Path, target: Path | None = None, title: str | None = None) -> Path:
-    """Draw a run: accuracy above, length and truncation below; returns the PNG's path.
+def draw_curve(folder: Path) -> Path:
+    """Draw a run: accuracy above, length and truncation below; returns the path of curve.png.
 
     Raises:
         WinnowError: the run has no figures yet, or the picture cannot be written.
@@ -51,13 +51,13 @@ def draw_curve(folder: Path, target: Path | None = None, title: str | None = Non
     records = read_metrics(folder / METRICS_FILE)
     if not records:
         raise WinnowError(f"{folder / METRICS_FILE} holds no step yet; wait for the run's first")
-    target = target or folder / "curve.png"
+    target = folder / "curve.png"
     with rc_context(_STYLE):
         figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained", facecolor="white")
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         _paint_accuracy(above, records)
         _paint_length(below, records)
-        _finish(figure, above, below, title or folder.name, records)
+        _finish(figure, above, below, folder.name, records)
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=DPI)
     write_atomic(target, picture.getvalue())
@@ -65,7 +65,7 @@ def draw_curve(folder: Path, target: Path | None = None, title: str | None = Non
 
 
 def _paint_accuracy(axis: Any, records: Sequence[Record]) -> None:
-    training = series(records, names.ACCURACY, names.TRAINED_ACCURACY)
+    training = series(records, metrics.ACCURACY, metrics.TRAINED_ACCURACY)
     _paint_line(axis, training, _BLUE, "while training")
     sources = list(dict.fromkeys(source for record in records for source in evaluations(record)))
     is_alone = len(sources) == 1
@@ -86,13 +86,13 @@ def _paint_accuracy(axis: Any, records: Sequence[Record]) -> None:
 
 
 def _paint_length(axis: Any, records: Sequence[Record]) -> None:
-    _paint_line(axis, series(records, names.LENGTH), _GREEN, "length")
+    _paint_line(axis, series(records, metrics.LENGTH), _GREEN, "length")
     axis.set_ylabel("tokens an answer", color=_GREEN)
     axis.set_ylim(0, axis.get_ylim()[1] * 1.1)
     cut = axis.twinx()
     cut.grid(False)
     cut.spines["right"].set_visible(True)
-    truncated = series(records, names.TRUNCATED)
+    truncated = series(records, metrics.TRUNCATED)
     _paint_line(cut, truncated, _GREY, "cut off")
     cut.fill_between(*truncated, color=_GREY, alpha=0.15, linewidth=0)
     cut.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
@@ -142,13 +142,9 @@ def _paint_points(
     if is_labelled:
         for index, place in ((0, (8, -11)), (-1, (8, -3))):
             axis.annotate(
-                f"{100 * values[index]:.1f} %",
-                (steps[index], values[index]),
-                xytext=place,
-                textcoords="offset points",
-                color=color,
-                fontsize=9,
-            )
+                f"{100 * values[index]:.1f} %", (steps[index], values[index]), place,
+                textcoords="offset points", color=color, fontsize=9,
+            )  # fmt: skip
 
 
 def _held_out(records: Sequence[Record], source: str, figure: str) -> Series:

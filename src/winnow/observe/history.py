@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from winnow.observe import names
-from winnow.observe.names import Record
+from winnow.observe import metrics
+from winnow.observe.metrics import Record
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Evaluation:
 
 def evaluations(record: Record) -> dict[str, Evaluation]:
     """Read the evaluations in a record, by data source."""
-    found = {source: Evaluation.of(f) for source, f in names.by_source(record).items()}
+    found = {source: Evaluation.of(f) for source, f in metrics.by_source(record).items()}
     return {source: evaluation for source, evaluation in found.items() if evaluation}
 
 
@@ -57,12 +57,12 @@ def token_account(records: Iterable[Record]) -> dict[str, int]:
 
     Example: `{"trained": 700, …, "failed": 0, "in_progress": 31}`.
     """
-    account: dict[str, int] = dict.fromkeys(names.OUTCOMES, 0)
+    account: dict[str, int] = dict.fromkeys(metrics.OUTCOMES, 0)
     in_progress = 0
     for record in records:
-        for outcome in names.OUTCOMES:
-            account[outcome] += int(record.get(names.TOKENS + outcome, 0))
-        in_progress = int(record.get(names.IN_PROGRESS_TOKENS, in_progress))
+        for outcome in metrics.OUTCOMES:
+            account[outcome] += int(record.get(metrics.TOKENS + outcome, 0))
+        in_progress = int(record.get(metrics.IN_PROGRESS_TOKENS, in_progress))
     return {**account, "in_progress": in_progress}
 
 
@@ -71,11 +71,11 @@ def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
     total: dict[str, float] = {}
     warm_up: dict[str, float] = {}
     for record in records:
-        if names.SFT_S in record:
-            warm_up["warm-up"] = float(record[names.SFT_S])
+        if metrics.SFT_S in record:
+            warm_up["warm-up"] = float(record[metrics.SFT_S])
         for name, value in record.items():
             phase = name.removeprefix("time/").removesuffix("_s")
-            if name == f"time/{phase}_s" and name != names.STEP_S:
+            if name == f"time/{phase}_s" and name != metrics.STEP_S:
                 total[phase] = total.get(phase, 0.0) + value
     return {**warm_up, **dict(sorted(total.items(), key=lambda item: -item[1]))}
 
@@ -91,7 +91,7 @@ def series(records: Sequence[Record], *candidates: str) -> tuple[list[int], list
 
 def tokens_by_step(records: Sequence[Record]) -> tuple[list[int], list[float]]:
     """Return the steps, and the tokens generated up to the end of each."""
-    steps, tokens = series(records, names.GENERATED_TOKENS)
+    steps, tokens = series(records, metrics.GENERATED_TOKENS)
     return steps, list(accumulate(tokens))
 
 

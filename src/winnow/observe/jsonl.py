@@ -13,8 +13,7 @@ from pathlib import Path
 
 from winnow.errors import CheckpointError, WinnowError
 from winnow.observe.files import AppendFile
-from winnow.observe.metrics import plain
-from winnow.observe.names import Number, Record
+from winnow.observe.metrics import Number, Record, plain
 from winnow.observe.sinks import RunInfo
 
 METRICS_FILE = "metrics.jsonl"

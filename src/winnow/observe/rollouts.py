@@ -22,7 +22,7 @@ eval/step-N.parquet, the answers to held-out prompts after step N, has the same 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -35,13 +35,23 @@ import pyarrow.parquet as pq
 
 from winnow.errors import WinnowError
 from winnow.observe.files import PARTIAL, disk_error, write_atomic
-from winnow.observe.names import Outcome
+from winnow.observe.metrics import Outcome
 from winnow.types import Answer, FloatArray, Group, IntArray, Prompt
 
 Decode = Callable[[IntArray], str]
 _FILE = re.compile(r"step-(\d+)\.parquet")
 # A dictionary pays where values repeat; elsewhere it only costs time.
 _REPEATED = ["kind", "prompt_uid", "data_source", "outcome", "finish_reason", "scorer_error"]
+_INT, _FLOAT, _TEXT, _IDS = pa.int32(), pa.float64(), pa.string(), pa.list_(pa.int32())
+_KINDS = {
+    **{"step": _INT, "group": pa.int64(), "answer": _INT, "kind": _TEXT, "prompt_uid": _TEXT},
+    **{"data_source": _TEXT, "problem": _TEXT, "outcome": _TEXT, "prompt_tokens": _INT},
+    **{"response_tokens": _INT, "reward": _FLOAT, "accuracy": _FLOAT, "advantage": _FLOAT},
+    **{"oldest_version": _INT, "newest_version": _INT, "staleness": _INT, "finish_reason": _TEXT},
+    **{"scorer_error": _TEXT, "pred": _TEXT, "prompt": _TEXT, "response": _TEXT},
+    **{"prompt_ids": _IDS, "token_ids": _IDS, "logprobs": pa.list_(pa.float32())},
+}
+"""Types of the columns that every file has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +62,6 @@ class RolloutGroup:
     outcome: Outcome | Literal["held_out", "held_out_greedy"]
     advantages: FloatArray | None = None
     """One a sampled answer; None unless trained."""
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kind of each scored answer, `sampled` or `greedy`."""
-        kind = "greedy" if self.outcome == "held_out_greedy" else "sampled"
-        baseline = [] if self.group.baseline is None else ["greedy"]
-        return [kind] * len(self.group.answers) + baseline
 
 
 def problem_id(prompt: Prompt) -> str:
@@ -97,10 +100,11 @@ def write_rollouts(
     Raises:
         WinnowError: the file cannot be written; nothing half-written is left.
     """
-    table = _table(step, groups, version, frozenset(text_groups), decode)
+    rows = [row for entry in groups for row in _rows(step, entry, version, text_groups, decode)]
+    names = dict.fromkeys([*_KINDS, *chain.from_iterable(rows)])
+    table = pa.table({name: _column(name, [row.get(name) for row in rows]) for name in names})
     sink = pa.BufferOutputStream()
-    repeated = [name for name in _REPEATED if name in table.column_names]
-    pq.write_table(table, sink, compression="zstd", use_dictionary=repeated)
+    pq.write_table(table, sink, compression="zstd", use_dictionary=_REPEATED)
     write_atomic(path, sink.getvalue().to_pybytes())
 
 
@@ -123,10 +127,12 @@ def read_rollouts(path: Path) -> pa.Table:
         except (OSError, pa.ArrowException) as error:
             reason = str(error).splitlines()[0]
             raise WinnowError(f"cannot read {file}: {reason}; delete it to go on") from error
-    try:
-        return pa.concat_tables(tables, promote_options="permissive")
-    except pa.ArrowTypeError:
-        return pa.concat_tables(_as_text_where_unlike(tables), promote_options="permissive")
+    text = {field.name for table in tables for field in table.schema if field.type == _TEXT}
+    alike = [
+        table.cast(pa.schema([f.with_type(_TEXT) if f.name in text else f for f in table.schema]))
+        for table in tables
+    ]
+    return pa.concat_tables(alike, promote_options="permissive")
 
 
 def rollout_files(folder: Path) -> list[tuple[int, Path]]:
@@ -151,149 +157,72 @@ def drop_rollouts_after(folder: Path, step: int) -> None:
             raise disk_error(file, error) from error
 
 
-def _table(
-    step: int,
-    groups: Sequence[RolloutGroup],
-    version: int,
-    text_groups: frozenset[int],
-    decode: Decode,
-) -> pa.Table:
-    rows = [(entry, answer) for entry in groups for answer in entry.group.scored]
-    answers = [answer for _, answer in rows]
-    prompts = [entry.group.prompt for entry, _ in rows]
-    indices = [index for entry in groups for index in range(len(entry.group.scored))]
-    problems = {entry.group.prompt.uid: problem_id(entry.group.prompt) for entry in groups}
-    versions = [answer.trajectory.versions for answer in answers]
-    oldest = [v[0] if v else None for v in versions]
-    columns = {
-        "step": pa.array(np.full(len(rows), step, dtype=np.int32)),
-        "group": _ints([entry.group.id for entry, _ in rows], pa.int64()),
-        "answer": _ints(indices),
-        "kind": _strings([kind for entry in groups for kind in entry.kinds]),
-        "prompt_uid": _strings([prompt.uid for prompt in prompts]),
-        "data_source": _strings([prompt.data_source for prompt in prompts]),
-        "problem": _strings([problems[prompt.uid] for prompt in prompts]),
-        "outcome": _strings([entry.outcome for entry, _ in rows]),
-        "prompt_tokens": _ints([len(prompt.token_ids) for prompt in prompts]),
-        "response_tokens": _ints([_length(answer) for answer in answers]),
-        "reward": _floats([answer.score.reward for answer in answers]),
-        **_parts(answers),
-        "accuracy": _floats([answer.score.accuracy for answer in answers]),
-        "advantage": _advantages(groups),
-        "oldest_version": _ints(oldest),
-        "newest_version": _ints([v[-1] if v else None for v in versions]),
-        "staleness": _ints([None if v is None else version - v for v in oldest]),
-        "finish_reason": _strings([answer.trajectory.finish_reason for answer in answers]),
-        "scorer_error": _strings([answer.score.error for answer in answers]),
-        **_extras(answers),
-        **_texts(rows, prompts, text_groups, decode),
+def _rows(
+    step: int, entry: RolloutGroup, version: int, text_groups: Collection[int], decode: Decode
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of each answer of a group; what does not apply is absent."""
+    group, prompt = entry.group, entry.group.prompt
+    is_shown = group.id in text_groups
+    common: dict[str, Any] = {
+        "step": step,
+        "group": group.id,
+        "prompt_uid": prompt.uid,
+        "data_source": prompt.data_source,
+        "problem": problem_id(prompt),
+        "outcome": entry.outcome,
+        "prompt_tokens": len(prompt.token_ids),
     }
-    return pa.table(columns)
+    if is_shown:
+        common |= {"prompt": prompt.text, "prompt_ids": prompt.token_ids.astype(np.int32)}
+    advantages = [] if entry.advantages is None else entry.advantages.tolist()
+    for index, answer in enumerate(group.scored):
+        is_greedy = entry.outcome == "held_out_greedy" or answer is group.baseline
+        row = {**common, "answer": index, "kind": "greedy" if is_greedy else "sampled"}
+        if index < len(advantages):
+            row["advantage"] = advantages[index]
+        yield {**row, **_of_answer(answer, version), **(_texts(answer, decode) if is_shown else {})}
 
 
-def _as_text_where_unlike(tables: Sequence[pa.Table]) -> list[pa.Table]:
-    kinds: dict[str, set[Any]] = {}
-    for field in (field for table in tables for field in table.schema):
-        kinds.setdefault(field.name, set()).add(field.type)
-    unlike = {n for n, found in kinds.items() if pa.string() in found and len(found) > 1}
-    return [
-        table.cast(
-            pa.schema(
-                [pa.field(f.name, pa.string()) if f.name in unlike else f for f in table.schema]
-            )
-        )
-        for table in tables
-    ]
+def _of_answer(answer: Answer, version: int) -> dict[str, Any]:
+    score, trajectory = answer.score, answer.trajectory
+    extra = {name: value for name, value in score.extra.items() if name != "pred"}
+    row = {
+        "response_tokens": sum(len(segment) for segment in trajectory.segments),
+        "reward": score.reward,
+        **{f"part/{name}": value for name, value in score.parts.items()},
+        "accuracy": score.accuracy,
+        "finish_reason": trajectory.finish_reason,
+        "scorer_error": score.error,
+        "pred": score.extra.get("pred"),
+        **{f"extra/{name}": value for name, value in extra.items()},
+    }
+    if versions := trajectory.versions:
+        row |= {"oldest_version": versions[0], "newest_version": versions[-1]}
+        row["staleness"] = version - versions[0]
+    return row
 
 
-def _length(answer: Answer) -> int:
-    return sum(len(segment) for segment in answer.trajectory.segments)
-
-
-def _ints(values: list[Any], kind: Any = None) -> Any:
-    return pa.array(values, type=kind or pa.int32())
-
-
-def _floats(values: list[Any]) -> Any:
-    return pa.array(values, type=pa.float64())
-
-
-def _strings(values: Sequence[str | None]) -> Any:
-    try:
-        return pa.array(values, type=pa.string())
-    except UnicodeEncodeError:  # a scorer may return half a surrogate pair
-        safe = [v if v is None else v.encode("utf-8", "replace").decode() for v in values]
-        return pa.array(safe, type=pa.string())
-
-
-def _parts(answers: Sequence[Answer]) -> dict[str, Any]:
-    names = _names(answer.score.parts for answer in answers)
-    return {f"part/{n}": _floats([a.score.parts.get(n) for a in answers]) for n in names}
-
-
-def _names(mappings: Iterable[Iterable[str]]) -> list[str]:
-    """List every key in the order of first mention."""
-    return list(dict.fromkeys(chain.from_iterable(mappings)))
-
-
-def _extras(answers: Sequence[Answer]) -> dict[str, Any]:
-    columns = {}
-    for name in _names(answer.score.extra for answer in answers):
-        values = [answer.score.extra.get(name) for answer in answers]
-        if name == "pred":
-            columns["pred"] = _strings([None if v is None else str(v) for v in values])
-        else:
-            columns[f"extra/{name}"] = _numbers_or_text(values)
-    columns.setdefault("pred", pa.nulls(len(answers), pa.string()))
-    return columns
-
-
-def _numbers_or_text(values: list[Any]) -> Any:
-    numeric = (int, float, np.number, np.bool_, type(None))
-    if all(isinstance(value, numeric) for value in values):
-        try:
-            return _floats([None if value is None else float(value) for value in values])
-        except OverflowError:
-            pass  # an integer beyond any float stays readable as text
-    return _strings([None if value is None else str(value) for value in values])
-
-
-def _advantages(groups: Sequence[RolloutGroup]) -> Any:
-    chunks = []
-    for entry in groups:
-        known = 0 if entry.advantages is None else len(entry.advantages)
-        if entry.advantages is not None:
-            chunks.append(pa.array(np.asarray(entry.advantages, dtype=np.float64)))
-        chunks.append(pa.nulls(len(entry.group.scored) - known, pa.float64()))
-    return pa.chunked_array(chunks, type=pa.float64())
-
-
-def _texts(
-    rows: Sequence[tuple[RolloutGroup, Answer]],
-    prompts: Sequence[Prompt],
-    text_groups: frozenset[int],
-    decode: Decode,
-) -> dict[str, Any]:
-    shown = [entry.group.id in text_groups for entry, _ in rows]
-    paths = [a.trajectory if s else None for (_, a), s in zip(rows, shown, strict=True)]
-    asked = [p if s else None for p, s in zip(prompts, shown, strict=True)]
+def _texts(answer: Answer, decode: Decode) -> dict[str, Any]:
+    ids = answer.trajectory.token_ids
+    logprobs = answer.trajectory.logprobs
     return {
-        "prompt": _strings([None if p is None else p.text for p in asked]),
-        "response": _strings([None if t is None else decode(t.token_ids) for t in paths]),
-        "prompt_ids": _lists([None if p is None else p.token_ids for p in asked], np.int32),
-        "token_ids": _lists([None if t is None else t.token_ids for t in paths], np.int32),
-        "logprobs": _lists([None if t is None else t.logprobs for t in paths], np.float32),
+        "response": decode(ids),
+        "token_ids": ids.astype(np.int32),
+        "logprobs": logprobs.astype(np.float32),
     }
 
 
-def _lists(arrays: Sequence[Any], dtype: type[np.generic]) -> Any:
-    """Build a list column from one flat array: pyarrow walks nested ones cell by cell."""
-    kind = pa.list_(pa.from_numpy_dtype(np.dtype(dtype)))
-    kept = [array for array in arrays if array is not None]
-    if not kept:
-        return pa.nulls(len(arrays), kind)
-    lengths = [0 if array is None else len(array) for array in arrays]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    empty = np.array([array is None for array in arrays])
-    flat = pa.array(np.concatenate(kept).astype(dtype, copy=False))
-    return pa.ListArray.from_arrays(pa.array(offsets), flat, type=kind, mask=pa.array(empty))
+def _column(name: str, values: list[Any]) -> Any:
+    """Make a column; what a scorer said is numbers if all are, else text."""
+    kind = _KINDS.get(name)
+    if kind is None:
+        numeric = (int, float, np.number, np.bool_, type(None))
+        kind = _FLOAT if all(isinstance(value, numeric) for value in values) else _TEXT
+    try:
+        if kind == _FLOAT:
+            values = [None if value is None else float(value) for value in values]
+    except OverflowError:  # an integer beyond any float stays readable as text
+        kind = _TEXT
+    if kind == _TEXT:  # a scorer may return half a surrogate pair
+        values = [None if v is None else str(v).encode("utf-8", "replace") for v in values]
+    return pa.array(values, kind)

@@ -1,7 +1,7 @@
 """Sinks for the records of a run: `Sink` is the protocol, also for a sink of your own.
 
 `observe.sinks=[{path: mine.py:Wandb, options: {project: x}}]` names a class, which is called with
-its options once, before the first step. A record maps names (`winnow.observe.names`) to numbers.
+its options once, before the first step. A record maps names (`winnow.observe.metrics`) to numbers.
 Calls come from the training loop, between steps, so a sink should hand slow work to a thread. One
 that raises is dropped with a warning, and the run goes on. Example:
 
@@ -22,13 +22,13 @@ that raises is dropped with a warning, and the run goes on. Example:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from winnow.config.run import CustomSink
 from winnow.errors import ConfigError
-from winnow.observe.names import Record
+from winnow.observe.metrics import Record
 
 Warn = Callable[[str], None]
 
@@ -61,29 +61,22 @@ class Sink(Protocol):
         ...
 
 
-class FirstRecord:
-    """A sink that passes all on, with more figures in the first record."""
-
-    def __init__(self, sink: Sink, figures: Record) -> None:
-        self._sink, self._figures = sink, figures
-        self.start, self.close = sink.start, sink.close
-
-    def log(self, step: int, record: Record) -> None:
-        figures, self._figures = self._figures, {}
-        self._sink.log(step, {**record, **figures})
-
-
 class Sinks:
-    """Several sinks as one: told in order, closed in reverse, even when one of them fails."""
+    """Several sinks as one: told in order, closed in reverse, even when one of them fails.
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = tuple(sinks)
+    Args:
+        first: more figures of the first record.
+    """
+
+    def __init__(self, sinks: Iterable[Sink], first: Record | None = None) -> None:
+        self._sinks, self._first = tuple(sinks), dict(first or {})
 
     def start(self, info: RunInfo) -> None:
         for sink in self._sinks:
             sink.start(info)
 
     def log(self, step: int, record: Record) -> None:
+        record, self._first = {**record, **self._first}, {}
         for sink in self._sinks:
             sink.log(step, record)
 
@@ -93,54 +86,48 @@ class Sinks:
                 stack.callback(sink.close)
 
 
-class CustomSinks:
-    """A user's own sinks as one: whatever one raises drops it with a warning, and stops no run."""
+class UserSink:
+    """A user's own sink: whatever it raises drops it with a warning, and stops no run."""
 
-    def __init__(self, sections: Sequence[CustomSink], warn: Warn) -> None:
-        """Load the classes, and make a sink of each with its options.
+    def __init__(self, section: CustomSink, number: int, warn: Warn) -> None:
+        """Load the class of the section `observe.sinks[number]`, and call it with its options.
 
         Raises:
-            ConfigError: a class is not there, or lacks a method.
+            ConfigError: the class is not there, or lacks a method.
         """
         from winnow.user_code import load_user_object
 
-        self._warn = warn
-        self._sinks: dict[str, Any] = {}
-        for number, section in enumerate(sections):
-            field = f"observe.sinks[{number}].path"
-            made = load_user_object(section.path, field, ConfigError)
-            missing = [name for name in ("start", "log", "close") if not hasattr(made, name)]
-            if missing:
-                raise ConfigError(
-                    f"{field} {section.path} has no method {missing[0]}; a sink is a class with "
-                    "start, log and close"
-                )
-            place = f"{field} {section.path}"
-            with self._guarded(place):
-                self._sinks[place] = made(**section.options)
+        field = f"observe.sinks[{number}].path"
+        self._place, self._warn = f"{field} {section.path}", warn
+        made = load_user_object(section.path, field, ConfigError)
+        missing = [name for name in ("start", "log", "close") if not hasattr(made, name)]
+        if missing:
+            raise ConfigError(
+                f"{self._place} has no method {missing[0]}; a sink is a class with start, log and "
+                "close"
+            )
+        self._sink = self._guarded(made, **section.options)
 
     def start(self, info: RunInfo) -> None:
-        self._tell(lambda sink: sink.start(info))
+        self._tell("start", info)
 
     def log(self, step: int, record: Record) -> None:
-        self._tell(lambda sink: sink.log(step, dict(record)))
+        self._tell("log", step, dict(record))
 
     def close(self) -> None:
-        self._tell(lambda sink: sink.close())
+        self._tell("close")
 
-    def _tell(self, call: Callable[[Any], object]) -> None:
-        for place, sink in list(self._sinks.items()):
-            with self._guarded(place):
-                call(sink)
+    def _tell(self, method: str, *given: object) -> None:
+        if self._sink is not None:
+            self._guarded(getattr(self._sink, method), *given)
 
-    @contextlib.contextmanager
-    def _guarded(self, place: str) -> Any:
+    def _guarded(self, call: Callable[..., Any], *given: object, **options: object) -> Any:
         try:
-            yield
+            return call(*given, **options)
         except Exception as error:
-            self._sinks.pop(place, None)
+            self._sink = None
             reason = " ".join(str(error).split())
             self._warn(
-                f"Warning: {place} fails with {type(error).__name__}: {reason}; it gets no more "
-                "records, and the run goes on"
+                f"Warning: {self._place} fails with {type(error).__name__}: {reason}; it gets no "
+                "more records, and the run goes on"
             )

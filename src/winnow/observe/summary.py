@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
@@ -26,7 +26,7 @@ from winnow.observe.figures import (
     spaced,
 )
 from winnow.observe.history import Evaluation, evaluations, phase_seconds, token_account
-from winnow.observe.names import Record
+from winnow.observe.metrics import Record
 from winnow.observe.rollouts import read_rollouts
 
 _ANSWER_CHARACTERS = 240
@@ -99,42 +99,43 @@ def print_summary(
         commands: command lines, and what each does.
     """
     width = min(WIDTH, console.width)
-    _rule(console, printable(title, console.encoding), width)
+    line = "=" if console.options.ascii_only else "\u2500"
     evaluated = [(record["step"], evaluations(record)) for record in records]
     found = [(step, by_source) for step, by_source in evaluated if by_source]
     before = found[0][1] if found and found[0][0] == 0 else {}
     after = found[-1][1] if found and found[-1][0] > 0 else {}
-    for source in dict.fromkeys([*before, *after]):
-        table = _accuracy_table(source, before.get(source), after.get(source))
-        console.print(table, width=width)
-    for sample in samples:
-        console.print(_sample_table(sample, console.encoding), width=width)
-    _print_costs(console, token_account(records), phase_seconds(records), width)
-    _print_pairs(console, "Look at", {k: str(v) for k, v in (paths or {}).items()}, width)
-    _print_pairs(console, "Next", commands or {}, width)
+    parts: list[RenderableType] = [
+        "",
+        Text(printable(title, console.encoding), style="bold"),
+        Text(line * width, style="dim", no_wrap=True),
+        *(
+            _accuracy_table(source, before.get(source), after.get(source))
+            for source in dict.fromkeys([*before, *after])
+        ),
+        *(_sample_table(sample, console.encoding) for sample in samples),
+        *_costs(console, token_account(records), phase_seconds(records), width),
+        *_pairs(console, "Look at", {k: str(v) for k, v in (paths or {}).items()}),
+        *_pairs(console, "Next", commands or {}),
+    ]
+    console.print(Group(*parts), width=width)
 
 
-def _print_costs(
+def _costs(
     console: Console, tokens: Mapping[str, int], seconds: Mapping[str, float], width: int
-) -> None:
-    tables = []
+) -> list[RenderableType]:
+    """Make the tables of tokens and time, side by side where they fit."""
+    tables: list[RenderableType] = []
     if sum(tokens.values()):
-        tables.append(_token_table(tokens))
+        uses = {words: tokens.get(name, 0) for name, words in _TOKEN_CLASSES.items()}
+        tables.append(_share_table("Tokens generated", "tokens", uses, lambda n: f"{n:,}"))
     if seconds:
-        tables.append(_time_table(seconds))
+        phases = {phase.replace("_", " "): value for phase, value in seconds.items()}
+        tables.append(_share_table("Time", "min:s", phases, duration))
     side_by_side = Table.grid(padding=(0, 3, 0, 0))
     side_by_side.add_row(*tables)
     unbounded = console.options.update(width=10 * WIDTH)
     needed = Measurement.get(console, unbounded, side_by_side).maximum
-    for table in [side_by_side] if tables and needed <= width else tables:
-        console.print(table, width=width)
-
-
-def _rule(console: Console, title: str, width: int) -> None:
-    line = "=" if console.options.ascii_only else "\u2500"
-    console.print()
-    console.print(Text(title, style="bold"), width=width)
-    console.print(Text(line * width, style="dim"), width=width, no_wrap=True)
+    return [side_by_side] if tables and needed <= width else tables
 
 
 def _accuracy_table(source: str, before: Evaluation | None, after: Evaluation | None) -> Padding:
@@ -178,35 +179,23 @@ def _one_line(text: str, encoding: str) -> str:
     return shorten(words, _ANSWER_CHARACTERS) or "(nothing)"
 
 
-def _token_table(tokens: Mapping[str, int]) -> Padding:
-    total = sum(tokens.values())
-    table = figure_table("tokens", "share", title="Tokens generated")
-    for name, words in _TOKEN_CLASSES.items():
-        value = tokens.get(name, 0)
-        table.add_row(words, f"{value:,}", share(value / total, 1))
+def _share_table(
+    title: str, unit: str, amounts: Mapping[str, float], show: Callable[[float], str]
+) -> Padding:
+    total = sum(amounts.values())
+    table = figure_table(unit, "share", title=title)
+    for name, value in amounts.items():
+        table.add_row(name, show(value), share(value / total, 1) if total else DASH)
     table.add_section()
-    table.add_row("in all", f"{total:,}", share(1.0, 1))
+    table.add_row("in all", show(total), share(1.0, 1))
     return spaced(table)
 
 
-def _time_table(seconds: Mapping[str, float]) -> Padding:
-    total = sum(seconds.values())
-    table = figure_table("min:s", "share", title="Time")
-    for phase, value in seconds.items():
-        portion = share(value / total, 1) if total else DASH
-        table.add_row(phase.replace("_", " "), duration(value), portion)
-    table.add_section()
-    table.add_row("in all", duration(total), share(1.0, 1))
-    return spaced(table)
-
-
-def _print_pairs(console: Console, title: str, pairs: Mapping[str, str], width: int) -> None:
-    """Print a heading and two columns; on a narrow screen the second folds, nothing is lost."""
-    if not pairs:
-        return
+def _pairs(console: Console, title: str, pairs: Mapping[str, str]) -> list[Padding]:
+    """Make a heading and two columns; on a narrow screen the second folds, nothing is lost."""
     table = figure_table(title=title)
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
     for left, right in pairs.items():
         table.add_row(Text(left), Text(printable(right, console.encoding)))
-    console.print(spaced(table), width=width)
+    return [spaced(table)] if pairs else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,10 +11,10 @@ from winnow.config.load import dump_config
 from winnow.config.rollout import BandFilter, VarianceFilter
 from winnow.config.root import Config
 from winnow.config.rules import notices
-from winnow.data.build import evaluation_prompts, training_prompts
-from winnow.data.loader import PromptLoader, PromptSource
+from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts, training_prompts
+from winnow.data.prompts import PromptSet
 from winnow.errors import ConfigError
-from winnow.evaluation.evaluator import EvaluationSettings, Evaluator
+from winnow.evaluation.evaluator import Evaluator
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.run_folder import RunFolder
@@ -96,16 +95,17 @@ def make_evaluator(
     held_out = evaluation_prompts(config.data, policy.tokenizer)
     check_positions(config, policy.path, policy.model, longest_prompt(config, held_out))
     rewards.check_sources(held_out.data_sources, held_out=True)
-    sampling = rollout_sampling(config, policy)
     return Evaluator(
         engine,
         held_out.prompts[: config.evaluation.max_prompts],
         rewards,
-        EvaluationSettings.of(config.evaluation, sampling, config.run.seed),
+        config.evaluation,
+        rollout_sampling(config, policy),
+        config.run.seed,
         policy.decode,
         file_of,
         config.observe.rollout_text_groups,
-        held_out.report.filtered,
+        held_out.filtered,
     )
 
 
@@ -232,13 +232,12 @@ def _rollout_writer(
     return write
 
 
-def _notes(source: Any) -> list[str]:
-    report = getattr(source, "report", None)
-    if report is None:
+def _notes(source: PromptSource) -> list[str]:
+    if not isinstance(source, PromptSet):
         return []
-    notes = [f"{report.rows:,} rows of training data"]
-    if report.filtered:
-        notes.append(f"{report.filtered:,} left out: longer than data.max_prompt_tokens")
-    if report.cut:
-        notes.append(f"{report.cut:,} cut to data.max_prompt_tokens")
+    notes = [f"{source.size + source.filtered:,} rows of training data"]
+    if source.filtered:
+        notes.append(f"{source.filtered:,} left out: longer than data.max_prompt_tokens")
+    if source.cut:
+        notes.append(f"{source.cut:,} cut to data.max_prompt_tokens")
     return ["; ".join(notes)]

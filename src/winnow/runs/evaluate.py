@@ -38,7 +38,6 @@ from winnow.evaluation.report import (
     ANSWERS,
     REPORT,
     SCORED,
-    ProgressLine,
     Report,
     print_report,
     watched,
@@ -155,11 +154,10 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
     with _limits_named_as_given(config.evaluation):
         policy = load_policy(config, subject.model, device)
     engine = make_engine(config, policy)
-    line = ProgressLine(console, config.observe.console)
 
     async def ask(evaluator: Evaluator) -> Evaluated:
         await engine.load_weights(WeightUpdate(version=subject.step))
-        return await watched(evaluator, subject.step, line)
+        return await watched(evaluator, subject.step, console, config.observe.console)
 
     with contextlib.closing(make_rewards(config, device, policy.decode, False)) as rewards:
         with _limits_named_as_given(config.evaluation):
@@ -170,8 +168,7 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
             raise DataError("no held-out prompts: give --data FILE, or data.eval_files=[FILE]")
         check_not_asked_twice(config.data, [(p.uid, p.text) for p in evaluator.prompts])
         console.print(Text(_title(subject, evaluator), style="bold"), soft_wrap=True)
-        with line.shown():
-            return stop.run(lambda: ask(evaluator)), evaluator
+        return stop.run(lambda: ask(evaluator)), evaluator
 
 
 def _with_all_texts(config: Config) -> Config:

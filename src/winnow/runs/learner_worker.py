@@ -28,8 +28,7 @@ from winnow.learning.learner import Learned
 from winnow.models.causal_lm import model_writer
 from winnow.models.lora import adapter_writer
 from winnow.observe.files import system_error
-from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.observe.names import Number
+from winnow.observe.metrics import Metrics, Number, Stopwatch
 from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.weights import BUCKET_BYTES, Bucket, buckets, split_bucket
 from winnow.runs.build_learner import make_learner

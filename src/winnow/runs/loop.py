@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.learner import AnyLearner
-from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.observe.names import Number
+from winnow.observe.metrics import Metrics, Number, Stopwatch
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import Engine, WeightUpdate

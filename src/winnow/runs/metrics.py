@@ -1,4 +1,4 @@
-"""The figures of a step: of its groups, and of its work (names: `winnow.observe.names`)."""
+"""The figures of a step: of its groups, and of its work (names: `winnow.observe.metrics`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from winnow.learning.learner import Learned
-from winnow.observe.metrics import Metrics
-from winnow.observe.names import Number
+from winnow.observe.metrics import Metrics, Number
 from winnow.observe.rollouts import RolloutGroup
 from winnow.rewards.parts import OVERLONG, OVERLONG_REWARD, TASK
 from winnow.sampling.accounting import StepGroups

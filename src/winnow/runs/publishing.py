@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from winnow.learning.canary import Canary, Scoring
-from winnow.observe.names import Number
+from winnow.observe.metrics import Number
 from winnow.rollout.engine import Engine, WeightUpdate
 from winnow.rollout.engine_group import EngineGroup
 from winnow.types import FloatArray

@@ -20,10 +20,10 @@ from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.figures import duration
 from winnow.observe.jsonl import MetricsLog, read_metrics
-from winnow.observe.names import SFT_S, Record
+from winnow.observe.metrics import SFT_S, Record
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.run_folder import RunFolder
-from winnow.observe.sinks import CustomSinks, FirstRecord, RunInfo, Sinks
+from winnow.observe.sinks import RunInfo, Sinks, UserSink
 from winnow.rewards.pipeline import Rewards
 from winnow.runs.build import build, make_saver, use_machine
 from winnow.runs.build_learner import needs_start
@@ -87,8 +87,11 @@ def run_training(
         ):
             placed = placed_models(config, policy, first, others)
             _tell(sink, opened.differences(placed.machine))
-            own = CustomSinks(config.observe.sinks, lambda text: _tell(sink, [text]))
-            sinks = Sinks([sink, FirstRecord(metrics, figures), heartbeat, own])
+            own = [
+                UserSink(section, number, lambda text: _tell(sink, [text]))
+                for number, section in enumerate(config.observe.sinks)
+            ]
+            sinks = Sinks([sink, metrics, heartbeat, *own], first=figures)
             run = build(
                 config,
                 policy,
@@ -298,7 +301,7 @@ def _close(
 ) -> None:
     from winnow.observe.curve import draw_curve
 
-    draw_curve(folder.path, folder.curve, title=folder.name)
+    draw_curve(folder.path)
     records = read_metrics(folder.metrics)
     last = checkpoints_in(folder.checkpoints)[-1]
     paths = {

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from winnow.errors import ConfigError
 from winnow.learning.strategy import Strategy
-from winnow.observe.names import Record
+from winnow.observe.metrics import Record
 from winnow.runs.checkpoint import Checkpoint, Content, Manifest
 
 Save = Callable[[dict[str, Tensor], Path], None]

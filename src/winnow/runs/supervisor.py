@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from winnow.observe.names import Record
+from winnow.observe.metrics import Record
 from winnow.observe.sinks import RunInfo
 
 ENDS = frozenset({0, 2, 75, 130})

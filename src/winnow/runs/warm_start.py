@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,15 +25,12 @@ import winnow
 from winnow.config.data import SortDigitsTask
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
-from winnow.data.tasks.sort_digits import EOS_ID, PAD_ID, build_tokenizer
+from winnow.data.sort_digits import EOS_ID, PAD_ID, Demonstration, build_tokenizer, demonstrations
 from winnow.errors import WinnowError
 from winnow.learning.batch import MicroBatch, micro_batches, pack
 from winnow.learning.strategy import LossResult, Outputs, Strategy, lr_at
 from winnow.models.causal_lm import save_model, use_layout_attention
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
-
-if TYPE_CHECKING:
-    from winnow.data.tasks.demonstrations import Demonstration
 
 _CODE = ("algorithms", "data", "learning", "models", "runs/warm_start.py")
 _SEED_STREAM = 0x5F7
@@ -152,8 +148,6 @@ def tiny_model(warm: SftWarmStart, vocabulary: int, positions: int, seed: int) -
 def _train(
     config: Config, warm: SftWarmStart, log: Callable[[int, dict[str, float]], None]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from winnow.data.tasks.demonstrations import demonstrations
-
     assert isinstance(config.data.task, SortDigitsTask)
     limit = config.rollout.max_response_tokens
     seed = _seed(config, warm)

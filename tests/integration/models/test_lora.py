@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 import torch
 from winnow.config.model import LoraAdapter
-from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.data.sort_digits import build_tokenizer
 from winnow.models.causal_lm import load_causal_lm
 from winnow.models.lora import adapter_weights, adapter_writer, add_lora
 

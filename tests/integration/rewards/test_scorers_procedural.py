@@ -11,8 +11,8 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from winnow.config.data import ReasoningGymTask
+from winnow.data.procedural import ProceduralRows
 from winnow.data.sources import Row
-from winnow.data.tasks.procedural import training_rows
 from winnow.rewards.scorers import SCORERS
 from winnow.rewards.scorers.procedural import EXPRESSIONS, LISTS, may_pass
 from winnow.types import Score
@@ -23,7 +23,8 @@ NO_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rus
 
 
 def rows(task: str, count: int) -> list[Row]:
-    return list(training_rows(ReasoningGymTask(task=task), 1, count))
+    rows = ProceduralRows(ReasoningGymTask(task=task), 1)
+    return [next(rows.candidates(index)) for index in range(count)]
 
 
 def score(row: Row, text: str) -> Score:
@@ -56,7 +57,7 @@ def test_a_share_of_the_score_is_reward_and_no_accuracy() -> None:
 
 def test_the_settings_of_a_task_come_with_the_row() -> None:
     task = ReasoningGymTask(task="chain_sum", options={"min_digits": 6, "max_digits": 6})
-    row = next(training_rows(task, 1, 1))
+    row = next(ProceduralRows(task, 1).candidates(0))
     assert row.extra["extra_info"]["config"] == '{"min_digits": 6, "max_digits": 6}'
     assert score(row, f"<answer>{row.ground_truth}</answer>").accuracy == 1
 

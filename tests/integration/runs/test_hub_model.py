@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.small_models import digits_model, save
 
-from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.data.sort_digits import build_tokenizer
 
 COMMIT = "0" * 40
 LOAD = """

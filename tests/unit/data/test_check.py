@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from winnow.cli.data import app
-from winnow.data.check import DataReport, alike, check, same
+from winnow.data.check import alike, check, same
 from winnow.data.published import with_dapo_instruction
 from winnow.errors import DataError, ModelError
 
@@ -24,7 +24,7 @@ def row(prompt: str, label: Any = "2", source: str = "gsm8k") -> dict[str, Any]:
     return {"data_source": source, "prompt": prompt, "reward_model": {"ground_truth": label}}
 
 
-def look(path: str, evaluation: str | None = None) -> DataReport:
+def look(path: str, evaluation: str | None = None) -> dict[str, Any]:
     return check(path, {"gsm8k": "gsm8k"}.get, evaluation=evaluation)
 
 
@@ -36,18 +36,19 @@ def test_rows_are_counted_by_source_and_sources_without_scorer_are_told(
     write_jsonl: WriteJsonl,
 ) -> None:
     report = look(write_jsonl([row("a", source="x"), row("b"), row("c")]))
-    assert report.rows == 3
-    assert [(s.source, s.rows, s.scorer) for s in report.sources] == [
-        ("gsm8k", 2, "gsm8k"),
-        ("x", 1, None),
+    assert report["rows"] == 3
+    assert report["sources"] == [
+        {"source": "gsm8k", "rows": 2, "scorer": "gsm8k"},
+        {"source": "x", "rows": 1, "scorer": None},
     ]
 
 
 def test_lengths_without_a_tokenizer_are_characters(write_jsonl: WriteJsonl) -> None:
-    lengths = look(write_jsonl([row("a" * n) for n in range(1, 101)])).lengths
-    assert lengths.unit == "characters"
-    assert (lengths.shortest, lengths.median, lengths.p95, lengths.longest) == (1, 50, 95, 100)
-    assert lengths.beyond is None
+    lengths = look(write_jsonl([row("a" * n) for n in range(1, 101)]))["lengths"]
+    assert lengths == {
+        "unit": "characters", "shortest": 1, "median": 50, "p95": 95, "longest": 100,
+        "limit": None, "beyond": None,
+    }  # fmt: skip
 
 
 def test_lengths_under_a_tokenizer_hold_its_chat_template_and_are_held_against_the_limit(
@@ -55,22 +56,21 @@ def test_lengths_under_a_tokenizer_hold_its_chat_template_and_are_held_against_t
 ) -> None:
     tokenizer = train_bpe(["What is 1 + 1?"], chat=CHAT_TEMPLATE)
     path = write_jsonl([row("1"), row("1 + 1 1 + 1 1 + 1")])
-    lengths = check(path, lambda _: None, tokenizer=tokenizer, limit=20).lengths
+    lengths = check(path, lambda _: None, tokenizer=tokenizer, limit=20)["lengths"]
     short = tokenizer("<s>[user]1[assistant]", add_special_tokens=False)
-    assert lengths.unit == "tokens"
-    assert lengths.shortest == len(short["input_ids"]) <= 20 < lengths.longest
-    assert lengths.beyond == 1
+    assert lengths["unit"] == "tokens"
+    assert lengths["shortest"] == len(short["input_ids"]) <= 20 < lengths["longest"]
+    assert lengths["beyond"] == 1
 
 
 def test_copies_are_told_from_rows_that_share_a_prompt(write_jsonl: WriteJsonl) -> None:
     report = look(write_jsonl([row("a"), row(" a\n"), row("a", 3), row("A"), row("a", "2", "x")]))
-    assert (report.unique_prompts, report.copies, report.alike_prompts) == (2, 1, 1)
+    assert [report[key] for key in ("unique_prompts", "copies", "alike_prompts")] == [2, 1, 1]
 
 
 def test_conflicting_labels_are_listed_with_their_rows(write_jsonl: WriteJsonl) -> None:
     report = look(write_jsonl([row("a", "2"), row("b"), row("a ", "3"), row("a", " 2 ")]))
-    (conflict,) = report.conflicts
-    assert (conflict.prompt, conflict.labels, conflict.rows) == ("a", ("2", "3"), (1, 3, 4))
+    assert report["conflicts"] == [{"prompt": "a", "labels": ["2", "3"], "rows": [1, 3, 4]}]
 
 
 def test_a_problem_typed_again_is_found_in_the_evaluation_file(write_jsonl: WriteJsonl) -> None:
@@ -85,13 +85,12 @@ def test_a_problem_typed_again_is_found_in_the_evaluation_file(write_jsonl: Writ
         ],
         "eval.jsonl",
     )
-    overlap = look(path, evaluation).overlap
-    assert overlap is not None
-    assert overlap.shared_by_source == {"MATH-500": 1, "aime": 1}
-    assert (overlap.rows_affected, overlap.rows) == (2, 3)
-    first, second = overlap.shared
-    assert (first.rows, first.evaluation_row, first.same_label) == ((1, 3), 1, True)
-    assert not second.same_label
+    overlap = look(path, evaluation)["overlap"]
+    assert overlap["shared_by_source"] == {"MATH-500": 1, "aime": 1}
+    assert (overlap["rows_affected"], overlap["rows"]) == (2, 3)
+    first, second = overlap["shared"]
+    assert (first["rows"], first["evaluation_row"], first["same_label"]) == ([1, 3], 1, True)
+    assert not second["same_label"]
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from winnow.cli.data import app
 from winnow.config.load import resolve_recipe
 from winnow.data.prepare import Prepared, Request, prepare
 from winnow.data.published import with_dapo_instruction
+from winnow.data.sort_digits import is_held_out, solution
 from winnow.data.sources import read_rows
-from winnow.data.tasks.sort_digits import is_held_out, solution
 from winnow.errors import DataError
 from winnow.rewards.scorers import SCORERS
 
@@ -107,8 +107,7 @@ def test_a_missing_file_system_package_is_named(
     with pytest.raises(DataError) as caught:
         prepare_file("gsm8k", f"{scheme}://bucket/train.parquet")
     assert str(caught.value) == (
-        f"{scheme}://bucket/train.parquet: {scheme}:// needs a package that is not installed; "
-        f"{said}"
+        f"{scheme}://bucket/train.parquet: its protocol needs a package: {said}"
     )
 
 
@@ -189,7 +188,7 @@ def test_what_does_not_go_together_is_refused_before_any_work(
         ({"instruction": "dapo"}, "--instruction is dapo, but gsm8k is not scored by a line"),
         ({"files": ("a",), "revision": "v1"}, "--revision chooses from the hub and --from does"),
         ({"out": "s3://b/f.parquet"}, "--out is s3://b/f.parquet; it must be a file on this"),
-        ({"out": "f.jsonl"}, "--out is f.jsonl; it must end in .parquet"),
+        ({"out": "f.jsonl"}, "--out is f.jsonl; it must be a file on this machine, ending in"),
         ({"name": "sort_digits", "files": ("a",)}, "sort_digits is generated; leave out --from"),
         ({"name": "sort_digits", "split": "dev"}, "--split is dev, but sort_digits has train"),
     ]:
@@ -198,7 +197,7 @@ def test_what_does_not_go_together_is_refused_before_any_work(
         assert str(caught.value).startswith(message)
         assert "\n" not in str(caught.value)
     (tmp_path / "folder.parquet").mkdir()
-    with pytest.raises(DataError, match="which is a folder; name a file in it"):
+    with pytest.raises(DataError, match="it must be a file on this machine"):
         prepare_file("gsm8k", "a", out=str(tmp_path / "folder.parquet"))
     with pytest.raises(DataError, match="no such file; check the path"):
         prepare_file("gsm8k", str(tmp_path / "none.jsonl"))

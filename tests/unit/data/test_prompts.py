@@ -9,9 +9,9 @@ from tests.small_tokenizers import CHAT_TEMPLATE, train_bpe
 from transformers import PreTrainedTokenizerBase
 
 from winnow.config.data import DataConfig
-from winnow.data.prompts import LengthReport, PromptRenderer, PromptSet
+from winnow.data.prompts import PromptRenderer, PromptSet
+from winnow.data.sort_digits import build_tokenizer
 from winnow.data.sources import Row
-from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.errors import ConfigError, DataError, ModelError, WinnowError
 
 TEXTS = ["What is 1 + 1?", "Solve it. Answer: 2", "[user][assistant][system]"]
@@ -136,7 +136,7 @@ DIGITS = build_tokenizer()
 def test_longer_prompts_are_filtered_and_counted() -> None:
     rendered = render(DIGITS, row(1, "12345"), row(2, "123"), row(3, "1234"), max_prompt_tokens=4)
     assert [prompt.uid for prompt in rendered.prompts] == ["f.jsonl:2", "f.jsonl:3"]
-    assert rendered.report == LengthReport(3, 1, 0)
+    assert (rendered.size, rendered.filtered, rendered.cut) == (2, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_longer_prompts_are_cut_on_the_side_named(side: str, text: str) -> None:
     )
     assert [prompt.text for prompt in rendered.prompts] == [text, "9"]
     assert DIGITS.decode(rendered.prompt(0).token_ids) == text
-    assert rendered.report == LengthReport(2, 0, 1)
+    assert (rendered.size, rendered.filtered, rendered.cut) == (2, 0, 1)
 
 
 def test_a_longer_prompt_can_be_an_error() -> None:

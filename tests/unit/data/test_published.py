@@ -6,12 +6,24 @@ from typing import Any
 
 import pytest
 
-from winnow.data.published import SETS, Item, bare, last_boxed, to_item, with_dapo_instruction
+from winnow.data.published import (
+    SETS,
+    bare,
+    last_boxed,
+    published_row,
+    with_dapo_instruction,
+    without_instruction,
+)
+from winnow.data.sources import Row
 from winnow.errors import DataError
 
 
-def item(name: str, **record: Any) -> Item:
-    return to_item(record, "f.jsonl row 7", SETS[name])
+def item(name: str, **record: Any) -> Row:
+    return published_row(record, "f.jsonl row 7", SETS[name])
+
+
+def notes(row: Row) -> Any:
+    return row.extra["extra_info"]
 
 
 def error(name: str, **record: Any) -> str:
@@ -42,15 +54,15 @@ def test_the_last_box_is_read_with_its_braces(text: str, content: str | None) ->
 def test_gsm8k_answers_follow_the_last_mark() -> None:
     made = item("gsm8k", question=" How many? ", answer="2*600=<<2*600=1200>>\n#### $1,200")
     assert made.ground_truth == "1200"
-    assert made.messages == (("user", "How many?"),)
+    assert made.messages == ({"role": "user", "content": " How many? "},)
     assert made.data_source == "openai/gsm8k"
-    assert made.notes["question"] == " How many? "
+    assert notes(made)["question"] == " How many? "
 
 
 def test_math_answers_come_from_a_column_or_from_the_box_of_the_solution() -> None:
     boxed = item("math", problem="p", solution=r"so \boxed{x^2}", level="Level 3", type="Algebra")
     assert (boxed.ground_truth, boxed.data_source) == ("x^2", "MATH")
-    assert boxed.notes == {"level": "Level 3", "type": "Algebra"}
+    assert notes(boxed) == {"level": "Level 3", "type": "Algebra"}
     assert item("math", problem="p", solution=r"\boxed{1}", answer="2").ground_truth == "2"
 
 
@@ -72,9 +84,11 @@ def test_rows_in_verls_schema_keep_their_source_and_lose_the_instruction() -> No
         extra_info={"index": "9a9b"},
     )
     assert made.data_source == "math_dapo"
-    assert made.messages == (("user", "1+1?"),)
-    assert made.instruction_removed
-    assert made.notes == {"original_index": "9a9b"}
+    asked, removed = without_instruction(made)
+    assert asked.messages == ({"role": "user", "content": "1+1?"},)
+    assert removed
+    assert not without_instruction(asked)[1]
+    assert notes(made) == {"original_index": "9a9b"}
 
 
 def test_the_dapo_authors_aime_file_gets_a_source_of_its_own() -> None:

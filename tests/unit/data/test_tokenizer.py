@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.data.sort_digits import build_tokenizer
 from winnow.data.tokenizer import load_tokenizer, stop_token_ids
 from winnow.errors import ModelError
 
@@ -127,6 +127,6 @@ def test_a_generation_config_with_a_wrong_eos_is_refused(
     with pytest.raises(ModelError) as caught:
         stop_token_ids(bpe, str(tmp_path))
     assert str(caught.value) == (
-        f"{file}: eos_token_id must be a token id or a list of them, got 'end'; mend or remove "
+        f"{file}: eos_token_id must be a token id or a list of them, got ['end']; mend or remove "
         "the file"
     )

@@ -11,9 +11,8 @@ import pytest
 
 from winnow.config.data import CustomTask, DataConfig
 from winnow.data import user_source
-from winnow.data.build import evaluation_prompts, training_prompts
-from winnow.data.loader import PromptLoader, PromptSource
-from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts, training_prompts
+from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import CheckpointError, DataError
 
 TOKENIZER = build_tokenizer()

@@ -42,7 +42,7 @@ def answers(means: Mapping[str, float], **settings: Any) -> Answers:
     return Answers(
         Path("x.parquet"),
         dict.fromkeys(means, "sums"),
-        {problem: [mean] for problem, mean in means.items()},
+        means,
         settings,
     )
 
@@ -51,9 +51,8 @@ def test_answers_are_read_by_problem_and_greedy_ones_left_aside(tmp_path: Path) 
     copy = group(1, [0.0])
     file = write(tmp_path / "answers.parquet", [group(1, [1.0, 0.0]), copy], group(1, [1.0]))
     found = read_answers(file)
-    assert [*found.accuracies.values()] == [[1.0, 0.0, 0.0]]
-    assert found.mean(next(iter(found.sources))) == pytest.approx(1 / 3)
-    assert read_answers(str(tmp_path)).accuracies == found.accuracies
+    assert [*found.means.values()] == pytest.approx([1 / 3])
+    assert read_answers(str(tmp_path)).means == found.means
 
 
 def test_problems_are_paired_whatever_their_place_and_others_are_counted(tmp_path: Path) -> None:

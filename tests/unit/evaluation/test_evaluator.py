@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +15,10 @@ from rich.console import Console
 from tests.scoring import rewards_of
 
 from winnow.config.reward import RewardConfig
-from winnow.evaluation.evaluator import AskProgress, Evaluated, EvaluationSettings, Evaluator
-from winnow.evaluation.report import ProgressLine, Report, in_words, print_report
+from winnow.config.trainer import EvaluationConfig
+from winnow.evaluation import report
+from winnow.evaluation.evaluator import AskProgress, Evaluated, Evaluator, by_problem
+from winnow.evaluation.report import Report, in_words, print_report, watched
 from winnow.rollout.engine import EngineStatus, SamplingParams
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
@@ -43,7 +47,7 @@ def group(
 
 def evaluated(*groups: Group, greedy: Sequence[Group] = ()) -> Evaluated:
     sources = frozenset(each.prompt.data_source for each in groups)
-    return Evaluated(groups, tuple(greedy), sources - {"code"}, seed=0)
+    return Evaluated(by_problem(groups, greedy, sources - {"code"}), seed=0)
 
 
 def test_rows_that_ask_the_same_are_one_problem() -> None:
@@ -53,6 +57,8 @@ def test_rows_that_ask_the_same_are_one_problem() -> None:
     record = found.record()
     assert record["eval/sums/prompts"] == 2
     assert record["eval/sums/avg@2"] == (3 / 4 + 0) / 2
+    assert record["eval/sums/avg@2_se"] == pytest.approx((3 / 4) / 2)
+    assert (record["eval/sums/length"], record["eval/sums/truncated"]) == (3, 0)
     same, other = found.problems
     assert (len(same.accuracies), same.parsed) == (4, ["4", "5", "4", "4"])
     assert other.parsed == ["7", "7"]
@@ -70,9 +76,7 @@ def test_only_scorers_that_read_an_answer_give_votes(source: str, votes: bool) -
     rewards = rewards_of(RewardConfig(workers=0), 8)
     try:
         prompt = Prompt("f:1", np.arange(2), "?", source, "4")
-        settings = EvaluationSettings(1, False, SamplingParams(max_tokens=8), 0)
-        engine: Any = _Idle(running=0, queued=0)
-        evaluator = Evaluator(engine, [prompt], rewards, settings, str, lambda _: None, 0)
+        evaluator = idle([prompt], rewards, EvaluationConfig(), running=0, queued=0)
         assert (source in evaluator._votes()) == votes
     finally:
         rewards.close()
@@ -95,29 +99,43 @@ class _Idle:
         )
 
 
+def idle(prompts: list[Prompt], rewards: Any, config: EvaluationConfig, **told: int) -> Any:
+    """An evaluator that is looked at only."""
+    engine: Any = _Idle(**told)
+    sampling = SamplingParams(max_tokens=8)
+    return Evaluator(engine, prompts, rewards, config, sampling, 0, str, lambda _: None, 0)
+
+
 def test_a_report_holds_each_source_and_all_together() -> None:
     groups = [
         group(0, ["4", "5"], lengths=[2, 4]),
         group(1, ["5", "5"], asks="1 + 3?", lengths=[9, 9]),
         group(2, ["4", "4"], source="words"),
     ]
-    report = Report.of(
-        evaluated(*groups, greedy=[group(0, ["4"]), group(2, ["7"], source="words")])
-    )
+    greedy = [
+        group(0, ["4"]),
+        group(1, ["4"], asks="1 + 3?"),
+        group(2, ["7"], source="words"),
+    ]
+    found = evaluated(*groups, greedy=greedy)
+    report = Report.of(found)
     sums, words = report.sources["sums"], report.sources["words"]
-    assert (sums.problems, sums.answers, sums.average.mean) == (2, 2, 0.25)
+    record = found.record()
+    assert (record["eval/sums/greedy"], record["eval/words/greedy"]) == (1, 0)
+    assert math.isnan(record["eval/words/greedy_se"])
+    assert (len(sums.prompts), sums.answers, sums.average.mean) == (2, 2, 0.25)
     assert (sums.truncated.mean, sums.tokens.mean) == (0.5, 6.0)
-    assert {k: value.mean for k, value in sums.at_k("pass").items()} == {1: 0.25, 2: 0.5}
-    assert {k: value.mean for k, value in sums.at_k("maj").items()} == {2: 0.25}
+    shares = {name: value.mean for name, value in sums.figures.items() if "std" not in name}
+    assert shares == {"avg@2": 0.25, "pass@1": 0.25, "pass@2": 0.5, "maj@2": 0.25}
     assert sums.greedy is not None
     assert sums.greedy.mean == 1
     assert words.greedy is not None
     assert words.greedy.mean == 0
     assert report.everything is not None
-    assert report.everything.problems == 3
+    assert len(report.everything.prompts) == 3
     assert report.everything.average.mean == pytest.approx((0.5 + 0 + 1) / 3)
     assert report.everything.greedy is not None
-    assert report.everything.greedy.mean == 0.5
+    assert report.everything.greedy.mean == pytest.approx(2 / 3)
     body = json.loads(report.as_json({"title": "t"}))
     assert body["sources"]["words"]["avg@2"]["standard_error"] is None, "JSON has no NaN"
     assert body["all"]["problems"] == 3
@@ -148,39 +166,51 @@ def test_the_tables_fit_and_lose_no_figure(width: int) -> None:
 
 
 def test_progress_counts_what_is_written_and_scored() -> None:
-    engine: Any = _Idle(running=3, queued=5)
     prompts = [Prompt(f"f:{i}", np.arange(2), "?", "sums", "4") for i in range(4)]
-    settings = EvaluationSettings(2, True, SamplingParams(max_tokens=8), 0)
-    rewards: Any = None
-    evaluator = Evaluator(engine, prompts, rewards, settings, str, lambda _: None, 0)
+    evaluator = idle(prompts, None, EvaluationConfig(n=2, greedy=True), running=3, queued=5)
     evaluator._asked = 8
     assert evaluator.progress == AskProgress(answers=12, written=0, scored=0, tokens=70)
-    engine.told = {"running": 1, "queued": 0}
+    evaluator._engine.told = {"running": 1, "queued": 0}
     assert evaluator.progress.written == 7
 
 
-def test_a_plain_terminal_gets_a_line_now_and_then() -> None:
-    out, now = io.StringIO(), [0.0]
-    line = ProgressLine(Console(file=out, width=80), "auto", clock=lambda: now[0])
-    with line.shown():
-        for now[0] in (0.0, 10.0, 31.0, 40.0, 62.0):
-            line.update(AskProgress(3840, 1234, 17, int(512 * now[0])))
-    assert out.getvalue().splitlines() == [
+class Watched:
+    """An evaluator whose progress is seen at the times given."""
+
+    def __init__(self, *times: float) -> None:
+        self.times, self.now = times, 0.0
+
+    @property
+    def progress(self) -> AskProgress:
+        return AskProgress(3840, 1234, 17, int(512 * self.now))
+
+    async def ask(self, step: int) -> Evaluated:
+        for now in self.times:
+            self.now = now
+            await asyncio.sleep(0)
+        return Evaluated([], step)
+
+
+def shown(console: Console, mode: Any, *times: float) -> str:
+    """What is shown of an evaluation; the times are those of the looks at it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "_EVERY_S", 0)
+        evaluator: Any = Watched(*times)
+        done = watched(evaluator, 7, console, mode, clock=lambda: evaluator.now)
+        assert asyncio.run(done).seed == 7
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_log_gets_a_line_now_and_then() -> None:
+    text = shown(Console(file=io.StringIO(), width=80), "auto", 0, 10, 31, 40, 62, 62)
+    assert text.splitlines() == [
         "1,234 of 3,840 answers, 17 scored, 512 tokens/s, 0:31",
         "1,234 of 3,840 answers, 17 scored, 512 tokens/s, 1:02",
     ]
 
 
 def test_a_terminal_is_told_live_and_off_means_silence() -> None:
-    out = io.StringIO()
-    live = ProgressLine(Console(file=out, width=80, force_terminal=True), "auto")
-    with live.shown():
-        live.update(AskProgress(10, 4, 0, 100))
-    assert "4 of 10 answers" in out.getvalue()
-    silent, now = io.StringIO(), [0.0]
-    off = ProgressLine(Console(file=silent, width=80), "off", clock=lambda: now[0])
-    with off.shown():
-        now[0] = 100.0
-        off.update(AskProgress(10, 4, 0, 100))
-    assert silent.getvalue() == ""
+    live = Console(file=io.StringIO(), width=80, force_terminal=True)
+    assert "1,234 of 3,840 answers" in shown(live, "auto", 0, 0, 0)
+    assert shown(Console(file=io.StringIO(), width=80), "off", 0, 100, 100) == ""
     assert in_words(AskProgress(10, 4, 0, 100), 0.0) == "4 of 10 answers, 0 tokens/s, 0:00"

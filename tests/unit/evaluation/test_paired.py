@@ -125,5 +125,5 @@ def test_the_same_everywhere_and_a_single_problem() -> None:
 
 @pytest.mark.parametrize(("a", "b"), [([], []), ([0.5], [0.5, 0.5])])
 def test_what_cannot_be_paired_is_refused(a: list[float], b: list[float]) -> None:
-    with pytest.raises(ValueError, match="equally long"):
+    with pytest.raises(AssertionError, match="equally long"):
         paired(a, b)

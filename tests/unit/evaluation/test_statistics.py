@@ -15,16 +15,15 @@ from hypothesis import strategies as st
 
 from winnow.evaluation.statistics import (
     EXACT_ANSWERS,
-    Estimate,
     PromptAnswers,
-    as_record,
     default_ks,
     estimate,
     maj_at_k,
     pass_at_k,
     summarise,
+    two_sided_bound,
+    two_sided_p,
 )
-from winnow.evaluation.student import two_sided_bound, two_sided_p
 
 
 def brute_pass(n: int, correct: int, k: int) -> float:
@@ -84,7 +83,7 @@ def test_pass_at_1_is_the_share_of_right_answers_and_pass_at_n_whether_any_is() 
 
 @pytest.mark.parametrize(("n", "correct", "k"), [([4, 2], [1, 1], 3), ([4], [5], 1), ([4], [1], 0)])
 def test_pass_at_k_refuses_what_cannot_be(n: list[int], correct: list[int], k: int) -> None:
-    with pytest.raises(ValueError, match="pass@k"):
+    with pytest.raises(AssertionError, match="pass@k"):
         pass_at_k(n, correct, k)
 
 
@@ -144,7 +143,7 @@ def test_order_and_names_of_answers_do_not_matter(
         rights = [float(right) for _, right in these]
         majority = maj_at_k(rights, [said.upper() for said, _ in these], ks)
         found = summarise([PromptAnswers("s", rights, [said for said, _ in these])])["s"]
-        return [*majority, *(value.mean for value in found.values())]
+        return [*majority, *(value.mean for value in found.figures.values())]
 
     assert figures(mixed) == pytest.approx(figures(answers), abs=1e-12)
 
@@ -182,7 +181,7 @@ def test_what_cannot_be_parsed_has_no_vote() -> None:
 
 @pytest.mark.parametrize(("k", "parsed"), [(0, ["a"]), (2, ["a"]), (1, ["a", "b"])])
 def test_maj_at_k_refuses_what_cannot_be(k: int, parsed: list[str]) -> None:
-    with pytest.raises(ValueError, match="maj@k"):
+    with pytest.raises(AssertionError, match="maj@k"):
         maj_at_k([1.0], parsed, [k])
 
 
@@ -207,14 +206,14 @@ def test_all_right_is_not_certain() -> None:
     low, high = estimate([1.0] * 30).interval
     assert low == pytest.approx(30 / (30 + 2.045229642132703**2))  # Student's bound, 29
     assert high == pytest.approx(1.0)
-    assert estimate([0.0] * 30).interval[0] == 0.0
+    assert estimate([0.0] * 30).interval[0] == pytest.approx(0, abs=1e-12)
 
 
 def test_one_prompt_has_no_standard_error_and_none_is_refused() -> None:
     found = estimate([0.5])
     assert math.isnan(found.standard_error)
     assert 0 <= found.interval[0] < 0.5 < found.interval[1] <= 1
-    with pytest.raises(ValueError, match="at least one prompt"):
+    with pytest.raises(AssertionError, match="at least one prompt"):
         estimate([])
 
 
@@ -244,7 +243,7 @@ def test_the_ks_are_powers_of_two_and_n_itself() -> None:
 
 
 def test_a_summary_means_over_prompts_within_each_source() -> None:
-    found = summarise(
+    summary = summarise(
         [
             PromptAnswers("a", [1, 1, 0, 0], ["x", "x", "y", None]),
             PromptAnswers("b", [1, 0.5]),
@@ -252,7 +251,8 @@ def test_a_summary_means_over_prompts_within_each_source() -> None:
             PromptAnswers("b", [0, 0, 0]),
         ]
     )
-    assert list(found) == ["a", "b"]
+    assert list(summary) == ["a", "b"]
+    found = {source: figures.figures for source, figures in summary.items()}
     assert list(found["a"]) == ["avg@4", "std@4", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4"]
     means = {name: value.mean for name, value in found["a"].items()}
     assert (means["avg@4"], means["std@4"], means["pass@4"]) == (0.25, 0.25, 0.5)
@@ -269,25 +269,7 @@ def test_random_draws_of_a_summary_follow_its_seed_and_the_place_of_a_prompt() -
     prompts = [like, like]
     assert summarise(prompts, seed=3) == summarise(prompts, seed=3)
     assert summarise(prompts, seed=3) != summarise(prompts, seed=4)
-    assert summarise(prompts)["a"]["maj@2"].standard_error > 0
-
-
-def test_a_prompt_without_answers_is_refused() -> None:
-    with pytest.raises(ValueError, match="prompt 1 of a has no answer"):
-        summarise([PromptAnswers("a", [1]), PromptAnswers("a", [])])
-
-
-def test_the_record_names_the_figures_by_source() -> None:
-    sampled = {"a": {"avg@2": Estimate(0.4, 0.1, 9), "pass@1": Estimate(0.4, 0.1, 9)}}
-    greedy = {"a": {"avg@1": Estimate(0.7, 0.2, 9), "pass@1": Estimate(0.6, 0.2, 9)}}
-    assert as_record(sampled, greedy) == {
-        "eval/a/avg@2": 0.4,
-        "eval/a/avg@2_se": 0.1,
-        "eval/a/prompts": 9,
-        "eval/a/pass@1": 0.4,
-        "eval/a/greedy": 0.6,
-        "eval/a/greedy_se": 0.2,
-    }
+    assert summarise(prompts)["a"].figures["maj@2"].standard_error > 0
 
 
 STUDENT = {1: 12.706, 2: 4.303, 5: 2.571, 10: 2.228, 29: 2.045, 100: 1.984, 1_000_000: 1.960}
@@ -315,6 +297,6 @@ def test_a_bound_is_exceeded_with_its_chance(degrees: int, p: float) -> None:
 
 
 def test_the_ends_of_students_distribution() -> None:
-    assert two_sided_p(0, 3) == 1
+    assert two_sided_p(0, 3) == pytest.approx(1, abs=1e-12)
     assert two_sided_p(math.inf, 3) == 0
     assert 0 < two_sided_p(50, 29) < 1e-25

@@ -14,7 +14,7 @@ import torch
 from tests.small_models import digits_model
 
 from winnow.config.model import LoraAdapter
-from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
 from winnow.models.causal_lm import add_files, load_causal_lm, save_model, tokenizer_files
 from winnow.models.lora import adapter_weights, adapter_writer, add_lora

@@ -12,7 +12,7 @@ import torch
 from tests.small_models import digits_folder
 
 from winnow.config.model import LoraAdapter, ModelConfig
-from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
 from winnow.models.causal_lm import ADAPTER_CONFIG, has_adapter, load_causal_lm
 from winnow.models.lora import (

@@ -13,7 +13,6 @@ from rich.console import Console
 from winnow.observe.console import (
     ConsoleSink,
     LiveConsole,
-    PlainConsole,
     evaluation_lines,
     make_console,
 )
@@ -59,7 +58,7 @@ def without_codes(text: str) -> str:
 
 def test_a_log_gets_one_line_a_step_and_the_heads_once(quickstart_records: Records) -> None:
     file = io.StringIO()
-    run(PlainConsole(console_to(file, False), Clock()), quickstart_records)
+    run(ConsoleSink(console_to(file, False), Clock()), quickstart_records)
     lines = file.getvalue().splitlines()
     steps = [line for line in lines if re.match(r" *\d+/80 ", line)]
     assert len(steps) == 80
@@ -71,7 +70,7 @@ def test_a_log_gets_one_line_a_step_and_the_heads_once(quickstart_records: Recor
 
 def test_a_line_shows_the_figures_under_their_heads(quickstart_records: Records) -> None:
     file = io.StringIO()
-    run(PlainConsole(console_to(file, False), Clock()), quickstart_records[1:2])
+    run(ConsoleSink(console_to(file, False), Clock()), quickstart_records[1:2])
     assert file.getvalue().splitlines() == [
         " step  accuracy  reward   kept  length  cut off  entropy  tokens/s  s/step      left",
         " 1/80      32 %   -0.36   59 %    51.8      9 %     0.49    23,456    1.30      1:19",
@@ -80,7 +79,7 @@ def test_a_line_shows_the_figures_under_their_heads(quickstart_records: Records)
 
 def test_what_a_record_lacks_is_a_dash() -> None:
     file = io.StringIO()
-    run(PlainConsole(console_to(file, False)), [{"step": 1, "score/accuracy/mean": 0.5}], last=1)
+    run(ConsoleSink(console_to(file, False)), [{"step": 1, "score/accuracy/mean": 0.5}], last=1)
     assert file.getvalue().splitlines()[1].split()[:5] == ["1/1", "50", "%", "-", "-"]
 
 
@@ -141,7 +140,7 @@ def test_a_status_shows_before_the_figures_until_the_step_is_logged() -> None:
 
 def test_the_time_left_leaves_out_the_evaluation_before_training() -> None:
     file, clock = io.StringIO(), Clock()
-    sink = PlainConsole(console_to(file, False), clock)
+    sink = ConsoleSink(console_to(file, False), clock)
     sink.start(RunInfo("a", 11))
     clock.now += 1000
     sink.log(0, {"eval/a/pass@1": 0.5})
@@ -151,13 +150,13 @@ def test_the_time_left_leaves_out_the_evaluation_before_training() -> None:
 
 def test_a_resumed_run_counts_its_own_steps_for_the_time_left() -> None:
     file = io.StringIO()
-    run(PlainConsole(console_to(file, False), Clock()), [{"step": 41}], last=51, first=41)
+    run(ConsoleSink(console_to(file, False), Clock()), [{"step": 41}], last=51, first=41)
     assert file.getvalue().splitlines()[-1].endswith("0:10")
 
 
 def test_a_warm_up_in_a_log_takes_about_ten_lines() -> None:
     file = io.StringIO()
-    sink = PlainConsole(console_to(file, False), Clock())
+    sink = ConsoleSink(console_to(file, False), Clock())
     sink.start(RunInfo("quickstart", 1000, kind="warm_up"))
     for step in range(1, 1001):
         sink.log(step, {"sft/loss": 2 - step / 1000})
@@ -209,8 +208,8 @@ def test_notes_are_printed_whole_and_without_markup() -> None:
     ("mode", "is_terminal", "kind"),
     [
         ("auto", True, LiveConsole),
-        ("auto", False, PlainConsole),
-        ("plain", True, PlainConsole),
+        ("auto", False, ConsoleSink),
+        ("plain", True, ConsoleSink),
     ],
 )
 def test_the_mode_and_the_terminal_decide_the_view(

@@ -10,7 +10,7 @@ import pytest
 from winnow.config.run import CustomSink
 from winnow.errors import ConfigError
 from winnow.observe import sinks as module
-from winnow.observe.sinks import CustomSinks, FirstRecord, RunInfo, Sinks
+from winnow.observe.sinks import RunInfo, Sinks, UserSink
 
 # The example of the module's docstring.
 EXAMPLE = textwrap.dedent(str(module.__doc__).partition("Example:\n")[2])
@@ -69,13 +69,13 @@ def section(tmp_path: Path, code: str, name: str, **options: str) -> CustomSink:
 
 def test_several_sinks_hear_the_same_and_all_close_in_reverse_even_if_one_fails() -> None:
     heard: list[str] = []
-    sinks = Sinks([Ear("a", heard), FirstRecord(Ear("b", heard), {"sft/time_s": 3})])
+    sinks = Sinks([Ear("a", heard), Ear("b", heard)], first={"sft/time_s": 3})
     with pytest.raises(OSError, match="disk gone"):
         run(sinks)
     assert heard == [
         "a start run",
         "b start run",
-        "a 1 {'score/reward/mean': 0.5}",
+        "a 1 {'score/reward/mean': 0.5, 'sft/time_s': 3}",
         "b 1 {'score/reward/mean': 0.5, 'sft/time_s': 3}",
         "a 2 {'score/reward/mean': 1.0}",
         "b 2 {'score/reward/mean': 1.0}",
@@ -87,7 +87,7 @@ def test_several_sinks_hear_the_same_and_all_close_in_reverse_even_if_one_fails(
 def test_a_sink_of_ones_own_gets_every_record(tmp_path: Path) -> None:
     own = section(tmp_path, EXAMPLE, "Table", file=str(tmp_path / "table.txt"))
     warnings: list[str] = []
-    run(Sinks([CustomSinks([own], warnings.append)]))
+    run(Sinks([UserSink(own, 0, warnings.append)]))
     assert (tmp_path / "table.txt").read_text() == "run 2\n1 0.5\n2 1.0\n"
     assert warnings == []
 
@@ -99,7 +99,7 @@ def test_a_sink_that_raises_is_dropped_with_one_warning_and_the_others_go_on(
     bad = section(tmp_path, FAILING, "Sink", where=where)
     good = section(tmp_path, EXAMPLE, "Table", file=str(tmp_path / "table.txt"))
     warnings: list[str] = []
-    run(Sinks([CustomSinks([bad, good], warnings.append)]))
+    run(Sinks([UserSink(each, i, warnings.append) for i, each in enumerate([bad, good])]))
     assert (tmp_path / "table.txt").read_text() == "run 2\n1 0.5\n2 1.0\n"
     assert warnings == [
         f"Warning: observe.sinks[0].path {bad.path} fails with OSError: no network in {where}; it "
@@ -117,4 +117,4 @@ def test_a_sink_that_cannot_be_one_is_refused_before_the_run(tmp_path: Path) -> 
         ("import nothing_of_this_name", "importing it fails with ModuleNotFoundError"),
     ):
         with pytest.raises(ConfigError, match=message):
-            CustomSinks([section(tmp_path, code, "Sink")], print)
+            UserSink(section(tmp_path, code, "Sink"), 0, print)

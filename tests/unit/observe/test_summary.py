@@ -19,7 +19,7 @@ from winnow.observe.history import (
     token_account,
     tokens_by_step,
 )
-from winnow.observe.names import SFT_S
+from winnow.observe.metrics import SFT_S
 from winnow.observe.summary import Sample, print_summary
 
 Records = list[dict[str, float]]

@@ -11,8 +11,8 @@ from tests.small_models import save
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from winnow.config.load import load_recipe
-from winnow.data.build import training_prompts
-from winnow.data.tasks.sort_digits import build_tokenizer
+from winnow.data.loader import training_prompts
+from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
 from winnow.runs.loading import check_positions, load_policy, longest_prompt
 

@@ -1,7 +1,7 @@
 """Tasks of reasoning-gym: the package that set a problem also judges the answer.
 
 The row says which task it is (`data_source`: `reasoning_gym/NAME`) and brings the problem's entry
-and the task's settings in `extra_info`, as `winnow.data.tasks.procedural` writes them. The answer
+and the task's settings in `extra_info`, as `winnow.data.procedural` writes them. The answer
 is the text in the last `<answer>…</answer>`. Tasks judge by rules of their own, many of them with
 shares of the whole for an answer that is nearly right.
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.config.data import SortDigitsTask
-from winnow.data.tasks.sort_digits import (
+from winnow.data.sort_digits import (
     EOS_ID,
     UNKNOWN_ID,
     VOCABULARY,
-    SortDigitsStream,
+    SortDigitsRows,
     build_tokenizer,
     encode,
     held_out_problems,
@@ -64,15 +64,15 @@ def test_the_tokenizer_is_the_same_after_saving_and_loading(tmp_path: Path) -> N
 
 def test_a_row_depends_on_seed_and_index_alone() -> None:
     task = SortDigitsTask()
-    first = [SortDigitsStream(task, 1).digits(i) for i in range(50)]
-    assert [SortDigitsStream(task, 1).digits(i) for i in reversed(range(50))] == first[::-1]
-    assert [SortDigitsStream(task, 2).digits(i) for i in range(50)] != first
+    first = [SortDigitsRows(task, 1).digits(i) for i in range(50)]
+    assert [SortDigitsRows(task, 1).digits(i) for i in reversed(range(50))] == first[::-1]
+    assert [SortDigitsRows(task, 2).digits(i) for i in range(50)] != first
     # These are written down: another version must not change a recipe's data.
     assert first[:5] == ["581959", "9534057", "0054", "8175", "9032"]
 
 
 def test_training_problems_have_all_lengths_equally_and_are_never_held_out() -> None:
-    stream = SortDigitsStream(SortDigitsTask(), 3)
+    stream = SortDigitsRows(SortDigitsTask(), 3)
     problems = [stream.digits(i) for i in range(5000)]
     lengths, counts = np.unique([len(p) for p in problems], return_counts=True)
     assert lengths.tolist() == [4, 5, 6, 7, 8]
@@ -82,8 +82,8 @@ def test_training_problems_have_all_lengths_equally_and_are_never_held_out() -> 
 
 
 def test_a_row_is_found_again_by_its_uid() -> None:
-    stream = SortDigitsStream(SortDigitsTask(), 1)
-    row = stream.row(7)
+    stream = SortDigitsRows(SortDigitsTask(), 1)
+    row = next(stream.candidates(7))
     again = next(stream.candidates_of(row.uid))
     assert row.uid == "sort_digits:" + stream.digits(7)
     assert (again.uid, again.messages, again.ground_truth) == (
@@ -97,13 +97,13 @@ def test_a_row_is_found_again_by_its_uid() -> None:
 @pytest.mark.parametrize("uid", ["5391", "sort_digits:53a1", "sort_digits:539", "rows.jsonl:1"])
 def test_a_uid_of_no_training_problem_is_not_found(uid: str) -> None:
     with pytest.raises(KeyError, match=re.escape(uid)):
-        SortDigitsStream(SortDigitsTask(), 1).candidates_of(uid)
+        SortDigitsRows(SortDigitsTask(), 1).candidates_of(uid)
 
 
 def test_a_held_out_problem_is_not_found_among_training_problems() -> None:
     held_out = held_out_problems(SortDigitsTask(), 1)[0]
     with pytest.raises(KeyError):
-        SortDigitsStream(SortDigitsTask(), 1).candidates_of(f"sort_digits:{held_out}")
+        SortDigitsRows(SortDigitsTask(), 1).candidates_of(f"sort_digits:{held_out}")
 
 
 def test_held_out_problems_are_always_the_same_ones_first() -> None:

@@ -8,16 +8,19 @@ import sys
 
 import pytest
 
-from winnow.config.data import ReasoningGymTask
-from winnow.data.tasks.procedural import UNSTABLE, ProceduralStream
+from winnow.config.data import DataConfig, ReasoningGymTask
+from winnow.data.loader import training_prompts
+from winnow.data.procedural import UNSTABLE
+from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import DataError
 
 IN_ANOTHER = """
 import sys
 from winnow.config.data import ReasoningGymTask
-from winnow.data.tasks.procedural import training_rows
+from winnow.data.procedural import ProceduralRows
 for name in sys.argv[1:]:
-    print(name, [row.uid for row in training_rows(ReasoningGymTask(task=name), 3, 12)])
+    rows = ProceduralRows(ReasoningGymTask(task=name), 3)
+    print(name, [next(rows.candidates(index)).uid for index in range(12)])
 """
 STABLE = ["chain_sum", "group_anagrams", "family_relationships", "course_schedule", "sudoku",
           "word_sorting", "syllogism", "simple_equations", "prime_factorization"]  # fmt: skip
@@ -42,4 +45,6 @@ def test_rows_are_the_same_in_every_process_or_the_task_is_refused() -> None:
     assert all(a != b for a, b in zip(one[len(STABLE) :], two[len(STABLE) :], strict=True))
     assert set(shaky) <= UNSTABLE
     with pytest.raises(DataError, match="`winnow data prepare reasoning_gym/ransom_note`"):
-        ProceduralStream(ReasoningGymTask(task="ransom_note"), 0)
+        training_prompts(
+            DataConfig(task=ReasoningGymTask(task="ransom_note")), build_tokenizer(), 0
+        )

@@ -9,23 +9,28 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from winnow.config.data import DataConfig, ReasoningGymTask
-from winnow.data.build import evaluation_prompts, training_prompts
-from winnow.data.loader import PromptLoader
-from winnow.data.tasks import procedural
-from winnow.data.tasks.procedural import ProceduralStream, held_out_rows, training_rows
+from winnow.data import procedural
+from winnow.data.loader import PromptLoader, evaluation_prompts, training_prompts
+from winnow.data.procedural import ProceduralRows
+from winnow.data.sources import Row
 from winnow.errors import DataError
 
 SUM = ReasoningGymTask(task="chain_sum", options={"max_terms": 3}, eval_problems=20)
 
 
 def uids(task: ReasoningGymTask, seed: int, count: int) -> list[str]:
-    stream = ProceduralStream(task, seed)
+    stream = ProceduralRows(task, seed)
     return [next(stream.candidates(i)).uid for i in range(count)]
+
+
+def training_rows(task: ReasoningGymTask, count: int) -> list[Row]:
+    rows = ProceduralRows(task, 0)
+    return [next(rows.candidates(i)) for i in range(count)]
 
 
 def test_a_row_depends_on_its_index_and_seed_alone() -> None:
     first = uids(SUM, 1, 30)
-    stream = ProceduralStream(SUM, 1)
+    stream = ProceduralRows(SUM, 1)
     assert [next(stream.candidates(i)).uid for i in reversed(range(30))] == first[::-1]
     assert uids(SUM, 2, 30) != first
     assert len(set(first)) == 30
@@ -34,29 +39,29 @@ def test_a_row_depends_on_its_index_and_seed_alone() -> None:
 
 
 def test_the_question_says_where_the_answer_goes_and_options_count() -> None:
-    row = next(ProceduralStream(SUM, 0).candidates(0))
+    row = next(ProceduralRows(SUM, 0).candidates(0))
     text = row.messages[0]["content"]
     assert row.data_source == "reasoning_gym/chain_sum"
     assert text.endswith("give the final answer alone between <answer> and </answer>.")
-    for row in training_rows(SUM, 0, 20):
+    for row in training_rows(SUM, 20):
         terms = re.findall(r"([-+]?) ?(\d+)", row.messages[0]["content"].partition("=")[0])
         assert 2 <= len(terms) <= 3
         assert sum(int(sign + number) for sign, number in terms) == int(row.ground_truth)
 
 
 def test_held_out_problems_are_different_and_never_trained_on() -> None:
-    held = held_out_rows(SUM)
+    held = ProceduralRows(SUM, 0).held_out()
     asked = {row.messages[0]["content"] for row in held}
     assert len(held) == len(asked) == 20
-    assert [row.uid for row in held] == [row.uid for row in held_out_rows(SUM)]
+    assert [row.uid for row in held] == [row.uid for row in ProceduralRows(SUM, 0).held_out()]
     # One-digit sums of two: a few hundred problems, all of which come round.
     small = ReasoningGymTask(
         task="chain_sum",
         options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
         eval_problems=10,
     )
-    held_small = {row.messages[0]["content"] for row in held_out_rows(small)}
-    trained = {row.messages[0]["content"] for row in training_rows(small, 0, 1_500)}
+    held_small = {row.messages[0]["content"] for row in ProceduralRows(small, 0).held_out()}
+    trained = {row.messages[0]["content"] for row in training_rows(small, 1_500)}
     assert len(trained) > 100
     assert not held_small & trained
 
@@ -68,7 +73,7 @@ def test_more_held_out_problems_than_there_are_are_refused() -> None:
         eval_problems=100,
     )
     with pytest.raises(DataError) as caught:
-        held_out_rows(small)
+        ProceduralRows(small, 0).held_out()
     assert str(caught.value).startswith(
         "data.task.eval_problems is 100, but chain_sum gives only about "
     )
@@ -77,20 +82,20 @@ def test_more_held_out_problems_than_there_are_are_refused() -> None:
 def test_a_task_whose_problems_are_all_held_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(procedural, "is_held_out", lambda entry: True)
     with pytest.raises(DataError, match="chain_sum gives too few different problems to"):
-        next(ProceduralStream(SUM, 0).candidates(0))
+        next(ProceduralRows(SUM, 0).candidates(0))
 
 
 def test_a_uid_finds_its_row_again_and_no_other() -> None:
-    stream = ProceduralStream(SUM, 1)
+    stream = ProceduralRows(SUM, 1)
     row = next(stream.candidates(7))
-    (again,) = ProceduralStream(SUM, 1).candidates_of(row.uid)
+    (again,) = ProceduralRows(SUM, 1).candidates_of(row.uid)
     assert (again.uid, again.messages, again.extra) == (row.uid, row.messages, row.extra)
     head = row.uid.partition("-")[0]
     for uid in (head, f"{head}-00000000", "reasoning_gym/chain_sum:x-1", "sort_digits:123", ""):
         with pytest.raises(KeyError):
             stream.candidates_of(uid)
     with pytest.raises(KeyError):
-        ProceduralStream(SUM, 2).candidates_of(row.uid)
+        ProceduralRows(SUM, 2).candidates_of(row.uid)
 
 
 def test_wrong_tasks_and_options_are_told_in_one_line() -> None:
@@ -107,7 +112,7 @@ def test_wrong_tasks_and_options_are_told_in_one_line() -> None:
          "composite refuses (Must specify at least one dataset); change or remove them"),
     ]:  # fmt: skip
         with pytest.raises(DataError) as caught:
-            ProceduralStream(task, 0)
+            ProceduralRows(task, 0)
         assert str(caught.value).startswith(message)
         assert "\n" not in str(caught.value)
 
@@ -117,7 +122,7 @@ def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     task = ReasoningGymTask(task="chain_sum", options={"max_terms": 4})  # not made before
     with pytest.raises(DataError, match=r"pip install 'winnow-rl\[reasoning-gym\]'$"):
-        ProceduralStream(task, 0)
+        ProceduralRows(task, 0)
 
 
 def test_a_recipe_trains_on_it_and_its_loader_resumes(bpe: PreTrainedTokenizerBase) -> None:

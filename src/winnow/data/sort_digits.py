@@ -2,7 +2,10 @@
 
 A problem is asked as `5391:`; the worked form is selection sort, `1|539;3|59;5|9;9|#1359`.
 Problems whose crc32 modulo 10 is 0 are held out for evaluation and never trained on.
-Demonstrations for a warm start lie in `winnow.data.tasks.demonstrations`.
+
+Demonstrations for a warm start are guesses, worked answers and ramblings. The mix is deliberately
+bad: half of the answers guess without working, and a share of the worked ones starts over and
+over, so that reinforcement learning has something to find.
 """
 
 from __future__ import annotations
@@ -10,11 +13,13 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from winnow.config.data import SortDigitsTask
+from winnow.config.model import DemonstrationConfig
 from winnow.data.sources import Row
 from winnow.errors import DataError
 from winnow.types import IntArray
@@ -84,9 +89,10 @@ def row(digits: str) -> Row:
     )
 
 
-class SortDigitsStream:
-    """The endless training problems of a seed, a `RowStream`. A row depends on its index alone."""
+class SortDigitsRows:
+    """The problems of a seed, `TaskRows`. A training row depends on its index alone."""
 
+    size = None
     data_sources = frozenset({DATA_SOURCE})
 
     def __init__(self, task: SortDigitsTask, seed: int) -> None:
@@ -95,16 +101,12 @@ class SortDigitsStream:
         self.fingerprints = {DATA_SOURCE: digits}
 
     def digits(self, index: int) -> str:
-        """Return the problem at `index`; problems may come round again."""
+        """Return the training problem at `index`; problems may come round again."""
         candidates = _candidates(self._task, f"{self._seed}/{index}")
         return next(digits for digits in candidates if not is_held_out(digits))
 
-    def row(self, index: int) -> Row:
-        """Return the row at `index`."""
-        return row(self.digits(index))
-
     def candidates(self, index: int) -> Iterator[Row]:
-        return iter([self.row(index)])  # alone: they are all of a length
+        yield row(self.digits(index))  # alone: they are all of a length
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
         digits = uid.removeprefix(f"{DATA_SOURCE}:")
@@ -112,6 +114,9 @@ class SortDigitsStream:
         if digits == uid or not fits or set(digits) - set(DIGITS) or is_held_out(digits):
             raise KeyError(uid)
         return iter([row(digits)])
+
+    def held_out(self) -> list[Row]:
+        return [row(digits) for digits in held_out_problems(self._task, self._task.eval_problems)]
 
 
 def held_out_problems(task: SortDigitsTask, count: int) -> list[str]:
@@ -148,3 +153,107 @@ def _candidates(task: SortDigitsTask, key: str) -> Iterator[str]:
         length = task.min_digits + number % lengths
         yield f"{number // lengths % 10**length:0{length}d}"
         attempt += 1
+
+
+@dataclass(frozen=True, eq=False)
+class Demonstration:
+    """One problem and an answer to imitate."""
+
+    prompt_ids: IntArray
+    """[L]"""
+    response_ids: IntArray
+    """[L] ends with EOS unless the limit cut it."""
+
+
+def demonstrations(
+    count: int,
+    config: DemonstrationConfig,
+    task: SortDigitsTask,
+    max_response_tokens: int,
+    rng: np.random.Generator,
+) -> list[Demonstration]:
+    """Make `count` demonstrations on training problems, in random order of their kinds."""
+    kinds = rng.random(count)
+    made = []
+    for digits, kind in zip(_training_problems(count, task, rng), kinds, strict=True):
+        if kind < config.guess_share:
+            text = _guess(digits, config.guess_noise, rng)
+        elif kind < config.guess_share + config.working_share:
+            text = _worked(digits, config.step_error, 0.0, max_response_tokens, rng)
+        else:
+            text = _worked(digits, config.step_error, config.repeat, max_response_tokens, rng)
+        response = np.append(encode(text), EOS_ID)[:max_response_tokens]
+        made.append(Demonstration(encode(prompt_text(digits)), response))
+    return made
+
+
+def _training_problems(count: int, task: SortDigitsTask, rng: np.random.Generator) -> list[str]:
+    problems: list[str] = []
+    while len(problems) < count:
+        lengths = rng.integers(task.min_digits, task.max_digits + 1, size=count).tolist()
+        letters = rng.integers(ord("0"), ord("9") + 1, (count, task.max_digits), dtype=np.uint8)
+        for length, line in zip(lengths, letters, strict=True):
+            digits = line[:length].tobytes().decode()
+            if not is_held_out(digits):
+                problems.append(digits)
+    return problems[:count]
+
+
+def _guess(digits: str, noise: float, rng: np.random.Generator) -> str:
+    """Write an answer without working: the digits sorted by their value plus noise."""
+    shifts = noise * rng.standard_normal(len(digits))
+    keys = [int(digit) + shift for digit, shift in zip(digits, shifts, strict=True)]
+    order = sorted(range(len(digits)), key=keys.__getitem__)
+    return "#" + "".join(digits[i] for i in order)
+
+
+def _worked(
+    digits: str, step_error: float, repeat: float, limit: int, rng: np.random.Generator
+) -> str:
+    """Write a chain of steps and its answer; each time with chance `repeat` it starts over first.
+
+    An answer that starts over until it is longer than `limit` never comes to its end.
+    """
+    text, answer = _chain(digits, step_error, rng)
+    while len(text) <= limit and rng.random() < repeat:
+        again, answer = _chain(digits, step_error, rng)
+        text = f"{text}?{again}"
+    return f"{text}#{answer}"
+
+
+def _chain(digits: str, step_error: float, rng: np.random.Generator) -> tuple[str, str]:
+    """Write the steps of a selection sort, and return the digits they picked, too.
+
+    A step that errs is followed by steps that are right for what it wrote: the slip shows in
+    the answer, as it would for a person.
+    """
+    steps, picked = [], []
+    remaining = digits
+    while remaining:
+        least = min(remaining)
+        rest = remaining.replace(least, "", 1)
+        if rng.random() < step_error:
+            least, rest = _slip(remaining, least, rest, rng)
+        steps.append(f"{least}|{rest}")
+        picked.append(least)
+        remaining = rest
+    return ";".join(steps), "".join(picked)
+
+
+def _slip(remaining: str, least: str, rest: str, rng: np.random.Generator) -> tuple[str, str]:
+    """Make a step err: it picks a digit that is not the least, or miscopies one that is left.
+
+    The last step has nothing else to pick or to copy: there the pick itself is miscopied.
+    """
+    others = sorted(set(remaining) - {least})
+    if others and rng.random() < 0.5:
+        wrong = others[rng.integers(len(others))]
+        return wrong, remaining.replace(wrong, "", 1)
+    if not rest:
+        return _other_digit(least, rng), rest
+    at = int(rng.integers(len(rest)))
+    return least, rest[:at] + _other_digit(rest[at], rng) + rest[at + 1 :]
+
+
+def _other_digit(digit: str, rng: np.random.Generator) -> str:
+    return DIGITS[(int(digit) + int(rng.integers(1, 10))) % 10]

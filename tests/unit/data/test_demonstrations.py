@@ -7,8 +7,14 @@ import pytest
 
 from winnow.config.data import SortDigitsTask
 from winnow.config.model import DemonstrationConfig
-from winnow.data.tasks.demonstrations import Demonstration, demonstrations
-from winnow.data.tasks.sort_digits import EOS, VOCABULARY, is_held_out, solution
+from winnow.data.sort_digits import (
+    EOS,
+    VOCABULARY,
+    Demonstration,
+    demonstrations,
+    is_held_out,
+    solution,
+)
 
 LIMIT = 128
 

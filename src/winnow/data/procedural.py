@@ -44,31 +44,51 @@ _ATTEMPTS = 50
 _EVALUATION = "evaluation"
 
 
-class ProceduralStream:
-    """The endless training problems of a task and a seed, a `RowStream`."""
+class ProceduralRows:
+    """The endless training problems of a task and a seed, and its held-out ones; `TaskRows`."""
+
+    size = None
 
     def __init__(self, task: ReasoningGymTask, seed: int) -> None:
         """Look the task up.
 
         Raises:
-            DataError: the package or the task is missing, refuses its options, or makes other
-                problems in each process.
+            DataError: the package or the task is missing, or refuses its options.
         """
-        _dataset(task.task, _as_json(task.options), "0", 0)
-        if task.task in UNSTABLE:
-            raise DataError(
-                f"data.task.task is {task.task}, whose problems differ from process to process, "
-                f"so that no run could be resumed; write them to a file with `winnow data prepare "
-                f"{PREFIX}{task.task}`"
-            )
-        self._task, self._seed = task, seed
+        self._task, self._options, self._seed = task.task, _as_json(task.options), seed
+        self._eval_problems = task.eval_problems
         self._source = f"{PREFIX}{task.task}"
         self.data_sources = frozenset({self._source})
-        made = f"{task.task} {_as_json(task.options)}, seed {seed}"
-        self.fingerprints = {self._source: f"{made}, version {version('reasoning-gym')}"}
+        _dataset(self._task, self._options, "0", 0)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """A text that changes when the rows do.
+
+        Raises:
+            DataError: the task makes other problems in each process.
+        """
+        if self._task in UNSTABLE:
+            raise DataError(
+                f"data.task.task is {self._task}, whose problems differ from process to process, "
+                f"so that no run could be resumed; write them to a file with `winnow data prepare "
+                f"{self._source}`"
+            )
+        made = f"{self._task} {self._options}, seed {self._seed}"
+        return {self._source: f"{made}, version {version('reasoning-gym')}"}
 
     def candidates(self, index: int) -> Iterator[Row]:
-        return _candidates(self._task, self._seed, index)
+        is_empty = True
+        for attempt in range(_ATTEMPTS):
+            entry = self._entry(f"{self._seed}/{attempt}", index)
+            if not is_held_out(entry):
+                is_empty = False
+                yield self._row(entry, str(index))
+        if is_empty:
+            raise DataError(
+                f"{self._source} gives too few different problems to hold some out; change "
+                "data.task.options, or choose another task"
+            )
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
         number = uid.removeprefix(f"{self._source}:").partition("-")[0]
@@ -79,6 +99,45 @@ class ProceduralStream:
             raise KeyError(uid)
         return iter([found])
 
+    def held_out(self) -> list[Row]:
+        """Return the first `eval_problems` of the one fixed list of different held-out problems.
+
+        Raises:
+            DataError: there are not so many.
+        """
+        found: dict[str, Row] = {}
+        for index in range(1_000 + 50 * self._eval_problems):
+            entry = self._entry(_EVALUATION, index)
+            if is_held_out(entry):
+                held_out = self._row(entry, f"held-out-{len(found)}")
+                found.setdefault(str(entry["question"]), held_out)
+            if len(found) == self._eval_problems:
+                return list(found.values())
+        raise DataError(
+            f"data.task.eval_problems is {self._eval_problems}, but {self._task} gives only about "
+            f"{len(found)} different held-out problems; lower it, or change data.task.options"
+        )
+
+    def _entry(self, key: str, index: int) -> Mapping[str, Any]:
+        block, place = divmod(index, _BLOCK)
+        entry: Mapping[str, Any] = _dataset(self._task, self._options, key, block)[place]
+        return entry
+
+    def _row(self, entry: Mapping[str, Any], number: str) -> Row:
+        """Make a problem a row of data; its uid tells problems of one number apart."""
+        number = f"{number}-{_crc(entry):08x}"
+        info = {"task": self._task, "config": self._options, "entry": _as_json(dict(entry))}
+        answer = entry["answer"]
+        return Row(
+            uid=f"{self._source}:{number}",
+            origin=f"{self._source} {number}",
+            data_source=self._source,
+            messages=({"role": "user", "content": f"{entry['question']}{INSTRUCTION}"},),
+            # Some tasks have no answer of their own to show, only a way to judge one.
+            ground_truth="" if answer is None else str(answer),
+            extra={"extra_info": info},
+        )
+
 
 def is_held_out(entry: Mapping[str, Any]) -> bool:
     """Return whether a problem is kept for evaluation."""
@@ -87,78 +146,6 @@ def is_held_out(entry: Mapping[str, Any]) -> bool:
 
 def _crc(entry: Mapping[str, Any]) -> int:
     return zlib.crc32(str(entry["question"]).encode("utf-8", "surrogatepass"))
-
-
-def training_rows(task: ReasoningGymTask, seed: int, count: int) -> Iterator[Row]:
-    """Yield the first `count` rows of a seed, of any task: a file holds still.
-
-    Raises:
-        DataError: as `ProceduralStream`.
-    """
-    return (next(_candidates(task, seed, index)) for index in range(count))
-
-
-def held_out_rows(task: ReasoningGymTask) -> list[Row]:
-    """Return the first `eval_problems` of the one fixed list of different held-out problems.
-
-    Raises:
-        DataError: there are not so many.
-    """
-    options = _as_json(task.options)
-    found: dict[str, Row] = {}
-    for index in range(1_000 + 50 * task.eval_problems):
-        entry = _entry(task.task, options, _EVALUATION, index)
-        if is_held_out(entry):
-            number = f"held-out-{len(found)}"
-            found.setdefault(str(entry["question"]), row(task.task, options, entry, number))
-        if len(found) == task.eval_problems:
-            return list(found.values())
-    raise DataError(
-        f"data.task.eval_problems is {task.eval_problems}, but {task.task} gives only about "
-        f"{len(found)} different held-out problems; lower it, or change data.task.options"
-    )
-
-
-def row(task: str, options: str, entry: Mapping[str, Any], number: str) -> Row:
-    """Make a problem a row of data; its uid tells problems of one number apart.
-
-    Args:
-        options: the settings of the task as JSON.
-    """
-    source = f"{PREFIX}{task}"
-    number = f"{number}-{_crc(entry):08x}"
-    info = {"task": task, "config": options, "entry": _as_json(dict(entry))}
-    answer = entry["answer"]
-    return Row(
-        uid=f"{source}:{number}",
-        origin=f"{source} {number}",
-        data_source=source,
-        messages=({"role": "user", "content": f"{entry['question']}{INSTRUCTION}"},),
-        # Some tasks have no answer of their own to show, only a way to judge one.
-        ground_truth="" if answer is None else str(answer),
-        extra={"extra_info": info},
-    )
-
-
-def _candidates(task: ReasoningGymTask, seed: int, index: int) -> Iterator[Row]:
-    options = _as_json(task.options)
-    is_empty = True
-    for attempt in range(_ATTEMPTS):
-        entry = _entry(task.task, options, f"{seed}/{attempt}", index)
-        if not is_held_out(entry):
-            is_empty = False
-            yield row(task.task, options, entry, str(index))
-    if is_empty:
-        raise DataError(
-            f"reasoning_gym/{task.task} gives too few different problems to hold some out; "
-            "change data.task.options, or choose another task"
-        )
-
-
-def _entry(task: str, options: str, key: str, index: int) -> Mapping[str, Any]:
-    block, place = divmod(index, _BLOCK)
-    entry: Mapping[str, Any] = _dataset(task, options, key, block)[place]
-    return entry
 
 
 @lru_cache(maxsize=8)

@@ -1,1 +1,0 @@
-"""Generated tasks and demonstrations of them."""
