@@ -31,7 +31,7 @@ from speed import WARM_UP_STEPS, Quickstart, measure
 
 from winnow.config.load import load_recipe
 from winnow.config.model import SftWarmStart
-from winnow.data.tasks.sort_digits import SortDigitsStream, prompt_text, solution
+from winnow.data.sort_digits import SortDigitsStream, prompt_text, solution
 from winnow.rewards.scorers.sort_digits import score
 from winnow.runs.warm_start import make_warm_start
 
