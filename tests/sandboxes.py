@@ -19,8 +19,8 @@ import pytest
 from winnow.config.reward import SandboxConfig
 from winnow.http.service import address_of, listen, running
 from winnow.sandbox.bubblewrap import Bubblewrap
-from winnow.sandbox.interpreter import find_interpreter
 from winnow.sandbox.local import LocalSandbox
+from winnow.sandbox.process import find_interpreter
 from winnow.sandbox.program import Limits, Program, Result, SandboxError
 from winnow.sandbox.server import SandboxServer, ServerLimits
 

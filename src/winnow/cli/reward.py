@@ -242,7 +242,7 @@ def _who_scores(config: RewardConfig, data_source: str) -> tuple[str, str]:
     """The name of the scorer, and the sandbox where it has one."""
     from winnow.config.reward import CustomManager, RemoteManager
     from winnow.rewards.routing import Router
-    from winnow.sandbox.current import current
+    from winnow.sandbox import current
 
     if isinstance(config.manager, RemoteManager | CustomManager):
         section = config.manager

@@ -20,14 +20,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from winnow.config.reward import SandboxConfig
 from winnow.errors import RewardError
 from winnow.sandbox.bubblewrap import Bubblewrap
-from winnow.sandbox.interpreter import Interpreter, compiled, find_interpreter
 from winnow.sandbox.landlock import Landlock
-from winnow.sandbox.process import ENVIRONMENT
+from winnow.sandbox.process import ENVIRONMENT, Interpreter, compiled, find_interpreter
 from winnow.sandbox.program import Limits, Program, Result, SandboxError, Slot
 
 _FIRST_UID, _LAST_UID = 60706, 61183
@@ -41,19 +39,7 @@ _SLACK = 64
 """Processes that others of the same user may end while the limit is tried."""
 
 
-class Kind(Protocol):
-    """One way to confine a program."""
-
-    @property
-    def name(self) -> str:
-        """As in `reward.sandbox.backend`."""
-        ...
-
-    def run(self, program: Program, limits: Limits, slot: Slot, closing: threading.Event) -> Result:
-        """Run a program; raises SandboxError where it cannot."""
-        ...
-
-
+Kind = Bubblewrap | Landlock
 KINDS: dict[str, Callable[[Interpreter], Kind]] = {"bubblewrap": Bubblewrap, "landlock": Landlock}
 
 
@@ -118,7 +104,8 @@ class LocalSandbox:
     @property
     def description(self) -> str:
         """One line for people."""
-        who = "its own user" if self.slots[0].uid is None else f"uid {self.slots[0].uid} and on"
+        uid = self.slots[0].uid
+        who = "its own user" if uid is None else f"uid {uid} and on"
         return (
             f"{self.backend}, {len(self.slots)} at once as {who}, {self.config.python}, "
             f"{self.config.memory_mb} MiB x {self.config.processes} processes each"
@@ -310,11 +297,9 @@ def trial_program(limits: Limits, uid: int) -> Program:
         "processes": limits.processes + _SLACK,
         "environment": [*ENVIRONMENT, "PWD", "LC_CTYPE"],
         "limits": {
-            "RLIMIT_AS": limits.memory_bytes,
-            "RLIMIT_CPU": limits.cpu_s,
-            "RLIMIT_NOFILE": limits.open_files,
-            "RLIMIT_FSIZE": limits.scratch_bytes,
-            "RLIMIT_CORE": 0,
+            f"RLIMIT_{name.upper()}": most
+            for name, most in limits.of_a_process.items()
+            if name not in ("nproc", "msgqueue")  # the first is tried, the second not in all
         },
     }
     return Program(_TRIAL, json.dumps(expected).encode())

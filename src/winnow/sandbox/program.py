@@ -12,6 +12,7 @@ from winnow.config.reward import FusionConfig, SandboxConfig
 Ending = Literal["finished", "time_limit", "output_limit", "compile_error"]
 OUTPUT_LIMIT: Ending = "output_limit"
 """The message of our own server beside a program that wrote too much."""
+MAIN = "main.py"
 _LONGEST_NAME = 200
 
 
@@ -50,9 +51,18 @@ class Limits:
         return max(1000, self.scratch_bytes >> 12)
 
     @property
-    def cpu_s(self) -> int:
-        """CPU seconds of one process: a second line behind the wall clock."""
-        return int(self.time_s) + 2
+    def of_a_process(self) -> dict[str, int]:
+        """Limits of `setrlimit` for each process, by their names in small letters."""
+        return {
+            "as": self.memory_bytes,
+            "cpu": int(self.time_s) + 2,  # a second line behind the wall clock
+            "nproc": self.processes,
+            "nofile": self.open_files,
+            "fsize": self.scratch_bytes,
+            "core": 0,
+            "msgqueue": 0,
+            "memlock": 0,
+        }
 
 
 @dataclass(frozen=True)
@@ -70,9 +80,14 @@ class Program:
         folders = {str(parent) for name in self.files for parent in PurePosixPath(name).parents}
         for name in self.files:
             is_plain = name.isprintable() and not {"", ".", ".."} & set(name.split("/"))
-            is_taken = name in folders or name.partition("/")[0] == "main.py"
+            is_taken = name in folders or name.partition("/")[0] == MAIN
             if not is_plain or is_taken or len(name.encode()) > _LONGEST_NAME:
-                raise ValueError(f"{name[:99]!r} is no plain name of a file beside main.py")
+                raise ValueError(f"{name[:99]!r} is no plain name of a file beside {MAIN}")
+
+    @property
+    def all_files(self) -> dict[str, bytes]:
+        """Its files, and its code as `main.py`."""
+        return {MAIN: self.code.encode("utf-8", "surrogatepass"), **self.files}
 
 
 @dataclass(frozen=True)
