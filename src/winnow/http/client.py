@@ -22,14 +22,13 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
 from winnow.errors import RewardError
 
 T = TypeVar("T")
-Kind = Literal["unreachable", "timeout", "status", "garbage"]
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
 _LONGEST_BACKOFF_S = 30.0
 LONGEST_RETRY_AFTER_S = 60.0
@@ -45,15 +44,12 @@ _LOOPBACK: Mapping[str, httpx.AsyncBaseTransport | None] = {
 class RemoteError(Exception):
     """A request that came to nothing."""
 
-    kind: Kind
-    """`unreachable` (no connection), `timeout`, `status` (a refusal), or `garbage`: an answer that
-    is no JSON, too large, or cut off."""
-    status: int | None
-    """Status of the last answer; None where there was none."""
     line: str
     """One line for people, without secrets."""
+    status: int | None = None
+    """Status of a refusal; None where no answer came, or none that is whole and JSON."""
     after_s: float | None = None
-    """Seconds after which the last answer asked to be tried again."""
+    """Seconds after which a refusal asks to be tried again."""
     is_passing: bool = False
     """True if the same request may be answered later."""
 
@@ -192,51 +188,51 @@ class HttpJson:
         """
         content = json.dumps(body, allow_nan=False).encode()
         url = f"{str(self._url).rstrip('/')}/{path.lstrip('/')}"
-        status = None
+        response = None
         try:
             async with (
                 asyncio.timeout(timeout_s),
                 self._client.stream("POST", url, content=content) as response,
             ):
-                status = response.status_code
                 data = await self._read(response)
         except TimeoutError:
             said = f"did not answer within {timeout_s:g} s"
-            raise self.error("timeout", status, said, None, True) from None
+            raise self.error(said, is_passing=True) from None
         except httpx.DecodingError as error:
-            said = f"answered with what cannot be unpacked: {_text(error)}"
-            raise self.error("garbage", status, said) from None
+            raise self.error(f"answered with what cannot be unpacked: {_text(error)}") from None
         except httpx.RequestError as error:
-            if status is None:
-                said = f"cannot be reached: {_text(error)}"
-                raise self.error("unreachable", None, said, None, True) from None
-            said = f"cut its answer off ({_text(error)})"
-            raise self.error("garbage", status, said, None, True) from None
-        if not 200 <= status < 300:
+            said = "cannot be reached" if response is None else "cut its answer off"
+            raise self.error(f"{said}: {_text(error)}", is_passing=True) from None
+        status = response.status_code
+        if not response.is_success:
             text = " ".join(data[: 20 * _SHOWN].decode(errors="replace").split())
             said = f"answered {status}{': ' if text else ''}{text}"
             after_s = _retry_after_s(response.headers.get("Retry-After"))
-            raise self.error("status", status, said, after_s, status in RETRY_STATUSES)
+            raise self.error(said, status, after_s, status in RETRY_STATUSES)
         try:
             return json.loads(data)
         except (ValueError, RecursionError):
-            said = f"answered with {len(data):,} bytes that are no JSON"
-            raise self.error("garbage", status, said) from None
+            raise self.error(f"answered with {len(data):,} bytes that are no JSON") from None
 
     async def _read(self, response: httpx.Response) -> bytes:
         parts = bytearray()
         async for part in response.aiter_bytes():
             parts += part
             if len(parts) > self._max_bytes:
-                said = f"answered with more than {self._max_bytes:,} bytes"
-                raise self.error("garbage", response.status_code, said)
+                raise self.error(f"answered with more than {self._max_bytes:,} bytes")
         return bytes(parts)
 
-    def error(self, kind: Kind, status: int | None, said: str, *how: Any) -> RemoteError:
+    def error(
+        self,
+        said: str,
+        status: int | None = None,
+        after_s: float | None = None,
+        is_passing: bool = False,
+    ) -> RemoteError:
         """Return the error for what this service did, cut to a line and without its secrets."""
         said = self.without_secrets(said)
         said = said if len(said) <= _SHOWN else f"{said[:_SHOWN]}…"
-        return RemoteError(kind, status, f"{self.place} {said}", *how)
+        return RemoteError(f"{self.place} {said}", status, after_s, is_passing)
 
     def without_secrets(self, text: str) -> str:
         """Return the text with the token and the password taken out."""
@@ -245,7 +241,7 @@ class HttpJson:
         return text
 
     def _closed_error(self) -> RemoteError:
-        return self.error("unreachable", None, "is not asked any more: the client is closed")
+        return self.error("is not asked any more: the client is closed")
 
     def _pause_s(self, tries: int, after_s: float | None) -> float:
         most = min(self._backoff_s * 2.0 ** (tries - 1), _LONGEST_BACKOFF_S)
