@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.services import running
 
 from winnow.config.reward import SandboxConfig
-from winnow.http.service import address_of, listen, running
+from winnow.http.service import address_of, listen
 from winnow.sandbox.bubblewrap import Bubblewrap
 from winnow.sandbox.local import LocalSandbox
 from winnow.sandbox.process import find_interpreter
