@@ -6,10 +6,11 @@ import contextlib
 import io
 import json
 import logging
+import logging.handlers
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,7 @@ from winnow.errors import ConfigError, DataError, RewardError
 if TYPE_CHECKING:
     from winnow.config.reward import RewardConfig, UserFunction
     from winnow.config.root import Config
-    from winnow.types import Prompt, Score, Trajectory
+    from winnow.types import Prompt, Score
 
 app = typer.Typer(
     name="reward",
@@ -137,12 +138,13 @@ def _config(
     config = resolve_recipe(recipe, settings) if recipe or settings else Config()
     changes: dict[str, Any] = {"on_failure": "wrong"}
     manager = config.reward.manager.name
-    for option, given in (("scorer", scorer), ("function", function)):
-        if given is not None and manager in ("remote", "custom"):
-            raise RewardError(
-                f"--{option} is {given} and reward/manager={manager}: only one of them can score; "
-                f"leave --{option} out, or set reward/manager=auto"
-            )
+    given = scorer or function
+    if given is not None and manager in ("remote", "custom"):
+        option = "--scorer" if scorer else "--function"
+        raise RewardError(
+            f"{option} is {given} and reward/manager={manager}: only one of them can score; "
+            f"leave {option} out, or set reward/manager=auto"
+        )
     if scorer is not None:
         changes["scorers"] = {"*": scorer}
     if function is not None:
@@ -171,6 +173,7 @@ def _prompt(
 
     from winnow.data.check import prompt_text
     from winnow.data.sources import read_rows
+    from winnow.rewards.scorers.tags import structure
     from winnow.types import Prompt
 
     nothing = np.zeros(0, np.int64)
@@ -180,28 +183,21 @@ def _prompt(
                 "there is nothing to compare with; give FILE and --row, or --truth with --source "
                 "or --scorer"
             )
-        return Prompt("try", nothing, "", source or "try", _read(truth))
+        return Prompt("try", nothing, "", source or "try", structure(truth))
     rows = read_rows([file], key)
     if not 1 <= number <= len(rows):
         raise DataError(f"--row is {number}, but {file} has rows 1 to {len(rows):,}; choose one")
-    chosen = rows[number - 1]
+    row = rows[number - 1]
+    gold = row.ground_truth if truth is None else structure(truth)
     return Prompt(
-        chosen.uid,
-        nothing,
-        prompt_text(chosen.messages),
-        source or chosen.data_source,
-        chosen.ground_truth if truth is None else _read(truth),
-        chosen.extra,
-        tuple(chosen.messages),
+        uid=row.uid,
+        token_ids=nothing,
+        text=prompt_text(row.messages),
+        data_source=source or row.data_source,
+        ground_truth=gold,
+        extra=row.extra,
+        messages=tuple(row.messages),
     )
-
-
-def _read(truth: str) -> Any:
-    """The object or list that the text is in JSON, else the text."""
-    if truth.lstrip()[:1] in ("{", "["):
-        with contextlib.suppress(ValueError):
-            return json.loads(truth)
-    return truth
 
 
 def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) -> _Trial:
@@ -215,14 +211,23 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
     """
     import asyncio
 
+    import numpy as np
+
     from winnow.runs.rewarding import make_rewards
+    from winnow.types import Segment, Trajectory
 
     section = config.reward
     if section.workers or (section.workers is None and section.function.path is not None):
         section = section.model_copy(update={"workers": 1})  # more would only load the file again
         config = config.model_copy(update={"reward": section})
-    with _listening() as heard, contextlib.ExitStack() as stack:
-        here = io.StringIO()
+    heard = logging.handlers.BufferingHandler(sys.maxsize)
+    workers = logging.getLogger("winnow.rewards.pool")
+    here = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.callback(workers.setLevel, workers.level)
+        stack.callback(workers.removeHandler, heard)
+        workers.setLevel(logging.INFO)
+        workers.addHandler(heard)
         if quiet:
             stack.enter_context(contextlib.redirect_stdout(here))
         service = make_rewards(config, "cpu")
@@ -230,12 +235,15 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
         service.check_sources([prompt.data_source])
         scorer, sandbox = _who_scores(config.reward, prompt.data_source)
         service.check_prompt(prompt)
+        zeros = np.zeros(tokens, np.int64)
+        answer = Trajectory((Segment(zeros, zeros.astype(np.float32), ()),), "stop")
         began = time.perf_counter()
-        score = asyncio.run(service.score(prompt, _trajectory(tokens), text, training=True))
+        score = asyncio.run(service.score(prompt, answer, text, training=True))
         seconds = time.perf_counter() - began
         traceback = service.failure_report.first_traceback.rstrip()
     # Workers have ended, so all of their output has come.
-    return _Trial(scorer, sandbox, score, traceback, seconds, here.getvalue() + "".join(heard))
+    printed = here.getvalue() + "".join(getattr(said, "printed", "") for said in heard.buffer)
+    return _Trial(scorer, sandbox, score, traceback, seconds, printed)
 
 
 def _who_scores(config: RewardConfig, data_source: str) -> tuple[str, str]:
@@ -251,43 +259,6 @@ def _who_scores(config: RewardConfig, data_source: str) -> tuple[str, str]:
         return config.function.name, ""
     scorer = Router(config.scorers).scorer(data_source)
     return scorer.name, current().description if scorer.sandboxed else ""
-
-
-def _trajectory(tokens: int) -> Trajectory:
-    import numpy as np
-
-    from winnow.types import Segment, Trajectory
-
-    zeros = np.zeros(tokens, np.int64)
-    return Trajectory((Segment(zeros, zeros.astype(np.float32), ()),), "stop")
-
-
-class _Listener(logging.Handler):
-    """Takes what workers printed, which otherwise goes to a run's log."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.heard: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the text of a record that has one."""
-        printed = getattr(record, "printed", None)
-        if printed is not None:
-            self.heard.append(str(printed))
-
-
-@contextlib.contextmanager
-def _listening() -> Iterator[list[str]]:
-    listener = _Listener()
-    logger = logging.getLogger("winnow.rewards.pool")
-    before = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(listener)
-    try:
-        yield listener.heard
-    finally:
-        logger.removeHandler(listener)
-        logger.setLevel(before)
 
 
 def _as_json(trial: _Trial) -> dict[str, Any]:
