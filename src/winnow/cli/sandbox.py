@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 from typing import Annotated, Literal
 
 import typer
@@ -73,13 +72,13 @@ def serve_command(
         backend=backend,
         python=python,
         max_concurrent=max_concurrent,
+        time_s=max_time_s,
         memory_mb=memory_mb,
         output_kb=output_kb,
     )
     token = token_of(token_env, "--token-env")
     with closing(listen(host, port, token)) as listener, closing(LocalSandbox(config)) as sandbox:
-        programs = replace(sandbox.limits, time_s=max_time_s)
-        limits = ServerLimits(programs, max_body_mb << 20, max_queued)
+        limits = ServerLimits(max_body_mb << 20, max_queued)
         said = f"sandbox at {address_of(listener)} ({sandbox.description})"
         with closing(SandboxServer(sandbox, limits, token)) as server:
             code = serve(server.service, listener, said)

@@ -61,7 +61,7 @@ class HttpJson:
     """A client of one service; safe to use from any thread and any event loop.
 
     Args:
-        base_url: paths are put behind it.
+        base_url: paths are put behind it; a section of the configuration has checked it.
         token: sent as `Authorization: Bearer`, and kept out of every error.
         max_concurrent: requests under way at once, their pauses between tries included.
         tries: how often a request is sent in all.
@@ -69,7 +69,7 @@ class HttpJson:
         max_bytes: longest answer that is read, unpacked.
 
     Raises:
-        ValueError: the address is none of HTTP, or the token cannot be sent.
+        RewardError: the address is none.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class HttpJson:
         backoff_s: float = 0.5,
         max_bytes: int = 32 << 20,
     ) -> None:
-        self._url = _address(base_url)
-        self.place = str(self._url.copy_with(userinfo=b"", query=None, fragment=None)).rstrip("/")
-        if token is not None and (not token.isascii() or not token.isprintable() or " " in token):
-            raise ValueError("the token must consist of ASCII characters without blanks and breaks")
+        try:
+            self._url = httpx.URL(base_url.rstrip("/"))
+        except httpx.InvalidURL as error:
+            raise RewardError(f"{base_url} is no address ({error}); mend it") from None
+        self._token = token
         self._headers = {"Accept": "application/json", "Content-Type": "application/json"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._secrets = [text for text in (token, self._url.password) if text]
         self._max_concurrent, self._tries, self._backoff_s = max_concurrent, tries, backoff_s
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -187,7 +187,7 @@ class HttpJson:
             number: of the try, from 1.
         """
         content = json.dumps(body, allow_nan=False).encode()
-        url = f"{str(self._url).rstrip('/')}/{path.lstrip('/')}"
+        url = f"{self._url}/{path.lstrip('/')}"
         response = None
         try:
             async with (
@@ -229,16 +229,14 @@ class HttpJson:
         after_s: float | None = None,
         is_passing: bool = False,
     ) -> RemoteError:
-        """Return the error for what this service did, cut to a line and without its secrets."""
-        said = self.without_secrets(said)
+        """Return the error for what this service did, cut to a line and without the token."""
+        said = self.without_token(said)
         said = said if len(said) <= _SHOWN else f"{said[:_SHOWN]}…"
-        return RemoteError(f"{self.place} {said}", status, after_s, is_passing)
+        return RemoteError(f"{self._url} {said}", status, after_s, is_passing)
 
-    def without_secrets(self, text: str) -> str:
-        """Return the text with the token and the password taken out."""
-        for secret in self._secrets:
-            text = text.replace(secret, "(secret)")
-        return text
+    def without_token(self, text: str) -> str:
+        """Return the text with the token taken out."""
+        return text.replace(self._token, "(secret)") if self._token else text
 
     def _closed_error(self) -> RemoteError:
         return self.error("is not asked any more: the client is closed")
@@ -258,7 +256,7 @@ def token_of(variable: str | None, field: str) -> str | None:
         field: that names the variable, for the error.
 
     Raises:
-        RewardError: there is no such variable, or it is empty.
+        RewardError: there is no such variable, it is empty, or no header can hold what it does.
     """
     if variable is None:
         return None
@@ -267,19 +265,12 @@ def token_of(variable: str | None, field: str) -> str | None:
         raise RewardError(
             f"{field} is {variable}, but there is no such environment variable; export {variable}"
         )
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise RewardError(
+            f"{field} is {variable}, whose value must consist of ASCII characters without blanks "
+            f"and breaks; export another {variable}"
+        )
     return token
-
-
-def _address(base_url: str) -> httpx.URL:
-    try:
-        url = httpx.URL(base_url)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"the address is no URL ({error})") from None
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError("the address must begin with http:// or https:// and name a host")
-    if url.query or url.fragment:
-        raise ValueError("the address must end with its path: no ? and no #")
-    return url
 
 
 def _text(error: Exception) -> str:

@@ -189,11 +189,7 @@ class Judge:
         self.config = config
         self._prompt = JudgePrompt(config)
         key = token_of(config.api_key_env, "reward.judge.api_key_env")
-        try:
-            self._http = _JudgeClient(config, key, backoff_s)
-        except ValueError as error:
-            where = f"base_url {config.base_url}, api_key_env {config.api_key_env}"
-            raise RewardError(f"reward.judge ({where}): {error}") from None
+        self._http = _JudgeClient(config, key, backoff_s)
         path = cache_path(config.cache)
         self._cache = None if path is None else ReplyCache(path)
         if self._cache is not None:
@@ -269,7 +265,7 @@ class Judge:
             return Failure(f"the judge: {error.line}", "")
         finally:
             self.scored += 1
-        said = self._http.without_secrets(reply.text)
+        said = self._http.without_token(reply.text)
         end = f"it ends with {said[-_SHOWN:]!r}" if said else "it is empty"
         return Failure(
             f"the judge: no number was read from its reply by reward.judge.parse, twice over; {end}"

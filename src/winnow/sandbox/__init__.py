@@ -6,9 +6,15 @@ One sandbox serves a process: its slots bound how many programs run over the who
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from winnow.config.reward import FusionConfig, SandboxConfig
-from winnow.sandbox.program import Sandbox
+
+if TYPE_CHECKING:
+    from winnow.sandbox.fusion import FusionSandbox
+    from winnow.sandbox.local import LocalSandbox
+
+    Sandbox = LocalSandbox | FusionSandbox
 
 _lock = threading.RLock()
 _sandbox: Sandbox | None = None

@@ -15,8 +15,9 @@ import signal
 import threading
 from contextlib import ExitStack, suppress
 
-from winnow.sandbox.process import Confined, Interpreter, memory_file
-from winnow.sandbox.program import MAIN, Limits, Program, Result, SandboxError, Slot
+from winnow.config.reward import SandboxConfig
+from winnow.sandbox.process import Confined, Interpreter, memory_file, process_limits
+from winnow.sandbox.program import MAIN, Program, Result, SandboxError
 from winnow.sandbox.seccomp import filter_bytes
 
 FOLDER = "/tmp"
@@ -27,14 +28,17 @@ _LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 class Bubblewrap:
     """Starts programs under bwrap.
 
+    Args:
+        closing: ends what runs.
+
     Raises:
         SandboxError: a part is missing.
     """
 
     name = "bubblewrap"
 
-    def __init__(self, interpreter: Interpreter) -> None:
-        self._interpreter = interpreter
+    def __init__(self, interpreter: Interpreter, closing: threading.Event) -> None:
+        self._interpreter, self._closing = interpreter, closing
         # A list of folders of ours: the environment's PATH may hold anything.
         self._bwrap = _tool("bwrap", "bubblewrap")
         self._prlimit = _tool("prlimit", "util-linux")
@@ -42,8 +46,11 @@ class Bubblewrap:
         self._choom = _tool("choom", "util-linux")
         self._seccomp = filter_bytes()
 
-    def run(self, program: Program, limits: Limits, slot: Slot, closing: threading.Event) -> Result:
+    def run(self, program: Program, limits: SandboxConfig, uid: int | None) -> Result:
         """Run a program.
+
+        Args:
+            uid: unprivileged user that it runs as; None keeps ours, which is one already.
 
         Raises:
             SandboxError: the sandbox could not be set up.
@@ -57,11 +64,11 @@ class Bubblewrap:
             status, writer = os.pipe()
             stack.callback(os.close, status)
             stack.callback(os.close, writer)
-            command = self._command(limits, slot, files, seccomp, writer)
+            command = self._command(limits, uid, files, seccomp, writer)
             descriptors = [*files.values(), seccomp, writer]
-            report = _Report(status, limits.scratch_bytes)
+            report = _Report(status, limits.scratch_mb << 20)
             confined = Confined(command, descriptors, signal.SIGKILL, report.count_files)
-            result = confined.run(program.stdin, limits, closing)
+            result = confined.run(program.stdin, limits, self._closing)
             has_begun = report.child() is not None
         if not has_begun:
             reason = " ".join(result.stderr.decode(errors="replace").split())
@@ -71,12 +78,17 @@ class Bubblewrap:
         return result
 
     def _command(
-        self, limits: Limits, slot: Slot, files: dict[str, int], seccomp: int, status: int
+        self,
+        limits: SandboxConfig,
+        uid: int | None,
+        files: dict[str, int],
+        seccomp: int,
+        status: int,
     ) -> list[str]:
         # Where memory runs out, the kernel is to end a program and not the trainer.
         drop = [self._choom, "-n", "1000", "--"]
-        if slot.uid is not None:
-            who = str(slot.uid)
+        if uid is not None:
+            who = str(uid)
             drop += [self._setpriv, "--reuid", who, "--regid", who, "--clear-groups", "--"]
         view = ["--ro-bind", "/usr", "/usr"]
         for link in _LINKS:
@@ -86,7 +98,7 @@ class Bubblewrap:
                 view += ["--ro-bind", f"/{link}", f"/{link}"]
         for path in ("/etc/ld.so.cache", "/etc/alternatives"):
             view += ["--ro-bind-try", path, path]
-        view += ["--dev", "/dev", "--size", str(limits.scratch_bytes), "--tmpfs", FOLDER]
+        view += ["--dev", "/dev", "--size", str(limits.scratch_mb << 20), "--tmpfs", FOLDER]
         for folder in self._interpreter.folders_outside_usr:
             view += ["--ro-bind", folder, folder]
         for name, descriptor in files.items():
@@ -97,7 +109,7 @@ class Bubblewrap:
             "--cap-drop", "ALL", "--hostname", "sandbox",
             *view, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", FOLDER,
             "--seccomp", str(seccomp), "--json-status-fd", str(status), "--",
-            self._prlimit, *(f"--{name}={n}" for name, n in limits.of_a_process.items()), "--",
+            self._prlimit, *(f"--{name}={n}" for name, n in process_limits(limits).items()), "--",
             self._interpreter.path, "-s", f"{FOLDER}/{MAIN}",
         ]  # fmt: skip
 

@@ -12,7 +12,6 @@ cut off, or not of this API all raise `SandboxError`, and that scoring fails.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -44,17 +43,14 @@ class FusionSandbox:
 
     def __init__(self, config: FusionConfig) -> None:
         self.config = config
-        self.slots: Sequence[object] = range(config.max_concurrent)
-        try:
-            self._http = HttpJson(
-                config.url,
-                token=token_of(config.token_env, "reward.sandbox.token_env"),
-                max_concurrent=config.max_concurrent,
-                # Six characters of JSON for a byte, at worst.
-                max_bytes=(config.output_kb << 10) * 8 + (1 << 20),
-            )
-        except ValueError as error:
-            raise RewardError(f"reward.sandbox: {error}") from None
+        self.slots = config.max_concurrent
+        self._http = HttpJson(
+            config.url,
+            token=token_of(config.token_env, "reward.sandbox.token_env"),
+            max_concurrent=config.max_concurrent,
+            # Six characters of JSON for a byte, at worst.
+            max_bytes=(config.output_kb << 10) * 8 + (1 << 20),
+        )
         try:
             self._try_out()
         except BaseException:

@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from winnow.sandbox.process import Confined, Interpreter, compiled, memory_file
-from winnow.sandbox.program import MAIN, Limits, Program, Result, SandboxError, Slot
+from winnow.config.reward import SandboxConfig
+from winnow.sandbox.process import Confined, Interpreter, compiled, memory_file, process_limits
+from winnow.sandbox.program import MAIN, Program, Result, SandboxError
 from winnow.sandbox.seccomp import filter_bytes
 
 _CONFINE = Path(__file__).with_name("confine.py")
@@ -37,14 +38,17 @@ _LEAST_ABI = 3
 class Landlock:
     """Starts programs under Landlock.
 
+    Args:
+        closing: ends what runs.
+
     Raises:
         SandboxError: the kernel lacks a part.
     """
 
     name = "landlock"
 
-    def __init__(self, interpreter: Interpreter) -> None:
-        self._interpreter = interpreter
+    def __init__(self, interpreter: Interpreter, closing: threading.Event) -> None:
+        self._interpreter, self._closing = interpreter, closing
         self._abi = landlock_abi()
         if self._abi < _LEAST_ABI:
             had = f"has version {self._abi}" if self._abi > 0 else "is off"
@@ -53,8 +57,11 @@ class Landlock:
         self._guardian = shutil.which("python3", path="/usr/bin") or sys.executable
         self._code = compiled(self._guardian, _CONFINE.read_text(encoding="utf-8"))
 
-    def run(self, program: Program, limits: Limits, slot: Slot, closing: threading.Event) -> Result:
+    def run(self, program: Program, limits: SandboxConfig, uid: int | None) -> Result:
         """Run a program.
+
+        Args:
+            uid: unprivileged user that it runs as; None keeps ours, which is one already.
 
         Raises:
             SandboxError: the sandbox could not be set up.
@@ -66,7 +73,7 @@ class Landlock:
             ends = os.pipe()
             status = stack.enter_context(open(ends[0], "rb", 0))
             writer = stack.enter_context(open(ends[1], "wb", 0))
-            plan = self._plan(limits, slot, folder, writer.fileno())
+            plan = self._plan(limits, uid, folder, writer.fileno())
             handed = [
                 stack.enter_context(memory_file(name, data)).fileno()
                 for name, data in (("plan", plan), ("guardian", self._code))
@@ -74,7 +81,7 @@ class Landlock:
             command = [self._guardian, "-I", "-S", "-B", "-c", _LOAD, *map(str, handed)]
             # At SIGTERM the guardian kills the program and what it started, then ends.
             confined = Confined(command, [*handed, writer.fileno()], signal.SIGTERM)
-            result = confined.run(program.stdin, limits, closing)
+            result = confined.run(program.stdin, limits, self._closing)
             writer.close()
             said = status.read(4096)
         if said != b"confined":
@@ -82,7 +89,7 @@ class Landlock:
             raise SandboxError(f"Landlock could not set the sandbox up: {reason[:300]}")
         return result
 
-    def _plan(self, limits: Limits, slot: Slot, folder: str, status: int) -> bytes:
+    def _plan(self, limits: SandboxConfig, uid: int | None, folder: str, status: int) -> bytes:
         plan = {
             "abi": self._abi,
             "command": [self._interpreter.path, "-s", f"{folder}/{MAIN}"],
@@ -93,10 +100,10 @@ class Landlock:
                 if os.path.exists(path)
             ],
             "devices": [path for path in _DEVICES if os.path.exists(path)],
-            "limits": limits.of_a_process,
+            "limits": process_limits(limits),
             "seccomp": self._seccomp,
             "status": status,
-            "uid": slot.uid,
+            "uid": uid,
             "parent": os.getpid(),
         }
         return marshal.dumps(plan, _MARSHAL)

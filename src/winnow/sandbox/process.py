@@ -18,7 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, BinaryIO
 
-from winnow.sandbox.program import OUTPUT_LIMIT, Ending, Limits, Result, SandboxError
+from winnow.config.reward import SandboxConfig
+from winnow.sandbox.program import OUTPUT_LIMIT, Ending, Result, SandboxError
 
 _READ_BYTES = 1 << 16
 _LOOK_S = 0.1
@@ -59,7 +60,7 @@ class Confined:
     count_files: Callable[[], int] = lambda: 0
     """Counts the files that the program has made so far."""
 
-    def run(self, stdin: bytes, limits: Limits, closing: threading.Event) -> Result:
+    def run(self, stdin: bytes, limits: SandboxConfig, closing: threading.Event) -> Result:
         """Run to the end, or to a limit, or until `closing` is set.
 
         Raises:
@@ -105,11 +106,13 @@ class Confined:
         self,
         outputs: Mapping[IO[bytes], bytearray],
         until: float,
-        limits: Limits,
+        limits: SandboxConfig,
         closing: threading.Event,
     ) -> Ending:
         """Read both outputs to their ends."""
-        left, next_look = limits.output_bytes, 0.0
+        left, next_look = limits.output_kb << 10, 0.0
+        # Each file takes memory that no limit counts.
+        most_files = max(1000, limits.scratch_mb << 8)
         with selectors.DefaultSelector() as selector:
             for stream, kept in outputs.items():
                 selector.register(stream, selectors.EVENT_READ, kept)
@@ -121,7 +124,7 @@ class Confined:
                     raise SandboxError("the sandbox is closed")
                 if now >= next_look:
                     next_look = now + _LOOK_S
-                    if self.count_files() > limits.files:
+                    if self.count_files() > most_files:
                         return OUTPUT_LIMIT
                 for key, _ in selector.select(min(until - now, _LOOK_S)):
                     data = os.read(key.fd, _READ_BYTES)
@@ -141,6 +144,20 @@ class Confined:
             process.wait(_STOP_S)
         except subprocess.TimeoutExpired as error:
             raise SandboxError(f"process {process.pid} cannot be ended") from error
+
+
+def process_limits(limits: SandboxConfig) -> dict[str, int]:
+    """Return the limits of `setrlimit` for each process, by their names in small letters."""
+    return {
+        "as": limits.memory_mb << 20,
+        "cpu": int(limits.time_s) + 2,  # a second line behind the wall clock
+        "nproc": limits.processes,
+        "nofile": limits.open_files,
+        "fsize": limits.scratch_mb << 20,
+        "core": 0,
+        "msgqueue": 0,
+        "memlock": 0,
+    }
 
 
 def memory_file(name: str, data: bytes) -> BinaryIO:

@@ -1,13 +1,11 @@
-"""Types of the sandbox: programs, limits, results, slots, and the protocol of a sandbox."""
+"""Programs that a sandbox runs, and their results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Literal, NamedTuple, Protocol
-
-from winnow.config.reward import FusionConfig, SandboxConfig
+from typing import Literal
 
 Ending = Literal["finished", "time_limit", "output_limit", "compile_error"]
 OUTPUT_LIMIT: Ending = "output_limit"
@@ -18,51 +16,6 @@ _LONGEST_NAME = 200
 
 class SandboxError(Exception):
     """The sandbox itself failed; never the fault of the program."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Resources that a program may use."""
-
-    time_s: float
-    """Wall clock, from the start of the sandbox."""
-    memory_bytes: int
-    """Address space of each process."""
-    processes: int
-    open_files: int
-    scratch_bytes: int
-    output_bytes: int
-
-    @classmethod
-    def of(cls, config: SandboxConfig) -> Limits:
-        """Read the limits from a recipe."""
-        return cls(
-            config.time_s,
-            config.memory_mb << 20,
-            config.processes,
-            config.open_files,
-            config.scratch_mb << 20,
-            config.output_kb << 10,
-        )
-
-    @property
-    def files(self) -> int:
-        """Most files and folders in the scratch folder: each takes memory that no limit counts."""
-        return max(1000, self.scratch_bytes >> 12)
-
-    @property
-    def of_a_process(self) -> dict[str, int]:
-        """Limits of `setrlimit` for each process, by their names in small letters."""
-        return {
-            "as": self.memory_bytes,
-            "cpu": int(self.time_s) + 2,  # a second line behind the wall clock
-            "nproc": self.processes,
-            "nofile": self.open_files,
-            "fsize": self.scratch_bytes,
-            "core": 0,
-            "msgqueue": 0,
-            "memlock": 0,
-        }
 
 
 @dataclass(frozen=True)
@@ -106,42 +59,3 @@ class Result:
     def is_clean(self) -> bool:
         """True if it ended by itself with exit code 0."""
         return self.ending == "finished" and self.exit_code == 0
-
-
-class Slot(NamedTuple):
-    """A place for one program at a time."""
-
-    number: int
-    uid: int | None
-    """The unprivileged user that it runs as; None keeps ours, which is unprivileged already."""
-
-
-class Sandbox(Protocol):
-    """Runs programs; safe to use from any thread."""
-
-    @property
-    def config(self) -> SandboxConfig | FusionConfig:
-        """The section that describes it."""
-        ...
-
-    @property
-    def slots(self) -> Sequence[object]:
-        """One for each program that may run at once."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """One line for people."""
-        ...
-
-    def run_for(self, program: Program, time_s: float) -> Result:
-        """Run a program within a time; waits for a slot.
-
-        Raises:
-            SandboxError: the sandbox failed.
-        """
-        ...
-
-    def close(self) -> None:
-        """End what runs."""
-        ...

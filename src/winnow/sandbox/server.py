@@ -21,7 +21,7 @@ import json
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -36,15 +36,15 @@ from pydantic import (
 )
 from starlette.requests import Request
 
+from winnow.config.reward import SandboxConfig
 from winnow.http import first_fault
 from winnow.http.service import JsonService, Refusal
 from winnow.sandbox.local import LocalSandbox
-from winnow.sandbox.program import Limits, Program, Result, SandboxError
+from winnow.sandbox.program import Program, Result, SandboxError
 
 _DEFAULT_S = 10.0
 _LEAST_MB = 64
 _MOST_FILES = 32
-_MIB = 1 << 20
 _FILES_PER_PROGRAM = 8
 """Descriptors that a running program costs its server, at most."""
 
@@ -118,7 +118,7 @@ class RunRequest(BaseModel):
     @classmethod
     def _is_small(cls, value: float, info: ValidationInfo) -> float:
         assert info.context is not None
-        most = info.context.memory_bytes // _MIB
+        most = info.context.memory_mb
         if value != -1 and not _LEAST_MB <= value <= most:
             raise ValueError(f"must lie in [{_LEAST_MB}, {most}] here (--memory-mb of the server)")
         return value
@@ -135,14 +135,14 @@ class Job:
     """A request that can be run."""
 
     program: Program
-    limits: Limits
+    limits: SandboxConfig
     fetch: Sequence[str]
     """Files whose contents the reply holds."""
     mark: bytes | None
     """Text before these files in the output; None where the program is run as it is."""
 
 
-def job_of(body: Any, most: Limits) -> Job:
+def job_of(body: Any, most: SandboxConfig) -> Job:
     """Return the job that a request asks for.
 
     Args:
@@ -159,9 +159,8 @@ def job_of(body: Any, most: Limits) -> Job:
     except ValueError as error:
         raise Refusal(422, f"files: {error}") from None
     time_s = min(_DEFAULT_S, most.time_s) if asked.run_timeout is None else asked.run_timeout
-    limits = replace(most, time_s=time_s)
-    if asked.memory_limit_MB != -1:
-        limits = replace(limits, memory_bytes=int(asked.memory_limit_MB) * _MIB)
+    memory_mb = most.memory_mb if asked.memory_limit_MB == -1 else int(asked.memory_limit_MB)
+    limits = most.model_copy(update={"time_s": time_s, "memory_mb": memory_mb})
     return Job(program, limits, asked.fetch_files, mark)
 
 
@@ -225,10 +224,8 @@ def _told_files(said: bytes, asked: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Bounds of what requests may ask of the server."""
+    """Bounds of what the server holds of requests; those of a program are the sandbox's."""
 
-    programs: Limits
-    """Upper bounds for each program."""
     max_body_bytes: int
     max_queued: int
     """Requests that wait while the sandbox is full."""
@@ -241,7 +238,7 @@ class SandboxServer:
 
     def __init__(self, sandbox: LocalSandbox, limits: ServerLimits, token: str | None) -> None:
         self._sandbox, self._limits = sandbox, limits
-        slots = len(sandbox.slots)
+        slots = sandbox.slots
         self._running = 0
         self._free = asyncio.Semaphore(slots)
         self._threads = ThreadPoolExecutor(slots, "programs")
@@ -266,13 +263,13 @@ class SandboxServer:
         return {
             "status": "closing" if self.service.is_closing else "ok",
             "sandbox": self._sandbox.backend,
-            "max_concurrent": len(self._sandbox.slots),
+            "max_concurrent": self._sandbox.slots,
             "running": self._running,
             "waiting": self.service.taken - self._running,
         }
 
     async def _answer(self, body: Any, request: Request) -> dict[str, Any]:
-        job = job_of(body, self._limits.programs)
+        job = job_of(body, self._sandbox.config)
         try:
             async with asyncio.timeout(self._limits.max_wait_s):
                 await self._free.acquire()

@@ -65,7 +65,7 @@ def truth(problem: Problem) -> dict[str, str]:
 
 def outcomes(problems: list[Problem], answer: Callable[[Problem], str]) -> dict[str, Any]:
     """Score an answer to each; what did not pass, and what did."""
-    with ThreadPoolExecutor(len(winnow.sandbox.current().slots)) as threads:
+    with ThreadPoolExecutor(winnow.sandbox.current().slots) as threads:
         scores = threads.map(
             lambda p: code.score("humaneval", answer(p), truth(p), {}).extra, problems
         )

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -19,11 +18,10 @@ from tests.sandboxes import need_bubblewrap, served
 
 from winnow.config.reward import SandboxConfig
 from winnow.http.service import Refusal, is_asked_here, is_loopback
-from winnow.sandbox.program import Limits, Result
+from winnow.sandbox.program import Result
 from winnow.sandbox.server import job_of, response_of
 
 CONFIG = SandboxConfig(max_concurrent=2, time_s=20, output_kb=64)
-MOST = Limits.of(CONFIG)
 TOKEN = "s3cret-token"
 JSON = {"Content-Type": "application/json"}
 ASLEEP = "import time; time.sleep(60)"
@@ -111,7 +109,7 @@ def test_what_is_fetched_counts_as_output_and_a_death_as_such(url: str) -> None:
 
 
 def test_a_forged_list_of_files_holds_names_asked_for_and_texts_alone() -> None:
-    job = job_of({"code": "", "fetch_files": ["a", "b"]}, MOST)
+    job = job_of({"code": "", "fetch_files": ["a", "b"]}, CONFIG)
     assert job.mark is not None
     for said, files in (
         (b'{"a": "eA==", "c": "eA=="}', {"a": "eA=="}),
@@ -169,23 +167,23 @@ def test_a_forged_list_of_files_holds_names_asked_for_and_texts_alone() -> None:
 )
 def test_a_field_that_is_wrong_is_named(field: str, value: Any, said: str) -> None:
     with pytest.raises(Refusal) as caught:
-        job_of({"code": "", field: value}, MOST)
+        job_of({"code": "", field: value}, CONFIG)
     assert said in str(caught.value)
     assert len(str(caught.value)) < 300
 
 
 def test_fields_are_read_as_the_protocol_has_them() -> None:
     with pytest.raises(Refusal, match="code: Field required"):
-        job_of({}, MOST)
+        job_of({}, CONFIG)
     for body in ([], "x", None, 3):
         with pytest.raises(Refusal, match="must be a JSON object"):
-            job_of(body, MOST)
+            job_of(body, CONFIG)
     with pytest.raises(Refusal, match=r"must not hold script\.sh"):
-        job_of({"code": "", "language": "bash", "files": {"script.sh": ""}}, MOST)
-    job = job_of({"code": "x", "new_field": 1, "stdin": None, "files": {"a": None}}, MOST)
+        job_of({"code": "", "language": "bash", "files": {"script.sh": ""}}, CONFIG)
+    job = job_of({"code": "x", "new_field": 1, "stdin": None, "files": {"a": None}}, CONFIG)
     assert (job.program.code, job.program.stdin, job.program.files) == ("x", b"", {})
-    assert job.limits == replace(MOST, time_s=10)
-    short = replace(MOST, time_s=3)
+    assert job.limits == CONFIG.model_copy(update={"time_s": 10})
+    short = CONFIG.model_copy(update={"time_s": 3})
     assert job_of({"code": "x"}, short).limits == short
 
 

@@ -201,7 +201,7 @@ class Rules(Manager):
 
             sandbox = winnow.sandbox.start(self._config.sandbox)
             self._has_sandbox = True
-            self._threads = ThreadPoolExecutor(len(sandbox.slots), "programs")
+            self._threads = ThreadPoolExecutor(sandbox.slots, "programs")
         return self._threads
 
 

@@ -24,11 +24,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from winnow.sandbox import current, harness
-from winnow.sandbox.program import Program, Result, Sandbox
+from winnow.sandbox.program import Program, Result
 from winnow.types import Score
+
+if TYPE_CHECKING:
+    from winnow.sandbox import Sandbox
 
 _SYNTAX_ERRORS = ("SyntaxError:", "IndentationError:", "TabError:")
 _LEAST_S = 0.05
