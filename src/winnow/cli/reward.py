@@ -173,7 +173,7 @@ def _prompt(
 
     from winnow.data.check import prompt_text
     from winnow.data.sources import read_rows
-    from winnow.rewards.scorers.tags import structure
+    from winnow.rewards.scorers.marks import structure
     from winnow.types import Prompt
 
     nothing = np.zeros(0, np.int64)

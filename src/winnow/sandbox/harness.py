@@ -416,10 +416,10 @@ def judge(solution: Solution, tests: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # nothing of the solution's has been called
         return {"broken": describe(error)}
     passed, first, text = 0, None, ""
-    for number, case in enumerate(cases):
+    for number, (case, *args) in enumerate(cases):
         outcome = "pass"
         try:
-            case()
+            case(*args)
         except Failed as failed:
             outcome, said = failed.outcome, failed.text
         except Exception as error:
@@ -455,11 +455,11 @@ def file_of(number: int) -> str:
     return f"test {number + 1}"
 
 
-def prepared(solution: Solution, tests: dict[str, Any]) -> Iterator[Callable[[], None]]:
-    """Each case as a function that raises."""
+def prepared(solution: Solution, tests: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Each case as a function that raises, and its arguments."""
     if tests["kind"] == "calls":
         for args, expected in tests["cases"]:
-            yield later(call_once, solution, tests["entry_point"], args, expected)
+            yield call_once, solution, tests["entry_point"], args, expected
         return
     text = "\n".join(tests["cases"])
     words = words_of(text)
@@ -479,12 +479,7 @@ def prepared(solution: Solution, tests: dict[str, Any]) -> Iterator[Callable[[],
             space[name] = solution.function(name)
     for number, case in enumerate(tests["cases"]):
         code = compile(case, file_of(number), "exec")
-        yield later(run, code, space, solution, tests["kind"], tests["entry_point"])
-
-
-def later(function: Callable[..., None], *args: Any) -> Callable[[], None]:
-    """A call to be made later (functools draws in much)."""
-    return lambda: function(*args)
+        yield run, code, space, solution, tests["kind"], tests["entry_point"]
 
 
 def call_once(solution: Solution, name: str, args: Any, expected: Any) -> None:

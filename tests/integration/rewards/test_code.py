@@ -14,7 +14,7 @@ from tests.sandboxes import need_bubblewrap
 import winnow.sandbox
 from winnow.config.reward import SandboxConfig
 from winnow.rewards.scorers import SCORERS, code
-from winnow.rewards.scorers.code import FunctionTests, ProgramTests, code_of, read_tests
+from winnow.rewards.scorers.code import CodeTests, code_of, read_tests
 from winnow.types import Score
 
 DOUBLE = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10"]}
@@ -358,10 +358,12 @@ def test_tests_that_are_no_python_are_no_fault_of_the_answer() -> None:
 
 
 def test_usual_forms_of_rows_are_read() -> None:
-    assert read_tests({"input": ["1"], "output": ["2"]}) == ProgramTests([("1", "2")])
-    assert read_tests({"inputs": [["1", "2"]], "outputs": [[3]]}) == ProgramTests([("1\n2", "3")])
+    assert read_tests({"input": ["1"], "output": ["2"]}) == CodeTests("programs", [("1", "2")])
+    assert read_tests({"inputs": [["1", "2"]], "outputs": [[3]]}) == CodeTests(
+        "programs", [("1\n2", "3")]
+    )
     calls = read_tests({"inputs": ["[1]\n2"], "outputs": ["[3]"], "fn_name": "f"})
-    assert calls == FunctionTests("calls", [[[[1], 2], [3]]], "f", "")
+    assert calls == CodeTests("calls", [[[[1], 2], [3]]], "f", "")
 
 
 def test_the_metrics_of_the_scorer_are_in_each_score() -> None:

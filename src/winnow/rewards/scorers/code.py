@@ -46,73 +46,43 @@ _CHECK = re.compile(r"^def check\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class ProgramTests:
-    """Pairs of standard input and output."""
+class CodeTests:
+    """The tests of a row."""
 
-    cases: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class FunctionTests:
-    """Calls with results, asserts, or a check: what `sandbox.harness` runs."""
-
-    kind: Literal["calls", "asserts", "check"]
+    kind: Literal["programs", "calls", "asserts", "check"]
+    """Pairs of standard input and output; the others are what `sandbox.harness` runs."""
     cases: list[Any]
-    entry_point: str | None
-    prompt: str
+    entry_point: str | None = None
+    prompt: str = ""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The outcome of a row's tests."""
-
-    passed: int
-    cases: int
-    outcome: str
-    """`pass`, or what became of the first case that did not: `wrong`, `runtime_error`,
-    `compile_error`, `time_limit`, `output_limit`."""
-    text: str = ""
-    """A short explanation for people."""
+Verdict = tuple[int, str, str]
+"""Cases passed; `pass`, or what became of the first that did not (`wrong`, `runtime_error`,
+`compile_error`, `time_limit`, `output_limit`); a short explanation for people."""
 
 
 def score(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
     """Run the code of an answer against the tests of its row, in the sandbox of this run.
 
     Raises:
-        ValueError: the row has no usable tests.
+        ValueError: the row has no usable tests: they are no Python, or import what is not there.
         SandboxError: the sandbox failed.
     """
-    tests = read_tests(ground_truth)
-    sandbox = current()
-    verdict = judged(code_of(text), tests, sandbox)
-    share = verdict.passed / verdict.cases
-    accuracy = float(verdict.passed == verdict.cases)
-    reward = share if sandbox.config.credit == "share" else accuracy
-    said = {
-        "pred": verdict.outcome,
-        "detail": verdict.text,
-        "cases": verdict.cases,
-        "passed": verdict.passed,
-        "passed_share": share,
-    }
-    return Score(reward, accuracy, {"task": reward}, said)
-
-
-def judged(code: str, tests: ProgramTests | FunctionTests, sandbox: Sandbox) -> Verdict:
-    """Run code against tests.
-
-    Raises:
-        ValueError: the tests are no Python, or import what the sandbox lacks.
-        SandboxError: the sandbox failed.
-    """
+    tests, code, sandbox = read_tests(ground_truth), code_of(text), current()
     if not code.strip():
-        return Verdict(0, len(tests.cases), "compile_error", "no code")
-    if isinstance(tests, ProgramTests):
-        return _run_program(code, tests, sandbox)
-    return _call_functions(code, tests, sandbox)
+        passed, outcome, detail = 0, "compile_error", "no code"
+    elif tests.kind == "programs":
+        passed, outcome, detail = _run_programs(code, tests, sandbox)
+    else:
+        passed, outcome, detail = _call_functions(code, tests, sandbox)
+    cases = len(tests.cases)
+    share, accuracy = passed / cases, float(passed == cases)
+    reward = share if sandbox.config.credit == "share" else accuracy
+    counts = {"cases": cases, "passed": passed, "passed_share": share}
+    return Score(reward, accuracy, {"task": reward}, {"pred": outcome, "detail": detail, **counts})
 
 
-def _run_program(code: str, tests: ProgramTests, sandbox: Sandbox) -> Verdict:
+def _run_programs(code: str, tests: CodeTests, sandbox: Sandbox) -> Verdict:
     passed, first, text = 0, "", ""
     left = sandbox.config.sample_s  # of what programs took, not of waiting for a busy sandbox
     for number, (stdin, expected) in enumerate(tests.cases, start=1):
@@ -130,7 +100,7 @@ def _run_program(code: str, tests: ProgramTests, sandbox: Sandbox) -> Verdict:
             first, text = outcome, f"case {number}: {_told(result, outcome, expected)}"
         if sandbox.config.credit == "all" or outcome == "compile_error":
             break
-    return Verdict(passed, len(tests.cases), first or "pass", text)
+    return passed, first or "pass", text
 
 
 def _told(result: Result, outcome: str, expected: str) -> str:
@@ -155,28 +125,27 @@ def _outcome(result: Result, expected: str) -> str:
     return "pass" if same_output(result.stdout.decode(errors="replace"), expected) else "wrong"
 
 
-def _call_functions(code: str, tests: FunctionTests, sandbox: Sandbox) -> Verdict:
+def _call_functions(code: str, tests: CodeTests, sandbox: Sandbox) -> Verdict:
     config = sandbox.config
     solution = {"prompt": tests.prompt, "code": code, "entry_point": tests.entry_point}
     first = json.dumps(solution).encode()
     asked = {**vars(tests), "call_s": config.time_s, "stop_early": config.credit == "all"}
     stdin = b"%010d" % len(first) + first + json.dumps(asked).encode()
     result = sandbox.run_for(Program(_HARNESS, stdin, is_ours=True), config.sample_s)
-    count = len(tests.cases)
     if result.ending != "finished":
-        return Verdict(0, count, result.ending)
+        return 0, result.ending, ""
     report = None
     if result.exit_code == 0:
         with suppress(ValueError):
             report = harness.decode(json.loads(result.stdout))
     if not isinstance(report, dict):  # the solution's values took the tests' memory, or forgery
-        return Verdict(0, count, "runtime_error", result.stderr[-200:].decode(errors="replace"))
+        return 0, "runtime_error", result.stderr[-200:].decode(errors="replace")
     if "broken" in report:
         raise ValueError(f"the tests of this row cannot run: {report['broken']}")
-    return Verdict(report["passed"], count, str(report["outcome"]), str(report["text"]))
+    return report["passed"], str(report["outcome"]), str(report["text"])
 
 
-def read_tests(ground_truth: Any) -> ProgramTests | FunctionTests:
+def read_tests(ground_truth: Any) -> CodeTests:
     """Read the tests in a row's ground truth.
 
     Raises:
@@ -195,14 +164,14 @@ def read_tests(ground_truth: Any) -> ProgramTests | FunctionTests:
         if not isinstance(test, str):
             raise ValueError("test of the ground truth must be Python code")
         if not _CHECK.search(test):
-            return FunctionTests("asserts", [test], entry or _asserted([test]), prompt)
+            return CodeTests("asserts", [test], entry or _asserted([test]), prompt)
         if entry is None:
             raise ValueError("the ground truth has a check, but no entry_point to check")
-        return FunctionTests("check", [test], entry, prompt)
+        return CodeTests("check", [test], entry, prompt)
     if asserts:
         if not _are_texts(asserts):
             raise ValueError("assert_case of the ground truth must be a list of Python asserts")
-        return FunctionTests("asserts", list(asserts), entry or _asserted(asserts), prompt)
+        return CodeTests("asserts", list(asserts), entry or _asserted(asserts), prompt)
     if not (_is_list(inputs) and _is_list(outputs) and inputs and len(inputs) == len(outputs)):
         raise ValueError(
             "the ground truth has no tests: it needs inputs and outputs of one length, "
@@ -214,8 +183,10 @@ def read_tests(ground_truth: Any) -> ProgramTests | FunctionTests:
             [_arguments(i), _loaded(o) if isinstance(i, str) else o]
             for i, o in zip(inputs, outputs, strict=True)
         ]
-        return FunctionTests("calls", calls, entry, prompt)
-    return ProgramTests([(_text(i), _text(o)) for i, o in zip(inputs, outputs, strict=True)])
+        return CodeTests("calls", calls, entry, prompt)
+    return CodeTests(
+        "programs", [(_text(i), _text(o)) for i, o in zip(inputs, outputs, strict=True)]
+    )
 
 
 def code_of(answer: str) -> str:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from winnow.rewards.scorers.tags import closing_brace, verdict
+from winnow.rewards.scorers.marks import closing_brace, verdict
 from winnow.types import Score
 
 TAIL_CHARACTERS = 300

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from winnow.rewards.scorers.tags import closing_brace, is_think_boxed, verdict
+from winnow.rewards.scorers.marks import closing_brace, is_think_boxed, verdict
 from winnow.types import Score
 
 LONGEST_EXPRESSION = 400
