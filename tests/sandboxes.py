@@ -24,7 +24,7 @@ from winnow.sandbox.bubblewrap import Bubblewrap
 from winnow.sandbox.local import LocalSandbox
 from winnow.sandbox.process import find_interpreter
 from winnow.sandbox.program import Program, Result, SandboxError
-from winnow.sandbox.server import SandboxServer, ServerLimits
+from winnow.sandbox.server import SandboxServer
 
 ORDINARY_UID = 61500
 """Of no account, as good as any; systemd gives out the range above 61184 for a moment only."""
@@ -184,16 +184,15 @@ def served(
     """The address of a server over a local sandbox, in a thread of this process.
 
     Args:
-        changes: fields of `ServerLimits`.
+        changes: arguments of `SandboxServer`.
     """
     with (
         contextlib.closing(listen("127.0.0.1", 0, token)) as listener,
         contextlib.closing(LocalSandbox(config)) as sandbox,
     ):
-        given = {"max_body_bytes": 1 << 22, "max_queued": 256}
-        limits = ServerLimits(**{**given, **changes})
+        options = {"max_body_bytes": 1 << 22, "max_queued": 256, **changes}
         with (
-            contextlib.closing(SandboxServer(sandbox, limits, token)) as server,
+            contextlib.closing(SandboxServer(sandbox, token, **options)) as server,
             running(server.service, listener),
         ):
             yield address_of(listener), sandbox

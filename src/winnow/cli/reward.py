@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +20,7 @@ from winnow.errors import ConfigError, DataError, RewardError
 if TYPE_CHECKING:
     from winnow.config.reward import RewardConfig, UserFunction
     from winnow.config.root import Config
-    from winnow.types import Prompt, Score
+    from winnow.types import Prompt
 
 app = typer.Typer(
     name="reward",
@@ -31,21 +30,6 @@ app = typer.Typer(
 )
 _SHOWN = 300
 """Characters of a long text that are shown."""
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """The result of one scoring."""
-
-    scorer: str
-    sandbox: str
-    """The sandbox in force; empty where no program was run."""
-    score: Score
-    """As a run would count it; `error` says why it failed."""
-    traceback: str
-    seconds: float
-    """The scoring alone, without the start of workers."""
-    printed: str
 
 
 @app.command("try", no_args_is_help=True)
@@ -99,12 +83,12 @@ def try_command(
     text = _from_stdin() if answer is None else answer
     trial = _tried(config, prompt, text, tokens or 0, quiet=as_json)
     if as_json:
-        typer.echo(json.dumps(_as_json(trial), ensure_ascii=False, default=str))
+        typer.echo(json.dumps(trial, ensure_ascii=False, default=str))
     else:
         _show(trial, prompt, text)
-    if trial.score.error:
+    if "error" in trial:
         raise RewardError(
-            f"scoring this answer failed: {trial.score.error}; mend the scorer, or the row"
+            f"scoring this answer failed: {trial['error']}; mend the scorer, or the row"
         )
 
 
@@ -200,8 +184,8 @@ def _prompt(
     )
 
 
-def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) -> _Trial:
-    """Score an answer as in training, in one worker where scorers run apart.
+def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) -> dict[str, Any]:
+    """Score an answer as in training, in one worker where scorers run apart; all that came of it.
 
     Args:
         quiet: keep what is printed in this process from the terminal, where a debugger wants it.
@@ -243,7 +227,17 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
         traceback = service.failure_report.first_traceback.rstrip()
     # Workers have ended, so all of their output has come.
     printed = here.getvalue() + "".join(getattr(said, "printed", "") for said in heard.buffer)
-    return _Trial(scorer, sandbox, score, traceback, seconds, printed)
+    return {
+        "scorer": scorer,
+        **({"sandbox": sandbox} if sandbox else {}),
+        "reward": score.reward,
+        "accuracy": score.accuracy,
+        "parts": dict(score.parts),
+        "extra": dict(score.extra),
+        "seconds": round(seconds, 6),
+        "printed": printed,
+        **({"error": score.error, "traceback": traceback} if score.error else {}),
+    }
 
 
 def _who_scores(config: RewardConfig, data_source: str) -> tuple[str, str]:
@@ -261,45 +255,28 @@ def _who_scores(config: RewardConfig, data_source: str) -> tuple[str, str]:
     return scorer.name, current().description if scorer.sandboxed else ""
 
 
-def _as_json(trial: _Trial) -> dict[str, Any]:
-    score = trial.score
-    return {
-        "scorer": trial.scorer,
-        **({"sandbox": trial.sandbox} if trial.sandbox else {}),
-        "reward": score.reward,
-        "accuracy": score.accuracy,
-        "parts": dict(score.parts),
-        "extra": dict(score.extra),
-        "seconds": round(trial.seconds, 6),
-        "printed": trial.printed,
-        **({"error": score.error, "traceback": trial.traceback} if score.error else {}),
-    }
-
-
-def _show(trial: _Trial, prompt: Prompt, text: str) -> None:
-    score = trial.score
+def _show(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
+    failed = " (scoring failed: a run counts the answer as wrong, see reward.on_failure)"
     lines = [
-        ("scorer", f"{trial.scorer} (data source {prompt.data_source})"),
-        *([("sandbox", trial.sandbox)] if trial.sandbox else []),
-        *([("prompt", _short(prompt.text))] if prompt.text else []),
+        ("scorer", f"{trial['scorer']} (data source {prompt.data_source})"),
+        ("sandbox", trial.get("sandbox", "")),
+        ("prompt", _short(prompt.text)),
         ("ground truth", _short(str(prompt.ground_truth))),
         ("answer", _short(text)),
-        ("reward", f"{score.reward:g}{_WRONG if score.error else ''}"),
-        ("accuracy", f"{score.accuracy:g}"),
-        *((f"part {part}", f"{value:g}") for part, value in score.parts.items()),
-        *((str(key), _short(str(value))) for key, value in score.extra.items() if value != ""),
-        ("time", f"{trial.seconds:.3g} s"),
+        ("reward", f"{trial['reward']:g}{failed if 'error' in trial else ''}"),
+        ("accuracy", f"{trial['accuracy']:g}"),
+        *((f"part {part}", f"{value:g}") for part, value in trial["parts"].items()),
+        *((str(key), _short(str(value))) for key, value in trial["extra"].items()),
+        ("time", f"{trial['seconds']:.3g} s"),
     ]
+    lines = [line for line in lines if line[1] or line[0] in ("ground truth", "answer")]
     width = max(len(label) for label, _ in lines)
     for label, value in lines:
         typer.echo(f"{label:<{width}}  {value}".rstrip())
-    if trial.printed.strip():
-        typer.echo(f"\nIt printed:\n{trial.printed.rstrip()}")
-    if trial.traceback:
-        typer.echo(f"\n{trial.traceback}", err=True)
-
-
-_WRONG = " (scoring failed: a run counts the answer as wrong, see reward.on_failure)"
+    if trial["printed"].strip():
+        typer.echo(f"\nIt printed:\n{trial['printed'].rstrip()}")
+    if trial.get("traceback"):
+        typer.echo(f"\n{trial['traceback']}", err=True)
 
 
 def _short(text: str) -> str:

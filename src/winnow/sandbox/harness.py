@@ -242,25 +242,29 @@ def versions(solution: dict[str, Any]) -> list[str]:
     return [prompt + code, without_docstring(prompt) + code, code]
 
 
+def statements(text: str) -> list[Any] | None:
+    """The statements of a text, as trees; None where it is no code."""
+    try:
+        return list(compile(text, "prompt.py", "exec", _ONLY_AST).body)
+    except (SyntaxError, ValueError):
+        return None
+
+
 def defines(code: str, name: str | None) -> bool:
     """Return whether a text is whole code that defines a name."""
-    try:
-        tree = compile(code, "solution.py", "exec", _ONLY_AST)
-    except (SyntaxError, ValueError):
-        return False
     names = set()
-    for node in tree.body:
+    nodes = statements(code) or []
+    for node in nodes:
         names.add(getattr(node, "name", None))
         names.update(getattr(target, "id", None) for target in getattr(node, "targets", ()))
-    return name in names if name else bool(tree.body)
+    return name in names if name else bool(nodes)
 
 
 def without_docstring(prompt: str) -> str:
     """The prompt without the docstring of its last function: its indentation binds the rest."""
     try:
-        function = compile(prompt, "prompt.py", "exec", _ONLY_AST).body[-1]
-        docstring = function.body[0]
-    except (SyntaxError, ValueError, IndexError, AttributeError):
+        docstring = (statements(prompt) or [])[-1].body[0]
+    except (IndexError, AttributeError):
         return prompt
     lines = prompt.splitlines(keepends=True)
     del lines[docstring.lineno - 1 : docstring.end_lineno]
@@ -284,12 +288,7 @@ def helpers_of(prompt: str, entry_point: str | None) -> list[Any]:
 
 def _parsed(prompt: str) -> list[Any]:
     """The statements of a prompt, which may end with the head of a function."""
-    for text in (prompt, prompt.rstrip() + " pass"):
-        try:
-            return list(compile(text, "prompt.py", "exec", _ONLY_AST).body)
-        except (SyntaxError, ValueError):
-            continue
-    return []
+    return statements(prompt) or statements(prompt.rstrip() + " pass") or []
 
 
 def _compiled(nodes: Iterable[Any]) -> Any:

@@ -13,20 +13,11 @@ import platform
 import struct
 from collections.abc import Iterable
 from errno import ENOSYS, ENOTTY, EPERM
-from typing import NamedTuple
 
 from winnow.sandbox.program import SandboxError
 
-
-class Machine(NamedTuple):
-    """Facts that differ between processors."""
-
-    audit: int
-    """AUDIT_ARCH of the kernel's headers."""
-    is_x86: bool
-
-
-MACHINES = {"x86_64": Machine(0xC000003E, True), "aarch64": Machine(0xC00000B7, False)}
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""AUDIT_ARCH of the kernel's headers by processor."""
 
 # Name, number on x86_64, number on aarch64; "-" where there is none.
 _TABLE = """
@@ -80,7 +71,7 @@ Instruction = tuple[int, int, int, int]
 def numbers(machine: str) -> dict[str, int]:
     """Allowed system calls of a processor by name."""
     words = _TABLE.split()
-    column = 1 if MACHINES[machine].is_x86 else 2
+    column = 1 if machine == "x86_64" else 2
     rows = (words[i : i + 3] for i in range(0, len(words), 3))
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
@@ -90,11 +81,11 @@ def instructions(machine: str) -> list[Instruction]:
     number = numbers(machine)
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH),
-        (_EQUAL, 1, 0, MACHINES[machine].audit),
+        (_EQUAL, 1, 0, MACHINES[machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
     ]
-    if MACHINES[machine].is_x86:  # the x32 interface has the same arch and other numbers
+    if machine == "x86_64":  # the x32 interface has the same arch and other numbers
         program += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _KILL)]
     rules = {
         "clone3": [(_RETURN, 0, 0, _ERRNO | ENOSYS)],

@@ -222,32 +222,34 @@ def _told_files(said: bytes, asked: Sequence[str]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text.isascii()}
 
 
-@dataclass(frozen=True)
-class ServerLimits:
-    """Bounds of what the server holds of requests; those of a program are the sandbox's."""
-
-    max_body_bytes: int
-    max_queued: int
-    """Requests that wait while the sandbox is full."""
-    max_wait_s: float = 8.0
-    """Seconds that one waits: a client's patience is 10 s beyond its program's time."""
-
-
 class SandboxServer:
-    """Runs programs for the clients of its `service`; all in one event loop."""
+    """Runs programs for the clients of its `service`; all in one event loop.
 
-    def __init__(self, sandbox: LocalSandbox, limits: ServerLimits, token: str | None) -> None:
-        self._sandbox, self._limits = sandbox, limits
-        slots = sandbox.slots
+    Args:
+        sandbox: its limits are the most that a request may ask for.
+        max_queued: requests that wait while the sandbox is full.
+        max_wait_s: seconds that one waits: a client's patience is 10 s beyond its program's time.
+    """
+
+    def __init__(
+        self,
+        sandbox: LocalSandbox,
+        token: str | None,
+        max_body_bytes: int,
+        max_queued: int,
+        max_wait_s: float = 8.0,
+    ) -> None:
+        self._sandbox, self._max_wait_s = sandbox, max_wait_s
         self._running = 0
+        slots = sandbox.slots
         self._free = asyncio.Semaphore(slots)
         self._threads = ThreadPoolExecutor(slots, "programs")
         self.service = JsonService(
             "/run_code",
             self._answer,
             self._health,
-            slots + limits.max_queued,
-            limits.max_body_bytes,
+            slots + max_queued,
+            max_body_bytes,
             token,
             "detail",
             sandbox.close,
@@ -271,7 +273,7 @@ class SandboxServer:
     async def _answer(self, body: Any, request: Request) -> dict[str, Any]:
         job = job_of(body, self._sandbox.config)
         try:
-            async with asyncio.timeout(self._limits.max_wait_s):
+            async with asyncio.timeout(self._max_wait_s):
                 await self._free.acquire()
         except TimeoutError:
             raise Refusal(503, "no slot came free in time") from None
