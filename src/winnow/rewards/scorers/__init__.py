@@ -49,9 +49,9 @@ _CODE_METRICS = frozenset({"cases", "passed", "passed_share"})
 SCORERS: dict[str, Scorer] = {
     scorer.name: scorer
     for scorer in (
-        Scorer("sort_digits", "marks:score_digits", -1.0),
+        Scorer("sort_digits", "marks:score_sort_digits", -1.0),
         Scorer("gsm8k", "marks:score_gsm8k", 0.0),
-        Scorer("gsm8k_flexible", "marks:score_gsm8k_last", 0.0),
+        Scorer("gsm8k_flexible", "marks:score_gsm8k_flexible", 0.0),
         Scorer("dapo_math", "dapo_math:score", -1.0),
         Scorer("dapo_math_boxed", "dapo_math:score_boxed", -1.0),
         Scorer("dapo_math_lenient", "maths:score_dapo_by_value", -1.0, apart=True),

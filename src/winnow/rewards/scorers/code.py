@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from winnow.rewards.scorers.marks import Extra
 from winnow.sandbox import current, harness
 from winnow.sandbox.program import Program, Result
 from winnow.types import Score
@@ -61,7 +62,7 @@ Verdict = tuple[int, str, str]
 `compile_error`, `time_limit`, `output_limit`); a short explanation for people."""
 
 
-def score(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
+def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Run the code of an answer against the tests of its row, in the sandbox of this run.
 
     Raises:

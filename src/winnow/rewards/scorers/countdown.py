@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from winnow.rewards.scorers.marks import last_tagged, structure
+from winnow.rewards.scorers.marks import Extra, last_tagged, structure
 from winnow.types import Score
 
 FORMAT_REWARD = 0.1
@@ -29,7 +29,7 @@ OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]]
 }
 
 
-def score(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
+def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """1, a tenth for the form alone, or 0."""
     truth = structure(ground_truth)
     target, numbers = truth["target"], truth["numbers"]

@@ -15,6 +15,8 @@ from typing import Any
 
 from winnow.types import Score
 
+Extra = Mapping[str, Any]
+"""Other columns of a row."""
 GSM8K_MARK = "####"
 _NUMBER = re.compile(r"[-+]?\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 # A second number offered beside the first: `5 or 6`.
@@ -23,7 +25,7 @@ _BOX = "\\boxed{"
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
-def score_digits(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
+def score_sort_digits(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give +1 or -1 for sorted digits: what stands after the last `#` must be they, exactly.
 
     The working before it is not looked at. `pred` is empty without a `#`.
@@ -33,7 +35,7 @@ def score_digits(data_source: str, text: str, ground_truth: Any, extra: Mapping[
     return verdict(mark != "" and pred == str(ground_truth), pred, wrong_reward=-1.0)
 
 
-def score_gsm8k(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
+def score_gsm8k(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 1 if the number after the last `####` is right and the only one offered, else 0."""
     _, mark, after = text.rpartition(GSM8K_MARK)
     after = after.lstrip()
@@ -42,9 +44,7 @@ def score_gsm8k(data_source: str, text: str, ground_truth: Any, extra: Mapping[s
     return _as_number("" if _ANOTHER.match(after, len(number)) else number, ground_truth)
 
 
-def score_gsm8k_last(
-    data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
-) -> Score:
+def score_gsm8k_flexible(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 1 if the last number of the answer is right, else 0."""
     found = _NUMBER.findall(text)
     return _as_number(found[-1] if found else "", ground_truth)
@@ -61,23 +61,17 @@ def _plain_number(number: str) -> str:
     return number.strip().replace(",", "").replace("$", "").removeprefix("+")
 
 
-def score_think_answer(
-    data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
-) -> Score:
+def score_think_answer(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 1 for `<think>…</think><answer>…</answer>` and nothing around it, else 0."""
     return verdict(is_think_answer(text), "")
 
 
-def score_think_boxed(
-    data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
-) -> Score:
+def score_think_boxed(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     r"""Give 1 for `<think>…</think>` and a `\boxed{…}` after it, else 0."""
     return verdict(is_think_boxed(text), "")
 
 
-def score_nothing(
-    data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
-) -> Score:
+def score_nothing(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 0 and no part, where a reward model alone scores a data source."""
     return Score(0.0, 0.0)
 

@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import Any
 
 from winnow.rewards.scorers.countdown import OPERATORS
-from winnow.rewards.scorers.marks import last_tagged
+from winnow.rewards.scorers.marks import Extra, last_tagged
 from winnow.types import Score
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ _FUNCTIONS = frozenset((
 # fmt: on
 
 
-def score(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
+def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give the task's own score, 0 to 1; accuracy is 1 for the full one only.
 
     An answer gets 0 if the task raises at it, or if it may not be given to the task;
