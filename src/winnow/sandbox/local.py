@@ -44,7 +44,6 @@ _TRIAL_S = 20.0
 _SLACK = 64
 """Processes that others of the same user may end while the limit is tried."""
 
-
 Kind = Bubblewrap | Landlock
 KINDS: dict[str, type[Kind]] = {"bubblewrap": Bubblewrap, "landlock": Landlock}
 
@@ -96,7 +95,6 @@ class LocalSandbox:
         except RewardError:
             self.close()
             raise
-        self._compiled: dict[str, bytes] = {}
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         for uid in self.uids:
             self._free.put(uid)
@@ -154,9 +152,7 @@ class LocalSandbox:
         """Compile code of our own once: that takes longer than most of it runs."""
         if not program.is_ours:
             return program
-        code = self._compiled.get(program.code)
-        if code is None:
-            code = self._compiled[program.code] = compiled(self._python, program.code)
+        code = compiled(self._python, program.code)
         return replace(program, code=_RUN_COMPILED, files={**program.files, _COMPILED: code})
 
     def _claim_uid(self, busy: Set[int]) -> int:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import IO, BinaryIO
 
 from winnow.config.reward import SandboxConfig
@@ -204,8 +205,9 @@ def find_interpreter(path: str) -> Interpreter:
     return Interpreter(executable, tuple(sorted(tops)))
 
 
+@cache
 def compiled(python: str, code: str) -> bytes:
-    """Compile code of our own, as an interpreter loads it with `marshal`; it is not run.
+    """Compile code of our own once, as an interpreter loads it with `marshal`; it is not run.
 
     Raises:
         SandboxError: it cannot be compiled.
