@@ -25,9 +25,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import winnow.sandbox
 from winnow.config.reward import SandboxConfig
 from winnow.rewards.scorers import code
-from winnow.sandbox import current
 from winnow.sandbox.process import ENVIRONMENT
 from winnow.sandbox.program import Program
 
@@ -118,7 +118,7 @@ def plain(*command: str) -> Call:
 
 def in_sandbox() -> object:
     """The trivial program in the sandbox that stands."""
-    result = current.current().run_for(Program(TRIVIAL), 60)
+    result = winnow.sandbox.current().run_for(Program(TRIVIAL), 60)
     assert result.stdout == b"42\n", result
     return result
 
@@ -151,11 +151,11 @@ def answers() -> Iterator[tuple[str, Call]]:
 def backend(name: str, at_once: int) -> Iterator[None]:
     """Have programs run in this kind of sandbox."""
     config = {"backend": name, "max_concurrent": at_once, "time_s": 60, "sample_s": 600}
-    current.start(SandboxConfig.model_validate(config))
+    winnow.sandbox.start(SandboxConfig.model_validate(config))
     try:
         yield
     finally:
-        current.close()
+        winnow.sandbox.close()
 
 
 def run_all(programs: int, at_once: int) -> dict[str, Figures]:

@@ -34,7 +34,7 @@ PRELOADED = (
     *("winnow.runs.remote_learner", "winnow.rollout.engine_group", "winnow.rollout.remote_engine"),
     *("winnow.workers.child", "winnow.runs.learner_worker", "winnow.rollout.torch_engine"),
     *("winnow.workers.group", "winnow.learning.learner", "winnow.learning.fsdp2"),
-    *("winnow.models.value", "winnow.models.lora", "winnow.sandbox.current", "winnow.rewards.pool"),
+    *("winnow.models.value", "winnow.models.lora", "winnow.sandbox.local", "winnow.rewards.pool"),
     *("winnow.observe.curve", "winnow.observe.summary"),
     *("winnow.rewards.remote_pipeline", "transformers.models.auto.tokenization_auto"),
     *("pyarrow.compute", "matplotlib.figure", "matplotlib.backends.backend_agg"),

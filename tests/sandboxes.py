@@ -7,6 +7,7 @@ import ctypes
 import os
 import pickle
 import struct
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
@@ -15,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.services import running
 
 from winnow.config.reward import SandboxConfig
-from winnow.http.service import address_of, listen, running
+from winnow.http.service import address_of, listen
 from winnow.sandbox.bubblewrap import Bubblewrap
-from winnow.sandbox.interpreter import find_interpreter
 from winnow.sandbox.local import LocalSandbox
-from winnow.sandbox.program import Limits, Program, Result, SandboxError
-from winnow.sandbox.server import SandboxServer, ServerLimits
+from winnow.sandbox.process import find_interpreter
+from winnow.sandbox.program import Program, Result, SandboxError
+from winnow.sandbox.server import SandboxServer
 
 ORDINARY_UID = 61500
 """Of no account, as good as any; systemd gives out the range above 61184 for a moment only."""
@@ -36,7 +38,7 @@ _NEW_USER_NAMESPACE = 0x10000000
 def need_bubblewrap() -> None:
     """Skip where the package is missing."""
     try:
-        Bubblewrap(find_interpreter("/usr/bin/python3"))
+        Bubblewrap(find_interpreter("/usr/bin/python3"), threading.Event())
     except SandboxError as error:
         pytest.skip(f"{error}; apt-get install bubblewrap")
 
@@ -109,7 +111,7 @@ def _serve(
         except EOFError:
             return
         try:
-            limits = Limits(**{**vars(sandbox.limits), **changes})
+            limits = sandbox.config.model_copy(update=changes)
             answer = ("value", sandbox.run(program, limits))
         except Exception as error:
             answer = ("error", error)
@@ -182,16 +184,15 @@ def served(
     """The address of a server over a local sandbox, in a thread of this process.
 
     Args:
-        changes: fields of `ServerLimits`.
+        changes: arguments of `SandboxServer`.
     """
     with (
         contextlib.closing(listen("127.0.0.1", 0, token)) as listener,
         contextlib.closing(LocalSandbox(config)) as sandbox,
     ):
-        given = {"programs": sandbox.limits, "max_body_bytes": 1 << 22, "max_queued": 256}
-        limits = ServerLimits(**{**given, **changes})
+        options = {"max_body_bytes": 1 << 22, "max_queued": 256, **changes}
         with (
-            contextlib.closing(SandboxServer(sandbox, limits, token)) as server,
+            contextlib.closing(SandboxServer(sandbox, token, **options)) as server,
             running(server.service, listener),
         ):
             yield address_of(listener), sandbox

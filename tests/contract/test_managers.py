@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.processes import children
+from tests.services import running
 
 from winnow.config.reward import (
     BatchManager,
@@ -30,7 +31,7 @@ from winnow.config.reward import (
     RewardManager,
     UserFunction,
 )
-from winnow.http.service import address_of, listen, running
+from winnow.http.service import address_of, listen
 from winnow.rewards.managers import Manager, make_manager
 from winnow.rewards.serve import make_service
 from winnow.rewards.task import Failure

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tests.sandboxes import need_bubblewrap, served
 
+import winnow.sandbox
 from winnow.config.reward import FusionConfig, SandboxConfig
 from winnow.rewards.scorers import code
-from winnow.sandbox import current
 from winnow.sandbox.program import Program, SandboxError
 from winnow.types import Score
 
@@ -40,8 +40,8 @@ def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
             server = SandboxConfig(max_concurrent=2, memory_mb=1024, time_s=30)
             url, _ = stack.enter_context(served(server))
             config = FusionConfig(url=url, max_concurrent=2, time_s=20)
-        stack.callback(current.close)
-        yield lambda **changes: current.start(config.model_copy(update=changes))
+        stack.callback(winnow.sandbox.close)
+        yield lambda **changes: winnow.sandbox.start(config.model_copy(update=changes))
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +139,7 @@ def test_files_and_bytes_reach_a_program_as_they_are() -> None:
         "sys.stderr.write(sys.stdin.read())"
     )
     data = bytes(range(128)) * 2000
-    result = current.current().run_for(Program(program, "ä€\n".encode(), {"a/b": data}), 20)
+    result = winnow.sandbox.current().run_for(Program(program, "ä€\n".encode(), {"a/b": data}), 20)
     assert (result.stdout, result.stderr) == (data, "ä€\n".encode())
     assert result.is_clean
     assert result.seconds > 0
@@ -153,11 +153,11 @@ def test_many_answers_at_once_do_not_mix() -> None:
 
 
 def test_a_sandbox_that_is_closed_is_no_fault_of_the_answer(start: Callable[..., None]) -> None:
-    sandbox = current.current()
+    sandbox = winnow.sandbox.current()
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(sandbox.run_for, Program("import time; time.sleep(60)"), 4)
         running2 = threads.submit(sandbox.run_for, Program("print(1)"), 4)
-        current.close()
+        winnow.sandbox.close()
         for each in (running, running2):
             with pytest.raises(SandboxError):
                 each.result(30)

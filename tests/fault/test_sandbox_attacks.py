@@ -167,12 +167,12 @@ while True:
 
 def test_a_memory_bomb_meets_the_limit_of_memory(box: Host) -> None:
     code = "eaten = []\nwhile True:\n    eaten.append(bytearray(16 << 20))"
-    result = box.run(code, memory_bytes=256 * MIB)
+    result = box.run(code, memory_mb=256)
     assert result.exit_code == 1
     assert b"MemoryError" in result.stderr
     caught = code.replace("while", "try:\n  while").replace("\n    ", "\n      ")
     caught += "\nexcept MemoryError:\n  print(json.dumps([len(eaten)]))"
-    (blocks,) = told(box, caught, memory_bytes=256 * MIB)
+    (blocks,) = told(box, caught, memory_mb=256)
     assert isinstance(blocks, int)
     assert 4 <= blocks < 16
 
@@ -458,7 +458,7 @@ def test_deep_recursion_ends_its_own_program_only(box: Host) -> None:
     assert result.exit_code == 1
     assert b"RecursionError" in result.stderr
     code = "import sys; sys.setrecursionlimit(10**9)\ndef f(x): return f([x])\nf(1)"
-    assert box.run(code, memory_bytes=128 * MIB).exit_code in (1, -signal.SIGSEGV)
+    assert box.run(code, memory_mb=128).exit_code in (1, -signal.SIGSEGV)
     deep = (
         "import sys\nsys.setrecursionlimit(10**9)\nx = []\nfor _ in range(10**6): x = [x]\nrepr(x)"
     )

@@ -6,11 +6,11 @@ import contextlib
 import io
 import json
 import logging
+import logging.handlers
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +20,7 @@ from winnow.errors import ConfigError, DataError, RewardError
 if TYPE_CHECKING:
     from winnow.config.reward import RewardConfig, UserFunction
     from winnow.config.root import Config
-    from winnow.types import Prompt, Score, Trajectory
+    from winnow.types import Prompt
 
 app = typer.Typer(
     name="reward",
@@ -30,21 +30,6 @@ app = typer.Typer(
 )
 _SHOWN = 300
 """Characters of a long text that are shown."""
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """The result of one scoring."""
-
-    scorer: str
-    sandbox: str
-    """The sandbox in force; empty where no program was run."""
-    score: Score
-    """As a run would count it; `error` says why it failed."""
-    traceback: str
-    seconds: float
-    """The scoring alone, without the start of workers."""
-    printed: str
 
 
 @app.command("try", no_args_is_help=True)
@@ -98,12 +83,12 @@ def try_command(
     text = _from_stdin() if answer is None else answer
     trial = _tried(config, prompt, text, tokens or 0, quiet=as_json)
     if as_json:
-        typer.echo(json.dumps(_as_json(trial), ensure_ascii=False, default=str))
+        typer.echo(json.dumps(trial, ensure_ascii=False, default=str))
     else:
         _show(trial, prompt, text)
-    if trial.score.error:
+    if "error" in trial:
         raise RewardError(
-            f"scoring this answer failed: {trial.score.error}; mend the scorer, or the row"
+            f"scoring this answer failed: {trial['error']}; mend the scorer, or the row"
         )
 
 
@@ -137,12 +122,13 @@ def _config(
     config = resolve_recipe(recipe, settings) if recipe or settings else Config()
     changes: dict[str, Any] = {"on_failure": "wrong"}
     manager = config.reward.manager.name
-    for option, given in (("scorer", scorer), ("function", function)):
-        if given is not None and manager in ("remote", "custom"):
-            raise RewardError(
-                f"--{option} is {given} and reward/manager={manager}: only one of them can score; "
-                f"leave --{option} out, or set reward/manager=auto"
-            )
+    given = scorer or function
+    if given is not None and manager in ("remote", "custom"):
+        option = "--scorer" if scorer else "--function"
+        raise RewardError(
+            f"{option} is {given} and reward/manager={manager}: only one of them can score; "
+            f"leave {option} out, or set reward/manager=auto"
+        )
     if scorer is not None:
         changes["scorers"] = {"*": scorer}
     if function is not None:
@@ -170,6 +156,7 @@ def _prompt(
     import numpy as np
 
     from winnow.data.sources import read_rows
+    from winnow.rewards.scorers.marks import structure
     from winnow.types import Prompt
 
     nothing = np.zeros(0, np.int64)
@@ -179,32 +166,25 @@ def _prompt(
                 "there is nothing to compare with; give FILE and --row, or --truth with --source "
                 "or --scorer"
             )
-        return Prompt("try", nothing, "", source or "try", _read(truth))
+        return Prompt("try", nothing, "", source or "try", structure(truth))
     rows = read_rows([file], key)
     if not 1 <= number <= len(rows):
         raise DataError(f"--row is {number}, but {file} has rows 1 to {len(rows):,}; choose one")
-    chosen = rows[number - 1]
+    row = rows[number - 1]
+    gold = row.ground_truth if truth is None else structure(truth)
     return Prompt(
-        chosen.uid,
-        nothing,
-        chosen.text,
-        source or chosen.data_source,
-        chosen.ground_truth if truth is None else _read(truth),
-        chosen.extra,
-        tuple(chosen.messages),
+        uid=row.uid,
+        token_ids=nothing,
+        text=row.text,
+        data_source=source or row.data_source,
+        ground_truth=gold,
+        extra=row.extra,
+        messages=tuple(row.messages),
     )
 
 
-def _read(truth: str) -> Any:
-    """The object or list that the text is in JSON, else the text."""
-    if truth.lstrip()[:1] in ("{", "["):
-        with contextlib.suppress(ValueError):
-            return json.loads(truth)
-    return truth
-
-
-def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) -> _Trial:
-    """Score an answer as in training, in one worker where scorers run apart.
+def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) -> dict[str, Any]:
+    """Score an answer as in training, in one worker where scorers run apart; all that came of it.
 
     Args:
         quiet: keep what is printed in this process from the terminal, where a debugger wants it.
@@ -214,14 +194,23 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
     """
     import asyncio
 
+    import numpy as np
+
     from winnow.runs.rewarding import make_rewards
+    from winnow.types import Segment, Trajectory
 
     section = config.reward
     if section.workers or (section.workers is None and section.function.path is not None):
         section = section.model_copy(update={"workers": 1})  # more would only load the file again
         config = config.model_copy(update={"reward": section})
-    with _listening() as heard, contextlib.ExitStack() as stack:
-        here = io.StringIO()
+    heard = logging.handlers.BufferingHandler(sys.maxsize)
+    workers = logging.getLogger("winnow.rewards.pool")
+    here = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.callback(workers.setLevel, workers.level)
+        stack.callback(workers.removeHandler, heard)
+        workers.setLevel(logging.INFO)
+        workers.addHandler(heard)
         if quiet:
             stack.enter_context(contextlib.redirect_stdout(here))
         service = make_rewards(config, "cpu")
@@ -229,19 +218,32 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
         service.check_sources([prompt.data_source])
         scorer, sandbox = _who_scores(config.reward, prompt.data_source)
         service.check_prompt(prompt)
+        zeros = np.zeros(tokens, np.int64)
+        answer = Trajectory((Segment(zeros, zeros.astype(np.float32), ()),), "stop")
         began = time.perf_counter()
-        score = asyncio.run(service.score(prompt, _trajectory(tokens), text, training=True))
+        score = asyncio.run(service.score(prompt, answer, text, training=True))
         seconds = time.perf_counter() - began
         traceback = service.failure_report.first_traceback.rstrip()
     # Workers have ended, so all of their output has come.
-    return _Trial(scorer, sandbox, score, traceback, seconds, here.getvalue() + "".join(heard))
+    printed = here.getvalue() + "".join(getattr(said, "printed", "") for said in heard.buffer)
+    return {
+        "scorer": scorer,
+        **({"sandbox": sandbox} if sandbox else {}),
+        "reward": score.reward,
+        "accuracy": score.accuracy,
+        "parts": dict(score.parts),
+        "extra": dict(score.extra),
+        "seconds": round(seconds, 6),
+        "printed": printed,
+        **({"error": score.error, "traceback": traceback} if score.error else {}),
+    }
 
 
 def _who_scores(config: RewardConfig, data_source: str) -> tuple[str, str]:
     """The name of the scorer, and the sandbox where it has one."""
     from winnow.config.reward import CustomManager, RemoteManager
     from winnow.rewards.routing import Router
-    from winnow.sandbox.current import current
+    from winnow.sandbox import current
 
     if isinstance(config.manager, RemoteManager | CustomManager):
         section = config.manager
@@ -252,82 +254,28 @@ def _who_scores(config: RewardConfig, data_source: str) -> tuple[str, str]:
     return scorer.name, current().description if scorer.sandboxed else ""
 
 
-def _trajectory(tokens: int) -> Trajectory:
-    import numpy as np
-
-    from winnow.types import Segment, Trajectory
-
-    zeros = np.zeros(tokens, np.int64)
-    return Trajectory((Segment(zeros, zeros.astype(np.float32), ()),), "stop")
-
-
-class _Listener(logging.Handler):
-    """Takes what workers printed, which otherwise goes to a run's log."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.heard: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the text of a record that has one."""
-        printed = getattr(record, "printed", None)
-        if printed is not None:
-            self.heard.append(str(printed))
-
-
-@contextlib.contextmanager
-def _listening() -> Iterator[list[str]]:
-    listener = _Listener()
-    logger = logging.getLogger("winnow.rewards.pool")
-    before = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(listener)
-    try:
-        yield listener.heard
-    finally:
-        logger.removeHandler(listener)
-        logger.setLevel(before)
-
-
-def _as_json(trial: _Trial) -> dict[str, Any]:
-    score = trial.score
-    return {
-        "scorer": trial.scorer,
-        **({"sandbox": trial.sandbox} if trial.sandbox else {}),
-        "reward": score.reward,
-        "accuracy": score.accuracy,
-        "parts": dict(score.parts),
-        "extra": dict(score.extra),
-        "seconds": round(trial.seconds, 6),
-        "printed": trial.printed,
-        **({"error": score.error, "traceback": trial.traceback} if score.error else {}),
-    }
-
-
-def _show(trial: _Trial, prompt: Prompt, text: str) -> None:
-    score = trial.score
+def _show(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
+    failed = " (scoring failed: a run counts the answer as wrong, see reward.on_failure)"
     lines = [
-        ("scorer", f"{trial.scorer} (data source {prompt.data_source})"),
-        *([("sandbox", trial.sandbox)] if trial.sandbox else []),
-        *([("prompt", _short(prompt.text))] if prompt.text else []),
+        ("scorer", f"{trial['scorer']} (data source {prompt.data_source})"),
+        ("sandbox", trial.get("sandbox", "")),
+        ("prompt", _short(prompt.text)),
         ("ground truth", _short(str(prompt.ground_truth))),
         ("answer", _short(text)),
-        ("reward", f"{score.reward:g}{_WRONG if score.error else ''}"),
-        ("accuracy", f"{score.accuracy:g}"),
-        *((f"part {part}", f"{value:g}") for part, value in score.parts.items()),
-        *((str(key), _short(str(value))) for key, value in score.extra.items() if value != ""),
-        ("time", f"{trial.seconds:.3g} s"),
+        ("reward", f"{trial['reward']:g}{failed if 'error' in trial else ''}"),
+        ("accuracy", f"{trial['accuracy']:g}"),
+        *((f"part {part}", f"{value:g}") for part, value in trial["parts"].items()),
+        *((str(key), _short(str(value))) for key, value in trial["extra"].items()),
+        ("time", f"{trial['seconds']:.3g} s"),
     ]
+    lines = [line for line in lines if line[1] or line[0] in ("ground truth", "answer")]
     width = max(len(label) for label, _ in lines)
     for label, value in lines:
         typer.echo(f"{label:<{width}}  {value}".rstrip())
-    if trial.printed.strip():
-        typer.echo(f"\nIt printed:\n{trial.printed.rstrip()}")
-    if trial.traceback:
-        typer.echo(f"\n{trial.traceback}", err=True)
-
-
-_WRONG = " (scoring failed: a run counts the answer as wrong, see reward.on_failure)"
+    if trial["printed"].strip():
+        typer.echo(f"\nIt printed:\n{trial['printed'].rstrip()}")
+    if trial.get("traceback"):
+        typer.echo(f"\n{trial['traceback']}", err=True)
 
 
 def _short(text: str) -> str:

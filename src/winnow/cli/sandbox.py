@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 from typing import Annotated, Literal
 
 import typer
@@ -59,7 +58,7 @@ def serve_command(
     """Serve the local sandbox by SandboxFusion's HTTP API (reward/sandbox=fusion asks for it)."""
     try:
         from winnow.http.service import address_of, listen, serve
-        from winnow.sandbox.server import SandboxServer, ServerLimits
+        from winnow.sandbox.server import SandboxServer
     except ModuleNotFoundError as error:
         raise RewardError(
             f"winnow sandbox serve needs the package {error.name}, which is not installed; "
@@ -73,14 +72,13 @@ def serve_command(
         backend=backend,
         python=python,
         max_concurrent=max_concurrent,
+        time_s=max_time_s,
         memory_mb=memory_mb,
         output_kb=output_kb,
     )
     token = token_of(token_env, "--token-env")
     with closing(listen(host, port, token)) as listener, closing(LocalSandbox(config)) as sandbox:
-        programs = replace(sandbox.limits, time_s=max_time_s)
-        limits = ServerLimits(programs, max_body_mb << 20, max_queued)
         said = f"sandbox at {address_of(listener)} ({sandbox.description})"
-        with closing(SandboxServer(sandbox, limits, token)) as server:
+        with closing(SandboxServer(sandbox, token, max_body_mb << 20, max_queued)) as server:
             code = serve(server.service, listener, said)
     raise typer.Exit(code)

@@ -22,14 +22,13 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
 from winnow.errors import RewardError
 
 T = TypeVar("T")
-Kind = Literal["unreachable", "timeout", "status", "garbage"]
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
 _LONGEST_BACKOFF_S = 30.0
 LONGEST_RETRY_AFTER_S = 60.0
@@ -45,15 +44,12 @@ _LOOPBACK: Mapping[str, httpx.AsyncBaseTransport | None] = {
 class RemoteError(Exception):
     """A request that came to nothing."""
 
-    kind: Kind
-    """`unreachable` (no connection), `timeout`, `status` (a refusal), or `garbage`: an answer that
-    is no JSON, too large, or cut off."""
-    status: int | None
-    """Status of the last answer; None where there was none."""
     line: str
     """One line for people, without secrets."""
+    status: int | None = None
+    """Status of a refusal; None where no answer came, or none that is whole and JSON."""
     after_s: float | None = None
-    """Seconds after which the last answer asked to be tried again."""
+    """Seconds after which a refusal asks to be tried again."""
     is_passing: bool = False
     """True if the same request may be answered later."""
 
@@ -65,7 +61,7 @@ class HttpJson:
     """A client of one service; safe to use from any thread and any event loop.
 
     Args:
-        base_url: paths are put behind it.
+        base_url: paths are put behind it; a section of the configuration has checked it.
         token: sent as `Authorization: Bearer`, and kept out of every error.
         max_concurrent: requests under way at once, their pauses between tries included.
         tries: how often a request is sent in all.
@@ -73,7 +69,7 @@ class HttpJson:
         max_bytes: longest answer that is read, unpacked.
 
     Raises:
-        ValueError: the address is none of HTTP, or the token cannot be sent.
+        RewardError: the address is none.
     """
 
     def __init__(
@@ -85,14 +81,14 @@ class HttpJson:
         backoff_s: float = 0.5,
         max_bytes: int = 32 << 20,
     ) -> None:
-        self._url = _address(base_url)
-        self.place = str(self._url.copy_with(userinfo=b"", query=None, fragment=None)).rstrip("/")
-        if token is not None and (not token.isascii() or not token.isprintable() or " " in token):
-            raise ValueError("the token must consist of ASCII characters without blanks and breaks")
+        try:
+            self._url = httpx.URL(base_url.rstrip("/"))
+        except httpx.InvalidURL as error:
+            raise RewardError(f"{base_url} is no address ({error}); mend it") from None
+        self._token = token
         self._headers = {"Accept": "application/json", "Content-Type": "application/json"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._secrets = [text for text in (token, self._url.password) if text]
         self._max_concurrent, self._tries, self._backoff_s = max_concurrent, tries, backoff_s
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -191,61 +187,59 @@ class HttpJson:
             number: of the try, from 1.
         """
         content = json.dumps(body, allow_nan=False).encode()
-        url = f"{str(self._url).rstrip('/')}/{path.lstrip('/')}"
-        status = None
+        url = f"{self._url}/{path.lstrip('/')}"
+        response = None
         try:
             async with (
                 asyncio.timeout(timeout_s),
                 self._client.stream("POST", url, content=content) as response,
             ):
-                status = response.status_code
                 data = await self._read(response)
         except TimeoutError:
             said = f"did not answer within {timeout_s:g} s"
-            raise self.error("timeout", status, said, None, True) from None
+            raise self.error(said, is_passing=True) from None
         except httpx.DecodingError as error:
-            said = f"answered with what cannot be unpacked: {_text(error)}"
-            raise self.error("garbage", status, said) from None
+            raise self.error(f"answered with what cannot be unpacked: {_text(error)}") from None
         except httpx.RequestError as error:
-            if status is None:
-                said = f"cannot be reached: {_text(error)}"
-                raise self.error("unreachable", None, said, None, True) from None
-            said = f"cut its answer off ({_text(error)})"
-            raise self.error("garbage", status, said, None, True) from None
-        if not 200 <= status < 300:
+            said = "cannot be reached" if response is None else "cut its answer off"
+            raise self.error(f"{said}: {_text(error)}", is_passing=True) from None
+        status = response.status_code
+        if not response.is_success:
             text = " ".join(data[: 20 * _SHOWN].decode(errors="replace").split())
             said = f"answered {status}{': ' if text else ''}{text}"
             after_s = _retry_after_s(response.headers.get("Retry-After"))
-            raise self.error("status", status, said, after_s, status in RETRY_STATUSES)
+            raise self.error(said, status, after_s, status in RETRY_STATUSES)
         try:
             return json.loads(data)
         except (ValueError, RecursionError):
-            said = f"answered with {len(data):,} bytes that are no JSON"
-            raise self.error("garbage", status, said) from None
+            raise self.error(f"answered with {len(data):,} bytes that are no JSON") from None
 
     async def _read(self, response: httpx.Response) -> bytes:
         parts = bytearray()
         async for part in response.aiter_bytes():
             parts += part
             if len(parts) > self._max_bytes:
-                said = f"answered with more than {self._max_bytes:,} bytes"
-                raise self.error("garbage", response.status_code, said)
+                raise self.error(f"answered with more than {self._max_bytes:,} bytes")
         return bytes(parts)
 
-    def error(self, kind: Kind, status: int | None, said: str, *how: Any) -> RemoteError:
-        """Return the error for what this service did, cut to a line and without its secrets."""
-        said = self.without_secrets(said)
+    def error(
+        self,
+        said: str,
+        status: int | None = None,
+        after_s: float | None = None,
+        is_passing: bool = False,
+    ) -> RemoteError:
+        """Return the error for what this service did, cut to a line and without the token."""
+        said = self.without_token(said)
         said = said if len(said) <= _SHOWN else f"{said[:_SHOWN]}…"
-        return RemoteError(kind, status, f"{self.place} {said}", *how)
+        return RemoteError(f"{self._url} {said}", status, after_s, is_passing)
 
-    def without_secrets(self, text: str) -> str:
-        """Return the text with the token and the password taken out."""
-        for secret in self._secrets:
-            text = text.replace(secret, "(secret)")
-        return text
+    def without_token(self, text: str) -> str:
+        """Return the text with the token taken out."""
+        return text.replace(self._token, "(secret)") if self._token else text
 
     def _closed_error(self) -> RemoteError:
-        return self.error("unreachable", None, "is not asked any more: the client is closed")
+        return self.error("is not asked any more: the client is closed")
 
     def _pause_s(self, tries: int, after_s: float | None) -> float:
         most = min(self._backoff_s * 2.0 ** (tries - 1), _LONGEST_BACKOFF_S)
@@ -262,7 +256,7 @@ def token_of(variable: str | None, field: str) -> str | None:
         field: that names the variable, for the error.
 
     Raises:
-        RewardError: there is no such variable, or it is empty.
+        RewardError: there is no such variable, it is empty, or no header can hold what it does.
     """
     if variable is None:
         return None
@@ -271,19 +265,12 @@ def token_of(variable: str | None, field: str) -> str | None:
         raise RewardError(
             f"{field} is {variable}, but there is no such environment variable; export {variable}"
         )
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise RewardError(
+            f"{field} is {variable}, whose value must consist of ASCII characters without blanks "
+            f"and breaks; export another {variable}"
+        )
     return token
-
-
-def _address(base_url: str) -> httpx.URL:
-    try:
-        url = httpx.URL(base_url)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"the address is no URL ({error})") from None
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError("the address must begin with http:// or https:// and name a host")
-    if url.query or url.fragment:
-        raise ValueError("the address must end with its path: no ? and no #")
-    return url
 
 
 def _text(error: Exception) -> str:

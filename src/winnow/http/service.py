@@ -21,10 +21,8 @@ import resource
 import signal
 import socket
 import sys
-import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from ipaddress import ip_address
 from types import FrameType
 from typing import Any, cast
@@ -307,49 +305,40 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-@contextmanager
-def running(
-    service: JsonService, listener: socket.socket, ended: Callable[[], None] = lambda: None
-) -> Iterator[None]:
-    """Run a service in a thread of its own, from its first answer to its last.
+class Server(uvicorn.Server):  # type: ignore[misc]
+    """Runs a service, from its first answer to its last.
 
     Args:
-        ended: called when the server ends, by itself too.
+        ready: called when the service can be asked.
     """
-    server = uvicorn.Server(
-        uvicorn.Config(
-            service.app,
-            http=_Connection,
-            ws="none",
-            lifespan="off",
-            log_level="error",  # a warning a bad request would fill the disk for a stranger
-            access_log=False,
-            server_header=False,
-            backlog=_backlog(),
-            limit_concurrency=service.connections,
-            timeout_graceful_shutdown=_LAST_ANSWERS_S,
+
+    def __init__(self, service: JsonService, ready: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                service.app,
+                http=_Connection,
+                ws="none",
+                lifespan="off",
+                log_level="error",  # a warning a bad request would fill the disk for a stranger
+                access_log=False,
+                server_header=False,
+                backlog=_backlog(),
+                limit_concurrency=service.connections,
+                timeout_graceful_shutdown=_LAST_ANSWERS_S,
+            )
         )
-    )
+        self._service, self._ready = service, ready
 
-    def run() -> None:
-        try:
-            server.run([listener])
-        finally:
-            ended()
-
-    thread = threading.Thread(target=run, name="service")
-    thread.start()
-    try:
-        while not server.started and thread.is_alive():
-            time.sleep(0.005)
-        # The kernel may hold more than asyncio takes at once, which is its backlog, too.
-        if server.started:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            # The kernel may hold more than asyncio takes at once, which is its backlog, too.
             listener.listen(_KERNEL_BACKLOG)
-        yield
-    finally:
-        service.close()
-        server.should_exit = True
-        thread.join()
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.close()
+        await super().shutdown(sockets)
 
 
 def serve(service: JsonService, listener: socket.socket, said: str) -> int:
@@ -359,17 +348,14 @@ def serve(service: JsonService, listener: socket.socket, said: str) -> int:
         said: printed when the service can be asked.
     """
     arrived: list[int] = []
-    came = threading.Event()
 
-    def take(number: int, _: FrameType | None) -> None:
+    def note(number: int, _: FrameType | None) -> None:
         arrived.append(number)
-        came.set()
 
-    before = {n: signal.signal(n, take) for n in (signal.SIGTERM, signal.SIGINT)}
+    # The server takes these signals while it runs, and raises those that came at its end.
+    before = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with running(service, listener, came.set):
-            print(said, flush=True)
-            came.wait()
+        Server(service, lambda: print(said, flush=True)).run([listener])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

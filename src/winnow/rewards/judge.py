@@ -13,18 +13,17 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from winnow.config.judge import BUILT_IN, OpenAiJudge
 from winnow.errors import RewardError
-from winnow.http.client import LONGEST_RETRY_AFTER_S, HttpJson, RemoteError
+from winnow.http.client import LONGEST_RETRY_AFTER_S, HttpJson, RemoteError, token_of
 from winnow.rewards.judge_cache import JudgeReply, ReplyCache, cache_path
 from winnow.rewards.judge_prompt import JudgePrompt
-from winnow.rewards.rate_limit import RateLimit
 from winnow.rewards.task import Failure, Verdict
 from winnow.types import Prompt
 
@@ -34,12 +33,86 @@ _PATH = "chat/completions"
 _NEVER = {401: "api_key_env", 403: "api_key_env", 404: "base_url and reward.judge.model"}
 """Settings to look at where a service refuses every request of a recipe, by status. After an
 answer a 403 is one question's: some services refuse so what they will not talk about."""
+_PASSING = (408, 409, 425, 429)
 _SECOND_TEMPERATURE = 0.7
 _BYTES_PER_TOKEN = 4
 _SHOWN = 200
 _MOST_TOKENS = 10**9
 """Usage beyond it is a service's mistake."""
+_MINUTE_S = 60.0
+_NOTHING = 1e-9
+_NO_LIMIT = 10**15
 _COUNTS = ("requests", "cache_hits", "tokens", "retries", "unparsed")
+
+
+class TokenBucket:
+    """An allowance that fills with time.
+
+    It holds a tenth of a minute's limit, so that what has been saved up cannot come at once, and
+    fills at a rate that leaves room for it: no minute sees more than the limit.
+
+    Args:
+        limit: a minute's.
+        whole: its unit is indivisible, as a request is.
+        now: seconds of any clock that does not go back.
+    """
+
+    def __init__(self, limit: int, whole: bool, now: float) -> None:
+        # One by one, a bucket of c lets fewer than c + 60 * rate + 1 through in less than a minute.
+        self._capacity = float(max(1, limit // 10)) if whole else limit / 10
+        self._rate = (limit - self._capacity + whole) / _MINUTE_S
+        self._level = self._capacity
+        self._since = now
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Return the seconds until so much may be taken, or the bucket is full if it holds less."""
+        self._level = min(self._level + (now - self._since) * self._rate, self._capacity)
+        self._since = now
+        lacking = min(amount, self._capacity) - self._level
+        return max(lacking, 0.0) / self._rate if lacking > _NOTHING else 0.0
+
+    def take(self, amount: float) -> None:
+        """Take an amount, into debt if need be; a negative one gives back."""
+        self._level = min(self._level - amount, self._capacity)
+
+
+class RateLimit:
+    """Limits the requests and tokens of any minute.
+
+    Args:
+        clock: seconds; does not go back.
+    """
+
+    def __init__(
+        self,
+        requests_per_minute: int | None,
+        tokens_per_minute: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        now = clock()
+        self._requests = TokenBucket(requests_per_minute or _NO_LIMIT, True, now)
+        self._tokens = TokenBucket(tokens_per_minute or _NO_LIMIT, False, now)
+        self._paused_until = now
+
+    def ask(self, tokens: float) -> float:
+        """Take a request of so many tokens; return 0, or the seconds after which to ask again."""
+        now = self._clock()
+        waits = (self._requests.wait_s(1.0, now), self._tokens.wait_s(tokens, now))
+        wait_s = max(self._paused_until - now, *waits)
+        if wait_s > 0:
+            return wait_s
+        self._requests.take(1.0)
+        self._tokens.take(tokens)
+        return 0.0
+
+    def settle(self, estimated: float, used: float) -> None:
+        """Correct the estimate that a request was let through with."""
+        self._tokens.take(used - estimated)
+
+    def pause(self, seconds: float) -> None:
+        """Let nothing through for a while, as a service asked for."""
+        self._paused_until = max(self._paused_until, self._clock() + seconds)
 
 
 class _JudgeClient(HttpJson):
@@ -49,13 +122,11 @@ class _JudgeClient(HttpJson):
     replies that came over the network; `retries` after failures.
     """
 
-    def __init__(self, config: OpenAiJudge, key: str, backoff_s: float) -> None:
-        super().__init__(
-            config.base_url, key or None, config.max_concurrent, config.retries + 1, backoff_s
-        )
+    def __init__(self, config: OpenAiJudge, key: str | None, backoff_s: float) -> None:
+        super().__init__(config.base_url, key, config.max_concurrent, config.retries + 1, backoff_s)
         self._config = config
         self._limit = RateLimit(config.requests_per_minute, config.tokens_per_minute)
-        self._turn: asyncio.Lock | None = None
+        self._turn = asyncio.Lock()
         self.counts = Counter(dict.fromkeys(_COUNTS, 0))
         self.has_answered = False
 
@@ -63,22 +134,19 @@ class _JudgeClient(HttpJson):
         """Send a request once its turn comes."""
         prompt_tokens = _bytes(body["messages"]) / _BYTES_PER_TOKEN
         estimated = prompt_tokens + self._config.max_tokens
-        self._turn = self._turn or asyncio.Lock()
         async with self._turn:  # first come, first served
             while (wait_s := self._limit.ask(estimated)) > 0:
                 await asyncio.sleep(wait_s)
         self.counts["requests"] += 1
         self.counts["retries"] += number > 1
         try:
-            reply = self._completion(
-                await super().attempt(path, body, timeout_s, number), prompt_tokens
-            )
+            data = await super().attempt(path, body, timeout_s, number)
+            reply = self._completion(data, prompt_tokens)
         except RemoteError as error:
-            if error.kind == "status":  # refused, so nothing was written
+            error.is_passing = True
+            if error.status is not None:  # refused, so nothing was written
                 self._limit.settle(estimated, 0.0)
-            status = error.status or 0
-            passing = status in (408, 409, 425, 429) or status >= 500
-            error.is_passing = passing or error.kind != "status"
+                error.is_passing = error.status in _PASSING or error.status >= 500
             if error.after_s is not None and error.is_passing:
                 # The service speaks of all requests, not of this one.
                 self._limit.pause(min(error.after_s, LONGEST_RETRY_AFTER_S))
@@ -97,7 +165,7 @@ class _JudgeClient(HttpJson):
                 raise TypeError("content must be a text")
         except (TypeError, LookupError):
             said = f"answered with no chat completion: {json.dumps(data)}"
-            raise self.error("garbage", 200, said) from None
+            raise self.error(said) from None
         text = text or ""
         usage = data.get("usage")
         tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
@@ -120,12 +188,8 @@ class Judge:
     def __init__(self, config: OpenAiJudge, backoff_s: float = 1.0) -> None:
         self.config = config
         self._prompt = JudgePrompt(config)
-        try:
-            self._http = _JudgeClient(config, _key(config.api_key_env), backoff_s)
-        except ValueError as error:
-            field = "api_key_env" if "token" in str(error) else "base_url"
-            given = getattr(config, field)
-            raise RewardError(f"reward.judge.{field} {given}: {error}") from None
+        key = token_of(config.api_key_env, "reward.judge.api_key_env")
+        self._http = _JudgeClient(config, key, backoff_s)
         path = cache_path(config.cache)
         self._cache = None if path is None else ReplyCache(path)
         if self._cache is not None:
@@ -193,7 +257,7 @@ class Judge:
                 self._counts["unparsed"] += 1
         except RemoteError as error:
             is_one_question = error.status == 403 and self._http.has_answered
-            if error.kind == "status" and error.status in _NEVER and not is_one_question:
+            if error.status in _NEVER and not is_one_question:
                 raise RewardError(
                     f"the judge answers nothing: {error.line}; see to reward.judge."
                     f"{_NEVER[error.status]}"
@@ -201,7 +265,7 @@ class Judge:
             return Failure(f"the judge: {error.line}", "")
         finally:
             self.scored += 1
-        said = self._http.without_secrets(reply.text)
+        said = self._http.without_token(reply.text)
         end = f"it ends with {said[-_SHOWN:]!r}" if said else "it is empty"
         return Failure(
             f"the judge: no number was read from its reply by reward.judge.parse, twice over; {end}"
@@ -246,15 +310,3 @@ class Judge:
 def _bytes(messages: Any) -> int:
     """Bytes of the messages' texts in UTF-8: a script with long characters has more tokens."""
     return sum(len(each["content"].encode("utf-8", "replace")) for each in messages)
-
-
-def _key(variable: str | None) -> str:
-    if variable is None:
-        return ""
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise RewardError(
-            f"reward.judge.api_key_env is {variable}, which is not set in the environment; "
-            f"export {variable}=KEY, or set reward.judge.api_key_env=null"
-        )
-    return key

@@ -58,12 +58,11 @@ class ReplyCache:
             self._connection = sqlite3.connect(
                 path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
-        try:
-            with self._told():
+            try:
                 self._prepare()
-        except BaseException:
-            self._connection.close()
-            raise
+            except BaseException:
+                self._connection.close()
+                raise
 
     def _prepare(self) -> None:
         execute = self._connection.execute

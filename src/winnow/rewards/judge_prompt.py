@@ -7,14 +7,13 @@ not bind.
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from winnow.config.judge import LabelsParse, NumberParse, OpenAiJudge
+from winnow.config.judge import BuiltInParse, LabelsParse, NumberParse, OpenAiJudge, Parse
 from winnow.types import Prompt
 
 _MATERIAL = """\
@@ -53,7 +52,7 @@ Name its merits and faults in a few words. Then end with one line that holds a w
 Score: NUMBER"""
 _JUDGEMENT = r"Judge?ment:[\s*]*"
 """Pattern before a built-in label; a label elsewhere may be one that the judge denies."""
-_BUILT_IN: dict[str, tuple[str, LabelsParse | NumberParse]] = {
+_BUILT_IN: dict[str, tuple[str, Parse]] = {
     "correctness": (_CORRECTNESS, LabelsParse(labels={"CORRECT": 1.0, "INCORRECT": 0.0})),
     "quality": (_QUALITY, NumberParse()),
 }
@@ -64,24 +63,20 @@ class JudgePrompt:
 
     def __init__(self, config: OpenAiJudge) -> None:
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
-        built_in = _BUILT_IN.get(config.template)
-        text = config.template if built_in is None else built_in[0]
+        text, rule = _BUILT_IN.get(config.template, (config.template, config.parse))
+        self._is_built_in = isinstance(config.parse, BuiltInParse)
+        if not isinstance(config.parse, BuiltInParse):
+            rule = config.parse
+        assert not isinstance(rule, BuiltInParse), "the section asks for a rule"
+        self._rule = rule
         self._roles = [("user", environment.from_string(text))]
         if config.system is not None:
             self._roles.insert(0, ("system", environment.from_string(config.system)))
-        parse = config.parse
-        self._is_built_in = not isinstance(parse, NumberParse | LabelsParse)
-        if not isinstance(parse, NumberParse | LabelsParse):
-            assert built_in is not None, "checks_judge.py asks for a rule"
-            parse = built_in[1]
-        before = _JUDGEMENT if self._is_built_in else ""
-        self._number = parse if isinstance(parse, NumberParse) else None
-        self._labels = parse.labels if isinstance(parse, LabelsParse) else {}
-        self._pattern = re.compile(
-            parse.pattern
-            if isinstance(parse, NumberParse)
-            else before + _any_of(list(parse.labels))
-        )
+        if isinstance(rule, NumberParse):
+            self._pattern = re.compile(rule.pattern)
+        else:
+            before = _JUDGEMENT if self._is_built_in else ""
+            self._pattern = re.compile(before + _any_of(list(rule.labels)))
 
     def messages(self, prompt: Prompt, answer: str) -> list[dict[str, str]]:
         """Return the conversation that the judge gets.
@@ -109,22 +104,17 @@ class JudgePrompt:
         Args:
             is_cut: the reply's end is missing, where a built-in template wants the number.
         """
-        if is_cut and self._is_built_in:
+        *_, last = [None, *self._pattern.finditer(reply)]
+        if last is None or (is_cut and self._is_built_in):
             return None
-        matches = [*self._pattern.finditer(reply)]
-        if not matches:
-            return None
-        last = matches[-1]
-        if self._number is None:
-            return self._labels[last.group(1)]
+        if isinstance(self._rule, LabelsParse):
+            return self._rule.labels[last.group(1)]
         try:
             number = float(last.group(1))
         except (TypeError, ValueError):  # the group took no part, or matched no number
             return None
-        lowest, highest = self._number.lowest, self._number.highest
-        if not math.isfinite(number) or not lowest <= number <= highest:
-            return None
-        return (number - lowest) / (highest - lowest)
+        lowest, highest = self._rule.lowest, self._rule.highest
+        return (number - lowest) / (highest - lowest) if lowest <= number <= highest else None
 
 
 def _any_of(labels: list[str]) -> str:

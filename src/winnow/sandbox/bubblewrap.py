@@ -15,13 +15,12 @@ import signal
 import threading
 from contextlib import ExitStack, suppress
 
-from winnow.sandbox.interpreter import Interpreter
-from winnow.sandbox.process import Started, memory_file, run, told_as_by_a_shell
-from winnow.sandbox.program import Limits, Program, Result, SandboxError, Slot
+from winnow.config.reward import SandboxConfig
+from winnow.sandbox.process import Confined, Interpreter, memory_file, process_limits
+from winnow.sandbox.program import MAIN, Program, Result, SandboxError
 from winnow.sandbox.seccomp import filter_bytes
 
 FOLDER = "/tmp"
-MAIN = "main.py"
 _CHILD = re.compile(rb'"child-pid": *(\d+)')
 _LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
@@ -29,65 +28,67 @@ _LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 class Bubblewrap:
     """Starts programs under bwrap.
 
+    Args:
+        closing: ends what runs.
+
     Raises:
         SandboxError: a part is missing.
     """
 
     name = "bubblewrap"
 
-    def __init__(self, interpreter: Interpreter) -> None:
-        self._interpreter = interpreter
+    def __init__(self, interpreter: Interpreter, closing: threading.Event) -> None:
+        self._interpreter, self._closing = interpreter, closing
         # A list of folders of ours: the environment's PATH may hold anything.
         self._bwrap = _tool("bwrap", "bubblewrap")
         self._prlimit = _tool("prlimit", "util-linux")
         self._setpriv = _tool("setpriv", "util-linux")
         self._choom = _tool("choom", "util-linux")
-        seccomp = filter_bytes()
-        if seccomp is None:
-            raise SandboxError(f"there is no system call filter for {os.uname().machine}")
-        self._seccomp = seccomp
+        self._seccomp = filter_bytes()
 
-    def run(self, program: Program, limits: Limits, slot: Slot, closing: threading.Event) -> Result:
+    def run(self, program: Program, limits: SandboxConfig, uid: int | None) -> Result:
         """Run a program.
+
+        Args:
+            uid: unprivileged user that it runs as; None keeps ours, which is one already.
 
         Raises:
             SandboxError: the sandbox could not be set up.
         """
         with ExitStack() as stack:
-
-            def hand_over(name: str, data: bytes) -> int:
-                descriptor = memory_file(name, data)
-                stack.callback(os.close, descriptor)
-                return descriptor
-
+            files = {
+                name: stack.enter_context(memory_file(name, data)).fileno()
+                for name, data in program.all_files.items()
+            }
+            seccomp = stack.enter_context(memory_file("seccomp", self._seccomp)).fileno()
             status, writer = os.pipe()
             stack.callback(os.close, status)
-            close_writer = stack.enter_context(ExitStack())
-            close_writer.callback(os.close, writer)
-            files = {MAIN: program.code.encode("utf-8", "surrogatepass"), **program.files}
-            handed = {name: hand_over(name, data) for name, data in files.items()}
-            filter_ = hand_over("seccomp", self._seccomp)
-            command = self._command(limits, slot, handed, filter_, writer)
-            descriptors = [*handed.values(), filter_, writer]
-            report = _Report(status, limits.scratch_bytes)
-            started = Started(command, descriptors, _kill_group, report.files)
-            result = run(started, program.stdin, limits, closing)
-            close_writer.close()
+            stack.callback(os.close, writer)
+            command = self._command(limits, uid, files, seccomp, writer)
+            descriptors = [*files.values(), seccomp, writer]
+            report = _Report(status, limits.scratch_mb << 20)
+            confined = Confined(command, descriptors, signal.SIGKILL, report.count_files)
+            result = confined.run(program.stdin, limits, self._closing)
             has_begun = report.child() is not None
         if not has_begun:
             reason = " ".join(result.stderr.decode(errors="replace").split())
             raise SandboxError(
                 f"bwrap could not set the sandbox up ({result.ending}): {reason[:300]}"
             )
-        return told_as_by_a_shell(result)
+        return result
 
     def _command(
-        self, limits: Limits, slot: Slot, files: dict[str, int], seccomp: int, status: int
+        self,
+        limits: SandboxConfig,
+        uid: int | None,
+        files: dict[str, int],
+        seccomp: int,
+        status: int,
     ) -> list[str]:
         # Where memory runs out, the kernel is to end a program and not the trainer.
         drop = [self._choom, "-n", "1000", "--"]
-        if slot.uid is not None:
-            who = str(slot.uid)
+        if uid is not None:
+            who = str(uid)
             drop += [self._setpriv, "--reuid", who, "--regid", who, "--clear-groups", "--"]
         view = ["--ro-bind", "/usr", "/usr"]
         for link in _LINKS:
@@ -95,9 +96,9 @@ class Bubblewrap:
                 view += ["--symlink", os.readlink(f"/{link}"), f"/{link}"]
             elif os.path.isdir(f"/{link}"):
                 view += ["--ro-bind", f"/{link}", f"/{link}"]
-        view += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-        view += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
-        view += ["--dev", "/dev", "--size", str(limits.scratch_bytes), "--tmpfs", FOLDER]
+        for path in ("/etc/ld.so.cache", "/etc/alternatives"):
+            view += ["--ro-bind-try", path, path]
+        view += ["--dev", "/dev", "--size", str(limits.scratch_mb << 20), "--tmpfs", FOLDER]
         for folder in self._interpreter.folders_outside_usr:
             view += ["--ro-bind", folder, folder]
         for name, descriptor in files.items():
@@ -108,9 +109,7 @@ class Bubblewrap:
             "--cap-drop", "ALL", "--hostname", "sandbox",
             *view, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", FOLDER,
             "--seccomp", str(seccomp), "--json-status-fd", str(status), "--",
-            self._prlimit, f"--as={limits.memory_bytes}", f"--cpu={limits.cpu_s}",
-            f"--nproc={limits.processes}", f"--nofile={limits.open_files}",
-            f"--fsize={limits.scratch_bytes}", "--core=0", "--msgqueue=0", "--memlock=0", "--",
+            self._prlimit, *(f"--{name}={n}" for name, n in process_limits(limits).items()), "--",
             self._interpreter.path, "-s", f"{FOLDER}/{MAIN}",
         ]  # fmt: skip
 
@@ -120,11 +119,6 @@ def _tool(name: str, package: str) -> str:
     if path is None:
         raise SandboxError(f"{name} is not installed (Debian's package {package})")
     return path
-
-
-def _kill_group(process: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process, signal.SIGKILL)
 
 
 class _Report:
@@ -142,7 +136,7 @@ class _Report:
         found = _CHILD.search(self._said)
         return int(found.group(1)) if found else None
 
-    def files(self) -> int:
+    def count_files(self) -> int:
         """Count the files and folders in the program's scratch folder.
 
         bwrap cannot bound the inodes of a tmpfs, so they are counted from outside.

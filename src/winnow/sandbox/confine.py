@@ -133,27 +133,28 @@ def _confine(plan: dict[str, Any]) -> None:
     limits = plan["limits"]
     uid = plan["uid"]
     if uid is None:  # others of this user count as well
-        limits["RLIMIT_NPROC"] += _tasks_of(os.getuid())
+        limits["nproc"] += _tasks_of(os.getuid())
     else:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     _checked(_prctl(_SET_PDEATHSIG, signal.SIGKILL))  # changing the user undid it
     for name, most in limits.items():
-        number = _UNNAMED[name] if name in _UNNAMED else getattr(resource, name)
+        is_named = name != "msgqueue"
+        number = getattr(resource, f"RLIMIT_{name.upper()}") if is_named else _MSGQUEUE
         resource.setrlimit(number, (most, most))
     _checked(_prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _restrict_files(plan)
     os.closerange(3, plan["status"])
     os.closerange(plan["status"] + 1, 1024)
     os.set_inheritable(plan["status"], False)
-    code = bytes.fromhex(plan["seccomp"])
+    code = plan["seccomp"]
     given = _Filter(len(code) // 8, code)
     _checked(_prctl(_SET_SECCOMP, _SECCOMP_FILTER, _ctypes.byref(given), 0, 0))
 
 
-_UNNAMED = {"RLIMIT_MSGQUEUE": 12}
-"""Not in the module resource of every version."""
+_MSGQUEUE = 12
+"""RLIMIT_MSGQUEUE, which the module resource does not have in every version."""
 
 
 def _restrict_files(plan: dict[str, Any]) -> None:

@@ -12,11 +12,14 @@ cut off, or not of this API all raise `SandboxError`, and that scoring fails.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, StrictInt, ValidationError
 
 from winnow.config.reward import FusionConfig
 from winnow.errors import RewardError
+from winnow.http import first_fault
 from winnow.http.client import HttpJson, RemoteError, token_of
 from winnow.sandbox.program import OUTPUT_LIMIT, Ending, Program, Result, SandboxError
 
@@ -40,17 +43,14 @@ class FusionSandbox:
 
     def __init__(self, config: FusionConfig) -> None:
         self.config = config
-        self.slots: Sequence[object] = range(config.max_concurrent)
-        try:
-            self._http = HttpJson(
-                config.url,
-                token=token_of(config.token_env, "reward.sandbox.token_env"),
-                max_concurrent=config.max_concurrent,
-                # Six characters of JSON for a byte, at worst.
-                max_bytes=(config.output_kb << 10) * 8 + (1 << 20),
-            )
-        except ValueError as error:
-            raise RewardError(f"reward.sandbox: {error}") from None
+        self.slots = config.max_concurrent
+        self._http = HttpJson(
+            config.url,
+            token=token_of(config.token_env, "reward.sandbox.token_env"),
+            max_concurrent=config.max_concurrent,
+            # Six characters of JSON for a byte, at worst.
+            max_bytes=(config.output_kb << 10) * 8 + (1 << 20),
+        )
         try:
             self._try_out()
         except BaseException:
@@ -87,17 +87,14 @@ class FusionSandbox:
             answer = self._http.post_blocking("run_code", body, patience_s)
         except RemoteError as error:
             raise SandboxError(error.line) from error
-        return self._limited(result_of(answer))
+        result = result_of(answer)
+        # The service may let a program write more than we would.
+        is_long = len(result.stdout) + len(result.stderr) > config.output_kb << 10
+        return replace(result, ending="output_limit") if is_long else result
 
     def close(self) -> None:
         """End what is under way."""
         self._http.close()
-
-    def _limited(self, result: Result) -> Result:
-        """The result of a program that the service lets write more than we would."""
-        if len(result.stdout) + len(result.stderr) <= self.config.output_kb << 10:
-            return result
-        return Result(**{**vars(result), "ending": "output_limit"})
 
     def _try_out(self) -> None:
         """Check before training that programs are run, with the most that will be asked for."""
@@ -127,49 +124,66 @@ class FusionSandbox:
             )
 
 
+class RunResult(BaseModel):
+    """Outcome of compiling or running, as the service tells it."""
+
+    status: Literal["Finished", "TimeLimitExceeded", "Error"]
+    return_code: StrictInt | None = None
+    execution_time: Any = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+    def result(self, message: str) -> Result:
+        """Return it as a result of ours.
+
+        Raises:
+            SandboxError: the service could not run the program.
+        """
+        if self.status == "Error":
+            said = " ".join((message or self.stderr or "no reason given").split())
+            raise SandboxError(f"the service could not run the program: {said[:_SHOWN]}")
+        ending: Ending = "output_limit" if message == OUTPUT_LIMIT else "finished"
+        code = self.return_code
+        if self.status == "TimeLimitExceeded":
+            ending, code = "time_limit", -9 if code is None else code
+        if code is None:
+            raise SandboxError("the service answered without a return code")
+        seconds = self.execution_time
+        if not isinstance(seconds, int | float) or not seconds >= 0:
+            seconds = 0.0
+        out, err = (
+            (each or "").encode("utf-8", "surrogatepass") for each in (self.stdout, self.stderr)
+        )
+        return Result(ending, code, out, err, float(min(seconds, 1e6)))
+
+
+class RunAnswer(BaseModel):
+    """Answer of the service."""
+
+    status: Literal["Success", "Failed", "SandboxError"]
+    message: Any = None
+    compile_result: RunResult | None = None
+    run_result: RunResult | None = None
+
+
 def result_of(answer: Any) -> Result:
     """Return what an answer of the service says of the program.
 
     Raises:
         SandboxError: the sandbox failed, or the answer is none of this API.
     """
-    answer = _mapping(answer, "the answer")
-    status, message = answer.get("status"), answer.get("message") or ""
-    if status == "SandboxError":
-        raise SandboxError(f"the service says: {str(message)[:_SHOWN] or 'SandboxError'}")
-    if status not in ("Success", "Failed"):
-        raise SandboxError(f"the service answered with the status {str(status)[:_SHOWN]!r}")
-    if answer.get("compile_result") is not None:
-        compiled = _result(_mapping(answer["compile_result"], "compile_result"), message)
+    try:
+        told = RunAnswer.model_validate(answer)
+    except ValidationError as error:
+        said = first_fault(error)
+        raise SandboxError(f"the service does not answer as SandboxFusion does: {said}") from None
+    message = str(told.message or "")
+    if told.status == "SandboxError":
+        raise SandboxError(f"the service says: {message[:_SHOWN] or 'SandboxError'}")
+    if told.compile_result is not None:
+        compiled = told.compile_result.result(message)
         if not compiled.is_clean:
-            return Result(**{**vars(compiled), "ending": "compile_error"})
-    return _result(_mapping(answer.get("run_result"), "run_result"), message)
-
-
-def _result(given: Mapping[str, Any], message: Any) -> Result:
-    status, code, seconds = (given.get(k) for k in ("status", "return_code", "execution_time"))
-    if status == "Error":
-        said = " ".join(str(message or given.get("stderr") or "no reason given").split())
-        raise SandboxError(f"the service could not run the program: {said[:_SHOWN]}")
-    outputs = [given.get(name) or "" for name in ("stdout", "stderr")]
-    if not all(isinstance(each, str) for each in outputs):
-        raise SandboxError("the service answered with an output that is no text")
-    out, err = (each.encode("utf-8", "surrogatepass") for each in outputs)
-    if not isinstance(seconds, int | float) or not seconds >= 0:
-        seconds = 0.0
-    ending: Ending = "finished"
-    if status == "TimeLimitExceeded":
-        ending = "time_limit"
-    elif status != "Finished":
-        raise SandboxError(f"the service answered with the run status {str(status)[:_SHOWN]!r}")
-    elif isinstance(code, bool) or not isinstance(code, int):
-        raise SandboxError(f"the service answered with the return code {str(code)[:_SHOWN]!r}")
-    elif message == OUTPUT_LIMIT:
-        ending = "output_limit"
-    return Result(ending, code if isinstance(code, int) else -9, out, err, float(min(seconds, 1e6)))
-
-
-def _mapping(value: Any, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise SandboxError(f"{what} of the service is {type(value).__name__}, not an object")
-    return value
+            return replace(compiled, ending="compile_error")
+    if told.run_result is None:
+        raise SandboxError("the service answered without a run_result")
+    return told.run_result.result(message)

@@ -15,15 +15,15 @@ import signal
 import sys
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
-from winnow.sandbox.interpreter import Interpreter, compiled
-from winnow.sandbox.process import Started, memory_file, run, told_as_by_a_shell
-from winnow.sandbox.program import Limits, Program, Result, SandboxError, Slot
+from winnow.config.reward import SandboxConfig
+from winnow.sandbox.process import Confined, Interpreter, compiled, memory_file, process_limits
+from winnow.sandbox.program import MAIN, Program, Result, SandboxError
 from winnow.sandbox.seccomp import filter_bytes
 
-MAIN = "main.py"
 _CONFINE = Path(__file__).with_name("confine.py")
 _READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
@@ -38,66 +38,58 @@ _LEAST_ABI = 3
 class Landlock:
     """Starts programs under Landlock.
 
+    Args:
+        closing: ends what runs.
+
     Raises:
         SandboxError: the kernel lacks a part.
     """
 
     name = "landlock"
 
-    def __init__(self, interpreter: Interpreter) -> None:
-        self._interpreter = interpreter
+    def __init__(self, interpreter: Interpreter, closing: threading.Event) -> None:
+        self._interpreter, self._closing = interpreter, closing
         self._abi = landlock_abi()
         if self._abi < _LEAST_ABI:
             had = f"has version {self._abi}" if self._abi > 0 else "is off"
             raise SandboxError(f"Landlock {had}; version {_LEAST_ABI} (Linux 6.2) is needed")
-        seccomp = filter_bytes()
-        if seccomp is None:
-            raise SandboxError(f"there is no system call filter for {os.uname().machine}")
-        self._seccomp = seccomp
+        self._seccomp = filter_bytes()
         self._guardian = shutil.which("python3", path="/usr/bin") or sys.executable
         self._code = compiled(self._guardian, _CONFINE.read_text(encoding="utf-8"))
 
-    def run(self, program: Program, limits: Limits, slot: Slot, closing: threading.Event) -> Result:
+    def run(self, program: Program, limits: SandboxConfig, uid: int | None) -> Result:
         """Run a program.
+
+        Args:
+            uid: unprivileged user that it runs as; None keeps ours, which is one already.
 
         Raises:
             SandboxError: the sandbox could not be set up.
         """
-        folder = tempfile.mkdtemp(prefix="winnow-sandbox-")
-        status, writer = os.pipe()
-        try:
-            os.chmod(folder, 0o755)
-            files = {MAIN: program.code.encode("utf-8", "surrogatepass"), **program.files}
-            for name, data in files.items():
-                path = Path(folder, name)
-                for parent in reversed(path.relative_to(folder).parents[:-1]):
-                    Path(folder, parent).mkdir(exist_ok=True)
-                    Path(folder, parent).chmod(0o755)
-                path.write_bytes(data)
-                path.chmod(0o644)
-            plan = memory_file("plan", self._plan(limits, slot, folder, writer))
-            code = memory_file("guardian", self._code)
-            try:
-                command = [self._guardian, "-I", "-S", "-B", "-c", _LOAD, str(plan), str(code)]
-                started = Started(command, [plan, code, writer], _ask_to_end)
-                result = run(started, program.stdin, limits, closing)
-            finally:
-                os.close(plan)
-                os.close(code)
-                os.close(writer)
-                writer = -1
-            said = os.read(status, 4096)
-        finally:
-            os.close(status)
-            if writer >= 0:
-                os.close(writer)
-            shutil.rmtree(folder, ignore_errors=True)
+        with ExitStack() as stack:
+            folder = tempfile.mkdtemp(prefix="winnow-sandbox-")
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            _write_files(Path(folder), program.all_files)
+            ends = os.pipe()
+            status = stack.enter_context(open(ends[0], "rb", 0))
+            writer = stack.enter_context(open(ends[1], "wb", 0))
+            plan = self._plan(limits, uid, folder, writer.fileno())
+            handed = [
+                stack.enter_context(memory_file(name, data)).fileno()
+                for name, data in (("plan", plan), ("guardian", self._code))
+            ]
+            command = [self._guardian, "-I", "-S", "-B", "-c", _LOAD, *map(str, handed)]
+            # At SIGTERM the guardian kills the program and what it started, then ends.
+            confined = Confined(command, [*handed, writer.fileno()], signal.SIGTERM)
+            result = confined.run(program.stdin, limits, self._closing)
+            writer.close()
+            said = status.read(4096)
         if said != b"confined":
             reason = " ".join(said.decode(errors="replace").split()) or result.ending
             raise SandboxError(f"Landlock could not set the sandbox up: {reason[:300]}")
-        return told_as_by_a_shell(result)
+        return result
 
-    def _plan(self, limits: Limits, slot: Slot, folder: str, status: int) -> bytes:
+    def _plan(self, limits: SandboxConfig, uid: int | None, folder: str, status: int) -> bytes:
         plan = {
             "abi": self._abi,
             "command": [self._interpreter.path, "-s", f"{folder}/{MAIN}"],
@@ -108,19 +100,10 @@ class Landlock:
                 if os.path.exists(path)
             ],
             "devices": [path for path in _DEVICES if os.path.exists(path)],
-            "limits": {
-                "RLIMIT_AS": limits.memory_bytes,
-                "RLIMIT_CPU": limits.cpu_s,
-                "RLIMIT_NPROC": limits.processes,
-                "RLIMIT_NOFILE": limits.open_files,
-                "RLIMIT_FSIZE": limits.scratch_bytes,
-                "RLIMIT_CORE": 0,
-                "RLIMIT_MSGQUEUE": 0,
-                "RLIMIT_MEMLOCK": 0,
-            },
-            "seccomp": self._seccomp.hex(),
+            "limits": process_limits(limits),
+            "seccomp": self._seccomp,
             "status": status,
-            "uid": slot.uid,
+            "uid": uid,
             "parent": os.getpid(),
         }
         return marshal.dumps(plan, _MARSHAL)
@@ -132,7 +115,11 @@ def landlock_abi() -> int:
     return int(libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, 1))
 
 
-def _ask_to_end(guardian: int) -> None:
-    """The guardian kills the program and what it started, then ends."""
-    with suppress(ProcessLookupError):
-        os.kill(guardian, signal.SIGTERM)
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files that every user may read; their names are plain."""
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)

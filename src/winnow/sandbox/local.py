@@ -16,19 +16,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from winnow.config.reward import SandboxConfig
 from winnow.errors import RewardError
 from winnow.sandbox.bubblewrap import Bubblewrap
-from winnow.sandbox.interpreter import Interpreter, compiled, find_interpreter
 from winnow.sandbox.landlock import Landlock
-from winnow.sandbox.process import ENVIRONMENT
-from winnow.sandbox.program import Limits, Program, Result, SandboxError, Slot
+from winnow.sandbox.process import (
+    ENVIRONMENT,
+    Interpreter,
+    compiled,
+    find_interpreter,
+    process_limits,
+)
+from winnow.sandbox.program import Program, Result, SandboxError
 
 _FIRST_UID, _LAST_UID = 60706, 61183
 """Users that no distribution gives away (systemd's list of ranges leaves them unused)."""
@@ -40,36 +44,23 @@ _TRIAL_S = 20.0
 _SLACK = 64
 """Processes that others of the same user may end while the limit is tried."""
 
-
-class Kind(Protocol):
-    """One way to confine a program."""
-
-    @property
-    def name(self) -> str:
-        """As in `reward.sandbox.backend`."""
-        ...
-
-    def run(self, program: Program, limits: Limits, slot: Slot, closing: threading.Event) -> Result:
-        """Run a program; raises SandboxError where it cannot."""
-        ...
-
-
-KINDS: dict[str, Callable[[Interpreter], Kind]] = {"bubblewrap": Bubblewrap, "landlock": Landlock}
+Kind = Bubblewrap | Landlock
+KINDS: dict[str, type[Kind]] = {"bubblewrap": Bubblewrap, "landlock": Landlock}
 
 
 class NoSandboxError(RewardError):
     """No kind of sandbox holds on this machine; `reasons` says why not, by kind."""
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__(reasons)
         self.reasons = reasons
-        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        super().__init__(
+
+    def __str__(self) -> str:
+        why = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+        return (
             f"no sandbox holds here, so no program is run. {why}. Install bubblewrap (apt-get "
             "install bubblewrap) and allow unprivileged user namespaces, or take another scorer"
         )
-
-    def __reduce__(self) -> tuple[type[NoSandboxError], tuple[Mapping[str, str]]]:
-        return NoSandboxError, (self.reasons,)
 
 
 class LocalSandbox:
@@ -86,16 +77,15 @@ class LocalSandbox:
                 "sandbox here; run on Linux, or score with reward.function.path"
             )
         self.config = config
-        self.limits = Limits.of(config)
         self._closing = threading.Event()
         self._claims: list[socket.socket] = []
-        count = config.max_concurrent or len(os.sched_getaffinity(0))
-        self.slots = [Slot(number, None) for number in range(count)]
+        self.slots = config.max_concurrent or len(os.sched_getaffinity(0))
+        self.uids: list[int | None] = [None] * self.slots
         try:
             if os.geteuid() == 0:
                 # Of one that let its user go, or was killed, some may live on: they count.
                 busy = _users_with_processes()
-                self.slots = [Slot(number, self._claim_uid(busy)) for number in range(count)]
+                self.uids = [self._claim_uid(busy) for _ in range(self.slots)]
             interpreter = find_interpreter(config.python)
             self._python = interpreter.path
             self._kind = self._chosen(interpreter)
@@ -105,10 +95,9 @@ class LocalSandbox:
         except RewardError:
             self.close()
             raise
-        self._compiled: dict[str, bytes] = {}
-        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        for slot in self.slots:
-            self._free.put(slot)
+        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        for uid in self.uids:
+            self._free.put(uid)
 
     @property
     def backend(self) -> str:
@@ -118,13 +107,14 @@ class LocalSandbox:
     @property
     def description(self) -> str:
         """One line for people."""
-        who = "its own user" if self.slots[0].uid is None else f"uid {self.slots[0].uid} and on"
+        uid = self.uids[0]
+        who = "its own user" if uid is None else f"uid {uid} and on"
         return (
-            f"{self.backend}, {len(self.slots)} at once as {who}, {self.config.python}, "
+            f"{self.backend}, {self.slots} at once as {who}, {self.config.python}, "
             f"{self.config.memory_mb} MiB x {self.config.processes} processes each"
         )
 
-    def run(self, program: Program, limits: Limits | None = None) -> Result:
+    def run(self, program: Program, limits: SandboxConfig | None = None) -> Result:
         """Run a program in a free slot; waits for one.
 
         Args:
@@ -133,23 +123,23 @@ class LocalSandbox:
         Raises:
             SandboxError: the sandbox failed, three times over.
         """
-        slot = self._free.get()
+        uid = self._free.get()
         try:
             program = self._ready(program)
             for attempt in range(1, _TRIES + 1):
                 try:
-                    return self._kind.run(program, limits or self.limits, slot, self._closing)
+                    return self._kind.run(program, limits or self.config, uid)
                 except SandboxError:
                     if attempt == _TRIES or self._closing.is_set():
                         raise
                 time.sleep(_PAUSE_S * attempt)
         finally:
-            self._free.put(slot)
+            self._free.put(uid)
         raise AssertionError("unreachable")
 
     def run_for(self, program: Program, time_s: float) -> Result:
         """Run a program within another time than the recipe's."""
-        return self.run(program, replace(self.limits, time_s=time_s))
+        return self.run(program, self.config.model_copy(update={"time_s": time_s}))
 
     def close(self) -> None:
         """End what runs, and give the users back."""
@@ -162,9 +152,7 @@ class LocalSandbox:
         """Compile code of our own once: that takes longer than most of it runs."""
         if not program.is_ours:
             return program
-        code = self._compiled.get(program.code)
-        if code is None:
-            code = self._compiled[program.code] = compiled(self._python, program.code)
+        code = compiled(self._python, program.code)
         return replace(program, code=_RUN_COMPILED, files={**program.files, _COMPILED: code})
 
     def _claim_uid(self, busy: Set[int]) -> int:
@@ -195,29 +183,31 @@ class LocalSandbox:
         reasons: dict[str, str] = {}
         for name in KINDS if wanted == "auto" else [wanted]:
             try:
-                kind = KINDS[name](interpreter)
-                for slot in {self.slots[0], self.slots[-1]}:
-                    self._try_out(kind, slot)
+                kind = KINDS[name](interpreter, self._closing)
+                for uid in {self.uids[0], self.uids[-1]}:
+                    self._try_out(kind, uid)
                 return kind
             except SandboxError as error:
                 reasons[name] = str(error)
         raise NoSandboxError(reasons)
 
-    def _try_out(self, kind: Kind, slot: Slot) -> None:
+    def _try_out(self, kind: Kind, uid: int | None) -> None:
         """Check that a program in the sandbox cannot do what it must not.
 
         Raises:
             SandboxError: it cannot be run, or it can do too much.
         """
-        limits = replace(self.limits, time_s=max(_TRIAL_S, self.limits.time_s))
-        program = trial_program(limits, slot.uid if slot.uid is not None else os.geteuid())
-        result = kind.run(program, limits, slot, self._closing)
+        longest_s = max(_TRIAL_S, self.config.time_s)
+        limits = self.config.model_copy(update={"time_s": longest_s})
+        program = trial_program(limits, os.geteuid() if uid is None else uid)
+        result = kind.run(program, limits, uid)
         try:
             escapes: Sequence[str] = json.loads(result.stdout)
         except ValueError:
+            who = "this user" if uid is None else f"uid {uid}"
             said = " ".join(result.stderr.decode(errors="replace").split())[-300:]
             raise SandboxError(
-                f"{self.config.python} does not run in it as {_who(slot)} "
+                f"{self.config.python} does not run in it as {who} "
                 f"({said or f'exit code {result.exit_code}, {result.ending}'}); "
                 "reward.sandbox.python must be a Python that every user may read"
             ) from None
@@ -233,10 +223,6 @@ def _users_with_processes() -> set[int]:
             _, _, rest = status.read_text(encoding="utf-8", errors="replace").partition("\nUid:")
             users.update(map(int, rest.split(maxsplit=1)[:1]))
     return users
-
-
-def _who(slot: Slot) -> str:
-    return "this user" if slot.uid is None else f"uid {slot.uid}"
 
 
 _TRIAL = """
@@ -296,7 +282,7 @@ print(json.dumps(escaped))
 """
 
 
-def trial_program(limits: Limits, uid: int) -> Program:
+def trial_program(limits: SandboxConfig, uid: int) -> Program:
     """Make the program that a sandbox must hold before it is given any other.
 
     It tries what is forbidden and prints what it managed, as a JSON list.
@@ -306,15 +292,13 @@ def trial_program(limits: Limits, uid: int) -> Program:
     """
     expected = {
         "uid": uid,
-        "memory": limits.memory_bytes,
+        "memory": limits.memory_mb << 20,
         "processes": limits.processes + _SLACK,
         "environment": [*ENVIRONMENT, "PWD", "LC_CTYPE"],
         "limits": {
-            "RLIMIT_AS": limits.memory_bytes,
-            "RLIMIT_CPU": limits.cpu_s,
-            "RLIMIT_NOFILE": limits.open_files,
-            "RLIMIT_FSIZE": limits.scratch_bytes,
-            "RLIMIT_CORE": 0,
+            f"RLIMIT_{name.upper()}": most
+            for name, most in process_limits(limits).items()
+            if name not in ("nproc", "msgqueue")  # the first is tried, the second not in all
         },
     }
     return Program(_TRIAL, json.dumps(expected).encode())

@@ -1,17 +1,26 @@
-"""Runs one sandboxed process to its end: its output is kept, its time and output are limited."""
+"""One confined process run to its end, and the Python that runs in it.
+
+The process's output is kept; its time and output are limited.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import selectors
+import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import IO, BinaryIO
 
-from winnow.sandbox.program import OUTPUT_LIMIT, Ending, Limits, Result, SandboxError
+from winnow.config.reward import SandboxConfig
+from winnow.sandbox.program import OUTPUT_LIMIT, Ending, Result, SandboxError
 
 _READ_BYTES = 1 << 16
 _LOOK_S = 0.1
@@ -28,128 +37,198 @@ ENVIRONMENT: Mapping[str, str] = {
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 """All that a program finds in its environment."""
+_PARTS = (
+    "import json, sys; print(json.dumps([sys.executable, sys.prefix, sys.base_prefix, "
+    "sys.base_exec_prefix, *sys.version_info[:2]]))"
+)
+_COMPILE = (
+    "import marshal, sys; read = sys.stdin.buffer.read; "
+    "sys.stdout.buffer.write(marshal.dumps(compile(read(), 'main.py', 'exec')))"
+)
+_OLDEST = (3, 8)
+_ASK_S = 30.0
 
 
 @dataclass(frozen=True)
-class Started:
-    """A command to start, and the way to end it with all that it has started."""
+class Confined:
+    """A command that confines a program, and the way to end it with all that it has started."""
 
     command: Sequence[str]
     descriptors: Sequence[int]
     """Descriptors that it inherits."""
-    stop: Callable[[int], None]
-    """Given its process id; called at most once, before it is reaped."""
-    files: Callable[[], int] = lambda: 0
-    """Counts the files that it has made so far."""
+    stop: signal.Signals
+    """Ends the command's process group."""
+    count_files: Callable[[], int] = lambda: 0
+    """Counts the files that the program has made so far."""
+
+    def run(self, stdin: bytes, limits: SandboxConfig, closing: threading.Event) -> Result:
+        """Run to the end, or to a limit, or until `closing` is set.
+
+        Raises:
+            SandboxError: the process cannot be started, does not end when it is killed, or the
+                sandbox is being closed.
+        """
+        began = time.monotonic()
+        with memory_file("stdin", stdin) as source:
+            try:
+                process = subprocess.Popen(
+                    self.command,
+                    stdin=source,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=self.descriptors,
+                    env=dict(ENVIRONMENT),
+                    cwd="/",
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SandboxError(f"{self.command[0]} cannot be started: {error}") from error
+        assert process.stdout is not None
+        assert process.stderr is not None
+        out, err = bytearray(), bytearray()
+        ending: Ending | None = None
+        with process.stdout, process.stderr:
+            try:
+                outputs = {process.stdout: out, process.stderr: err}
+                ending = self._drain(outputs, began + limits.time_s, limits, closing)
+                if ending == "finished":
+                    process.wait(max(0.0, began + limits.time_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                ending = "time_limit"
+            finally:
+                if ending != "finished":
+                    self._end(process)
+        code = process.returncode
+        if code > 128:  # as a shell reports that its child died by a signal
+            code = 128 - code
+        return Result(ending, code, bytes(out), bytes(err), time.monotonic() - began)
+
+    def _drain(
+        self,
+        outputs: Mapping[IO[bytes], bytearray],
+        until: float,
+        limits: SandboxConfig,
+        closing: threading.Event,
+    ) -> Ending:
+        """Read both outputs to their ends."""
+        left, next_look = limits.output_kb << 10, 0.0
+        # Each file takes memory that no limit counts.
+        most_files = max(1000, limits.scratch_mb << 8)
+        with selectors.DefaultSelector() as selector:
+            for stream, kept in outputs.items():
+                selector.register(stream, selectors.EVENT_READ, kept)
+            while selector.get_map():
+                now = time.monotonic()
+                if now >= until:
+                    return "time_limit"
+                if closing.is_set():
+                    raise SandboxError("the sandbox is closed")
+                if now >= next_look:
+                    next_look = now + _LOOK_S
+                    if self.count_files() > most_files:
+                        return OUTPUT_LIMIT
+                for key, _ in selector.select(min(until - now, _LOOK_S)):
+                    data = os.read(key.fd, _READ_BYTES)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                    key.data.extend(data[:left])
+                    left -= len(data)
+                    if left < 0:
+                        return OUTPUT_LIMIT
+        return "finished"
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        # Not reaped yet, so its number is still its own.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, self.stop)
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired as error:
+            raise SandboxError(f"process {process.pid} cannot be ended") from error
 
 
-def run(started: Started, stdin: bytes, limits: Limits, closing: threading.Event) -> Result:
-    """Run to the end, or to a limit, or until `closing` is set.
+def process_limits(limits: SandboxConfig) -> dict[str, int]:
+    """Return the limits of `setrlimit` for each process, by their names in small letters."""
+    return {
+        "as": limits.memory_mb << 20,
+        "cpu": int(limits.time_s) + 2,  # a second line behind the wall clock
+        "nproc": limits.processes,
+        "nofile": limits.open_files,
+        "fsize": limits.scratch_mb << 20,
+        "core": 0,
+        "msgqueue": 0,
+        "memlock": 0,
+    }
+
+
+def memory_file(name: str, data: bytes) -> BinaryIO:
+    """Return a file at the beginning of `data`, which nobody can change or make longer."""
+    file = open(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")  # noqa: SIM115
+    file.write(data)
+    file.seek(0)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, 0xF)  # SEAL, SHRINK, GROW, WRITE
+    return file
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python that runs programs, and the folders that it needs."""
+
+    path: str
+    folders_outside_usr: tuple[str, ...]
+
+
+def find_interpreter(path: str) -> Interpreter:
+    """Ask an interpreter for its parts.
 
     Raises:
-        SandboxError: the process cannot be started, does not end when it is killed, or the
-            sandbox is being closed.
+        SandboxError: it is missing, is no Python, or is too old.
     """
-    began = time.monotonic()
-    source = memory_file("stdin", stdin)
+    where = f"reward.sandbox.python is {path}"
+    file = os.path.expanduser(path)
+    if not os.path.isabs(file) or not os.access(file, os.X_OK) or os.path.isdir(file):
+        raise SandboxError(f"{where}: no such program; give the absolute path of a Python")
     try:
-        process = subprocess.Popen(
-            started.command,
-            stdin=source,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=started.descriptors,
-            env=dict(ENVIRONMENT),
-            cwd="/",
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise SandboxError(f"{started.command[0]} cannot be started: {error}") from error
-    finally:
-        os.close(source)
-    kept: dict[int, bytearray] = {}
-    ending: Ending = "finished"
+        executable, prefix, base, base_exec, *version = json.loads(_told(file, _PARTS))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise SandboxError(f"{where}: no Python ({type(error).__name__})") from error
+    if tuple(version) < _OLDEST:
+        said = ".".join(map(str, version))
+        raise SandboxError(f"{where}: Python {said}, but 3.8 is the oldest that will do")
+    real = os.path.realpath(executable)
+    needed = {prefix, base, base_exec, os.path.dirname(executable), os.path.dirname(real)}
+    outside = {os.path.abspath(folder) for folder in needed if not _is_below(folder, "/usr")}
+    outside -= {"/bin"}  # a link into /usr, or bound as it is
+    if "/" in outside:
+        raise SandboxError(f"{where}: its library lies in /; give one of /usr or of its own folder")
+    tops = [f for f in outside if not any(f != other and _is_below(f, other) for other in outside)]
+    return Interpreter(executable, tuple(sorted(tops)))
+
+
+@cache
+def compiled(python: str, code: str) -> bytes:
+    """Compile code of our own once, as an interpreter loads it with `marshal`; it is not run.
+
+    Raises:
+        SandboxError: it cannot be compiled.
+    """
     try:
-        ending = _drain(process, kept, began + limits.time_s, limits, started.files, closing)
-        if ending == "finished" and not _has_ended(process, began + limits.time_s):
-            ending = "time_limit"
-    finally:
-        if ending != "finished" or process.poll() is None:
-            started.stop(process.pid)
-        _reap(process)
-    out, err = (bytes(each) for each in kept.values())
-    return Result(ending, process.returncode, out, err, time.monotonic() - began)
+        return _told(python, _COMPILE, code.encode())
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SandboxError(f"{python} compiles nothing ({type(error).__name__})") from error
 
 
-def told_as_by_a_shell(result: Result) -> Result:
-    """Undo the code 128 + N of a process that reports a death by signal N as a shell does."""
-    code = result.exit_code
-    return result if code <= 128 else replace(result, exit_code=128 - code)
+def _told(python: str, code: str, stdin: bytes = b"") -> bytes:
+    """Return what an interpreter prints outside of any sandbox, for code of our own."""
+    return subprocess.run(
+        [python, "-I", "-c", code],
+        input=stdin,
+        env=dict(ENVIRONMENT),
+        capture_output=True,
+        timeout=_ASK_S,
+        check=True,
+    ).stdout
 
 
-def memory_file(name: str, data: bytes) -> int:
-    """A descriptor at the beginning of `data`, which nobody can change or make longer."""
-
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, 0xF)  # SEAL, SHRINK, GROW, WRITE
-    return descriptor
-
-
-def _drain(
-    process: subprocess.Popen[bytes],
-    kept: dict[int, bytearray],
-    until: float,
-    limits: Limits,
-    files: Callable[[], int],
-    closing: threading.Event,
-) -> Ending:
-    """Read both outputs to their ends into `kept`, standard output first."""
-    assert process.stdout is not None
-    assert process.stderr is not None
-    left, next_look = limits.output_bytes, 0.0
-    with selectors.DefaultSelector() as selector:
-        for stream in (process.stdout, process.stderr):
-            kept[stream.fileno()] = bytearray()
-            selector.register(stream, selectors.EVENT_READ)
-        while selector.get_map():
-            patience = until - time.monotonic()
-            if patience <= 0:
-                return "time_limit"
-            if closing.is_set():
-                raise SandboxError("the sandbox is closed")
-            if (now := time.monotonic()) >= next_look:
-                next_look = now + _LOOK_S
-                if files() > limits.files:
-                    return OUTPUT_LIMIT
-            for key, _ in selector.select(min(patience, _LOOK_S)):
-                data = os.read(key.fd, _READ_BYTES)
-                if not data:
-                    selector.unregister(key.fileobj)
-                kept[key.fd] += data[:left]
-                left -= len(data)
-                if left < 0:
-                    return OUTPUT_LIMIT
-    return "finished"
-
-
-def _has_ended(process: subprocess.Popen[bytes], until: float) -> bool:
-    try:
-        process.wait(max(0.0, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
-def _reap(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired as error:
-        raise SandboxError(f"process {process.pid} cannot be ended") from error
-    finally:
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
-            stream.close()
+def _is_below(folder: str, top: str) -> bool:
+    return os.path.commonpath([os.path.abspath(folder), top]) == top

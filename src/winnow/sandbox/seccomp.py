@@ -13,18 +13,11 @@ import platform
 import struct
 from collections.abc import Iterable
 from errno import ENOSYS, ENOTTY, EPERM
-from typing import NamedTuple
 
+from winnow.sandbox.program import SandboxError
 
-class Machine(NamedTuple):
-    """Facts that differ between processors."""
-
-    audit: int
-    """AUDIT_ARCH of the kernel's headers."""
-    is_x86: bool
-
-
-MACHINES = {"x86_64": Machine(0xC000003E, True), "aarch64": Machine(0xC00000B7, False)}
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""AUDIT_ARCH of the kernel's headers by processor."""
 
 # Name, number on x86_64, number on aarch64; "-" where there is none.
 _TABLE = """
@@ -56,7 +49,6 @@ restart_syscall 219 128 close_range 436 436 statfs 137 43 fstatfs 138 44 flock 7
 clone 56 220 clone3 435 435 prlimit64 302 261 fcntl 72 25 ioctl 16 29
 socketpair 53 199
 """
-_CONDITIONAL = ("clone", "clone3", "prlimit64", "fcntl", "ioctl", "socketpair")
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{USER,PID,NET,IPC,UTS,CGROUP,NS,TIME}
 _FCNTL_ALLOWED = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 """Descriptors, flags, locks, the size of a pipe; not F_SETOWN, which aims signals at others."""
@@ -79,55 +71,53 @@ Instruction = tuple[int, int, int, int]
 def numbers(machine: str) -> dict[str, int]:
     """Allowed system calls of a processor by name."""
     words = _TABLE.split()
-    column = 1 if MACHINES[machine].is_x86 else 2
+    column = 1 if machine == "x86_64" else 2
     rows = (words[i : i + 3] for i in range(0, len(words), 3))
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
 def instructions(machine: str) -> list[Instruction]:
-    """The filter: simple calls first, then those whose arguments decide."""
+    """Return the filter as instructions; the arguments of some calls decide."""
     number = numbers(machine)
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH),
-        (_EQUAL, 1, 0, MACHINES[machine].audit),
+        (_EQUAL, 1, 0, MACHINES[machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
     ]
-    if MACHINES[machine].is_x86:  # the x32 interface has the same arch and other numbers
+    if machine == "x86_64":  # the x32 interface has the same arch and other numbers
         program += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _KILL)]
-    for name, value in number.items():
-        if name not in _CONDITIONAL:
-            program += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
-    program += _when(number["clone3"], [(_RETURN, 0, 0, _ERRNO | ENOSYS)])
-    program += _when(number["clone"], _unless_bits(0, _NEW_NAMESPACES))
-    program += _when(number["prlimit64"], _one_of(0, (0,), EPERM))
-    program += _when(number["fcntl"], _one_of(1, _FCNTL_ALLOWED, EPERM))
-    program += _when(number["ioctl"], _one_of(1, _IOCTL_ALLOWED, ENOTTY))
-    program += _when(
-        number["socketpair"],
-        [
+    rules = {
+        "clone3": [(_RETURN, 0, 0, _ERRNO | ENOSYS)],
+        "clone": _unless_bits(0, _NEW_NAMESPACES),
+        "prlimit64": _one_of(0, (0,), EPERM),
+        "fcntl": _one_of(1, _FCNTL_ALLOWED, EPERM),
+        "ioctl": _one_of(1, _IOCTL_ALLOWED, ENOTTY),
+        "socketpair": [
             (_LOAD, 0, 0, _ARGUMENT),
             (_EQUAL, 1, 0, _UNIX),
             (_RETURN, 0, 0, _ERRNO | EPERM),
             *_one_of(1, _STREAMS, EPERM),
         ],
-    )
+    }
+    for name, value in number.items():
+        then = rules.get(name, [(_RETURN, 0, 0, _ALLOW)])  # which returns in any case
+        program += [(_EQUAL, 0, len(then), value), *then]
     newest = max(number.values())
     program += [(_AT_LEAST, 0, 1, newest + 1), (_RETURN, 0, 0, _ERRNO | ENOSYS)]
     return [*program, (_RETURN, 0, 0, _ERRNO | EPERM)]
 
 
-def filter_bytes(machine: str | None = None) -> bytes | None:
-    """The filter as the kernel takes it; None for a processor that is not known here."""
+def filter_bytes(machine: str | None = None) -> bytes:
+    """Return the filter as the kernel takes it.
+
+    Raises:
+        SandboxError: the processor is not known here.
+    """
     name = machine or platform.machine()
     if name not in MACHINES:
-        return None
+        raise SandboxError(f"there is no system call filter for {name}")
     return b"".join(struct.pack("=HBBI", *each) for each in instructions(name))
-
-
-def _when(value: int, then: list[Instruction]) -> list[Instruction]:
-    """Do `then`, which returns, for one system call."""
-    return [(_EQUAL, 0, len(then), value), *then]
 
 
 def _one_of(argument: int, allowed: Iterable[int], error: int) -> list[Instruction]:

@@ -2,6 +2,12 @@
 
     POST /run_code   runs a program        GET /health   says how busy the server is
 
+    {code, language, stdin, run_timeout, memory_limit_MB, files, fetch_files}  ─►  Program, Limits
+
+Python is run as it is; bash, and what leaves files to be fetched, by a few lines of Python before
+it. Those lines run as the program's own user and say nothing that the program could not say itself,
+so that nothing rests on them.
+
 Beyond the refusals of `winnow.http.service` a request may have wrong fields (422), or find no free
 slot of the sandbox in time (503). So what a stranger can make the server hold is a place in the
 queue, with one body of `max_body_bytes`.
@@ -10,49 +16,240 @@ queue, with one body of `max_body_bytes`.
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
+import secrets
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from starlette.requests import Request
 
+from winnow.config.reward import SandboxConfig
+from winnow.http import first_fault
 from winnow.http.service import JsonService, Refusal
 from winnow.sandbox.local import LocalSandbox
-from winnow.sandbox.program import Limits, SandboxError
-from winnow.sandbox.request import job_of, response_of, sandbox_failed
+from winnow.sandbox.program import Program, Result, SandboxError
 
+_DEFAULT_S = 10.0
+_LEAST_MB = 64
+_MOST_FILES = 32
 _FILES_PER_PROGRAM = 8
 """Descriptors that a running program costs its server, at most."""
 
+# Runs COMMAND; afterwards its files go out behind MARK, at the end of standard output.
+_WRAPPER = """
+import json, os, sys
+child = os.fork()
+if child == 0:
+    os.execv(COMMAND[0], COMMAND)
+status = os.waitpid(child, 0)[1]
+import base64
+found = {}
+for name in FETCH:
+    try:
+        with open(name, "rb") as file:
+            found[name] = base64.b64encode(file.read()).decode()
+    except OSError:
+        pass
+sys.stdout.write(MARK + json.dumps(found))
+sys.stdout.flush()
+os._exit(status >> 8 if status & 127 == 0 else 128 + (status & 127))
+"""
+
+
+def _unpacked(text: Any) -> bytes | None:
+    if text is None:  # SandboxFusion's clients send it for no file
+        return None
+    try:
+        return base64.b64decode(text, validate=True)
+    except (TypeError, ValueError):
+        raise ValueError("must be a text in base64") from None
+
+
+class RunRequest(BaseModel):
+    """The fields of a request that are read; null is the same as none.
+
+    Its context is the server's limits: a request that asks for more is refused, since cutting it
+    down would make the server's limit look like the program's fault.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    code: str
+    language: Literal["python", "bash"] = "python"
+    stdin: str = ""
+    run_timeout: float | None = None
+    memory_limit_MB: float = -1
+    """-1 is SandboxFusion's word for no wish."""
+    files: dict[str, Annotated[bytes | None, BeforeValidator(_unpacked)]] = Field(
+        default_factory=dict, max_length=_MOST_FILES
+    )
+    fetch_files: list[str] = Field(default_factory=list, max_length=_MOST_FILES)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            raise ValueError("must be a JSON object with code and language")
+        return {name: value for name, value in body.items() if value is not None}
+
+    @field_validator("run_timeout")
+    @classmethod
+    def _is_short(cls, value: float, info: ValidationInfo) -> float:
+        assert info.context is not None
+        most = info.context.time_s
+        if not 0 < value <= most:
+            raise ValueError(f"must lie in (0, {most:g}] seconds here (--max-time-s of the server)")
+        return value
+
+    @field_validator("memory_limit_MB")
+    @classmethod
+    def _is_small(cls, value: float, info: ValidationInfo) -> float:
+        assert info.context is not None
+        most = info.context.memory_mb
+        if value != -1 and not _LEAST_MB <= value <= most:
+            raise ValueError(f"must lie in [{_LEAST_MB}, {most}] here (--memory-mb of the server)")
+        return value
+
+    @field_validator("fetch_files")
+    @classmethod
+    def _are_plain(cls, value: list[str]) -> list[str]:
+        Program("", files=dict.fromkeys(value, b""))
+        return value
+
 
 @dataclass(frozen=True)
-class ServerLimits:
-    """Bounds of what requests may ask of the server."""
+class Job:
+    """A request that can be run."""
 
-    programs: Limits
-    """Upper bounds for each program."""
-    max_body_bytes: int
-    max_queued: int
-    """Requests that wait while the sandbox is full."""
-    max_wait_s: float = 8.0
-    """Seconds that one waits: a client's patience is 10 s beyond its program's time."""
+    program: Program
+    limits: SandboxConfig
+    fetch: Sequence[str]
+    """Files whose contents the reply holds."""
+    mark: bytes | None
+    """Text before these files in the output; None where the program is run as it is."""
+
+
+def job_of(body: Any, most: SandboxConfig) -> Job:
+    """Return the job that a request asks for.
+
+    Args:
+        most: the server's limits.
+
+    Raises:
+        Refusal: a field is missing or wrong; the line names it, and its value.
+    """
+    try:
+        asked = RunRequest.model_validate(body, context=most)
+        program, mark = _program(asked)
+    except ValidationError as error:
+        raise Refusal(422, first_fault(error)) from None
+    except ValueError as error:
+        raise Refusal(422, f"files: {error}") from None
+    time_s = min(_DEFAULT_S, most.time_s) if asked.run_timeout is None else asked.run_timeout
+    memory_mb = most.memory_mb if asked.memory_limit_MB == -1 else int(asked.memory_limit_MB)
+    limits = most.model_copy(update={"time_s": time_s, "memory_mb": memory_mb})
+    return Job(program, limits, asked.fetch_files, mark)
+
+
+def _program(asked: RunRequest) -> tuple[Program, bytes | None]:
+    code, mark = asked.code, None
+    files = {name: data for name, data in asked.files.items() if data is not None}
+    if asked.language == "bash" or asked.fetch_files:
+        name = "script.sh" if asked.language == "bash" else "program.py"
+        shell = "'/bin/bash'" if asked.language == "bash" else "sys.executable, '-s'"
+        if name in files:
+            raise ValueError(f"they must not hold {name}, the program's own text")
+        files[name] = code.encode("utf-8", "surrogatepass")
+        text = f"\n--- files {secrets.token_hex(16)}\n"
+        mark = text.encode()
+        command = f"[{shell}, {name!r}]"
+        given = f"COMMAND, FETCH, MARK = {command}, {asked.fetch_files!r}, {text!r}"
+        code = f"import sys\n{given}\n{_WRAPPER}"
+    return Program(code, asked.stdin.encode("utf-8", "surrogatepass"), files), mark
+
+
+def response_of(result: Result, job: Job) -> dict[str, Any]:
+    """Return the reply to a request whose program has run, in SandboxFusion's words."""
+    out, files = result.stdout, {}
+    if job.mark is not None and job.mark in out and result.ending == "finished":
+        out, _, said = out.rpartition(job.mark)
+        files = _told_files(said, job.fetch)
+    is_late = result.ending == "time_limit"
+    run: dict[str, Any] = {
+        "status": "TimeLimitExceeded" if is_late else "Finished",
+        "execution_time": result.seconds,
+        "return_code": None if is_late else result.exit_code,
+        "stdout": out.decode(errors="replace"),
+        "stderr": result.stderr.decode(errors="replace"),
+    }
+    message = "" if result.ending in ("finished", "time_limit") else result.ending
+    return _reply("Success" if result.is_clean else "Failed", message, run, files)
+
+
+def _reply(
+    status: str, message: str, run: dict[str, Any] | None, files: dict[str, str]
+) -> dict[str, Any]:
+    return {
+        "status": status,
+        "message": message,
+        "compile_result": None,
+        "run_result": run,
+        "files": files,
+    }
+
+
+def _told_files(said: bytes, asked: Sequence[str]) -> dict[str, str]:
+    """Files as the program's own user tells them: texts by the names asked for."""
+    try:
+        found = json.loads(said)
+    except (ValueError, RecursionError):
+        return {}
+    texts = found if isinstance(found, dict) else {}
+    texts = {name: text for name, text in texts.items() if name in asked and isinstance(text, str)}
+    return {name: text for name, text in texts.items() if text.isascii()}
 
 
 class SandboxServer:
-    """Runs programs for the clients of its `service`; all in one event loop."""
+    """Runs programs for the clients of its `service`; all in one event loop.
 
-    def __init__(self, sandbox: LocalSandbox, limits: ServerLimits, token: str | None) -> None:
-        self._sandbox, self._limits = sandbox, limits
-        slots = len(sandbox.slots)
+    Args:
+        sandbox: its limits are the most that a request may ask for.
+        max_queued: requests that wait while the sandbox is full.
+        max_wait_s: seconds that one waits: a client's patience is 10 s beyond its program's time.
+    """
+
+    def __init__(
+        self,
+        sandbox: LocalSandbox,
+        token: str | None,
+        max_body_bytes: int,
+        max_queued: int,
+        max_wait_s: float = 8.0,
+    ) -> None:
+        self._sandbox, self._max_wait_s = sandbox, max_wait_s
         self._running = 0
+        slots = sandbox.slots
         self._free = asyncio.Semaphore(slots)
         self._threads = ThreadPoolExecutor(slots, "programs")
         self.service = JsonService(
             "/run_code",
             self._answer,
             self._health,
-            slots + limits.max_queued,
-            limits.max_body_bytes,
+            slots + max_queued,
+            max_body_bytes,
             token,
             "detail",
             sandbox.close,
@@ -68,15 +265,15 @@ class SandboxServer:
         return {
             "status": "closing" if self.service.is_closing else "ok",
             "sandbox": self._sandbox.backend,
-            "max_concurrent": len(self._sandbox.slots),
+            "max_concurrent": self._sandbox.slots,
             "running": self._running,
             "waiting": self.service.taken - self._running,
         }
 
     async def _answer(self, body: Any, request: Request) -> dict[str, Any]:
-        job = job_of(body, self._limits.programs)
+        job = job_of(body, self._sandbox.config)
         try:
-            async with asyncio.timeout(self._limits.max_wait_s):
+            async with asyncio.timeout(self._max_wait_s):
                 await self._free.acquire()
         except TimeoutError:
             raise Refusal(503, "no slot came free in time") from None
@@ -91,7 +288,7 @@ class SandboxServer:
         except (SandboxError, OSError) as error:
             if self.service.is_closing:
                 raise Refusal(503, "the service is closing") from None
-            return sandbox_failed(" ".join(str(error).split()))
+            return _reply("SandboxError", " ".join(str(error).split()), None, {})
         finally:
             self._running -= 1
             self._free.release()

@@ -29,7 +29,8 @@ from tests.faulty_http import (
     together,
 )
 
-from winnow.http.client import HttpJson, RemoteError
+from winnow.errors import RewardError
+from winnow.http.client import HttpJson, RemoteError, token_of
 
 DEEP = b"[" * 200_000 + b"]" * 200_000
 
@@ -64,31 +65,31 @@ def test_what_fails_in_passing_is_tried_again(passing: Step) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "kind", "status", "tries", "said"),
+    ("step", "status", "tries", "said"),
     [
-        (reply(504, raw=b""), "status", 504, 3, "answered 504, 3 times over"),
-        (reply(400, {"error": "no x"}), "status", 400, 1, 'answered 400: {"error": "no x"}'),
-        (reply(500), "status", 500, 1, "answered 500"),
-        (reply(307, headers={"Location": "/other"}), "status", 307, 1, "answered 307"),
-        (cut, "garbage", 200, 3, "cut its answer off"),
-        (hang_up, "unreachable", None, 3, "cannot be reached: Server disconnected"),
-        (noise, "unreachable", None, 3, "cannot be reached: "),
-        (reply(200, raw=b"<html>"), "garbage", 200, 1, "answered with 6 bytes that are no JSON"),
-        (reply(200, raw=b""), "garbage", 200, 1, "0 bytes that are no JSON"),
-        (reply(200, raw=b"\xff\xfe"), "garbage", 200, 1, "no JSON"),
-        (reply(200, raw=DEEP), "garbage", 200, 1, "no JSON"),
-        (reply(200, raw=b"{}", headers={"Content-Encoding": "gzip"}), "garbage", 200, 1, "unpack"),
+        (reply(504, raw=b""), 504, 3, "answered 504, 3 times over"),
+        (reply(400, {"error": "no x"}), 400, 1, 'answered 400: {"error": "no x"}'),
+        (reply(500), 500, 1, "answered 500"),
+        (reply(307, headers={"Location": "/other"}), 307, 1, "answered 307"),
+        (cut, None, 3, "cut its answer off"),
+        (hang_up, None, 3, "cannot be reached: Server disconnected"),
+        (noise, None, 3, "cannot be reached: "),
+        (reply(200, raw=b"<html>"), None, 1, "answered with 6 bytes that are no JSON"),
+        (reply(200, raw=b""), None, 1, "0 bytes that are no JSON"),
+        (reply(200, raw=b"\xff\xfe"), None, 1, "no JSON"),
+        (reply(200, raw=DEEP), None, 1, "no JSON"),
+        (reply(200, raw=b"{}", headers={"Content-Encoding": "gzip"}), None, 1, "unpack"),
         (reply(200, raw=gzip.compress(b" " * 9_000_000), headers={"Content-Encoding": "gzip"}),
-         "garbage", 200, 1, "more than 1,000,000 bytes"),
-        (flood, "garbage", 200, 1, "more than 1,000,000 bytes"),
+         None, 1, "more than 1,000,000 bytes"),
+        (flood, None, 1, "more than 1,000,000 bytes"),
     ],
 )  # fmt: skip
-def test_what_stays_is_an_error_of_its_kind(
-    step: Step, kind: str, status: int | None, tries: int, said: str
+def test_what_stays_is_an_error_that_says_so(
+    step: Step, status: int | None, tries: int, said: str
 ) -> None:
     error, served = asked([step], max_bytes=1_000_000)
     assert isinstance(error, RemoteError)
-    assert (error.kind, error.status, len(served.requests)) == (kind, status, tries)
+    assert (error.status, len(served.requests)) == (status, tries)
     assert error.line.startswith(served.url)
     assert said in error.line
     assert "\n" not in error.line
@@ -97,7 +98,7 @@ def test_what_stays_is_an_error_of_its_kind(
 
 def test_an_answer_that_drips_beyond_the_time_is_given_up() -> None:
     error, served = asked([dripping(0.02)], timeout_s=0.3, tries=2)
-    assert (error.kind, error.status, len(served.requests)) == ("timeout", 200, 2)
+    assert (error.status, len(served.requests)) == (None, 2)
     assert "did not answer within 0.3 s, 2 times over" in error.line
 
 
@@ -107,7 +108,6 @@ def test_a_port_where_nobody_listens_is_unreachable() -> None:
     with closing(HttpJson(f"http://127.0.0.1:{port}", backoff_s=0.01)) as client:
         with pytest.raises(RemoteError, match="cannot be reached") as caught:
             client.post_blocking("do", {}, 5)
-        assert caught.value.kind == "unreachable"
         assert caught.value.line.endswith(", 3 times over")
 
 
@@ -149,33 +149,22 @@ def test_one_limit_holds_for_threads_and_loops_together() -> None:
     assert len(served.requests) == 18
 
 
-def test_no_secret_is_in_an_error() -> None:
+def test_the_token_is_in_no_error() -> None:
     def echo(connection: socket.socket, request: Any) -> None:
         reply(400, raw=str(request.headers).encode())(connection, request)
 
-    with serving([echo]) as served:
-        address = served.url.replace("http://", "http://user:pa55word@")
-        client = HttpJson(address, token="s3cret")
-        with closing(client), pytest.raises(RemoteError) as caught:
-            client.post_blocking("do", {}, 20)
-    assert "answered 400" in caught.value.line
-    for secret in ("s3cret", "pa55word"):
-        assert secret not in caught.value.line
-        assert secret not in client.place
+    error, _ = asked([echo], token="s3cret")
+    assert "answered 400" in error.line
+    assert "s3cret" not in error.line
 
 
-@pytest.mark.parametrize(
-    "address", ["", "127.0.0.1:80", "ftp://a", "http://", "http://a/?b", "http://a:b", "http://a#b"]
-)
-def test_an_address_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="address"):
-        HttpJson(address)
-
-
-@pytest.mark.parametrize("token", ["a\n", "a b", "ä"])
-def test_a_token_that_no_header_holds_is_refused_without_showing_it(token: str) -> None:
-    with pytest.raises(ValueError, match="the token must") as caught:
-        HttpJson("http://a", token=token)
+@pytest.mark.parametrize("token", ["a\nb", "a b", "ä"])
+def test_a_token_that_no_header_holds_is_refused_without_showing_it(
+    token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUR_TOKEN", token)
+    with pytest.raises(RewardError, match="OUR_TOKEN, whose value must consist of ASCII") as caught:
+        token_of("OUR_TOKEN", "reward.sandbox.token_env")
     assert token not in str(caught.value)
 
 

@@ -17,10 +17,11 @@ from typing import Any
 import httpx
 import pytest
 from starlette.requests import Request
+from tests.services import running
 from tests.winnow_command import WINNOW
 
 from winnow.http import service
-from winnow.http.service import JsonService, address_of, listen, running
+from winnow.http.service import JsonService, address_of, listen
 
 FILES = 256
 """A limit of open files that so many half-open connections exceed."""

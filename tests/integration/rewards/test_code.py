@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from tests.sandboxes import need_bubblewrap
 
+import winnow.sandbox
 from winnow.config.reward import SandboxConfig
 from winnow.rewards.scorers import SCORERS, code
-from winnow.rewards.scorers.code_tests import FunctionTests, ProgramTests, code_of, read_tests
-from winnow.sandbox import current
+from winnow.rewards.scorers.code import CodeTests, code_of, read_tests
 from winnow.types import Score
 
 DOUBLE = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10"]}
@@ -32,18 +32,18 @@ RIGHT = "def add(a, b):\n    return a + b\n"
 @pytest.fixture(scope="module", autouse=True)
 def _sandbox() -> Iterator[None]:
     need_bubblewrap()
-    current.start(SandboxConfig(max_concurrent=1, time_s=20))
+    winnow.sandbox.start(SandboxConfig(max_concurrent=1, time_s=20))
     yield
-    current.close()
+    winnow.sandbox.close()
 
 
 @pytest.fixture
 def shares() -> Iterator[None]:
     """Rewards are shares while a test runs."""
-    before = current.current().config
-    current.start(before.model_copy(update={"credit": "share"}))
+    before = winnow.sandbox.current().config
+    winnow.sandbox.start(before.model_copy(update={"credit": "share"}))
     yield
-    current.start(before)
+    winnow.sandbox.start(before)
 
 
 def score(answer: str, truth: Any) -> Score:
@@ -264,8 +264,8 @@ def test_exceptions_come_to_the_tests_by_name() -> None:
 
 
 def test_an_endless_call_ends_at_its_time_and_costs_the_cases_behind_it() -> None:
-    before = current.current().config
-    current.start(before.model_copy(update={"time_s": 1.0, "credit": "share"}))
+    before = winnow.sandbox.current().config
+    winnow.sandbox.start(before.model_copy(update={"time_s": 1.0, "credit": "share"}))
     try:
         text = "def add(a, b):\n    while a == 1: pass\n    return a + b"
         truth = {"assert_case": ["assert add(2, 2) == 4", "assert add(1, 2) == 3",
@@ -277,7 +277,7 @@ def test_an_endless_call_ends_at_its_time_and_costs_the_cases_behind_it() -> Non
         assert (found.extra["pred"], found.extra["passed"], found.reward) == ("time_limit", 1, 0.5)
         assert outcome("while True: pass", ADD) == "time_limit"
     finally:
-        current.start(before)
+        winnow.sandbox.start(before)
 
 
 @pytest.mark.usefixtures("shares")
@@ -358,10 +358,12 @@ def test_tests_that_are_no_python_are_no_fault_of_the_answer() -> None:
 
 
 def test_usual_forms_of_rows_are_read() -> None:
-    assert read_tests({"input": ["1"], "output": ["2"]}) == ProgramTests([("1", "2")])
-    assert read_tests({"inputs": [["1", "2"]], "outputs": [[3]]}) == ProgramTests([("1\n2", "3")])
+    assert read_tests({"input": ["1"], "output": ["2"]}) == CodeTests("programs", [("1", "2")])
+    assert read_tests({"inputs": [["1", "2"]], "outputs": [[3]]}) == CodeTests(
+        "programs", [("1\n2", "3")]
+    )
     calls = read_tests({"inputs": ["[1]\n2"], "outputs": ["[3]"], "fn_name": "f"})
-    assert calls == FunctionTests("calls", [[[[1], 2], [3]]], "f", "")
+    assert calls == CodeTests("calls", [[[[1], 2], [3]]], "f", "")
 
 
 def test_the_metrics_of_the_scorer_are_in_each_score() -> None:

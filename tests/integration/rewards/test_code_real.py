@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from tests.sandboxes import need_bubblewrap, served
 
+import winnow.sandbox
 from winnow.config.reward import FusionConfig, SandboxConfig
 from winnow.rewards.scorers import code
-from winnow.sandbox import current
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,8 +44,8 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
         if kind == "fusion":
             url, _ = stack.enter_context(served(local.model_copy(update={"memory_mb": 1024})))
             config = FusionConfig(url=url, max_concurrent=4, time_s=60, sample_s=60)
-        current.start(config)
-        stack.callback(current.close)
+        winnow.sandbox.start(config)
+        stack.callback(winnow.sandbox.close)
         yield kind
 
 
@@ -65,7 +65,7 @@ def truth(problem: Problem) -> dict[str, str]:
 
 def outcomes(problems: list[Problem], answer: Callable[[Problem], str]) -> dict[str, Any]:
     """Score an answer to each; what did not pass, and what did."""
-    with ThreadPoolExecutor(len(current.current().slots)) as threads:
+    with ThreadPoolExecutor(winnow.sandbox.current().slots) as threads:
         scores = threads.map(
             lambda p: code.score("humaneval", answer(p), truth(p), {}).extra, problems
         )

@@ -28,13 +28,13 @@ from tests.faulty_http import (
 from tests.sandboxes import need_bubblewrap, served
 from tests.winnow_command import in_this_process
 
+import winnow.sandbox
 from winnow.config.load import load_recipe
 from winnow.config.reward import FusionConfig, RewardConfig, SandboxConfig
 from winnow.errors import ConfigError, RewardError
 from winnow.rewards.managers import Rules
 from winnow.rewards.scorers import code as scorer
 from winnow.rewards.task import Failure
-from winnow.sandbox import current
 from winnow.sandbox.fusion import FusionSandbox, result_of
 from winnow.sandbox.program import Program, SandboxError
 from winnow.types import Prompt
@@ -75,13 +75,13 @@ def scored(script: Sequence[Step], **settings: Any) -> tuple[Any, Served]:
     """The outcome of a program against two cases, or the error; behind the trial."""
     trial = ok(answer(tried(settings.get("output_kb", 1024))))
     with serving([trial, *script]) as service:
-        current.start(FusionConfig(url=service.url, **settings))
+        winnow.sandbox.start(FusionConfig(url=service.url, **settings))
         try:
             return scorer.score("any", "print(1)", DOUBLE, {}).extra["pred"], service
         except SandboxError as error:
             return error, service
         finally:
-            current.close()
+            winnow.sandbox.close()
 
 
 CASES: list[tuple[Step, str]] = [
@@ -126,22 +126,22 @@ FAULTS: list[tuple[Step, str]] = [
     (noise, "cannot be reached"),
     (flood, "answered with more than"),
     (reply(200, raw=b"<html>"), "no JSON"),
-    (ok(None), "the answer of the service is NoneType"),
-    (ok([]), "the answer of the service is list"),
-    (ok({}), "answered with the status 'None'"),
-    (ok({"status": ["Success"]}), "answered with the status"),
-    (ok({"status": "Success"}), "run_result of the service is NoneType"),
+    (ok(None), "the body: Input should be a valid dict"),
+    (ok([]), "the body: Input should be a valid dict"),
+    (ok({}), "status: Field required"),
+    (ok({"status": ["Success"]}), "status: Input should be"),
+    (ok({"status": "Success"}), "answered without a run_result"),
     (ok(answer(status="SandboxError", message="no disk")), "the service says: no disk"),
     (ok(answer(status="SandboxError", message=3)), "the service says: 3"),
-    (ok({"status": "Failed", "run_result": [1]}), "run_result of the service is list"),
-    (ok(answer(compiled="x")), "compile_result of the service is str"),
+    (ok({"status": "Failed", "run_result": [1]}), "run_result: Input should be"),
+    (ok(answer(compiled="x")), "compile_result: Input should be"),
     (ok(answer(compiled={"status": "Error", "stderr": "no gcc"})), "not run the program: no gcc"),
     (ok(answer() | {"run_result": {"status": "Error"}}), "no reason given"),
-    (ok(answer() | {"run_result": {"status": "Odd"}}), "the run status 'Odd'"),
-    (ok(answer(return_code="0")), "the return code '0'"),
-    (ok(answer(return_code=None)), "the return code 'None'"),
-    (ok(answer(return_code=True)), "the return code 'True'"),
-    (ok(answer(stdout=4)), "an output that is no text"),  # type: ignore[arg-type]
+    (ok(answer() | {"run_result": {"status": "Odd"}}), "run_result.status: Input"),
+    (ok(answer(return_code="0")), "return_code: Input should be a valid integer, got '0'"),
+    (ok(answer(return_code=None)), "answered without a return code"),
+    (ok(answer(return_code=True)), "return_code: Input should be a valid integer, got True"),
+    (ok(answer(stdout=4)), "stdout: Input should be a valid string, got 4"),  # type: ignore[arg-type]
 ]
 
 
@@ -179,9 +179,9 @@ def test_a_verdict_is_whole_and_alone_and_its_process_ended_well(
 ) -> None:
     truth = {"fn_name": "add", "inputs": [[1, 2], [1, 1]], "outputs": [3, 2]}
     with serving([TRIED, ok(answer(said, return_code=code))]) as service:
-        current.start(FusionConfig(url=service.url))
+        winnow.sandbox.start(FusionConfig(url=service.url))
         found = scorer.score("any", "def add(a, b): return a + b", truth, {})
-        current.close()
+        winnow.sandbox.close()
     assert (found.extra["pred"], found.accuracy) == (outcome, outcome == "pass")
 
 
@@ -240,11 +240,11 @@ def test_an_answer_that_drips_on_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_one_limit_holds_for_all_answers_of_a_run() -> None:
     with serving([TRIED, together(3, answer("4"))]) as service:
-        current.start(FusionConfig(url=service.url, max_concurrent=3))
+        winnow.sandbox.start(FusionConfig(url=service.url, max_concurrent=3))
         truth = {"inputs": ["2"], "outputs": ["4"]}
         with ThreadPoolExecutor(12) as threads:
             found = list(threads.map(lambda _: scorer.score("a", "x", truth, {}).reward, range(12)))
-        current.close()
+        winnow.sandbox.close()
     assert found == [1.0] * 12
     assert service.most_at_once == 3
 
@@ -273,9 +273,9 @@ def test_a_token_is_named_in_the_recipe_and_stays_in_the_environment(
 def test_a_limit_of_the_server_below_ours_is_told_before_training() -> None:
     need_bubblewrap()
     with served(SandboxConfig(max_concurrent=1, memory_mb=512, time_s=30)) as (url, _):
-        with pytest.raises(RewardError, match=r"memory_limit_MB must lie in \[64, 512\] here"):
+        with pytest.raises(RewardError, match=r"memory_limit_MB: must lie in \[64, 512\] here"):
             FusionSandbox(FusionConfig(url=url))
-        with pytest.raises(RewardError, match=r"run_timeout must lie in \(0, 30\] seconds here"):
+        with pytest.raises(RewardError, match=r"run_timeout: must lie in \(0, 30\] seconds here"):
             FusionSandbox(FusionConfig(url=url, memory_mb=512, sample_s=31))
 
 

@@ -436,12 +436,12 @@ def test_text_that_is_no_unicode_goes_there_and_comes_back(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("value", "says_so"),
     [
+        (None, "reward.judge.api_key_env is JUDGE_KEY, but there is no such environment variable"),
+        ("  ", "there is no such environment variable; export JUDGE_KEY"),
         (
-            None,
-            "reward.judge.api_key_env is JUDGE_KEY, which is not set in the environment; export",
+            f"{KEY} {KEY}",
+            "api_key_env is JUDGE_KEY, whose value must consist of ASCII",
         ),
-        ("  ", "which is not set in the environment"),
-        (f"{KEY} {KEY}", "reward.judge.api_key_env JUDGE_KEY: the token must consist of ASCII"),
     ],
 )
 def test_a_key_that_is_missing_or_cannot_be_sent_is_told_without_it(

@@ -20,6 +20,7 @@ from tests.faulty_http import serving
 from tests.sandboxes import need_bubblewrap
 from tests.scoring import LIMIT, SIGNATURE, answer, rewards_of
 
+import winnow.sandbox
 from winnow.config.load import load_recipe
 from winnow.config.reward import (
     BatchManager,
@@ -32,7 +33,6 @@ from winnow.errors import ConfigError, RewardError
 from winnow.http.service import listen
 from winnow.rewards.managers import Manager, make_manager
 from winnow.rewards.task import Failure
-from winnow.sandbox import current
 from winnow.types import Prompt, Score
 
 JSON = {"Content-Type": "application/json"}
@@ -332,9 +332,9 @@ def test_a_sandbox_that_ran_no_program_is_closed_too() -> None:
     need_bubblewrap()
     rules = make_manager(RewardConfig(scorers={"apps": "code"}))
     rules.prepare({"apps"})
-    assert current._sandbox is not None
+    assert winnow.sandbox._sandbox is not None
     rules.close()
-    assert current._sandbox is None
+    assert winnow.sandbox._sandbox is None
 
 
 # A service.

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -19,11 +18,10 @@ from tests.sandboxes import need_bubblewrap, served
 
 from winnow.config.reward import SandboxConfig
 from winnow.http.service import Refusal, is_asked_here, is_loopback
-from winnow.sandbox.program import Limits, Result
-from winnow.sandbox.request import job_of, response_of
+from winnow.sandbox.program import Result
+from winnow.sandbox.server import job_of, response_of
 
 CONFIG = SandboxConfig(max_concurrent=2, time_s=20, output_kb=64)
-MOST = Limits.of(CONFIG)
 TOKEN = "s3cret-token"
 JSON = {"Content-Type": "application/json"}
 ASLEEP = "import time; time.sleep(60)"
@@ -111,7 +109,7 @@ def test_what_is_fetched_counts_as_output_and_a_death_as_such(url: str) -> None:
 
 
 def test_a_forged_list_of_files_holds_names_asked_for_and_texts_alone() -> None:
-    job = job_of({"code": "", "fetch_files": ["a", "b"]}, MOST)
+    job = job_of({"code": "", "fetch_files": ["a", "b"]}, CONFIG)
     assert job.mark is not None
     for said, files in (
         (b'{"a": "eA==", "c": "eA=="}', {"a": "eA=="}),
@@ -128,29 +126,28 @@ def test_a_forged_list_of_files_holds_names_asked_for_and_texts_alone() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("code", 1, "code must be a text, got 1"),
-        ("code", None, "code must be a text, got None"),
-        ("language", "cpp", "language must be python or bash, got 'cpp'"),
-        ("language", "x" * 9999, "language must be"),
-        ("language", ["python"], "language must be a text"),
-        ("stdin", 3, "stdin must be a text"),
-        ("run_timeout", "3", "run_timeout must be a number, got '3'"),
-        ("run_timeout", True, "run_timeout must be a number, got True"),
-        ("run_timeout", 0, "run_timeout must lie in (0, 20] seconds here, got 0"),
-        ("run_timeout", -1, "run_timeout must lie"),
-        ("run_timeout", 21, "run_timeout must lie"),
-        ("run_timeout", float("nan"), "run_timeout must lie"),
-        ("run_timeout", float("inf"), "run_timeout must lie"),
-        ("run_timeout", 10**400, "run_timeout must lie"),
-        ("memory_limit_MB", 10**400, "memory_limit_MB must lie in [64, 512] here"),
-        ("memory_limit_MB", 513, "memory_limit_MB must lie"),
-        ("memory_limit_MB", 0, "memory_limit_MB must lie"),
-        ("memory_limit_MB", float("nan"), "memory_limit_MB must lie"),
-        ("files", [], "files must be an object, got []"),
-        ("files", {"a": 1}, "files['a'] must be a text in base64"),
-        ("files", {"a": "a"}, "files['a'] must be a text in base64"),
-        ("files", {"a": "ä"}, "files['a'] must be a text in base64"),
-        ("files", {"a": "!!!!"}, "files['a'] must be a text in base64"),
+        ("code", 1, "code: Input should be a valid string, got 1"),
+        ("code", None, "code: Field required"),
+        ("language", "cpp", "language: Input should be 'python' or 'bash', got 'cpp'"),
+        ("language", "x" * 9999, "language: Input"),
+        ("language", ["python"], "language: Input"),
+        ("stdin", 3, "stdin: Input should be a valid string, got 3"),
+        ("run_timeout", "3", "run_timeout: Input should be a valid number, got '3'"),
+        ("run_timeout", True, "run_timeout: Input should be a valid number, got True"),
+        ("run_timeout", 0, "run_timeout: must lie in (0, 20] seconds here (--max-time-s of the"),
+        ("run_timeout", -1, "run_timeout: must lie"),
+        ("run_timeout", 21, "seconds here (--max-time-s of the server), got 21"),
+        ("run_timeout", float("nan"), "run_timeout: must lie"),
+        ("run_timeout", float("inf"), "run_timeout: must lie"),
+        ("run_timeout", 10**400, "run_timeout: Input should be a valid number"),
+        ("memory_limit_MB", 513, "memory_limit_MB: must lie in [64, 512] here (--memory-mb of"),
+        ("memory_limit_MB", 0, "memory_limit_MB: must lie"),
+        ("memory_limit_MB", float("nan"), "memory_limit_MB: must lie"),
+        ("files", [], "files: Input should be a valid dictionary, got []"),
+        ("files", {"a": 1}, "files.a: must be a text in base64, got 1"),
+        ("files", {"a": "a"}, "files.a: must be a text in base64"),
+        ("files", {"a": "ä"}, "files.a: must be a text in base64"),
+        ("files", {"a": "!!!!"}, "files.a: must be a text in base64"),
         ("files", {"../a": ""}, "files: '../a' is no plain name"),
         ("files", {"/etc/a": ""}, "files: '/etc/a' is no plain name"),
         ("files", {"a/../../b": ""}, "is no plain name"),
@@ -159,34 +156,34 @@ def test_a_forged_list_of_files_holds_names_asked_for_and_texts_alone() -> None:
         ("files", {"a\0": ""}, "is no plain name"),
         ("files", {"\ud800": ""}, "is no plain name"),
         ("files", {"a": "", "a/b": ""}, "is no plain name"),
-        ("files", {str(n): "" for n in range(33)}, "files must be at most 32, got 33"),
-        ("fetch_files", {}, "fetch_files must be a list"),
-        ("fetch_files", [1], "fetch_files must hold names"),
+        ("files", {str(n): "" for n in range(33)}, "should have at most 32 items"),
+        ("fetch_files", {}, "fetch_files: Input should be a valid list"),
+        ("fetch_files", [1], "fetch_files.0: Input should be a valid string, got 1"),
         ("fetch_files", ["/etc/passwd"], "fetch_files: '/etc/passwd' is no plain name"),
         ("fetch_files", ["../a"], "fetch_files: '../a' is no plain name"),
-        ("fetch_files", ["a"] * 33, "fetch_files must be at most 32"),
+        ("fetch_files", ["a"] * 33, "fetch_files: List should have at most 32"),
     ],
     ids=str,
 )
 def test_a_field_that_is_wrong_is_named(field: str, value: Any, said: str) -> None:
     with pytest.raises(Refusal) as caught:
-        job_of({"code": "", field: value}, MOST)
+        job_of({"code": "", field: value}, CONFIG)
     assert said in str(caught.value)
     assert len(str(caught.value)) < 300
 
 
 def test_fields_are_read_as_the_protocol_has_them() -> None:
-    with pytest.raises(Refusal, match="code is missing"):
-        job_of({}, MOST)
+    with pytest.raises(Refusal, match="code: Field required"):
+        job_of({}, CONFIG)
     for body in ([], "x", None, 3):
         with pytest.raises(Refusal, match="must be a JSON object"):
-            job_of(body, MOST)
+            job_of(body, CONFIG)
     with pytest.raises(Refusal, match=r"must not hold script\.sh"):
-        job_of({"code": "", "language": "bash", "files": {"script.sh": ""}}, MOST)
-    job = job_of({"code": "x", "new_field": 1, "stdin": None, "files": {"a": None}}, MOST)
+        job_of({"code": "", "language": "bash", "files": {"script.sh": ""}}, CONFIG)
+    job = job_of({"code": "x", "new_field": 1, "stdin": None, "files": {"a": None}}, CONFIG)
     assert (job.program.code, job.program.stdin, job.program.files) == ("x", b"", {})
-    assert job.limits == replace(MOST, time_s=10)
-    short = replace(MOST, time_s=3)
+    assert job.limits == CONFIG.model_copy(update={"time_s": 10})
+    short = CONFIG.model_copy(update={"time_s": 3})
     assert job_of({"code": "x"}, short).limits == short
 
 
@@ -198,7 +195,7 @@ def test_fields_are_read_as_the_protocol_has_them() -> None:
         (b"\xff\xfe", 400, "no JSON"),
         (b"[" * 100_000, 400, "no JSON"),
         (b'{"code": ' + b"9" * 10_000 + b"}", 400, "no JSON"),
-        (b"[]", 422, "must be a JSON object"),
+        (b"[]", 422, "the body: must be a JSON object"),
         (b" " * 200_001, 413, "at most 200,000 bytes, got 200001"),
         (b" " * 30_000_000, 413, "at most 200,000 bytes, got 30000000"),
     ],

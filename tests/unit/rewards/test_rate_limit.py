@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from winnow.rewards.rate_limit import RateLimit
+from winnow.rewards.judge import RateLimit
 
 QUICK = settings(max_examples=25, deadline=None)
 

@@ -178,9 +178,9 @@ class Rules(Manager):
     def close(self) -> None:
         super().close()
         if self._has_sandbox:
-            from winnow.sandbox import current
+            import winnow.sandbox
 
-            current.close()
+            winnow.sandbox.close()
             self._has_sandbox = False
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
@@ -197,11 +197,11 @@ class Rules(Manager):
     def _programs(self) -> ThreadPoolExecutor:
         """Threads that wait for the sandbox, one for each of its slots."""
         if self._threads is None:
-            from winnow.sandbox import current
+            import winnow.sandbox
 
-            sandbox = current.start(self._config.sandbox)
+            sandbox = winnow.sandbox.start(self._config.sandbox)
             self._has_sandbox = True
-            self._threads = ThreadPoolExecutor(len(sandbox.slots), "programs")
+            self._threads = ThreadPoolExecutor(sandbox.slots, "programs")
         return self._threads
 
 

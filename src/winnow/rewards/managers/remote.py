@@ -44,10 +44,7 @@ class RemoteCalls(Manager):
         if base.endswith(("/", ":")):  # no path: it was the scheme's slash
             base, self._path = section.url, ""
         token = token_of(section.token_env, "reward.manager.token_env")
-        try:
-            self._http = HttpJson(base, token, section.max_concurrent, section.tries)
-        except ValueError as error:
-            raise RewardError(f"{_FIELD} {self._url}: {error}; mend it") from error
+        self._http = HttpJson(base, token, section.max_concurrent, section.tries)
 
     def prepare(self, data_sources: Iterable[str]) -> None:
         """Check that the service listens; the sources that it knows are its own business."""

@@ -49,9 +49,9 @@ _CODE_METRICS = frozenset({"cases", "passed", "passed_share"})
 SCORERS: dict[str, Scorer] = {
     scorer.name: scorer
     for scorer in (
-        Scorer("sort_digits", "sort_digits:score", -1.0),
-        Scorer("gsm8k", "gsm8k:score_strict", 0.0),
-        Scorer("gsm8k_flexible", "gsm8k:score_flexible", 0.0),
+        Scorer("sort_digits", "marks:score_sort_digits", -1.0),
+        Scorer("gsm8k", "marks:score_gsm8k", 0.0),
+        Scorer("gsm8k_flexible", "marks:score_gsm8k_flexible", 0.0),
         Scorer("dapo_math", "dapo_math:score", -1.0),
         Scorer("dapo_math_boxed", "dapo_math:score_boxed", -1.0),
         Scorer("dapo_math_lenient", "maths:score_dapo_by_value", -1.0, apart=True),
@@ -61,8 +61,8 @@ SCORERS: dict[str, Scorer] = {
         Scorer("search_qa_em", "questions:score_exact", 0.0),
         Scorer("search_qa_f1", "questions:score_f1", 0.0, frozenset({"f1"})),
         Scorer("multiple_choice", "questions:score_choice", 0.0),
-        Scorer("think_answer", "tags:score_think_answer", 0.0),
-        Scorer("think_boxed", "tags:score_think_boxed", 0.0),
+        Scorer("think_answer", "marks:score_think_answer", 0.0),
+        Scorer("think_boxed", "marks:score_think_boxed", 0.0),
         Scorer("countdown", "countdown:score", 0.0, frozenset({"format"})),
         Scorer("code", "code:score", 0.0, _CODE_METRICS, sandboxed=True),
         Scorer(

@@ -2,88 +2,91 @@
 
 Each case passes or not; the reward is 1 for all of them, or with `reward.sandbox.credit=share`
 the share that passes, and the accuracy is 1 for all of them. A sandbox that fails is no fault of
-the answer's: that scoring fails, and the service decides what it means.
+the answer's: that scoring fails, and the service decides what it means. The tests of a row:
+
+| the ground truth (a dict, or its JSON) | what is tested |
+|---|---|
+| `inputs`, `outputs` (also `input`, `output`) | a program, by standard input and output |
+| the same and `fn_name` | a function, by its arguments and results (JSON) |
+| `test` with a function `check`, `entry_point` | a function, by the check (HumanEval, MBPP) |
+| `assert_case` or `test_list` | functions, by single asserts |
+
+`prompt` holds code that the answer goes on from or may rely on; `entry_point` names the function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import builtins
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from winnow.rewards.scorers.code_tests import (
-    FunctionTests,
-    ProgramTests,
-    code_of,
-    read_tests,
-    same_output,
-)
-from winnow.sandbox import harness
-from winnow.sandbox.current import current
-from winnow.sandbox.program import Program, Result, Sandbox
+from winnow.rewards.scorers.marks import Extra
+from winnow.sandbox import current, harness
+from winnow.sandbox.program import Program, Result
 from winnow.types import Score
+
+if TYPE_CHECKING:
+    from winnow.sandbox import Sandbox
 
 _SYNTAX_ERRORS = ("SyntaxError:", "IndentationError:", "TabError:")
 _LEAST_S = 0.05
 _TOLD = 100
 """Characters of a text that people see."""
+_HARNESS = Path(harness.__file__).read_text(encoding="utf-8")
+_FENCE = re.compile(
+    r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
+)
+_PYTHON = frozenset({"python", "py", "python3"})
+_CHECK = re.compile(r"^def check\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The outcome of a row's tests."""
+class CodeTests:
+    """The tests of a row."""
 
-    passed: int
-    cases: int
-    outcome: str
-    """`pass`, or what became of the first case that did not: `wrong`, `runtime_error`,
-    `compile_error`, `time_limit`, `output_limit`."""
-    text: str = ""
-    """A short explanation for people."""
+    kind: Literal["programs", "calls", "asserts", "check"]
+    """Pairs of standard input and output; the others are what `sandbox.harness` runs."""
+    cases: list[Any]
+    entry_point: str | None = None
+    prompt: str = ""
 
 
-def score(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
+Verdict = tuple[int, str, str]
+"""Cases passed; `pass`, or what became of the first that did not (`wrong`, `runtime_error`,
+`compile_error`, `time_limit`, `output_limit`); a short explanation for people."""
+
+
+def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Run the code of an answer against the tests of its row, in the sandbox of this run.
 
     Raises:
-        ValueError: the row has no usable tests.
+        ValueError: the row has no usable tests: they are no Python, or import what is not there.
         SandboxError: the sandbox failed.
     """
-    tests = read_tests(ground_truth)
-    sandbox = current()
-    verdict = judged(code_of(text), tests, sandbox)
-    share = verdict.passed / verdict.cases
-    accuracy = float(verdict.passed == verdict.cases)
-    reward = share if sandbox.config.credit == "share" else accuracy
-    said = {
-        "pred": verdict.outcome,
-        "detail": verdict.text,
-        "cases": verdict.cases,
-        "passed": verdict.passed,
-        "passed_share": share,
-    }
-    return Score(reward, accuracy, {"task": reward}, said)
-
-
-def judged(code: str, tests: ProgramTests | FunctionTests, sandbox: Sandbox) -> Verdict:
-    """Run code against tests.
-
-    Raises:
-        ValueError: the tests are no Python, or import what the sandbox lacks.
-        SandboxError: the sandbox failed.
-    """
+    tests, code, sandbox = read_tests(ground_truth), code_of(text), current()
     if not code.strip():
-        cases = tests.pairs if isinstance(tests, ProgramTests) else tests.cases
-        return Verdict(0, len(cases), "compile_error", "no code")
-    if isinstance(tests, ProgramTests):
-        return _run_program(code, tests, sandbox)
-    return _call_functions(code, tests, sandbox)
+        passed, outcome, detail = 0, "compile_error", "no code"
+    elif tests.kind == "programs":
+        passed, outcome, detail = _run_programs(code, tests, sandbox)
+    else:
+        passed, outcome, detail = _call_functions(code, tests, sandbox)
+    cases = len(tests.cases)
+    share, accuracy = passed / cases, float(passed == cases)
+    reward = share if sandbox.config.credit == "share" else accuracy
+    counts = {"cases": cases, "passed": passed, "passed_share": share}
+    return Score(reward, accuracy, {"task": reward}, {"pred": outcome, "detail": detail, **counts})
 
 
-def _run_program(code: str, tests: ProgramTests, sandbox: Sandbox) -> Verdict:
+def _run_programs(code: str, tests: CodeTests, sandbox: Sandbox) -> Verdict:
     passed, first, text = 0, "", ""
     left = sandbox.config.sample_s  # of what programs took, not of waiting for a busy sandbox
-    for number, (stdin, expected) in enumerate(tests.pairs, start=1):
+    for number, (stdin, expected) in enumerate(tests.cases, start=1):
         if left < _LEAST_S:
             first = first or "time_limit"
             break
@@ -98,7 +101,7 @@ def _run_program(code: str, tests: ProgramTests, sandbox: Sandbox) -> Verdict:
             first, text = outcome, f"case {number}: {_told(result, outcome, expected)}"
         if sandbox.config.credit == "all" or outcome == "compile_error":
             break
-    return Verdict(passed, len(tests.pairs), first or "pass", text)
+    return passed, first or "pass", text
 
 
 def _told(result: Result, outcome: str, expected: str) -> str:
@@ -123,24 +126,144 @@ def _outcome(result: Result, expected: str) -> str:
     return "pass" if same_output(result.stdout.decode(errors="replace"), expected) else "wrong"
 
 
-def _call_functions(code: str, tests: FunctionTests, sandbox: Sandbox) -> Verdict:
+def _call_functions(code: str, tests: CodeTests, sandbox: Sandbox) -> Verdict:
     config = sandbox.config
     solution = {"prompt": tests.prompt, "code": code, "entry_point": tests.entry_point}
-    asked = {
-        "kind": tests.kind,
-        "cases": list(tests.cases),
-        "entry_point": tests.entry_point,
-        "prompt": tests.prompt,
-        "call_s": config.time_s,
-        "stop_early": config.credit == "all",
-    }
-    result = sandbox.run_for(harness.program(solution, asked), config.sample_s)
-    count = len(tests.cases)
+    first = json.dumps(solution).encode()
+    asked = {**vars(tests), "call_s": config.time_s, "stop_early": config.credit == "all"}
+    stdin = b"%010d" % len(first) + first + json.dumps(asked).encode()
+    result = sandbox.run_for(Program(_HARNESS, stdin, is_ours=True), config.sample_s)
     if result.ending != "finished":
-        return Verdict(0, count, result.ending)
-    report = harness.verdict(result.stdout) if result.exit_code == 0 else None
-    if report is None:  # memory that the solution's values took from the tests, or forgery
-        return Verdict(0, count, "runtime_error", result.stderr[-200:].decode(errors="replace"))
+        return 0, result.ending, ""
+    report = None
+    if result.exit_code == 0:
+        with suppress(ValueError):
+            report = harness.decode(json.loads(result.stdout))
+    if not isinstance(report, dict):  # the solution's values took the tests' memory, or forgery
+        return 0, "runtime_error", result.stderr[-200:].decode(errors="replace")
     if "broken" in report:
         raise ValueError(f"the tests of this row cannot run: {report['broken']}")
-    return Verdict(report["passed"], count, str(report["outcome"]), str(report["text"]))
+    return report["passed"], str(report["outcome"]), str(report["text"])
+
+
+def read_tests(ground_truth: Any) -> CodeTests:
+    """Read the tests in a row's ground truth.
+
+    Raises:
+        ValueError: there are none, or they are malformed.
+    """
+    given = _parsed(ground_truth)
+    prompt, entry = given.get("prompt") or "", given.get("entry_point") or given.get("fn_name")
+    if not isinstance(prompt, str) or not isinstance(entry, str | None):
+        raise ValueError("prompt and entry_point of the ground truth must be texts")
+    entry = entry.strip() if entry else None
+    inputs = given.get("inputs", given.get("input"))
+    outputs = given.get("outputs", given.get("output"))
+    asserts = given.get("assert_case") or given.get("test_list")
+    test = given.get("test")
+    if test:
+        if not isinstance(test, str):
+            raise ValueError("test of the ground truth must be Python code")
+        if not _CHECK.search(test):
+            return CodeTests("asserts", [test], entry or _asserted([test]), prompt)
+        if entry is None:
+            raise ValueError("the ground truth has a check, but no entry_point to check")
+        return CodeTests("check", [test], entry, prompt)
+    if asserts:
+        if not _are_texts(asserts):
+            raise ValueError("assert_case of the ground truth must be a list of Python asserts")
+        return CodeTests("asserts", list(asserts), entry or _asserted(asserts), prompt)
+    if not (_is_list(inputs) and _is_list(outputs) and inputs and len(inputs) == len(outputs)):
+        raise ValueError(
+            "the ground truth has no tests: it needs inputs and outputs of one length, "
+            f"assert_case, or test; it has {', '.join(given) or 'nothing'}"
+        )
+    if entry is not None:
+        # JSON on both sides, or on neither: a text beside a list of arguments is a text.
+        calls = [
+            [_arguments(i), _loaded(o) if isinstance(i, str) else o]
+            for i, o in zip(inputs, outputs, strict=True)
+        ]
+        return CodeTests("calls", calls, entry, prompt)
+    return CodeTests(
+        "programs", [(_text(i), _text(o)) for i, o in zip(inputs, outputs, strict=True)]
+    )
+
+
+def code_of(answer: str) -> str:
+    """The code in an answer: its last block of Python, else its last untagged one, else all of it.
+
+    What stands untagged behind a block of Python is mostly its output.
+    """
+    answer = answer.rpartition("</think>")[2]
+    blocks: list[tuple[str, str]] = _FENCE.findall(answer)
+    python = [body for tag, body in blocks if tag.lower() in _PYTHON]
+    untagged = [body for tag, body in blocks if not tag]
+    return (python or untagged or [answer])[-1]
+
+
+def same_output(said: str, expected: str) -> bool:
+    """Return whether two outputs agree, apart from trailing blanks and trailing empty lines."""
+    return _trimmed(said) == _trimmed(expected)
+
+
+def _trimmed(text: str) -> list[str]:
+    lines = [line.rstrip() for line in text.split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _parsed(ground_truth: Any) -> Mapping[str, Any]:
+    given = ground_truth
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            raise ValueError("the ground truth must be a JSON object with test cases") from None
+    if not isinstance(given, Mapping):
+        raise ValueError(f"the ground truth must be an object, got {type(given).__name__}")
+    return given
+
+
+def _asserted(asserts: Sequence[str]) -> str | None:
+    """The usual function that asserts are about, where they call no other: it is redefined."""
+    called: list[str] = []
+    with suppress(SyntaxError, ValueError, RecursionError):  # whose test fails, and says so
+        for node in ast.walk(ast.parse("\n".join(asserts))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                called.append(node.func.id)
+    if not all(hasattr(builtins, name) or name in harness.NAMES for name in called):
+        return None
+    # `abs(sqrt(4.0) - 2) < 1e-6` is about sqrt.
+    return next((name for name in called if name in harness.NAMES), called[0] if called else None)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _are_texts(value: Any) -> bool:
+    return _is_list(value) and all(isinstance(each, str) for each in value)
+
+
+def _arguments(given: Any) -> list[Any]:
+    """A list of arguments, or a text with one in JSON on each line."""
+    if isinstance(given, str):
+        return [_loaded(line) for line in given.splitlines() if line.strip()]
+    return list(given) if _is_list(given) else [given]
+
+
+def _loaded(given: Any) -> Any:
+    if isinstance(given, str):
+        try:
+            return json.loads(given)
+        except ValueError:
+            return given
+    return given
+
+
+def _text(given: Any) -> str:
+    if _is_list(given):
+        return "\n".join(map(str, given))
+    return str(given)

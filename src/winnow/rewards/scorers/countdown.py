@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from winnow.rewards.scorers.tags import last_tagged, structure
+from winnow.rewards.scorers.marks import Extra, last_tagged, structure
 from winnow.types import Score
 
 FORMAT_REWARD = 0.1
@@ -21,7 +21,7 @@ LONGEST_EXPRESSION = 300
 """Characters."""
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "·": "*", "−": "-", "x": "*"})  # noqa: RUF001
 _ALLOWED = frozenset("0123456789+-*/() ")
-_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -29,7 +29,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
 }
 
 
-def score(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
+def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """1, a tenth for the form alone, or 0."""
     truth = structure(ground_truth)
     target, numbers = truth["target"], truth["numbers"]
@@ -61,7 +61,7 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         left, right = _value(node.left, used), _value(node.right, used)
-        return _OPERATORS[type(node.op)](left, right)
+        return OPERATORS[type(node.op)](left, right)
     raise ValueError(ast.dump(node))

@@ -8,10 +8,9 @@ last `\boxed{}` within the last 100 characters as it stands.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from winnow.rewards.scorers.tags import closing_brace, verdict
+from winnow.rewards.scorers.marks import Extra, closing_brace, verdict
 from winnow.types import Score
 
 TAIL_CHARACTERS = 300
@@ -42,14 +41,14 @@ _SHORT_ROOT = re.compile(r"(sqrt)([^{\\\[])")
 _PLAIN_NUMBER = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
-def score(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
+def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give +1 or -1 by the `Answer:` line; `pred` is the normalised answer, empty without one."""
     found: list[str] = _ANSWER.findall(text[-TAIL_CHARACTERS:])
     pred = normalize(found[-1]) if found else ""
     return verdict(pred != "" and pred == normalize(str(ground_truth)), pred, wrong_reward=-1.0)
 
 
-def score_boxed(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
+def score_boxed(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     r"""Give +1 or -1 by the content of the last `\boxed{}`, without any normalising."""
     tail = text[-BOXED_TAIL_CHARACTERS:]
     start = tail.rfind(_BOXED)

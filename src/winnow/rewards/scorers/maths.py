@@ -16,10 +16,9 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Mapping
 from typing import Any
 
-from winnow.rewards.scorers.tags import closing_brace, is_think_boxed, verdict
+from winnow.rewards.scorers.marks import Extra, closing_brace, is_think_boxed, verdict
 from winnow.types import Score
 
 LONGEST_EXPRESSION = 400
@@ -46,34 +45,26 @@ _BASE = re.compile(r"(?<=[0-9A-F])_\{?(\d+)\}?$")
 _NOT_READ = re.compile(r"\\neq?(?![A-Za-z])|\\not(?![A-Za-z])|≠|(?<=\d):(?=\d)")
 
 
-def score_as_text(
-    data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
-) -> Score:
+def score_as_text(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 1 if the stated answer is the gold one as normalised text, else 0."""
     pred = read_answer(text)
     plain = normalize(pred)
     return verdict(plain != "" and plain == normalize(gold_answer(ground_truth)), pred)
 
 
-def score_by_value(
-    data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
-) -> Score:
+def score_by_value(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 1 if the stated answer has the value of the gold one, else 0."""
     pred = read_answer(text)
     return verdict(equal(pred, gold_answer(ground_truth)), pred)
 
 
-def score_dapo_by_value(
-    data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
-) -> Score:
+def score_dapo_by_value(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give DAPO's rewards, +1 and -1, by value."""
     pred = read_answer(text)
     return verdict(equal(pred, gold_answer(ground_truth)), pred, wrong_reward=-1.0)
 
 
-def score_geometry3k(
-    data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
-) -> Score:
+def score_geometry3k(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     r"""Give nine tenths for the boxed answer and one for the form `<think>…</think> … \boxed{}`.
 
     The rule that `hiyouga/geometry3k` is usually trained with. Its questions come with pictures,

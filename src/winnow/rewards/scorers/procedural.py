@@ -23,7 +23,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from winnow.rewards.scorers.tags import last_tagged
+from winnow.rewards.scorers.countdown import OPERATORS
+from winnow.rewards.scorers.marks import Extra, last_tagged
 from winnow.types import Score
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ _FUNCTIONS = frozenset((
 # fmt: on
 
 
-def score(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
+def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give the task's own score, 0 to 1; accuracy is 1 for the full one only.
 
     An answer gets 0 if the task raises at it, or if it may not be given to the task;
@@ -146,16 +147,8 @@ def _bound(node: ast.AST) -> Fraction:
             return Fraction(1)
         case ast.UnaryOp(operand=operand):
             return -_bound(operand) if isinstance(node.op, ast.USub) else _bound(operand)
-        case ast.BinOp(left=left, op=op, right=right):
-            a, b = _bound(left), _bound(right)
-            if isinstance(op, ast.Add):
-                return a + b
-            if isinstance(op, ast.Sub):
-                return a - b
-            if isinstance(op, ast.Mult):
-                return a * b
-            if isinstance(op, ast.Div):
-                return a / b
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_bound(left), _bound(right))
     raise ValueError(f"no bound for {ast.dump(node)}")
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from winnow.rewards.scorers.marks import Extra, last_tagged, structure, verdict
 from winnow.rewards.scorers.maths import last_boxed
-from winnow.rewards.scorers.tags import last_tagged, structure, verdict
 from winnow.types import Score
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
@@ -36,13 +36,13 @@ _SAID = re.compile(
 _LINE_ALONE = re.compile(_OPENING + r"([A-Z])[\s*_$)\]}.\"'`]{0,8}$")
 
 
-def score_exact(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
+def score_exact(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 1 if the answer is one of the right ones, else 0."""
     pred = last_tagged(text) or ""
     return verdict(_is_exact(pred, golds(ground_truth)), pred)
 
 
-def score_f1(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
+def score_f1(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give the F1 over words with the nearest right answer; accuracy is exact match."""
     pred = last_tagged(text) or ""
     right = golds(ground_truth)
@@ -80,7 +80,7 @@ def _is_exact(pred: str, right: list[str]) -> bool:
     return plain(pred) != "" and plain(pred) in map(plain, right)
 
 
-def score_choice(data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]) -> Score:
+def score_choice(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 1 if the letter chosen is the right one, else 0."""
     pred = choice(text)
     return verdict(pred != "" and pred == _gold_letter(ground_truth), pred)

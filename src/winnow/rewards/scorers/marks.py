@@ -1,8 +1,9 @@
-r"""Answers in tags: reading them, and scorers of the form alone.
+r"""Answers behind marks and between tags: reading them, and the scorers that need no more.
 
 An answer in the `<think>` form begins with that tag; where a chat template has put it into the
-prompt already, it may be missing. Each tag stands once. Everything here takes time in proportion
-to the text, whatever a policy writes.
+prompt already, it may be missing. Each tag stands once. GSM8K's numbers are compared as text,
+without commas and dollar signs; a full stop that ends a sentence is no part of a number. Everything
+here takes time in proportion to the text, whatever a policy writes.
 """
 
 from __future__ import annotations
@@ -14,27 +15,63 @@ from typing import Any
 
 from winnow.types import Score
 
+Extra = Mapping[str, Any]
+"""Other columns of a row."""
+GSM8K_MARK = "####"
+_NUMBER = re.compile(r"[-+]?\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+# A second number offered beside the first: `5 or 6`.
+_ANOTHER = re.compile(r"\s*(?:or|and|to|/|;|,)\s*[-+]?\$?-?\.?\d")
 _BOX = "\\boxed{"
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
-def score_think_answer(
-    data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
-) -> Score:
+def score_sort_digits(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
+    """Give +1 or -1 for sorted digits: what stands after the last `#` must be they, exactly.
+
+    The working before it is not looked at. `pred` is empty without a `#`.
+    """
+    _, mark, answer = text.rpartition("#")
+    pred = answer if mark else ""
+    return verdict(mark != "" and pred == str(ground_truth), pred, wrong_reward=-1.0)
+
+
+def score_gsm8k(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
+    """Give 1 if the number after the last `####` is right and the only one offered, else 0."""
+    _, mark, after = text.rpartition(GSM8K_MARK)
+    after = after.lstrip()
+    found = _NUMBER.match(after) if mark else None
+    number = found.group().rstrip(",") if found else ""
+    return _as_number("" if _ANOTHER.match(after, len(number)) else number, ground_truth)
+
+
+def score_gsm8k_flexible(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
+    """Give 1 if the last number of the answer is right, else 0."""
+    found = _NUMBER.findall(text)
+    return _as_number(found[-1] if found else "", ground_truth)
+
+
+def _as_number(answer: str, ground_truth: Any) -> Score:
+    pred = _plain_number(answer)
+    # A ground truth may be the whole worked solution.
+    gold = _plain_number(str(ground_truth).rpartition(GSM8K_MARK)[2])
+    return verdict(pred != "" and pred == gold, pred)
+
+
+def _plain_number(number: str) -> str:
+    return number.strip().replace(",", "").replace("$", "").removeprefix("+")
+
+
+def score_think_answer(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 1 for `<think>…</think><answer>…</answer>` and nothing around it, else 0."""
     return verdict(is_think_answer(text), "")
 
 
-def score_think_boxed(
-    data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
-) -> Score:
+def score_think_boxed(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     r"""Give 1 for `<think>…</think>` and a `\boxed{…}` after it, else 0."""
     return verdict(is_think_boxed(text), "")
 
 
-def score_nothing(
-    data_source: str, text: str, ground_truth: Any, extra: Mapping[str, Any]
-) -> Score:
+def score_nothing(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 0 and no part, where a reward model alone scores a data source."""
     return Score(0.0, 0.0)
 

@@ -1,0 +1,25 @@
+"""A JSON service in a thread of the test's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+from winnow.http.service import JsonService, Server
+
+
+@contextlib.contextmanager
+def running(service: JsonService, listener: socket.socket) -> Iterator[None]:
+    """Run a service from its first answer to its last."""
+    ready = threading.Event()
+    server = Server(service, ready.set)
+    thread = threading.Thread(target=server.run, args=([listener],), name="service")
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
