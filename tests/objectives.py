@@ -8,8 +8,7 @@ from typing import Any, get_args
 from winnow.algorithms.advantages import AdvantageInputs
 from winnow.algorithms.estimators import ESTIMATORS, Advantages, estimate
 from winnow.algorithms.losses.registry import POLICY_LOSSES
-from winnow.config.algorithm import Advantage
-from winnow.config.policy_loss import PolicyLoss, PolicyLossSection
+from winnow.config.algorithm import Advantage, PolicyLoss, PolicyLossSection
 from winnow.learning.advantage import AdvantageStage
 from winnow.learning.kl_penalty import KlPenalty
 from winnow.learning.objective import PolicyObjective

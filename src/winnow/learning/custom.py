@@ -21,8 +21,7 @@ from winnow.algorithms.advantages import AdvantageInputs
 from winnow.algorithms.estimators import Estimator, estimate
 from winnow.algorithms.losses import Loss, LossTokens
 from winnow.algorithms.losses.registry import PolicyLoss
-from winnow.config.algorithm import CustomAdvantage
-from winnow.config.policy_loss import CustomPolicyLoss
+from winnow.config.algorithm import CustomAdvantage, CustomPolicyLoss
 from winnow.errors import ConfigError, TrainingError
 from winnow.user_code import load_user_object
 

@@ -14,8 +14,7 @@ from winnow.algorithms.advantages import AdvantageInputs
 from winnow.algorithms.estimators import estimate
 from winnow.algorithms.losses import LossTokens
 from winnow.algorithms.losses.registry import POLICY_LOSSES
-from winnow.config.algorithm import CustomAdvantage
-from winnow.config.policy_loss import CustomPolicyLoss
+from winnow.config.algorithm import CustomAdvantage, CustomPolicyLoss
 from winnow.errors import ConfigError, TrainingError
 from winnow.learning.custom import load_estimator, load_policy_loss
 

@@ -1,7 +1,7 @@
 """Policy losses that bound what one token's ratio may do, and those without a ratio.
 
 Signature, shapes and notation are those of `winnow.algorithms.losses`; only logp carries a
-gradient. Options have the names and meanings of the loss's section in `config/policy_loss.py`.
+gradient. Options have the names and meanings of the loss's section in `config/algorithm.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A loss's module is imported when the loss is first computed. A new loss is a function of the form
 that `winnow.algorithms.losses` describes, a line in `POLICY_LOSSES`, and a section in
-`config/policy_loss.py` that holds its options and their defaults.
+`config/algorithm.py` that holds its options and their defaults.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Both are means over samples: aggregate them with seq-mean-token-mean, no other way. Signature,
 shapes and notation are those of `winnow.algorithms.losses`; a sample's means are over its counted
-tokens. Options are those of the loss's section in `config/policy_loss.py`.
+tokens. Options are those of the loss's section in `config/algorithm.py`.
 """
 
 from __future__ import annotations
