@@ -191,12 +191,9 @@ def doctor(
     runs: Annotated[str, typer.Option("--runs", help="Folder that is to hold runs.")] = "runs",
 ) -> None:
     """Say what this machine has for Winnow, what is missing, and how to get it."""
-    from winnow.cli.doctor import Health
+    from winnow.cli.doctor import print_report
 
-    health = Health()
-    for line in health.report(runs):
-        typer.echo(line)
-    raise typer.Exit(1 if health.faults else 0)
+    raise typer.Exit(print_report(runs))
 
 
 @app.command()

@@ -399,19 +399,23 @@ class K1Rejection(Section):
         yield from self.out_of_order("algorithm.correction.rejection", "low", "high")
 
 
-class K2Rejection(Section):
-    """Drops where k2 = (log w)^2 / 2 exceeds a bound."""
-
-    name: Literal["k2"] = "k2"
+class _DivergenceRejection(Section):
+    name: str
     level: Literal["token", "sample"] = "token"
     """Drop single tokens, or whole samples."""
     over: Literal["sum", "mean", "max"] = "mean"
     """Sum, mean or maximum over a sample's tokens that is held against the bound."""
+
+
+class K2Rejection(_DivergenceRejection):
+    """Drops where k2 = (log w)^2 / 2 exceeds a bound."""
+
+    name: Literal["k2"] = "k2"
     bound: float = Field(0.25, gt=0)
     """Largest k2 that stays; 0.25 is reached at w = 2.03 and w = 0.49."""
 
 
-class K3Rejection(K2Rejection):
+class K3Rejection(_DivergenceRejection):
     """Drops where k3 = w - 1 - log w exceeds a bound."""
 
     name: Literal["k3"] = "k3"
