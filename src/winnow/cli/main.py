@@ -111,11 +111,7 @@ def eval_command(
             help="A run's folder (runs/NAME), a checkpoint's, a Hugging Face folder or hub name.",
         ),
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings over the recipe's, such as "
-                       "evaluation.n=16."),
-    ] = None,
+    overrides: Overrides = None,
     data: Annotated[
         list[str] | None,
         typer.Option(metavar="FILE", help="Held-out prompts: parquet or JSONL; may be repeated."),
@@ -130,9 +126,7 @@ def eval_command(
         typer.Option(metavar="FOLDER", help="Where answers.parquet and report.json go; RUN/eval/ "
                      "or evals/ by default."),
     ] = None,
-    step: Annotated[
-        int | None, typer.Option(help="A run's checkpoint; the last by default.")
-    ] = None,
+    step: Step = None,
 ) -> None:  # fmt: skip
     """Ask a model held-out prompts: avg@N, pass@k, maj@k by source, all answers in a file."""
     with heap.growing():

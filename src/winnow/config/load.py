@@ -11,7 +11,6 @@ the choice `a/b=x`, and a number typed for a text key stays as it was typed. Eve
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,9 +31,9 @@ from winnow.config.schema import (
     is_table,
     is_text,
     lookup,
-    nearest_keys,
     show,
     spell,
+    suggestion,
     takes_number,
     unknown_key,
     validation_lines,
@@ -124,11 +123,7 @@ def describe_config(config: Config, prefix: str | None = None) -> list[KeyHelp]:
     wanted = tuple(re.findall(r"[^./]+", prefix or ""))
     rows = [_help(key, values) for key in all_keys() if key.path[: len(wanted)] == wanted]
     if not rows:
-        near = difflib.get_close_matches(wanted[0], Config.model_fields, n=1)
-        near = near or nearest_keys(".".join(wanted))
-        hint = f"did you mean {' or '.join(near)}?" if near else ""
-        sections = ", ".join(Config.model_fields)
-        raise ConfigError(f"no key starts with {show(prefix)}; {hint or f'sections: {sections}'}")
+        raise ConfigError(f"no key starts with {show(prefix)}; {suggestion('.'.join(wanted))}")
     return rows
 
 
@@ -328,8 +323,8 @@ class _References:
         try:
             return visitor.visit(parse(text))
         except (KeyError, OmegaConfBaseException, RecursionError) as error:
-            said = str(error.args[0] if isinstance(error, KeyError) else error)
-            reason = said.splitlines()[0] if said else type(error).__name__
+            said = [*error.args, type(error).__name__][0]
+            reason = str(said).partition("\n")[0]
             raise _broken(path, f"{reason[:1].lower()}{reason[1:]}") from None
 
     def _named(self, path: Path, key: str) -> Any:

@@ -16,7 +16,6 @@ from winnow.config.algorithm import (
     GrpoPasskAdvantage,
     OptimalTokenBaselineAdvantage,
 )
-from winnow.config.base import Section
 from winnow.config.data import NoTask, SortDigitsTask
 from winnow.config.model import SftWarmStart
 from winnow.config.rollout import BandFilter, VarianceFilter
@@ -74,7 +73,7 @@ def _value(config: Config, key: str) -> Any:
     value: Any = config
     for name in re.split(r"[./]", key):
         value = getattr(value, name)
-    return value.name if isinstance(value, Section) else value
+    return getattr(value, "name", value)
 
 
 def _given(config: Config, *keys: str) -> str:

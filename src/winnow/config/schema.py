@@ -236,7 +236,15 @@ def spell(path: Path) -> str:
     return text if text and text.isprintable() else repr(text)
 
 
-def nearest_keys(key: str) -> list[str]:
+def suggestion(key: str) -> str:
+    """Return the section or the keys that were probably meant, as a remedy."""
+    sections = () if "." in key else Config.model_fields
+    if near := difflib.get_close_matches(key, sections, n=1) or _nearest_keys(key):
+        return f"did you mean {' or '.join(near)}?"
+    return f"the sections are {', '.join(Config.model_fields)}; see --help-config"
+
+
+def _nearest_keys(key: str) -> list[str]:
     """Return up to three known keys that resemble what was typed, the nearest first."""
     typed = key.replace("/", ".").lower()
     last = typed.split(".")[-1]
@@ -276,10 +284,8 @@ def unknown_key(path: Path, variant: tuple[Path, str] | None, place: str) -> str
     elif len(parts) > len(path) and any(key.path == tuple(parts) for key in all_keys()):
         nested = ": {".join(parts) + ": …" + "}" * (len(parts) - 1)
         remedy = f"a file nests keys instead of dotting them: {nested}"
-    elif near := nearest_keys(".".join(path)):
-        remedy = f"did you mean {' or '.join(near)}?"
     else:
-        remedy = f"the sections are {', '.join(Config.model_fields)}; see --help-config"
+        remedy = suggestion(".".join(path))
     return f"{spell(path)} is {fault} (set by {place}); {remedy}"
 
 
