@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 from speed import WARM_UP_STEPS, Quickstart, measure
+from winnow.rewards.scorers.sort_digits import score
 
 from winnow.config.load import load_recipe
 from winnow.config.model import SftWarmStart
 from winnow.data.sort_digits import SortDigitsStream, prompt_text, solution
-from winnow.rewards.scorers.sort_digits import score
 from winnow.runs.warm_start import make_warm_start
 
 PROMPTS, ANSWERS, UPDATES, TOKENS = 64, 8, 4, 128

@@ -7,8 +7,7 @@ from typing import Any, get_args
 
 from winnow.algorithms.advantages import ESTIMATORS, AdvantageInputs, Advantages, estimate
 from winnow.algorithms.losses import POLICY_LOSSES
-from winnow.config.algorithm import Advantage
-from winnow.config.policy_loss import PolicyLoss, PolicyLossSection
+from winnow.config.algorithm import Advantage, PolicyLoss, PolicyLossSection
 from winnow.learning.advantage import AdvantageStage, KlPenalty
 from winnow.learning.policy import PolicyObjective
 

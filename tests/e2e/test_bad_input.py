@@ -220,7 +220,7 @@ RECIPES = [
     bad(
         "long-buffer", "reward.overlong.enabled=true", "reward.overlong.buffer_tokens=9",
         says=plain("reward.overlong.buffer_tokens=9 is longer than rollout.max_response_tokens=8; "
-        "make the buffer at most 8, or raise the limit"),
+        "make it at most 8, or raise the limit"),
     ),
     bad(
         "uneven", "trainer.mini_batch_groups=3",

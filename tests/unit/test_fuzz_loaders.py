@@ -23,7 +23,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from winnow.config.data import DataConfig
-from winnow.config.load import available_recipes, load_recipe
+from winnow.config.files import available_recipes
+from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.config.schema import all_keys
 from winnow.data.check import check

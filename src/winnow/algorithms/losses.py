@@ -4,7 +4,7 @@ A policy loss is called as `loss(terms, **options)` and returns `(loss_T, figure
 each token, which `aggregation` turns into a number, and sums over the counted tokens without
 gradient, such as `clip_share`, which add up over micro-batches. A sum called `NAME` shows up in the
 metrics as the mean `actor/NAME`. Options have the names and meanings of the loss's section in
-`config/policy_loss.py`, which holds their defaults and ranges.
+`config/algorithm.py`, which holds their defaults and ranges.
 
 Its caller, `PolicyLoss`, has set logp, old and advantage to 0 on the tokens that do not count,
 where they may be infinite or NaN: masking the result instead would leave NaN in its gradient. A

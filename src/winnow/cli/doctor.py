@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+import typer
 
 from winnow import __version__
 from winnow.config.reward import SandboxConfig
 from winnow.errors import RewardError
 
-State = Literal["ok", "note", "fault"]
 _GIB = 1 << 30
 _LEAST_FREE = 2 * _GIB
 """Bytes of disk for a few checkpoints of a small model."""
@@ -40,54 +41,76 @@ _PURPOSE = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report: all is well where there is no remedy."""
 
     name: str
-    state: State
     text: str
     remedy: str = ""
-    """Remedy in one line; empty where nothing is to be done."""
+    is_fault: bool = False
+    """No run can start before the remedy."""
+
+    @property
+    def state(self) -> str:
+        """The finding's mark in the report: ok, note or FAULT."""
+        return "FAULT" if self.is_fault else "note" if self.remedy else "ok"
 
 
-def examine(runs: str) -> Iterator[Finding]:
-    """Look at everything, one finding after the other.
+def print_report(runs: str) -> bool:
+    """Print every finding as soon as it is known, and return whether any is a fault.
 
     Args:
         runs: the folder of runs.
     """
-    yield _python()
+    states = []
+    for finding in _examine(Path(runs)):
+        states.append(finding.state)
+        typer.echo(f"{finding.state:<5}  {finding.name:<19}  {finding.text}")
+        if finding.remedy:
+            typer.echo(f"{'':<5}  {'':<19}  -> {finding.remedy}")
+    if faults := states.count("FAULT"):
+        typer.echo(f"\nMend what is marked FAULT ({faults}), then ask again.")
+    else:
+        notes = "; the notes are about what only some recipes need" if "note" in states else ""
+        typer.echo(f"\nNothing stands in the way of training{notes}.")
+    return bool(faults)
+
+
+def _examine(runs: Path) -> Iterator[Finding]:
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    yield Finding("python", f"{platform.python_version()} at {sys.executable}, on {system}")
+    yield Finding("winnow", f"{__version__} at {Path(__file__).parent}")
     yield from _packages()
     yield from _torch()
     yield _cores()
     yield _memory()
     yield from _sandboxes()
-    yield from _extras()
-    yield _runs_folder(Path(runs))
+    yield _runs_folder(runs)
     yield from _caches()
 
 
-def _python() -> Finding:
-    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}, on {system}")
-
-
 def _packages() -> Iterator[Finding]:
-    """Check Winnow and what it always needs."""
-    yield Finding("winnow", "ok", f"{__version__} at {Path(__file__).parent}")
+    """Check what Winnow always needs, and its optional parts."""
     try:
-        needed = list(_requirements(""))
+        extras = metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
         text = "winnow is on the path but not installed, so its needs are not known"
-        yield Finding("packages", "note", text, "pip install -e . in its folder")
+        yield Finding("packages", text, "pip install -e . in its folder")
         return
-    unmet = [reason for requirement in needed if (reason := _unmet(requirement))]
-    if unmet:
-        remedy = (
-            "pip install -c constraints.txt -e . in Winnow's folder, or pip install -U winnow-rl"
-        )
-        yield Finding("packages", "fault", "; ".join(unmet), remedy)
-        return
-    yield Finding("packages", "ok", f"all {len(needed)} that every run needs")
+    needed = list(_requirements(""))
+    if unmet := "; ".join(filter(None, map(_unmet, needed))):
+        remedy = "pip install -c constraints.txt -e . in Winnow's folder, or pip install -U "
+        yield Finding("packages", unmet, remedy + _DISTRIBUTION, is_fault=True)
+    else:
+        yield Finding("packages", f"all {len(needed)} that every run needs")
+    for extra in (name for name in extras if name not in _NOT_FOR_USERS):
+        needed = list(_requirements(extra))
+        purpose = f" ({_PURPOSE[extra]})" if extra in _PURPOSE else ""
+        if unmet := "; ".join(filter(None, map(_unmet, needed))):
+            remedy = f"pip install '{_DISTRIBUTION}[{extra}]'"
+            yield Finding(f"extra {extra}", f"{unmet}{purpose}", remedy)
+        else:
+            versions = ", ".join(f"{r.name} {metadata.version(r.name)}" for r in needed)
+            yield Finding(f"extra {extra}", f"{versions}{purpose}")
 
 
 def _requirements(extra: str) -> Iterator[Any]:
@@ -123,14 +146,13 @@ def _torch() -> Iterator[Finding]:
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         remedy = "install it anew: pip install --force-reinstall -c constraints.txt torch"
-        yield Finding("torch", "fault", f"does not work: {reason}", remedy)
+        yield Finding("torch", f"does not work: {reason}", remedy, is_fault=True)
         return
     cuda = torch.version.cuda
     build = f"built for CUDA {cuda}" if cuda else "built for CPUs"
     capability = torch.backends.cpu.get_cpu_capability()
-    threads = torch.get_num_threads()
-    text = f"{torch.__version__}, {build}; {capability}, {threads} threads"
-    yield Finding("torch", "ok", text)
+    text = f"{torch.__version__}, {build}; {capability}, {torch.get_num_threads()} threads"
+    yield Finding("torch", text)
     yield from _devices(torch)
 
 
@@ -139,29 +161,26 @@ def _devices(torch: Any) -> Iterator[Finding]:
     for number in range(count):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
-        yield Finding(f"gpu {number}", "ok", f"{name}, {_size(free)} of {_size(total)} free")
-    if count:
-        return
+        yield Finding(f"gpu {number}", f"{name}, {_size(free)} of {_size(total)} free")
     has_driver = os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi") is not None
-    if not has_driver:
-        yield Finding("gpu", "ok", "none: models run on the CPU (run.device=auto)")
-    elif torch.version.cuda is None:
+    if not count and not has_driver:
+        yield Finding("gpu", "none: models run on the CPU (run.device=auto)")
+    elif not count and torch.version.cuda is None:
         text = "this machine has an NVIDIA driver, but torch is built for CPUs"
         remedy = "install torch from the index for your CUDA: https://pytorch.org/get-started"
-        yield Finding("gpu", "note", text, remedy)
-    else:
+        yield Finding("gpu", text, remedy)
+    elif not count:
         text = f"torch is built for CUDA {torch.version.cuda} and finds no GPU"
-        yield Finding("gpu", "note", text, "see nvidia-smi; in a container, start it with --gpus")
+        yield Finding("gpu", text, "see nvidia-smi; in a container, start it with --gpus")
 
 
 def _cores() -> Finding:
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    text = f"{own} of {os.cpu_count()}"
     quota = _cgroup_cores()
     if quota is not None and quota < own:
-        text += f", and this container may use {quota:g} of them"
-        return Finding("cores", "note", text, f"set run.threads={max(1, int(quota))}")
-    return Finding("cores", "ok", f"{text}, load {os.getloadavg()[0]:.1f}")
+        text = f"{own} of {os.cpu_count()}, and this container may use {quota:g} of them"
+        return Finding("cores", text, f"set run.threads={max(1, int(quota))}")
+    return Finding("cores", f"{own} of {os.cpu_count()}, load {os.getloadavg()[0]:.1f}")
 
 
 def _cgroup_cores(file: str = "/sys/fs/cgroup/cpu.max") -> float | None:
@@ -184,11 +203,8 @@ def _memory() -> Finding:
     if limit.isdigit() and int(limit) < total:
         text += f", this container may use {_size(int(limit))}"
         available = min(available, int(limit))
-    if available < _LEAST_MEMORY:
-        return Finding(
-            "memory", "note", text, "end other programs; the quickstart takes about 1 GiB"
-        )
-    return Finding("memory", "ok", text)
+    remedy = "end other programs; the quickstart takes about 1 GiB"
+    return Finding("memory", text, remedy if available < _LEAST_MEMORY else "")
 
 
 def _sandboxes() -> Iterator[Finding]:
@@ -201,20 +217,20 @@ def _sandboxes() -> Iterator[Finding]:
         try:
             sandbox = LocalSandbox(SandboxConfig.model_validate({"backend": name}))
         except NoSandboxError as error:
-            yield Finding(label, "note", error.reasons[name], _sandbox_remedy(name))
+            yield Finding(label, error.reasons[name], _sandbox_remedy(name))
             continue
         except RewardError as error:  # no Linux, or no Python for the programs
-            yield Finding("sandbox", "note", str(error), "apt-get install python3")
+            yield Finding("sandbox", str(error), "apt-get install python3")
             return
         sandbox.close()
         if in_force:
             text = f"holds, and is not used while {in_force} does (reward.sandbox.backend={name})"
         else:
             in_force, text = name, f"in force: {sandbox.description.partition(', ')[2]}"
-        yield Finding(label, "ok", text)
+        yield Finding(label, text)
     if not in_force:
         text = "none: recipes whose rewards run code are refused"
-        yield Finding("sandbox", "note", text, "one of the two above is enough")
+        yield Finding("sandbox", text, "one of the two above is enough")
 
 
 # What keeps user namespaces from ordinary users: file, value that blocks, remedy.
@@ -244,73 +260,40 @@ def _sandbox_remedy(name: str) -> str:
     return "; ".join(blocks) or "allow user namespaces; in a container, ask for seccomp=unconfined"
 
 
-def _extras() -> Iterator[Finding]:
-    """Check the optional parts, and say how to get those that are missing."""
-    try:
-        names = metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
-    except metadata.PackageNotFoundError:
-        return
-    for extra in names:
-        if extra in _NOT_FOR_USERS:
-            continue
-        needed = list(_requirements(extra))
-        unmet = [reason for requirement in needed if (reason := _unmet(requirement))]
-        purpose = f" ({_PURPOSE[extra]})" if extra in _PURPOSE else ""
-        if not unmet:
-            versions = ", ".join(f"{r.name} {metadata.version(r.name)}" for r in needed)
-            yield Finding(f"extra {extra}", "ok", f"{versions}{purpose}")
-        else:
-            remedy = f"pip install 'winnow-rl[{extra}]'"
-            yield Finding(f"extra {extra}", "note", f"{'; '.join(unmet)}{purpose}", remedy)
-
-
 def _runs_folder(folder: Path) -> Finding:
     """Write a file where runs go, or where their folder would be made."""
     place = folder.absolute()
-    while not place.is_dir() and place != place.parent:
-        if place.exists():
-            remedy = "move the file away, or set run.dir"
-            return Finding("runs", "fault", f"{place} is a file, not a folder", remedy)
+    while not place.exists():
         place = place.parent
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".winnow-doctor-") as file:
             file.write(b"x")
     except OSError as error:
         text = f"{place} cannot be written: {error.strerror}"
-        return Finding("runs", "fault", text, "set run.dir to a folder of yours")
+        return Finding("runs", text, "set run.dir to a folder of yours", is_fault=True)
     free = shutil.disk_usage(place).free
     text = f"{folder.absolute()}{'' if folder.is_dir() else ' (not made yet)'}, {_size(free)} free"
-    if free < _LEAST_FREE:
-        return Finding("runs", "note", text, "make room, or set run.dir to another disk")
-    return Finding("runs", "ok", text)
+    remedy = "make room, or set run.dir to another disk" if free < _LEAST_FREE else ""
+    return Finding("runs", text, remedy)
 
 
 def _caches() -> Iterator[Finding]:
     """Measure what is kept between runs."""
-    own = os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow"
-    hub = (
-        os.environ.get("HF_HUB_CACHE")
-        or Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
-    )
-    for name, folder in (("cache", Path(own)), ("model cache", Path(hub))):
+    caches = Path.home() / ".cache"
+    hub = Path(os.environ.get("HF_HOME", caches / "huggingface")) / "hub"
+    places = {
+        "cache": Path(os.environ.get("WINNOW_CACHE", caches / "winnow")),
+        "model cache": Path(os.environ.get("HF_HUB_CACHE", hub)),
+    }
+    for name, folder in places.items():
         if not folder.is_dir():
-            yield Finding(name, "ok", f"{folder}, empty")
+            yield Finding(name, f"{folder}, empty")
             continue
-        size = sum(_sizes(folder))
-        state: State = "ok" if os.access(folder, os.W_OK | os.X_OK) else "note"
-        text = f"{folder}, {_size(size)}; may be deleted, and is made again"
-        remedy = "" if state == "ok" else "it cannot be written: set WINNOW_CACHE or HF_HOME"
-        yield Finding(name, state, text, remedy)
-
-
-def _sizes(folder: Path) -> Iterator[int]:
-    """Yield the bytes of each file below, links not followed."""
-    for place, _, names in os.walk(folder):
-        for name in names:
-            try:
-                yield os.lstat(os.path.join(place, name)).st_size
-            except OSError:
-                continue  # it has just gone
+        files = [os.path.join(where, file) for where, _, names in os.walk(folder) for file in names]
+        size = sum(os.lstat(file).st_size for file in files if os.path.lexists(file))
+        can_write = os.access(folder, os.W_OK | os.X_OK)
+        remedy = "" if can_write else "it cannot be written: set WINNOW_CACHE or HF_HOME"
+        yield Finding(name, f"{folder}, {_size(size)}; may be deleted, and is made again", remedy)
 
 
 def _lines(path: str) -> list[str]:
@@ -326,26 +309,3 @@ def _first_line(path: str) -> str:
 
 def _size(size: int) -> str:
     return f"{size / _GIB:,.1f} GiB" if size >= _GIB / 10 else f"{size / (1 << 20):,.0f} MiB"
-
-
-class Health:
-    """The report of `winnow doctor`, and counts of what it finds."""
-
-    def __init__(self) -> None:
-        self.faults = self.notes = 0
-
-    def report(self, runs: str) -> Iterator[str]:
-        """Yield the lines to print, each as soon as it is known."""
-        for finding in examine(runs):
-            self.faults += finding.state == "fault"
-            self.notes += finding.state == "note"
-            mark = finding.state.upper() if finding.state == "fault" else finding.state
-            yield f"{mark:<5}  {finding.name:<19}  {finding.text}"
-            if finding.remedy:
-                yield f"{'':<5}  {'':<19}  -> {finding.remedy}"
-        yield ""
-        if self.faults:
-            yield f"Mend what is marked FAULT ({self.faults}), then ask again."
-        else:
-            notes = "; the notes are about what only some recipes need" if self.notes else ""
-            yield f"Nothing stands in the way of training{notes}."

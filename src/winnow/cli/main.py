@@ -111,11 +111,7 @@ def eval_command(
             help="A run's folder (runs/NAME), a checkpoint's, a Hugging Face folder or hub name.",
         ),
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings over the recipe's, such as "
-                       "evaluation.n=16."),
-    ] = None,
+    overrides: Overrides = None,
     data: Annotated[
         list[str] | None,
         typer.Option(metavar="FILE", help="Held-out prompts: parquet or JSONL; may be repeated."),
@@ -130,9 +126,7 @@ def eval_command(
         typer.Option(metavar="FOLDER", help="Where answers.parquet and report.json go; RUN/eval/ "
                      "or evals/ by default."),
     ] = None,
-    step: Annotated[
-        int | None, typer.Option(help="A run's checkpoint; the last by default.")
-    ] = None,
+    step: Step = None,
 ) -> None:  # fmt: skip
     """Ask a model held-out prompts: avg@N, pass@k, maj@k by source, all answers in a file."""
     with heap.growing():
@@ -191,12 +185,9 @@ def doctor(
     runs: Annotated[str, typer.Option("--runs", help="Folder that is to hold runs.")] = "runs",
 ) -> None:
     """Say what this machine has for Winnow, what is missing, and how to get it."""
-    from winnow.cli.doctor import Health
+    from winnow.cli.doctor import print_report
 
-    health = Health()
-    for line in health.report(runs):
-        typer.echo(line)
-    raise typer.Exit(1 if health.faults else 0)
+    raise typer.Exit(print_report(runs))
 
 
 @app.command()

@@ -1,17 +1,18 @@
-"""Steps from rewards to gradients: advantage, KL, correction for the sampler, aggregation.
+"""Steps from rewards to gradients: advantage, policy loss, KL, correction for the sampler.
 
-The formulas stand in `winnow.algorithms`; each variant owns its ranges, and `name` picks it.
+The formulas stand in `winnow.algorithms`; each variant owns its ranges, and `name` picks it. In
+the policy losses r stands for the ratio exp(logp - old) of a token, A for its advantage. GSPO, SAPO
+and GMPO are means over samples and need `aggregation: seq-mean-token-mean`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from winnow.config.base import Aggregation, Options, Section, UserObject, range_conflict
-from winnow.config.policy_loss import ClipCovLoss, KlCovLoss, PolicyLoss, PpoClipLoss
+from winnow.config.base import Aggregation, Section, UserCode
 
 BYPASS_WEIGHTED = ("reinforce", "gpg")
 """Losses without a ratio of their own to the sampler."""
@@ -99,14 +100,8 @@ class GaeAdvantage(Section):
     """Weight of longer looks ahead: 0 trusts the critic, 1 the rewards."""
 
 
-class CustomAdvantage(Section):
+class CustomAdvantage(UserCode):
     """An estimator of your own, given by its place; docs/algorithms.md shows its signature."""
-
-    name: Literal["custom"] = "custom"
-    path: UserObject
-    """Place of the function: FILE.py:NAME or package.module:NAME."""
-    options: Options = Field(default_factory=dict)
-    """Keyword arguments passed to the function."""
 
 
 Advantage = Annotated[
@@ -122,6 +117,170 @@ Advantage = Annotated[
     | OptimalTokenBaselineAdvantage
     | GaeAdvantage
     | CustomAdvantage,
+    Field(discriminator="name"),
+]
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class PolicyLossSection(Section):
+    """Base of the policy losses."""
+
+    aggregations: ClassVar[tuple[str, ...]] = ()
+    """Aggregations that the loss may go with; empty stands for all."""
+
+
+class PpoClipLoss(PolicyLossSection):
+    """Clipped surrogate with its own bounds above and below, and dual clip."""
+
+    name: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """Ratio may fall to 1 - clip_low."""
+    clip_high: float = Field(0.2, gt=0)
+    """Ratio may rise to 1 + clip_high; DAPO's clip-higher is 0.28."""
+    dual_clip: float | None = Field(3.0, gt=1)
+    """Bound c on the loss of a negative advantage (-A*c); null leaves it out."""
+
+
+class GspoLoss(PolicyLossSection):
+    """GSPO: the clipped surrogate with one ratio a sample, the geometric mean of its tokens'."""
+
+    aggregations = ("seq-mean-token-mean",)
+    name: Literal["gspo"] = "gspo"
+    clip_low: float = Field(3e-4, gt=0, lt=1)
+    """The sample's ratio may fall to 1 - clip_low."""
+    clip_high: float = Field(4e-4, gt=0)
+    """The sample's ratio may rise to 1 + clip_high."""
+
+
+class CispoLoss(PolicyLossSection):
+    """CISPO: -min(r, r_max)*A*logp, the weight without gradient; every token keeps learning."""
+
+    name: Literal["cispo"] = "cispo"
+    r_max: float = Field(5.0, gt=0)
+    """The largest weight."""
+    two_sided: tuple[Positive, Positive] | None = None
+    """[low, high] holds the weight in [1 - low, 1 + high], and r_max does not apply."""
+
+
+class SapoLoss(PolicyLossSection):
+    """SAPO: a soft gate -A*(4/tau)*sigmoid(tau*(r - 1)) in place of a clip."""
+
+    aggregations = ("seq-mean-token-mean",)
+    name: Literal["sapo"] = "sapo"
+    tau_positive: float = Field(1.0, gt=0)
+    """Sharpness of the gate where A > 0."""
+    tau_negative: float = Field(1.05, gt=0)
+    """Sharpness of the gate where A < 0."""
+
+
+class GmpoLoss(PolicyLossSection):
+    """GMPO: -A times one ratio a sample, the geometric mean of its tokens' clipped ratios."""
+
+    aggregations = ("seq-mean-token-mean",)
+    name: Literal["gmpo"] = "gmpo"
+    clip_low: float = Field(0.4, gt=0)
+    """A token's log-ratio may fall to -clip_low nats."""
+    clip_high: float = Field(0.4, gt=0)
+    """A token's log-ratio may rise to clip_high nats."""
+
+
+class ClipCovLoss(PolicyLossSection):
+    """Clip-Cov: the clipped surrogate, without a few tokens whose log-prob and A covary."""
+
+    name: Literal["clip_cov"] = "clip_cov"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """Ratio may fall to 1 - clip_low."""
+    clip_high: float = Field(0.2, gt=0)
+    """Ratio may rise to 1 + clip_high."""
+    share: Share = 2e-4
+    """Share of the tokens that is left out, at least one."""
+    cov_low: float = 1.0
+    """Lowest covariance (exclusive) of the tokens that may be left out."""
+    cov_high: float = 5.0
+    """Highest covariance (exclusive) of the tokens that may be left out."""
+    selection: Literal["update", "microbatch"] = "update"
+    """Choose the tokens once an update, or (as verl does) anew in each micro-batch."""
+
+    def conflicts(self) -> Iterator[str]:
+        yield from self.out_of_order("algorithm.policy_loss", "cov_low", "cov_high")
+
+
+class KlCovLoss(PolicyLossSection):
+    """KL-Cov: -A*r, with a penalty on a few tokens whose log-prob and A covary most."""
+
+    name: Literal["kl_cov"] = "kl_cov"
+    coef: float = Field(1.0, ge=0)
+    """Weight of the penalty |logp - old|."""
+    share: Share = 2e-4
+    """Share of the tokens that is penalised, at least one."""
+    selection: Literal["update", "microbatch"] = "update"
+    """Choose the tokens once an update, or (as verl does) anew in each micro-batch."""
+
+
+class DppoTvLoss(PolicyLossSection):
+    """DPPO: -min(r, r_max)*A*logp, without tokens whose probability has moved too far along A."""
+
+    name: Literal["dppo_tv"] = "dppo_tv"
+    divergence_low: float = Field(0.15, gt=0, lt=1)
+    """Largest fall of the probability where A < 0."""
+    divergence_high: float = Field(0.15, gt=0, lt=1)
+    """Largest rise of the probability where A > 0."""
+    r_max: float = Field(20.0, gt=0)
+    """The largest weight."""
+
+
+class DppoKlLoss(PolicyLossSection):
+    """DPPO, measured by the KL between "this token" and "any other"."""
+
+    name: Literal["dppo_kl"] = "dppo_kl"
+    divergence_low: float = Field(0.05, gt=0)
+    """Bound in nats where A < 0."""
+    divergence_high: float = Field(0.05, gt=0)
+    """Bound in nats where A > 0."""
+    r_max: float = Field(20.0, gt=0)
+    """The largest weight."""
+
+
+class DroLoss(PolicyLossSection):
+    """DRO: -(A*logp - beta/2*(logp - old)^2), a quadratic pull in place of a ratio."""
+
+    name: Literal["dro"] = "dro"
+    beta: float = Field(0.05, gt=0)
+    """Strength of the pull towards the old policy."""
+
+
+class GpgLoss(PolicyLossSection):
+    """GPG's plain policy gradient -A*logp; the rest of GPG is its advantage."""
+
+    name: Literal["gpg"] = "gpg"
+
+
+class ReinforceLoss(PolicyLossSection):
+    """Plain policy gradient -A*logp, without a ratio."""
+
+    name: Literal["reinforce"] = "reinforce"
+
+
+class CustomPolicyLoss(UserCode, PolicyLossSection):
+    """A policy loss of your own, given by its place; docs/algorithms.md shows its signature."""
+
+
+PolicyLoss = Annotated[
+    PpoClipLoss
+    | GspoLoss
+    | CispoLoss
+    | SapoLoss
+    | GmpoLoss
+    | ClipCovLoss
+    | KlCovLoss
+    | DppoTvLoss
+    | DppoKlLoss
+    | DroLoss
+    | GpgLoss
+    | ReinforceLoss
+    | CustomPolicyLoss,
     Field(discriminator="name"),
 ]
 
@@ -213,9 +372,7 @@ class MaskedWeight(Section):
     """Divide the weights by their mean over the step; with mode=recompute only."""
 
     def conflicts(self) -> Iterator[str]:
-        at = "algorithm.correction.weight"
-        if self.low >= self.high:
-            yield range_conflict((f"{at}.low", self.low), (f"{at}.high", self.high), "weight")
+        yield from self.out_of_order("algorithm.correction.weight", "low", "high")
 
 
 class NoRejection(Section):
@@ -239,31 +396,29 @@ class K1Rejection(Section):
     """Largest ratio behav / old that stays."""
 
     def conflicts(self) -> Iterator[str]:
-        at = "algorithm.correction.rejection"
-        if self.low >= self.high:
-            yield range_conflict((f"{at}.low", self.low), (f"{at}.high", self.high), "ratio")
+        yield from self.out_of_order("algorithm.correction.rejection", "low", "high")
 
 
-class K2Rejection(Section):
-    """Drops where k2 = (log w)^2 / 2 exceeds a bound."""
-
-    name: Literal["k2"] = "k2"
+class _DivergenceRejection(Section):
+    name: str
     level: Literal["token", "sample"] = "token"
     """Drop single tokens, or whole samples."""
     over: Literal["sum", "mean", "max"] = "mean"
     """Sum, mean or maximum over a sample's tokens that is held against the bound."""
+
+
+class K2Rejection(_DivergenceRejection):
+    """Drops where k2 = (log w)^2 / 2 exceeds a bound."""
+
+    name: Literal["k2"] = "k2"
     bound: float = Field(0.25, gt=0)
     """Largest k2 that stays; 0.25 is reached at w = 2.03 and w = 0.49."""
 
 
-class K3Rejection(Section):
+class K3Rejection(_DivergenceRejection):
     """Drops where k3 = w - 1 - log w exceeds a bound."""
 
     name: Literal["k3"] = "k3"
-    level: Literal["token", "sample"] = "token"
-    """Drop single tokens, or whole samples."""
-    over: Literal["sum", "mean", "max"] = "mean"
-    """Sum, mean or maximum over a sample's tokens that is held against the bound."""
     bound: float = Field(0.3, gt=0)
     """Largest k3 that stays; 0.3 is reached at w = 1.99 and w = 0.41."""
 

@@ -49,13 +49,20 @@ class Section(BaseModel):
             raise ConflictError("\n".join(faults))
         return self
 
+    def out_of_order(self, at: str, low: str, high: str, *, equal: bool = False) -> Iterator[str]:
+        """Yield the line for two bounds between which nothing can lie.
 
-def range_conflict(low: tuple[str, float], high: tuple[str, float], what: str) -> str:
-    """Return the line for two bounds, each with its key, between which nothing can lie."""
-    return (
-        f"{low[0]}={low[1]:g} is not below {high[0]}={high[1]:g}, so no {what} could pass; "
-        "lower the one or raise the other"
-    )
+        Args:
+            at: key of this section.
+            equal: allow both to be the same.
+        """
+        least, most = getattr(self, low), getattr(self, high)
+        if least > most or (least == most and not equal):
+            relation = "above" if equal else "not below"
+            yield (
+                f"{at}.{low}={least:g} is {relation} {at}.{high}={most:g}; lower the one or raise "
+                "the other"
+            )
 
 
 def _user_object(value: str) -> str:
@@ -69,6 +76,18 @@ UserObject = Annotated[str, AfterValidator(_user_object)]
 """Place of a user's own function or class: `FILE.py:NAME` or `package.module:NAME`."""
 Options = dict[str, bool | int | float | str]
 """Keyword arguments of a user's own function or class."""
+
+
+class UserCode(Section):
+    """A variant of your own, given by its place."""
+
+    name: Literal["custom"] = "custom"
+    path: UserObject
+    """Place of the function or class: FILE.py:NAME or package.module:NAME."""
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments passed to the function or class."""
+
+
 Dtype = Literal["float32", "bfloat16"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """Decay rate of AdamW."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from winnow.config.base import Options, Section, UserObject
+from winnow.config.base import Section, UserCode
 
 
 class NoTask(Section):
@@ -31,11 +31,7 @@ class SortDigitsTask(Section):
     """Held-out problems for evaluation, always the same ones first."""
 
     def conflicts(self) -> Iterator[str]:
-        if self.min_digits > self.max_digits:
-            yield (
-                f"data.task.min_digits={self.min_digits} is more than "
-                f"data.task.max_digits={self.max_digits}; lower the one or raise the other"
-            )
+        yield from self.out_of_order("data.task", "min_digits", "max_digits", equal=True)
 
 
 class ReasoningGymTask(Section):
@@ -54,14 +50,8 @@ class ReasoningGymTask(Section):
     """Held-out problems for evaluation, always the same ones first."""
 
 
-class CustomTask(Section):
+class CustomTask(UserCode):
     """A source of prompts of your own, given by its place; docs/data.md shows its signature."""
-
-    name: Literal["custom"] = "custom"
-    path: UserObject
-    """Place of the function or class: FILE.py:NAME or package.module:NAME."""
-    options: Options = Field(default_factory=dict)
-    """Keyword arguments passed to the function or class."""
 
 
 Task = Annotated[

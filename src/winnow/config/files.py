@@ -7,45 +7,42 @@ number, and of the bare words only true and false are truth values (`console: of
 from __future__ import annotations
 
 import difflib
-import os
 import re
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from winnow.config.schema import show
 from winnow.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 MOST_BYTES = 1_000_000
 """Most bytes of one file; the longest that ships has 4,000."""
 MOST_NODES = 20_000
-"""Most keys, values and lists of one file, each as often as anchors repeat it."""
+"""Most keys and items of lists of one file, each as often as anchors repeat it."""
 MOST_FILES = 100
 """Most files that a recipe may take in, each as often as it is included."""
-_SUFFIXES = (".yaml", ".yml")
 _EVALUATION = "eval_"
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """Keys of one file alone, to be laid over what came before it."""
 
     source: str
     """Name of the file in messages."""
     tree: dict[str, Any]
     lines: Mapping[tuple[str, ...], int]
-    """Line of each key."""
+    """Line of each key and of each item of a list."""
 
     def place(self, path: tuple[str, ...]) -> str:
         """Return where a key is set: file and line."""
-        around = [path[:stop] for stop in range(len(path), 0, -1)]
-        line = next((self.lines[key] for key in around if key in self.lines), None)
-        return f"{self.source}, line {line}" if line else self.source
+        while path and path not in self.lines:
+            path = path[:-1]
+        return f"{self.source}, line {self.lines[path]}" if path else self.source
 
 
 def available_recipes() -> list[str]:
@@ -71,16 +68,9 @@ def read_layers(recipe: str) -> list[Layer]:
         ConfigError: a file is missing, unreadable, no YAML, includes itself, or asks for more
             than any recipe needs.
     """
-    layers = []
-    # Files that include one another twice each grow as anchors do: they are counted as they come.
-    for layer in _layers(_find(recipe), ()):
-        layers.append(layer)
-        if len(layers) > MOST_FILES:
-            raise ConfigError(
-                f"recipe {recipe} includes more than {MOST_FILES} recipes, the last of them "
-                f"{layer.source}; include each only once in `defaults`"
-            )
-    return layers
+    shipped = RECIPES / f"{recipe}.yaml"
+    files = [shipped if recipe in available_recipes() else Path(recipe)]
+    return list(_layers(_existing(recipe, files, ""), (), []))
 
 
 def is_encodable(text: str) -> bool:
@@ -94,62 +84,51 @@ def to_yaml(tree: Mapping[str, Any]) -> str:
     return str(text)
 
 
-def _find(recipe: str) -> Path:
-    if recipe in available_recipes():
-        return RECIPES / f"{recipe}.yaml"
-    path = Path(recipe)
-    if path.is_file():
-        return path
-    if path.suffix in _SUFFIXES or os.sep in recipe:
-        kind = "is a folder, not a recipe file" if path.is_dir() else "does not exist"
-        raise ConfigError(f"recipe {recipe!r} {kind}; {_choices(recipe)}")
-    raise ConfigError(f"there is no recipe {recipe!r}; {_choices(recipe)}")
-
-
-def _choices(recipe: str) -> str:
-    near = difflib.get_close_matches(Path(recipe).stem, available_recipes(), n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return f"{hint}Give the path of a YAML file, or a name that `winnow recipes` lists"
-
-
-def _layers(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
-    if len(including) > MOST_FILES:
+def _existing(recipe: str, files: list[Path], included: str) -> Path:
+    """Return the first of the files that a recipe may stand for that exists."""
+    found = next((file for file in files if file.is_file()), None)
+    if found is None:
+        near = difflib.get_close_matches(Path(recipe).stem, available_recipes(), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
-            f"recipe {path} is included by more than {MOST_FILES} recipes, one in the other; "
-            "include fewer in `defaults`"
+            f"there is no recipe {recipe!r}{included}; {hint}Give the path of a YAML file, or a "
+            "name that `winnow recipes` lists"
         )
+    return found
+
+
+def _layers(path: Path, around: tuple[Path, ...], read: list[Path]) -> Iterator[Layer]:
+    """Yield a file's own keys and the layers that it includes; `read` counts the files."""
     resolved = path.resolve()
-    if resolved in including:
-        chain = " -> ".join(p.name for p in (*including[including.index(resolved) :], resolved))
+    if resolved in around:
+        chain = " -> ".join(p.name for p in (*around[around.index(resolved) :], resolved))
         raise ConfigError(f"recipe {path} includes itself ({chain}); remove it from `defaults`")
+    # Files that include one another twice each grow as anchors do: they are counted as they come.
+    read.append(path)
+    if len(read) > MOST_FILES:
+        raise ConfigError(
+            f"recipe {read[0]} includes more than {MOST_FILES} recipes, the last of them {path}; "
+            "include each only once in `defaults`"
+        )
     own = _read(path)
     where = own.place(("defaults",))
     entries = own.tree.pop("defaults", [])
-    if not isinstance(entries, list):
-        raise ConfigError(f"`defaults` must be a list of recipes, got {entries!r} ({where})")
-    if entries.count("_self_") > 1:
-        raise ConfigError(f"`defaults` names _self_ more than once; keep one ({where})")
+    if not isinstance(entries, list) or entries.count("_self_") > 1:
+        raise ConfigError(
+            "`defaults` must be a list of recipes, with _self_ at most once, "
+            f"got {show(entries)} ({where})"
+        )
     # As in Hydra, a file's own keys come last unless `_self_` says otherwise.
     for entry in entries if "_self_" in entries else [*entries, "_self_"]:
         if entry == "_self_":
             yield own
         elif isinstance(entry, str):
-            yield from _layers(_included(entry, path, where), (*including, resolved))
+            files = [path.parent / f"{entry}{suffix}" for suffix in ("", ".yaml", ".yml")]
+            files += [RECIPES / f"{entry}.yaml"] if entry in available_recipes() else []
+            included = _existing(entry, files, f" to include ({where})")
+            yield from _layers(included, (*around, resolved), read)
         else:
             yield Layer(own.source, _variant_tree(entry, where), own.lines)
-
-
-def _included(entry: str, path: Path, where: str) -> Path:
-    names = [entry] if entry.endswith(_SUFFIXES) else [f"{entry}{s}" for s in _SUFFIXES]
-    beside = [path.parent / name for name in names if (path.parent / name).is_file()]
-    if beside:
-        return beside[0]
-    if entry in available_recipes():
-        return RECIPES / f"{entry}.yaml"
-    raise ConfigError(
-        f"`defaults` includes {entry!r}, which is neither a file beside it nor a shipped recipe "
-        f"({where}); {_choices(entry)}"
-    )
 
 
 def _variant_tree(entry: Any, where: str) -> dict[str, Any]:
@@ -173,23 +152,19 @@ def _read(path: Path) -> Layer:
             raise ConfigError(
                 f"recipe {path} has more than {MOST_BYTES:,} bytes; give a recipe, not data"
             )
-        text = content.decode("utf-8")
-        tree, lines = _parse(text)
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"recipe {path} is not UTF-8 (byte {error.start}); save it as UTF-8"
-        ) from None
+        tree, lines = _parse(content)
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
+    except yaml.reader.ReaderError as error:
+        raise ConfigError(
+            f"recipe {path} is not text in UTF-8 (position {error.position}: {error.reason}); save "
+            "it as UTF-8"
+        ) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else "?"
         problem = " ".join((error.problem or error.context or "syntax error").split())
         raise ConfigError(f"recipe {path}, line {line}: {problem}; mend the YAML there") from None
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        problem = f"character {text[error.position]!r} is not allowed"
-        raise ConfigError(f"recipe {path}, line {line}: {problem}; remove it") from None
     except RecursionError:
         raise ConfigError(f"recipe {path} is nested too deeply; flatten it") from None
     if not isinstance(tree, dict):
@@ -198,87 +173,71 @@ def _read(path: Path) -> Layer:
     return Layer(str(path), tree, lines)
 
 
-def _parse(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
-    loader = _RecipeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return {}, {}
-        _count(node, {}, frozenset())
-        lines = dict(_lines(node, ()))
-        return loader.construct_document(node), lines
-    finally:
-        loader.dispose()
+def _parse(content: bytes) -> tuple[Any, dict[tuple[str, ...], int]]:
+    loader = _RecipeLoader(content)
+    node = loader.get_single_node()
+    lines: dict[tuple[str, ...], int] = {}
+    if node is None:
+        return {}, lines
+    _check(node, (), (), lines)
+    return loader.construct_document(node), lines
+
+
+def _check(
+    node: Node, path: tuple[str, ...], around: tuple[Node, ...], lines: dict[tuple[str, ...], int]
+) -> None:
+    """Note the line of each key and item; refuse what no recipe holds.
+
+    That is: a key that is no text or appears twice, a tag that makes an object, and anchors that
+    hold themselves or make a short file a giant ("billion laughs").
+    """
+    if node in around:
+        raise _fault(node, "an anchor contains itself")
+    if len(lines) > MOST_NODES:
+        raise _fault(
+            (*around, node)[1],
+            f"more than {MOST_NODES:,} values, anchors written out; repeat fewer anchors",
+        )
+    if node.tag not in _TAGS:
+        raise _fault(node, f"the tag {node.tag!r} is not known")
+    if isinstance(node, ScalarNode) and not is_encodable(node.value):
+        raise _fault(node, "half a character (surrogate)")
+    for name, start, value in _children(node):
+        here = (*path, name)
+        if here in lines:
+            raise _fault(start, f"the key {name!r} appears twice")
+        lines[here] = start.start_mark.line + 1
+        _check(value, here, (*around, node), lines)
+
+
+def _children(node: Node) -> Iterator[tuple[str, Node, Node]]:
+    """Yield name, start and value of each entry; the name of a list's item is its index."""
+    if isinstance(node, SequenceNode):
+        for index, item in enumerate(node.value):
+            yield str(index), item, item
+    elif isinstance(node, MappingNode):
+        for key, value in node.value:
+            if not isinstance(key, ScalarNode) or not is_encodable(key.value):
+                raise _fault(key, "a key must be text")
+            if key.tag != f"{_TAG}merge":
+                key.tag = f"{_TAG}str"
+            yield key.value, key, value
 
 
 def _fault(node: Node, problem: str) -> ConstructorError:
     return ConstructorError(None, None, problem, node.start_mark)
 
 
-def _count(node: Node, sizes: dict[Node, int], around: frozenset[Node]) -> int:
-    """Count values; refuse anchors that hold themselves or make a short file a giant.
-
-    An anchor stands in the tree once and is written out as often as it is named, in each anchor
-    around it again ("billion laughs"); so it is counted once and multiplied.
-    """
-    if node in around:
-        raise _fault(node, "an anchor contains itself")
-    if node not in sizes:
-        children: list[Node] = []
-        if isinstance(node, SequenceNode):
-            children = node.value
-        elif isinstance(node, MappingNode):
-            children = [part for pair in node.value for part in pair]
-        sizes[node] = 1 + sum(_count(child, sizes, around | {node}) for child in children)
-        if sizes[node] > MOST_NODES:
-            raise _fault(
-                node, f"more than {MOST_NODES:,} values, anchors written out; repeat fewer anchors"
-            )
-    return sizes[node]
-
-
-def _lines(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield the line of each key."""
-    if isinstance(node, SequenceNode):
-        for item in node.value:
-            yield from _lines(item, (*path, "[]"))
-    elif isinstance(node, MappingNode):
-        for key, value in node.value:
-            here = (*path, key.value) if isinstance(key, ScalarNode) else path
-            yield here, key.start_mark.line + 1
-            yield from _lines(value, here)
-
-
 class _RecipeLoader(yaml.SafeLoader):
-    """YAML 1.2's plain values only; keys are always text and never appear twice."""
-
-    def construct_scalar(self, node: ScalarNode | MappingNode) -> Any:
-        text = super().construct_scalar(node)
-        if not is_encodable(text):
-            raise _fault(node, "half a character (surrogate)")
-        return text
+    """Knows YAML 1.2's plain values only."""
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         # A number of thousands of digits, or a tag that its text does not fit (`!!int x`).
         except (ValueError, LookupError):
-            shown = str(node.value)
-            shown = shown if len(shown) <= 40 else f"{shown[:39]}…"
             kind = node.tag.removeprefix(_TAG)
-            raise _fault(node, f"{shown!r} cannot be read as {kind}") from None
-
-    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, ScalarNode):
-                raise _fault(key, "a key must be text")
-            if key.tag != f"{_TAG}merge":
-                key.tag = f"{_TAG}str"
-                if key.value in seen:
-                    raise _fault(key, f"the key {key.value!r} appears twice")
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
+            raise _fault(node, f"{show(node.value)} cannot be read as {kind}") from None
 
 
 class _RecipeDumper(yaml.SafeDumper):
@@ -290,7 +249,7 @@ class _RecipeDumper(yaml.SafeDumper):
 
 
 _TAG = "tag:yaml.org,2002:"
-_KINDS = {"bool", "int", "float", "null", "str", "seq", "map"}
+_TAGS = {_TAG + kind for kind in ("bool", "int", "float", "null", "str", "seq", "map")}
 _RecipeDumper.add_representer(str, _RecipeDumper.represent_text)
 _RecipeLoader.yaml_implicit_resolvers = {}
 for _name, _pattern, _first in (
@@ -303,8 +262,3 @@ for _name, _pattern, _first in (
 ):
     for _class in (_RecipeLoader, _RecipeDumper):
         _class.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), list(_first))
-_RecipeLoader.yaml_constructors = {
-    tag: constructor
-    for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
-    if tag is None or tag.removeprefix(_TAG) in _KINDS
-}

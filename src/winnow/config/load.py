@@ -1,44 +1,57 @@
 """From a recipe and overrides to a checked `Config`, and back to YAML.
 
-A recipe is YAML laid over a full dump of the sections' defaults, overridden in Hydra's grammar
-(`files`, `compose`), validated by pydantic, then checked across sections (`rules`). Every fault is
-a `ConfigError` of one line a fault.
+Files and overrides are laid over a full tree of the sections' defaults, its `${…}` are resolved,
+and the result is validated by pydantic, then checked across sections (`rules`). A union of variants
+is replaced whole: naming another variant drops every value of the old one and starts from the new
+one's defaults. Overrides are in Hydra's grammar, of which a known key needs no `+`, `a.b.name=x` is
+the choice `a/b=x`, and a number typed for a text key stays as it was typed. Every fault is a
+`ConfigError` of one line a fault.
 """
 
 from __future__ import annotations
 
-import difflib
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from winnow.config.base import Section
-from winnow.config.compose import Tree, resolve
-from winnow.config.files import available_recipes, read_layers, to_yaml
-from winnow.config.messages import nearest_keys, show, truth_value_lines, validation_lines
+from winnow.config.files import is_encodable, read_layers, to_yaml
 from winnow.config.root import Config
 from winnow.config.rules import check_config
-from winnow.config.schema import REQUIRED, all_keys, allowed, lookup, variants
+from winnow.config.schema import (
+    Key,
+    Path,
+    all_keys,
+    allowed,
+    defaults,
+    find,
+    is_section,
+    is_table,
+    is_text,
+    lookup,
+    show,
+    spell,
+    suggestion,
+    takes_number,
+    unknown_key,
+    validation_lines,
+    variants,
+)
 from winnow.errors import ConfigError
 
-__all__ = [
-    "ABSENT",
-    "KeyHelp",
-    "available_recipes",
-    "describe_config",
-    "differing_keys",
-    "dump_config",
-    "load_recipe",
-    "resolve_recipe",
-]
-
-_INTERPOLATION = re.compile(r"(\\*)\$\{")
-"""With the backslashes before it, which then count as escapes."""
-
+COMMAND_LINE = "the command line"
+SHORTHANDS = {"seed": "run.seed"}
+"""Bare names that the command line takes for the full key."""
+MOST_CHARACTERS = 1_000_000
+"""Most characters that the `${…}` of a recipe may write out."""
+REQUIRED = "???"
+"""OmegaConf's mark for a value that must be given."""
 ABSENT = "(absent)"
 """Value of a key that a configuration's variants do not have."""
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+"""With the backslashes before it, which then count as escapes."""
 
 
 def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> Config:
@@ -63,19 +76,15 @@ def resolve_recipe(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
     """
     tree = Tree()
     for layer in () if recipe is None else read_layers(recipe):
-        tree.lay(layer.tree, layer.place)
-    tree.override(overrides)
-    if tree.problems:
-        raise ConfigError("\n".join(tree.problems))
-    values = resolve(tree.values)
-    faults = truth_value_lines(values, tree.place)
+        tree.lay([Setting(p, value, layer.place(p)) for p, value in _leaves(layer.tree) if p])
+    tree.lay([setting for text in overrides for setting in _parse(text)])
+    if tree.faults:
+        raise ConfigError("\n".join(tree.faults))
+    values = _References(tree.values).resolved((), tree.values)
     try:
-        config = Config.model_validate(values)
+        return Config.model_validate(values)
     except ValidationError as error:
-        faults += validation_lines(error, values, tree.place)
-    if faults:
-        raise ConfigError("\n".join(faults))
-    return config
+        raise ConfigError("\n".join(validation_lines(error, values, tree.place))) from None
 
 
 def dump_config(config: Config) -> str:
@@ -110,46 +119,233 @@ def describe_config(config: Config, prefix: str | None = None) -> list[KeyHelp]:
     Raises:
         ConfigError: no key starts with the prefix.
     """
-    rows = []
     values = config.model_dump(mode="json")
-    wanted = tuple((prefix or "").replace("/", ".").strip(".").split(".")) if prefix else ()
-    for key in all_keys():
-        if key.path[: len(wanted)] != wanted:
-            continue
-        default = lookup(values, key.path)
-        variant = ""
-        if key.variant and lookup(values, (*key.variant[0], "name")) != key.variant[1]:
-            variant = f"{'/'.join(key.variant[0])}={key.variant[1]}"
-            required = key.field.is_required()
-            default = REQUIRED if required else key.field.get_default(call_default_factory=True)
-        if variants(key.field):
-            default = default["name"] if isinstance(default, dict) else default.name
-        meaning = " ".join((key.field.description or "").split())
-        shown = default if isinstance(default, str) and default else show(default)
-        rows.append(KeyHelp(key.spelling, allowed(key.field), shown, meaning, variant))
+    wanted = tuple(re.findall(r"[^./]+", prefix or ""))
+    rows = [_help(key, values) for key in all_keys() if key.path[: len(wanted)] == wanted]
     if not rows:
-        near = difflib.get_close_matches(wanted[0], Config.model_fields, n=1)
-        near = near or nearest_keys(".".join(wanted))
-        hint = f"did you mean {' or '.join(near)}?" if near else ""
-        sections = ", ".join(Config.model_fields)
-        raise ConfigError(f"no key starts with {show(prefix)}; {hint or f'sections: {sections}'}")
+        raise ConfigError(f"no key starts with {show(prefix)}; {suggestion('.'.join(wanted))}")
     return rows
+
+
+def _help(key: Key, values: Mapping[str, Any]) -> KeyHelp:
+    default, variant = lookup(values, key.path), ""
+    if key.variant and lookup(values, (*key.variant[0], "name")) != key.variant[1]:
+        variant = f"{'/'.join(key.variant[0])}={key.variant[1]}"
+        required = key.field.is_required()
+        default = REQUIRED if required else key.field.get_default(call_default_factory=True)
+    if variants(key.field):
+        default = default["name"] if isinstance(default, dict) else default.name
+    meaning = " ".join((key.field.description or "").split())
+    shown = default if isinstance(default, str) and default else show(default)
+    return KeyHelp(key.spelling, allowed(key.field), shown, meaning, variant)
 
 
 def differing_keys(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
     """Return the keys whose values differ, with both values."""
-    left, right = dict(_leaves(a)), dict(_leaves(b))
-    keys = [*left, *(key for key in right if key not in left)]
-    pairs = [(key, left.get(key, ABSENT), right.get(key, ABSENT)) for key in keys]
-    return [(key, x, y) for key, x, y in pairs if x != y or type(x) is not type(y)]
+    left, right = (dict(_leaves(config.model_dump())) for config in (a, b))
+    pairs = [(path, left.get(path, ABSENT), right.get(path, ABSENT)) for path in {**left, **right}]
+    return [(".".join(path), x, y) for path, x, y in pairs if x != y or type(x) is not type(y)]
 
 
-def _leaves(section: Section, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    for key in type(section).model_fields:
-        value = getattr(section, key)
-        if isinstance(value, Section):
-            yield from _leaves(value, (*path, key))
-        elif isinstance(value, Mapping) and value:
-            yield from ((".".join((*path, key, str(k))), entry) for k, entry in value.items())
+class Setting(NamedTuple):
+    """A value that was typed for a key; a text for a union of variants chooses one."""
+
+    path: Path
+    value: Any
+    place: str
+    text: str | None = None
+    """The value as it was typed, where it is the whole of an override."""
+    removes: bool = False
+
+
+def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield path and value of each entry that is no table, or an empty one."""
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from _leaves(value, (*path, str(key)))
+    else:
+        yield path, tree
+
+
+class Tree:
+    """Values of every key, the place that set each, and the faults of what was typed."""
+
+    def __init__(self) -> None:
+        self.values = defaults(Config)
+        self.places: dict[Path, str] = {}
+        self.faults: list[str] = []
+
+    def place(self, path: Path) -> str:
+        """Return where the value of a key was typed: itself, the nearest key around or within."""
+        for stop in range(len(path), 0, -1):
+            if path[:stop] in self.places:
+                return self.places[path[:stop]]
+        within = [place for typed, place in self.places.items() if typed[: len(path)] == path]
+        return within[-1] if within else "default"
+
+    def lay(self, settings: Sequence[Setting]) -> None:
+        """Lay what one file, or the whole command line, sets over the values."""
+        # Choices before values, so that each key meets the variants chosen in the end; outer unions
+        # first, as an inner one may belong to the variant chosen for the outer.
+        outer_first = sorted(settings, key=lambda s: len(s.path) - (s.path[-1] == "name"))
+        choices = [setting for setting in outer_first if self._choose(setting)]
+        for setting in settings:
+            if setting not in choices:
+                self._set(setting)
+
+    def _choose(self, setting: Setting) -> bool:
+        """Choose the variant that a setting names; False where it is no choice."""
+        union, field, _, _ = find(self.values, setting.path)
+        options, name = variants(field), setting.value
+        if setting.removes or not isinstance(name, str) or name not in options:
+            return False
+        # Naming the variant that is there changes nothing; choosing the group starts it anew.
+        if union == setting.path or name != lookup(self.values, (*union, "name")):
+            lookup(self.values, union[:-1])[union[-1]] = defaults(options[name])
+        return True
+
+    def _set(self, setting: Setting) -> None:
+        """Set or remove a value, checked against the final variants."""
+        path, value, place, text, removes = setting
+        key, field, variant, rest = find(self.values, path)
+        held = lookup(self.values, path)
+        if field is None or (rest and not is_table(field)):
+            self.faults.append(unknown_key(path, None if field else variant, place))
+        elif removes and is_table(field) and held is not None:
+            del lookup(self.values, path[:-1])[path[-1]]
+        elif removes:
+            fault = f"~{spell(path)} removes no entry of a table; leave it out, or set a value"
+            self.faults.append(fault)
+        elif value == {} and isinstance(held, dict):
+            pass  # adds nothing to a section or a table
+        elif is_section(field) or (isinstance(value, bool) and takes_number(field)):
+            got = f"got {show(value)} (set by {place})"
+            self.faults.append(f"{spell(key)} must be {allowed(field)}, {got}")
         else:
-            yield ".".join((*path, key)), value
+            if is_text(field) and text is not None and isinstance(value, bool | int | float):
+                value = text
+            around = self.values
+            for name in path[:-1]:
+                if not isinstance(around.get(name), dict):
+                    around[name] = {}
+                around = around[name]
+            around[path[-1]] = copy.copy(value)
+            self.places[path] = place
+
+
+def _parse(text: str) -> Iterator[Setting]:
+    """Yield what an override sets: several keys where it is a section in braces."""
+    # Hydra takes 0.2 s to import, which only commands with overrides need.
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if not is_encodable(text):
+        raise ConfigError(f"override {show(text)} is not valid UTF-8; type it anew")
+    try:
+        (parsed,) = OverridesParser.create().parse_overrides([text])
+    # ValueError: a number of thousands of digits.
+    except (HydraException, ValueError, RecursionError) as error:
+        reason = str(error).partition("\nSee ")[0].splitlines()[-1].strip(" ^")
+        because = f" ({reason})" if reason and reason.isprintable() else ""
+        raise ConfigError(
+            f"override {show(text)} is not in Hydra's grammar{because}; write KEY=VALUE, with "
+            "special characters in quotes: KEY='\"a: b\"'"
+        ) from None
+    typed = text.partition("=")[2]
+    if parsed.is_sweep_override():
+        raise ConfigError(
+            f"override {show(text)} is a sweep over several values; "
+            f"give one value, or a list in brackets: {parsed.key_or_group}=[a,b]"
+        )
+    if parsed.package is not None or (parsed.is_delete() and typed):
+        raise ConfigError(
+            f"override {show(text)} must be KEY=VALUE without a package (@), or ~KEY without a "
+            "value; leave out the rest"
+        )
+    key = SHORTHANDS.get(parsed.key_or_group, parsed.key_or_group)
+    path = tuple(key.replace("/", ".").split("."))
+    value = parsed.value()
+    whole = None if isinstance(value, dict) else typed
+    for inner, leaf in _leaves(value):
+        yield Setting((*path, *inner), leaf, COMMAND_LINE, whole, parsed.is_delete())
+
+
+_PENDING = object()
+
+
+def _broken(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{spell(path)}: {reason}; mend the value or its ${{…}}")
+
+
+class _References:
+    """Resolves the `${…}` of a tree in OmegaConf's grammar, each once.
+
+    OmegaConf itself writes a value out as often as it is named, in each value around it again
+    ("billion laughs"), and has no bound of its own.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._found: dict[Path, Any] = {}
+        self._written = 0
+
+    def resolved(self, path: Path, node: Any) -> Any:
+        """Return the value at a path with every `${…}` in it resolved.
+
+        Raises:
+            ConfigError: a reference leads nowhere or in a circle, or a value must still be given.
+        """
+        if isinstance(node, Mapping):
+            return {str(k): self.resolved((*path, str(k)), inner) for k, inner in node.items()}
+        if isinstance(node, list):
+            return [self.resolved((*path, str(i)), inner) for i, inner in enumerate(node)]
+        if node == REQUIRED:
+            raise ConfigError(f"{spell(path)} has no default; add {spell(path)}=VALUE")
+        if not isinstance(node, str) or "${" not in node:
+            return node
+        if path not in self._found:
+            self._found[path] = _PENDING
+            self._found[path] = self._text(path, node)
+        if self._found[path] is _PENDING:
+            raise _broken(path, "recursive interpolation detected")
+        return self._found[path]
+
+    def _text(self, path: Path, text: str) -> Any:
+        from omegaconf.errors import OmegaConfBaseException
+        from omegaconf.grammar_parser import parse
+        from omegaconf.grammar_visitor import GrammarVisitor
+
+        visitor = GrammarVisitor(
+            node_interpolation_callback=lambda key, _: self._named(path, key),
+            resolver_interpolation_callback=_environment,
+            memo=None,
+        )
+        try:
+            return visitor.visit(parse(text))
+        except (KeyError, OmegaConfBaseException, RecursionError) as error:
+            said = [*error.args, type(error).__name__][0]
+            reason = str(said).partition("\n")[0]
+            raise _broken(path, f"{reason[:1].lower()}{reason[1:]}") from None
+
+    def _named(self, path: Path, key: str) -> Any:
+        """Return the value that a text names, absolutely or (with dots in front) relatively."""
+        dots = len(key) - len(key.lstrip("."))
+        around = path[: len(path) - dots] if dots else ()
+        wanted = (*around, *re.findall(r"[^.\[\]]+", key))
+        node = lookup(self._values, wanted, _PENDING)
+        if node is _PENDING:
+            raise KeyError(f"interpolation key {'.'.join(wanted)!r} not found")
+        value = self.resolved(wanted, node)
+        self._written += len(str(value))
+        if self._written > MOST_CHARACTERS:
+            raise KeyError(f"its ${{…}} write out more than {MOST_CHARACTERS:,} characters")
+        return value
+
+
+def _environment(name: str, args: tuple[Any, ...], args_str: tuple[str, ...]) -> Any:
+    """Return the value of `${oc.env:VARIABLE,DEFAULT}`, the one resolver of recipes."""
+    from omegaconf.resolvers import oc
+
+    if name != "oc.env" or len(args) not in (1, 2):
+        raise KeyError(f"${{{name}:…}} is unknown; a recipe has ${{KEY}} and ${{oc.env:NAME,ELSE}}")
+    return oc.env(*args)

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from winnow.config.base import Options, Section, UserObject
+from winnow.config.base import Section, UserCode
 
 
 class TorchEngineConfig(Section):
@@ -25,14 +25,9 @@ class TorchEngineConfig(Section):
     response need more, it writes fewer at once. null sets no bound."""
 
 
-class CustomEngine(Section):
+class CustomEngine(UserCode):
     """An engine of your own, given by its place; docs/rollouts.md shows its protocol."""
 
-    name: Literal["custom"] = "custom"
-    path: UserObject
-    """Place of the class: FILE.py:NAME or package.module:NAME."""
-    options: Options = Field(default_factory=dict)
-    """Keyword arguments passed to the class."""
     processes: ClassVar[int] = 0
     """It runs in the run's process."""
 
@@ -101,21 +96,11 @@ class BandFilter(Section):
     """Highest mean that passes."""
 
     def conflicts(self) -> Iterator[str]:
-        if self.low > self.high:
-            yield (
-                f"sampling.filter.low={self.low:g} is above sampling.filter.high={self.high:g}, "
-                "so no group could pass; lower the one or raise the other"
-            )
+        yield from self.out_of_order("sampling.filter", "low", "high", equal=True)
 
 
-class CustomFilter(Section):
+class CustomFilter(UserCode):
     """A filter of your own, given by its place; docs/extending.md shows one."""
-
-    name: Literal["custom"] = "custom"
-    path: UserObject
-    """Place of the function or class: FILE.py:NAME or package.module:NAME."""
-    options: Options = Field(default_factory=dict)
-    """Keyword arguments passed to the function or class."""
 
 
 Filter = Annotated[

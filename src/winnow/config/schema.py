@@ -1,54 +1,57 @@
-"""Walks over the sections: their keys, variants and defaults, and what each key takes in words.
+"""The keys of a recipe, as its sections declare them: variants, what each takes, messages.
 
-A key path is a tuple of names from the root, such as `("optim", "lr")`. Variants are the
-members of a union told apart by `name`; a class with a literal `name` is a union of one.
+A key path is a tuple of names from the root, such as `("optim", "lr")`. Variants are the members
+of a union told apart by `name`.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-import annotated_types
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import to_jsonable_python
 
-from winnow.config.base import Section
+from winnow.config.base import ConflictError, SecretError, Section
 from winnow.config.root import Config
 
 Path = tuple[str, ...]
-REQUIRED = "???"
-"""OmegaConf's mark for a value that must be given."""
+_LONGEST_VALUE = 80
+_RESEMBLES = 0.6
 
 
-def variants(field: FieldInfo) -> dict[str, type[Section]]:
+def variants(field: FieldInfo | None) -> dict[str, type[Section]]:
     """Return the variants a field offers, by name; empty when it is no union of variants."""
-    found: dict[str, type[Section]] = {}
-    for option in _options(field.annotation):
-        name = option.model_fields.get("name") if _is_section(option) else None
-        if name is None or get_origin(name.annotation) is not Literal:
-            return {}
-        found[get_args(name.annotation)[0]] = option
-    return found
+    if field is None or field.discriminator is None:
+        return {}
+    options = _options(field.annotation)
+    return {get_args(option.model_fields["name"].annotation)[0]: option for option in options}
 
 
-def section(field: FieldInfo) -> type[Section] | None:
-    """Return the section a field holds; None for a union of variants and for values."""
-    annotation: Any = field.annotation
-    return annotation if _is_section(annotation) and not variants(field) else None
+def section(annotation: Any) -> type[Section] | None:
+    """Return the section that a type is; None for a union of variants and for values."""
+    is_section = isinstance(annotation, type) and issubclass(annotation, Section)
+    return annotation if is_section else None
 
 
-def is_table(field: FieldInfo) -> bool:
+def is_section(field: FieldInfo) -> bool:
+    """Return whether a field holds keys of its own, of a section or of a variant."""
+    return section(field.annotation) is not None or bool(variants(field))
+
+
+def is_table(field: FieldInfo | None) -> bool:
     """Return whether a field holds entries whose names the user chooses."""
-    return get_origin(field.annotation) is dict
+    return field is not None and get_origin(field.annotation) is dict
 
 
 def is_text(field: FieldInfo) -> bool:
     """Return whether a field, or each entry of a table, takes any text and no numbers."""
-    entry = _entry(field) if is_table(field) else field.annotation
-    return str in _options(entry) and not {int, float} & {*_options(entry)}
+    options = _options(_entry(field) if is_table(field) else field.annotation)
+    return str in options and not {int, float} & {*options}
 
 
 def takes_number(field: FieldInfo) -> bool:
@@ -57,14 +60,22 @@ def takes_number(field: FieldInfo) -> bool:
     return bool(options & {int, float}) and bool not in options
 
 
-def default_tree(cls: type[Section]) -> dict[str, Any]:
-    """Return a section's defaults as a YAML file would hold them, every key present."""
-    return {
-        key: REQUIRED
-        if field.is_required()
-        else to_jsonable_python(field.get_default(call_default_factory=True))
-        for key, field in cls.model_fields.items()
-    }
+def _options(annotation: Any) -> tuple[Any, ...]:
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return get_args(annotation) if is_union else (annotation,)
+
+
+def _entry(field: FieldInfo) -> Any:
+    """Return the type of an entry of a table or list; None for another field."""
+    arguments = get_args(field.annotation)
+    if is_table(field):
+        return arguments[1]
+    return arguments[0] if get_origin(field.annotation) is tuple else None
+
+
+def defaults(cls: type[Section]) -> dict[str, Any]:
+    """Return a section's defaults as a YAML file would hold them, without required keys."""
+    return cls.model_construct().model_dump(mode="json")
 
 
 class Key(NamedTuple):
@@ -90,140 +101,227 @@ def all_keys() -> tuple[Key, ...]:
 def _keys(cls: type[Section], path: Path, variant: tuple[Path, str] | None) -> Iterator[Key]:
     for key, field in cls.model_fields.items():
         here = (*path, key)
-        inner, options = section(field), variants(field)
-        if inner:
+        if inner := section(field.annotation):
             yield from _keys(inner, here, variant)
-        elif options:
-            yield Key(here, field, variant)
-            for name, option in options.items():
-                yield from _keys(option, here, (here, name))
         elif not (key == "name" and variant and variant[0] == path):
             yield Key(here, field, variant)
+            for name, option in variants(field).items():
+                yield from _keys(option, here, (here, name))
 
 
-def leaf_of(location: Sequence[str | int]) -> tuple[Path, FieldInfo | None, bool]:
-    """Return the key that a pydantic error's location lies in, without the tags of variants.
+class Found(NamedTuple):
+    """The key that a path leads to, under the variants that a tree of values has chosen."""
 
-    The field is None where no section has the key; the flag tells an entry of a table. Entries
-    that are sections have keys of their own.
+    path: Path
+    """Path of the key; of an entry where it leads into a table, of the union for its `name`."""
+    field: FieldInfo | None
+    """None where no section has the key."""
+    variant: tuple[Path, str] | None
+    """Innermost union around the key, and the variant chosen there."""
+    rest: Path
+    """Rest of the path, below a value or, with the entry's name, below a table."""
+
+
+def find(values: Mapping[str, Any], path: Sequence[str | int], *, has_tags: bool = False) -> Found:
+    """Follow a path through the sections, and through the entries of tables that are sections.
+
+    Args:
+        values: full tree, whose names choose the variants.
+        path: from the root; with `has_tags`, as pydantic puts it, a union's variant follows it.
     """
     cls: type[Section] | None = Config
-    path: Path = ()
     field: FieldInfo | None = None
-    parts = [str(part) for part in location]
-    while parts and cls:
-        path = (*path, parts.pop(0))
-        field = cls.model_fields.get(path[-1])
+    variant: tuple[Path, str] | None = None
+    here: Path = ()
+    rest = [str(part) for part in path if part != "[key]"]
+    while rest and cls:
+        here = (*here, rest.pop(0))
+        field = cls.model_fields.get(here[-1])
         if field is None:
             break
-        options, entry = variants(field), _entry(field)
-        if len(options) > 1 and parts:
-            cls = options[parts.pop(0)]
-        elif options:
-            cls = next(iter(options.values()))
-        elif _is_section(entry) and parts[1:] not in ([], ["[key]"]):
-            path, cls = (*path, parts.pop(0)), entry
+        if options := variants(field):
+            if rest == ["name"]:
+                return Found(here, field, variant, ())
+            variant = here, lookup(values, here)["name"]
+            cls = options[variant[1]]
+            del rest[:has_tags]
+        elif rest[1:] and (entry := section(_entry(field))):
+            here, cls, variant = (*here, rest.pop(0)), entry, None
         else:
-            cls = section(field)
-    is_entry = field is not None and is_table(field) and bool(parts)
-    return ((*path, parts[0]) if is_entry else path), field, is_entry
+            cls = section(field.annotation)
+    if is_table(field) and rest:
+        here = (*here, rest[0])
+    return Found(here, field, variant, tuple(rest))
 
 
-def lookup(tree: Any, path: Path) -> Any:
-    """Return the value at a path of a full tree; None where there is none."""
+def lookup(tree: Any, path: Sequence[str], default: Any = None) -> Any:
+    """Return the value at a path of a full tree, or the default where there is none."""
     for key in path:
-        if isinstance(tree, list) and key.isdecimal() and int(key) < len(tree):
-            tree = tree[int(key)]
-        elif isinstance(tree, Mapping) and key in tree:
-            tree = tree[key]
-        else:
-            return None
+        try:
+            tree = tree[int(key) if isinstance(tree, list) else key]
+        except (LookupError, TypeError, ValueError):
+            return default
     return tree
+
+
+# What a key takes, in words
 
 
 def allowed(field: FieldInfo, *, entry: bool = False) -> str:
     """Describe what a field, or an entry of a table, takes: `a number in (0, 1]`."""
-    options = variants(field)
-    if options:
-        return f"one of {', '.join(options)}" if len(options) > 1 else next(iter(options))
-    return _describe(_entry(field)) if entry else _describe(field.annotation, field.metadata)
+    if options := variants(field):
+        return f"one of {', '.join(options)}"
+    return _words(_entry(field)) if entry else _words(field.annotation, field.metadata)
 
 
-def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    options = _options(annotation)
-    if len(options) > 1:
-        return " or ".join(_describe(o, metadata if o is not type(None) else ()) for o in options)
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin in (tuple, dict):
-        is_pair = origin is tuple and arguments[-1] is not Ellipsis
-        what = "a table" if origin is dict else "a list"
-        entry = arguments[1] if origin is dict else arguments[0]
-        if _is_section(entry):
-            return f"{what}, its entries {_describe(entry)}"
-        return f"{what} of {f'{len(arguments)} ' if is_pair else ''}{_plural(entry)}"
-    if _is_section(annotation):
-        return f"keys ({', '.join(annotation.model_fields)})"
-    noun, bounds = _noun(annotation, metadata)
-    return f"a {noun}{bounds}" if noun.endswith("number") else f"{noun}{bounds}"
-
-
-def _entry(field: FieldInfo) -> Any:
-    """Return the type of an entry of a table or list; None for another field."""
-    arguments = get_args(field.annotation)
-    if get_origin(field.annotation) is dict:
-        return arguments[1]
-    return arguments[0] if get_origin(field.annotation) is tuple else None
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-def _options(annotation: Any) -> tuple[Any, ...]:
-    is_union = get_origin(annotation) in (Union, types.UnionType)
-    return get_args(annotation) if is_union else (annotation,)
-
-
-_NOUNS: dict[Any, tuple[str, str]] = {
-    int: ("whole number", "whole numbers"),
-    float: ("number", "numbers"),
-    str: ("text", "text"),
-    bool: ("true or false", "true or false"),
-    type(None): ("null", "null"),
-    Any: ("any value", "any values"),
+_NOUNS: dict[Any, str] = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+    Any: "any value",
 }
+_BOUNDS = {"gt": "greater than", "ge": "of at least", "lt": "less than", "le": "of at most"}
 
 
-def _noun(annotation: Any, metadata: Sequence[Any]) -> tuple[str, str]:
-    """Return the word for a simple type, without article, and the range that follows it."""
+def _words(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool = False) -> str:
     if get_origin(annotation) is Annotated:
         annotation, *more = get_args(annotation)
-        constraints = [item.metadata if isinstance(item, FieldInfo) else [item] for item in more]
-        metadata = [*metadata, *(item for items in constraints for item in items)]
+        metadata = [c for item in more for c in getattr(item, "metadata", [item])]
+    options, arguments = _options(annotation), get_args(annotation)
+    if len(options) > 1:
+        ranges = [() if option is type(None) else metadata for option in options]
+        words = [_words(o, r, plural=plural) for o, r in zip(options, ranges, strict=True)]
+        return " or ".join(words)
     if get_origin(annotation) is Literal:
-        values = [str(v) for v in get_args(annotation)]
-        return (f"one of {', '.join(values)}" if len(values) > 1 else values[0]), ""
-    noun = _NOUNS.get(annotation, (getattr(annotation, "__name__", str(annotation)), ""))[0]
-    return noun, _range(metadata)
-
-
-def _plural(annotation: Any) -> str:
-    found = [_noun(option, ()) for option in _options(annotation)]
-    plurals = dict(_NOUNS.values())
-    return " or ".join(f"{plurals.get(noun, noun)}{bounds}" for noun, bounds in found)
+        values = ", ".join(map(str, arguments))
+        return f"one of {values}" if len(arguments) > 1 else values
+    if get_origin(annotation) in (dict, tuple):
+        is_pair = get_origin(annotation) is tuple and arguments[-1] is not Ellipsis
+        entry = arguments[1] if get_origin(annotation) is dict else arguments[0]
+        entries = f" of {f'{len(arguments)} ' if is_pair else ''}{_words(entry, plural=True)}"
+        entries = f", its entries {_words(entry)}" if section(entry) else entries
+        return f"{'a table' if get_origin(annotation) is dict else 'a list'}{entries}"
+    if cls := section(annotation):
+        return f"keys ({', '.join(cls.model_fields)})"
+    noun = _NOUNS[annotation]
+    if plural:
+        noun = f"{noun}s" if noun.endswith(("number", "value")) else noun
+    elif noun.endswith("number"):
+        noun = f"a {noun}"
+    return noun + _range(metadata)
 
 
 def _range(metadata: Sequence[Any]) -> str:
-    low = high = ""
-    words: list[str] = []
-    for item in metadata:
-        match item:
-            case annotated_types.Gt(gt=bound):
-                low, words = f"({bound}", [*words, f" greater than {bound}"]
-            case annotated_types.Ge(ge=bound):
-                low, words = f"[{bound}", [*words, f" of at least {bound}"]
-            case annotated_types.Lt(lt=bound):
-                high, words = f"{bound})", [*words, f" less than {bound}"]
-            case annotated_types.Le(le=bound):
-                high, words = f"{bound}]", [*words, f" of at most {bound}"]
-    return f" in {low}, {high}" if low and high else "".join(words)
+    bounds = {k: getattr(item, k) for item in metadata for k in _BOUNDS if hasattr(item, k)}
+    if len(bounds) < 2:
+        return "".join(f" {_BOUNDS[kind]} {bound}" for kind, bound in bounds.items())
+    (low, least), (high, most) = bounds.items()
+    return f" in {'[' if low == 'ge' else '('}{least}, {most}{']' if high == 'le' else ')'}"
+
+
+# Messages for a wrong recipe: one line a fault, with key, value and remedy
+
+
+def show(value: Any) -> str:
+    """Return a value on one line, as YAML and Hydra write it."""
+    text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
+
+
+def spell(path: Path) -> str:
+    """Return a key path as it is written, on one line whatever was typed."""
+    text = ".".join(path)
+    return text if text and text.isprintable() else repr(text)
+
+
+def suggestion(key: str) -> str:
+    """Return the section or the keys that were probably meant, as a remedy."""
+    sections = () if "." in key else Config.model_fields
+    if near := difflib.get_close_matches(key, sections, n=1) or _nearest_keys(key):
+        return f"did you mean {' or '.join(near)}?"
+    return f"the sections are {', '.join(Config.model_fields)}; see --help-config"
+
+
+def _nearest_keys(key: str) -> list[str]:
+    """Return up to three known keys that resemble what was typed, the nearest first."""
+    typed = key.replace("/", ".").lower()
+    last = typed.split(".")[-1]
+    scores: dict[str, float] = {}
+    for known in all_keys():
+        full = difflib.SequenceMatcher(None, typed, ".".join(known.path)).ratio()
+        tail = difflib.SequenceMatcher(None, last, known.path[-1]).ratio()
+        # The right key in the wrong section counts nearly as much as a misspelt one, and so
+        # does an abbreviation: learning_rate for lr, wd for weight_decay.
+        is_short = _initials(last) == known.path[-1] or last == _initials(known.path[-1])
+        bonus = 0.1 if typed.startswith(known.path[0] + ".") else 0.0
+        score = max(full, 0.9 * max(tail, is_short) + bonus)
+        scores[known.spelling] = max(score, scores.get(known.spelling, 0.0))
+    ranked = sorted(scores, key=lambda name: (-scores[name], name))
+    bar = max(_RESEMBLES, scores[ranked[0]] - 0.15)
+    return [name for name in ranked[:3] if scores[name] >= bar]
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.split("_")) if "_" in name else ""
+
+
+def unknown_key(path: Path, variant: tuple[Path, str] | None, place: str) -> str:
+    """Return the message for a key that no section has, or not the variant that was chosen."""
+    parts = ".".join(path).split(".")
+    fault = "no known key"
+    if variant is not None:
+        group, (union, chosen) = "/".join(variant[0]), variant
+        fault = f"no key of {group}={chosen}"
+        own = [key for key in all_keys() if key.variant and key.variant[0] == union]
+        names = {key.variant[1] for key in own if key.variant and key.path[: len(path)] == path}
+        keys = {".".join(key.path[len(union) :]) for key in own if key.variant == variant}
+        remedy = f"its keys are {', '.join(sorted(keys))}" if keys else "it has no keys"
+        if names:
+            choices = " or ".join(f"{group}={name}" for name in sorted(names))
+            remedy = f"choose {choices}, or leave the key out"
+    elif len(parts) > len(path) and any(key.path == tuple(parts) for key in all_keys()):
+        nested = ": {".join(parts) + ": …" + "}" * (len(parts) - 1)
+        remedy = f"a file nests keys instead of dotting them: {nested}"
+    else:
+        remedy = suggestion(".".join(path))
+    return f"{spell(path)} is {fault} (set by {place}); {remedy}"
+
+
+def validation_lines(
+    error: ValidationError, values: Mapping[str, Any], place: Callable[[Path], str]
+) -> list[str]:
+    """Put pydantic's findings into our words, one line a key."""
+    lines: dict[Path, str] = {}
+    for fault in error.errors(include_url=False):
+        path, field, _, rest = find(values, fault["loc"], has_tags=True)
+        # A validator of ours says what it wants; for the rest the schema knows it better.
+        reason = fault.get("ctx", {}).get("error")
+        if isinstance(reason, ConflictError):
+            line = str(reason)
+        elif field is None:
+            line = unknown_key(path, None, place(path))
+        elif fault["type"] == "missing" and field.is_required():
+            line = f"{spell(path)} has no default; add {spell(path)}=VALUE"
+        elif isinstance(reason, SecretError):
+            line = f"{spell(path)} {reason} (set by {place(path)})"
+        else:
+            takes = allowed(field, entry=is_table(field) and bool(rest))
+            want = str(reason) if isinstance(reason, ValueError) else f"must be {takes}"
+            value = lookup(values, path)
+            got = f"got {show(value)} (set by {place(path)}){_hint(path, field, want, value)}"
+            line = f"{spell(path)} {want}, {got}"
+        lines.setdefault(path, line)
+    return list(lines.values())
+
+
+def _hint(path: Path, field: FieldInfo, want: str, value: Any) -> str:
+    """Return what to write instead, where the range alone does not say it."""
+    if isinstance(value, str) and show(value) == f"'{value}'" and "a list of" in want:
+        return f"; write {'.'.join(path)}=[{value}]"
+    if isinstance(value, str) and value.lower() == "none" and "null" in want:
+        return "; write null for none"
+    if isinstance(value, bool | int | float) and is_text(field) and "a table" not in want:
+        return "; put it in quotes"
+    return ""

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from winnow.algorithms.advantages import AdvantageInputs, Estimator, estimate
 from winnow.algorithms.losses import Loss, LossTerms, LossTokens, PolicyLoss
-from winnow.config.algorithm import CustomAdvantage
-from winnow.config.policy_loss import CustomPolicyLoss
+from winnow.config.algorithm import CustomAdvantage, CustomPolicyLoss
 from winnow.errors import ConfigError, TrainingError
 from winnow.user_code import load_user_object
 

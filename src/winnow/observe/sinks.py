@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from winnow.config.run import CustomSink
+from winnow.config.root import CustomSink
 from winnow.errors import ConfigError
 from winnow.observe.metrics import Record
 

@@ -12,13 +12,13 @@ from winnow.config.algorithm import (
     AdaptiveRewardKl,
     CorrectionConfig,
     CustomAdvantage,
+    CustomPolicyLoss,
     LossKl,
     NoKl,
     NoRejection,
     NoWeight,
 )
 from winnow.config.model import NoAdapter
-from winnow.config.policy_loss import CustomPolicyLoss
 from winnow.config.root import Config
 from winnow.config.trainer import OptimConfig
 from winnow.learning.advantage import AdvantageStage, KlPenalty

@@ -26,8 +26,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from winnow.config.load import differing_keys, dump_config, load_recipe
-from winnow.config.messages import show
 from winnow.config.root import Config
+from winnow.config.schema import show
 from winnow.errors import CheckpointError, ConfigError
 from winnow.observe.files import PARTIAL, disk_error, refusals_told
 from winnow.observe.jsonl import METRICS_FILE, MetricsLog

@@ -57,9 +57,9 @@ def test_a_machine_that_can_train_is_told_so(
 
 
 def test_each_extra_is_there_or_told_how_to_get() -> None:
-    found = {finding.name: finding for finding in doctor._extras()}
+    found = {finding.name: finding for finding in doctor._packages()}
     told = metadata.metadata("winnow-rl").get_all("Provides-Extra") or []
-    assert set(found) == {f"extra {name}" for name in told} - {
+    assert set(found) == {"packages"} | {f"extra {name}" for name in told} - {
         "extra all", "extra dev", "extra browser",
     }  # fmt: skip
     for name, package in (("peft", "peft"), ("ray", "ray"), ("serve", "starlette")):
@@ -145,14 +145,14 @@ def test_where_no_run_could_be_written_it_is_a_fault(tmp_path: Path) -> None:
     closed.mkdir(mode=0o555)
     with permissions_apply():
         finding = doctor._runs_folder(closed / "runs")
-    assert finding == Finding(
-        "runs", "fault", f"{closed} cannot be written: Permission denied",
-        "set run.dir to a folder of yours",
-    )  # fmt: skip
+    text = f"{closed} cannot be written: Permission denied"
+    assert finding == Finding("runs", text, "set run.dir to a folder of yours", is_fault=True)
     (tmp_path / "file").touch()
     code, said = ask("--runs", str(tmp_path / "file" / "runs"))
     assert code == 1
-    assert f"FAULT  runs                 {tmp_path}/file is a file, not a folder\n" in said
+    assert (
+        f"FAULT  runs                 {tmp_path}/file cannot be written: Not a directory\n" in said
+    )
     assert said.splitlines()[-1] == "Mend what is marked FAULT (1), then ask again."
 
 

@@ -52,7 +52,7 @@ OVERRIDES = [
         ["reward.scorers={a:1}"],
         f"reward.scorers.a must be text, got 1 {SHELL}; put it in quotes",
     ),
-    (["reward.scorers=3"], f"reward.scorers must be a table of text, got 3 {SHELL}"),
+    (["reward.scorers=3"], f"reward.scorers must be a table of text, got '3' {SHELL}"),
     (
         ["run.name=a/b"],
         f"run.name must name one folder (not empty, no slash, no dot in front), got 'a/b' {SHELL}",
@@ -110,11 +110,14 @@ OVERRIDES = [
     (["hydra.run.dir=x"], f"hydra.run.dir is no known key {SHELL}; did you mean run.dir?"),
     (
         ["evaluation=3"],
-        "evaluation must hold keys (before, every, n, temperature, top_p, top_k, greedy, "
+        "evaluation must be keys (before, every, n, temperature, top_p, top_k, greedy, "
         f"max_prompts, max_response_tokens, data_set), got 3 {SHELL}",
     ),
-    (["~optim.lr"], "~optim.lr cannot remove a key that is always there; set it to a value"),
-    (["~reward.scorers.x"], "~reward.scorers.x has nothing to remove; leave it out"),
+    (["~optim.lr"], "~optim.lr removes no entry of a table; leave it out, or set a value"),
+    (
+        ["~reward.scorers.x"],
+        "~reward.scorers.x removes no entry of a table; leave it out, or set a value",
+    ),
     # Variants
     (
         ["algorithm/policy_loss=ppo"],
@@ -151,7 +154,11 @@ OVERRIDES = [
         "choose sampling/filter=band, or leave the key out",
     ),
     # Grammar
-    (["optim.lr"], "override 'optim.lr' is not in Hydra's grammar; write optim.lr=VALUE"),
+    (
+        ["optim.lr"],
+        "override 'optim.lr' is not in Hydra's grammar (missing EQUAL at '<EOF>'); write "
+        "KEY=VALUE, with special characters in quotes: KEY='\"a: b\"'",
+    ),
     (
         ["optim.betas=[1"],
         "override 'optim.betas=[1' is not in Hydra's grammar (no viable alternative at input "
@@ -164,11 +171,13 @@ OVERRIDES = [
     ),
     (
         ["warm_start@x=sft"],
-        "override 'warm_start@x=sft' names a package with @; leave out @x",
+        "override 'warm_start@x=sft' must be KEY=VALUE without a package (@), or ~KEY without a "
+        "value; leave out the rest",
     ),
     (
         ["~reward.scorers.a=x"],
-        "override '~reward.scorers.a=x' removes an entry and takes no value; drop it",
+        "override '~reward.scorers.a=x' must be KEY=VALUE without a package (@), or ~KEY without a "
+        "value; leave out the rest",
     ),
     (
         ["run.dir=\udcff"],
@@ -195,7 +204,7 @@ FILES = [
     ),
     (
         "optim:\n",
-        "optim must hold keys (lr, warmup_steps, schedule, final_lr_ratio, weight_decay, betas, "
+        "optim must be keys (lr, warmup_steps, schedule, final_lr_ratio, weight_decay, betas, "
         "eps, grad_clip, max_skipped_updates), got null (set by {file}, line 1)",
     ),
     (
@@ -212,13 +221,21 @@ FILES = [
     ("run: {{}}\nrun: {{}}\n", "recipe {file}, line 2: the key 'run' appears twice; {mend}"),
     ("run: !!set {{}}\n", "recipe {file}, line 1: {yaml}; mend the YAML there"),
     ("run: &a\n  x: *a\n", "recipe {file}, line 1: an anchor contains itself; {mend}"),
-    ("run: {{name: \x07}}\n", "recipe {file}, line 1: character '\\x07' is not allowed; remove it"),
+    (
+        "run: {{name: \x07}}\n",
+        "recipe {file} is not text in UTF-8 (position 12: special characters are not allowed); "
+        "save it as UTF-8",
+    ),
     ("- optim\n", "recipe {file} must hold sections (`optim:` …), got a list"),
-    ("defaults: base\n", "`defaults` must be a list of recipes, got 'base' ({file}, line 1)"),
+    (
+        "defaults: base\n",
+        "`defaults` must be a list of recipes, with _self_ at most once, got 'base' "
+        "({file}, line 1)",
+    ),
     (
         "defaults: [nowhere]\n",
-        "`defaults` includes 'nowhere', which is neither a file beside it nor a shipped recipe "
-        "({file}, line 1); Give the path of a YAML file, or a name that `winnow recipes` lists",
+        "there is no recipe 'nowhere' to include ({file}, line 1); Give the path of a YAML file, "
+        "or a name that `winnow recipes` lists",
     ),
     (
         "defaults: [mine]\n",
@@ -226,7 +243,8 @@ FILES = [
     ),
     (
         "defaults: [_self_, _self_]\n",
-        "`defaults` names _self_ more than once; keep one ({file}, line 1)",
+        "`defaults` must be a list of recipes, with _self_ at most once, got "
+        '["_self_", "_self_"] ({file}, line 1)',
     ),
     (
         "defaults: [{{a: 1}}]\n",
@@ -263,14 +281,14 @@ def test_a_wrong_file_is_answered_in_one_line(text: str, expected: str, tmp_path
 
 
 def test_each_of_several_faults_has_its_line() -> None:
-    keys = message("quickstart", ["optim.lrr=1", "optim.lr=-1", "warm_start=x"])
-    assert [line.split()[0] for line in keys.splitlines()] == ["optim.lrr", "warm_start"]
-    values = message("quickstart", ["optim.lr=-1", "rollout.n=0", "trainer.steps=true"])
-    assert sorted(line.split()[0] for line in values.splitlines()) == [
-        "optim.lr",
+    keys = message("quickstart", ["optim.lrr=1", "optim.lr=-1", "rollout.n=true", "warm_start=x"])
+    assert [line.split()[0] for line in keys.splitlines()] == [
+        "optim.lrr",
         "rollout.n",
-        "trainer.steps",
+        "warm_start",
     ]
+    values = message("quickstart", ["optim.lr=-1", "trainer.steps=0"])
+    assert sorted(line.split()[0] for line in values.splitlines()) == ["optim.lr", "trainer.steps"]
 
 
 def test_the_circle_of_an_include_is_shown(tmp_path: Path) -> None:
@@ -291,7 +309,7 @@ def test_a_fault_in_an_included_file_names_that_file(tmp_path: Path) -> None:
     ("recipe", "start"),
     [
         ("quikstart", "there is no recipe 'quikstart'; did you mean quickstart? Give the path of"),
-        ("no/such.yaml", "recipe 'no/such.yaml' does not exist; Give the path of a YAML file, or"),
+        ("no/such.yaml", "there is no recipe 'no/such.yaml'; Give the path of a YAML file, or"),
         ("", "there is no recipe ''; Give the path of a YAML file, or"),
     ],
 )
@@ -304,13 +322,16 @@ def test_a_missing_recipe_is_answered_with_where_those_there_are_stand(
 
 
 def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
-    assert "is a folder, not a recipe file" in message(str(tmp_path), [])
+    assert message(str(tmp_path), []).startswith(f"there is no recipe '{tmp_path}'; Give the path")
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"run: {name: \xff}")
-    assert message(str(path), []) == f"recipe {path} is not UTF-8 (byte 12); save it as UTF-8"
+    wanted = (
+        f"recipe {path} is not text in UTF-8 (position 12: invalid start byte); save it as UTF-8"
+    )
+    assert message(str(path), []) == wanted
 
 
 def test_a_deeply_nested_file_is_refused(tmp_path: Path) -> None:

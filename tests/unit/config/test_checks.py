@@ -53,22 +53,30 @@ CASES = [
     ),
     (
         [*POOLED],
-        ["cluster.roles.policy=a is no pool", "is empty", "add cluster.pools.a.per_node=2"],
+        [
+            "cluster.roles.policy=a has 0 slots",
+            "trainer.strategy.ranks asks for 2",
+            "per_node is 2",
+        ],
         [*POOLED, POOL],
     ),
     (
         [*POOLED, POOL, "rollout.engine.processes=1"],
-        ["cluster.roles.rollout is null", "rollout.engine.processes=1", "to a pool (a)"],
+        ["cluster.roles.rollout=null has 0", "rollout.engine.processes asks for 1", "name a pool"],
         [*POOLED, POOL, "rollout.engine.processes=2", "cluster.roles.rollout=a"],
     ),
     (
         [*POOLED, POOL, "cluster.roles.rollout=a"],
-        ["cluster.roles.rollout=a has no workers", "set rollout.engine.processes=1", "=null"],
+        [
+            "cluster.roles.rollout=a has 2 slots",
+            "rollout.engine.processes asks for 0",
+            "null for 0",
+        ],
         [*POOLED, POOL, "cluster.roles.rollout=a", "rollout.engine.processes=2"],
     ),
     (
         [*POOLED, POOL, "cluster.pools.a.nodes=2"],
-        ["trainer.strategy.ranks=2", "cluster.pools.a,", "2 nodes x 2 are 4 slots", "ranks=4"],
+        ["cluster.roles.policy=a has 4 slots", "trainer.strategy.ranks asks for 2", "x per_node"],
         [*POOLED, POOL, "cluster.pools.a.nodes=2", "trainer.strategy.ranks=4"],
     ),
     (
@@ -148,7 +156,7 @@ CASES = [
     ),
     (
         ["rollout.n=1", "sampling.filter={name: band, low: 0.2, high: 0.8}"],
-        ["rollout.n=1", "sampling.filter.low=0.2", "sampling.filter.high=0.8", "no group could"],
+        ["rollout.n=1", "sampling.filter.low=0.2", "sampling.filter.high=0.8", "no group pass"],
         ["rollout.n=1", "sampling.filter={name: band, low: 0.2, high: 1}"],
     ),
     (

@@ -15,7 +15,7 @@ SECRET = "gsk_4f5e6d7c8b9a"
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["reward/judge=openai"], "reward.judge.base_url has no default; add"),
+        ([], "reward.judge.base_url has no default; add reward.judge.base_url=VALUE"),
         (["reward.judge.base_url=h:8"], "base_url must begin with http:// or https:// and name a"),
         (["reward.judge.base_url=http://a..b/v1"], "base_url must begin with http:// or https://"),
         (["reward.judge.base_url='http://h/v1?a=b'"], "must end with its path: no ? and no #"),
@@ -36,7 +36,7 @@ SECRET = "gsk_4f5e6d7c8b9a"
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_said_in_one_line(overrides: list[str], line: str) -> None:
-    known = [] if overrides == ASKED[:1] else ASKED
+    known = ASKED if overrides else [ASKED[0], ASKED[2]]
     with pytest.raises(ConfigError) as told:
         load_recipe("quickstart", [*known, *overrides])
     said = str(told.value)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hydra.core.config_store import ConfigStore
@@ -14,27 +14,25 @@ from hydra.core.global_hydra import GlobalHydra
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import Container
-from pydantic import Field
 from tests.examples import examples
 
+from winnow.config.algorithm import PpoClipLoss, ReinforceLoss
 from winnow.config.base import Section
-from winnow.config.compose import Tree, resolve
 from winnow.config.data import DataConfig
+from winnow.config.files import available_recipes
+from winnow.config.judge import BuiltInParse, LabelsParse, NumberParse, OpenAiJudge
 from winnow.config.load import (
     ABSENT,
-    available_recipes,
     describe_config,
     differing_keys,
     dump_config,
     load_recipe,
     resolve_recipe,
 )
-from winnow.config.policy_loss import PpoClipLoss, ReinforceLoss
 from winnow.config.reward import CustomManager, RewardConfig
 from winnow.config.rollout import BandFilter, VarianceFilter
-from winnow.config.root import Config
-from winnow.config.run import RunConfig
-from winnow.config.schema import all_keys, default_tree, variants
+from winnow.config.root import Config, RunConfig
+from winnow.config.schema import all_keys, defaults, variants
 from winnow.errors import ConfigError
 
 Write = Callable[..., str]
@@ -208,72 +206,29 @@ def test_every_variant_can_be_chosen(toy: str) -> None:
             assert node == variant(**needed)
 
 
-class Bell(Section):
-    """A variant of the inner union."""
-
-    name: Literal["bell"] = "bell"
-    pitch: int = 1
-
-
-class Drum(Section):
-    """The other one."""
-
-    name: Literal["drum"] = "drum"
-    size: int = 2
-
-
-class Band(Section):
-    """A variant of the outer union that holds a union."""
-
-    name: Literal["band"] = "band"
-    lead: Bell | Drum = Field(Drum(), discriminator="name")
-
-
-class Silence(Section):
-    """The other one."""
-
-    name: Literal["silence"] = "silence"
-
-
-class Concert(Section):
-    """Stands in for `Config`."""
-
-    music: Silence | Band = Field(Silence(), discriminator="name")
+JUDGE = "name: openai, base_url: 'http://h:1', model: M"
+ASKED = ["reward/judge=openai", "reward.judge.base_url=http://h:1", "reward.judge.model=M"]
 
 
 @pytest.mark.parametrize(
     ("typed", "overrides", "expected"),
     [
-        ({}, [], {"name": "silence"}),
-        ({}, ["music=band"], {"name": "band", "lead": {"name": "drum", "size": 2}}),
-        (
-            {},
-            ["music/lead=bell", "music.lead.pitch=5", "music=band"],
-            {"name": "band", "lead": {"name": "bell", "pitch": 5}},
-        ),
-        (
-            {"music": {"name": "band", "lead": {"size": 9}}},
-            [],
-            {"name": "band", "lead": {"name": "drum", "size": 9}},
-        ),
-        (
-            {"music": {"name": "band", "lead": {"size": 9}}},
-            ["music.lead.name=bell"],
-            {"name": "band", "lead": {"name": "bell", "pitch": 1}},
-        ),
-        ({"music": {"name": "band", "lead": "bell"}}, ["music=silence"], {"name": "silence"}),
+        ("", ["reward.judge.parse.labels.a=5", "reward/judge/parse=labels", *ASKED],
+         LabelsParse(labels={"a": 5})),
+        (f"{{{JUDGE}, parse: {{name: number, highest: 9}}}}", [], NumberParse(highest=9)),
+        (f"{{{JUDGE}, parse: {{name: number, highest: 9}}}}", ["reward.judge.parse.lowest=2"],
+         NumberParse(lowest=2, highest=9)),
+        (f"{{{JUDGE}, parse: {{name: number, highest: 9}}}}", ["reward.judge.parse.name=built_in"],
+         BuiltInParse()),
+        (f"{{{JUDGE}, parse: number}}", ["reward/judge=none"], None),
     ],
-)
+)  # fmt: skip
 def test_a_union_within_a_variant_is_replaced_whole_too(
-    typed: dict[str, object],
-    overrides: list[str],
-    expected: dict[str, object],
+    typed: str, overrides: list[str], expected: Section | None, write: Write
 ) -> None:
-    tree = Tree(Concert)
-    tree.lay(typed, lambda _: "a file")
-    tree.override(overrides)
-    assert tree.problems == []
-    assert resolve(tree.values) == {"music": expected}
+    recipe = write(TOY + (f"reward: {{judge: {typed}}}\n" if typed else ""))
+    judge = load_recipe(recipe, overrides).reward.judge
+    assert (judge.parse if isinstance(judge, OpenAiJudge) else None) == expected
 
 
 # Tables
@@ -323,7 +278,7 @@ def test_an_entry_with_keys_keeps_those_that_are_not_given_anew(write: Write) ->
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("reward.parts.f.weight=1", "reward.parts.f.scorer must be text, got null"),
+        ("reward.parts.f.weight=1", "reward.parts.f.scorer has no default; add reward"),
         (
             "reward.parts.f=gsm8k",
             "reward.parts.f must be keys (scorer, weight, in_evaluation), got",
@@ -458,7 +413,7 @@ def test_help_covers_every_key_of_the_sections(toy: str) -> None:
         return keys
 
     listed = {row.key.replace("/", ".") for row in describe_config(resolve_recipe(toy))}
-    missing = {key for key in leaves(default_tree(Config)) if key not in listed}
+    missing = {key for key in leaves(defaults(Config)) if key not in listed}
     assert {key for key in missing if not key.endswith(".name")} == set()
 
 

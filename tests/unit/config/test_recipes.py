@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.recipes import recipe
 
-from winnow.config.files import RECIPES
-from winnow.config.load import available_recipes, load_recipe
+from winnow.config.files import RECIPES, available_recipes
+from winnow.config.load import load_recipe
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
 from winnow.errors import ConfigError

@@ -13,9 +13,8 @@ from tests.recipes import recipe
 from winnow.algorithms.advantages import ESTIMATORS
 from winnow.algorithms.aggregation import AGGREGATIONS
 from winnow.algorithms.losses import POLICY_LOSSES
-from winnow.config.algorithm import Advantage
-from winnow.config.load import available_recipes
-from winnow.config.policy_loss import PolicyLoss
+from winnow.config.algorithm import Advantage, PolicyLoss
+from winnow.config.files import available_recipes
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "algorithms.md"
 SECTIONS = dict(

@@ -11,8 +11,7 @@ import pytest
 import yaml
 from tests.recipes import recipe
 
-from winnow.config.files import RECIPES
-from winnow.config.load import available_recipes
+from winnow.config.files import RECIPES, available_recipes
 from winnow.config.model import SftWarmStart
 from winnow.config.rollout import TorchEngineConfig
 from winnow.runs.warm_start import cache_folder

@@ -12,8 +12,7 @@ from tests.objectives import loss_options
 
 from winnow.algorithms.advantages import AdvantageInputs, estimate
 from winnow.algorithms.losses import POLICY_LOSSES, LossTokens
-from winnow.config.algorithm import CustomAdvantage
-from winnow.config.policy_loss import CustomPolicyLoss
+from winnow.config.algorithm import CustomAdvantage, CustomPolicyLoss
 from winnow.errors import ConfigError, TrainingError
 from winnow.learning.custom import load_estimator, load_policy_loss
 

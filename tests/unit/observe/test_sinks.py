@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from winnow.config.run import CustomSink
+from winnow.config.root import CustomSink
 from winnow.errors import ConfigError
 from winnow.observe import sinks as module
 from winnow.observe.sinks import RunInfo, Sinks, UserSink
