@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Protocol, Self, SupportsFloat
 
 from winnow.config.reward import DapoManager, RewardConfig
 from winnow.errors import RewardError
-from winnow.rewards.managers import Manager, Rules, make_manager, rules_place
+from winnow.rewards.managers import Manager, Rules, make_manager
 from winnow.rewards.parts import (
     OVERLONG,
     OVERLONG_REWARD,
@@ -137,11 +137,8 @@ class RewardPipeline:
         self._further = {True: own, False: held_out}
         """Scorers of `reward.parts` by name, in training and in evaluation."""
         self._manager = make_manager(config)
-        self._rules = (
-            self._manager
-            if isinstance(self._manager, Rules)
-            else Rules(config, rules_place(config))
-        )
+        manager = self._manager
+        self._rules = manager if isinstance(manager, Rules) else Rules(config)
 
     def prepare(self, data_sources: Iterable[str]) -> None:
         self._manager.prepare(data_sources)

@@ -18,7 +18,7 @@ from itertools import count
 
 from winnow.errors import WinnowError
 from winnow.rewards.pipeline import RewardPipeline, ScoredAnswer
-from winnow.rewards.wire import portable
+from winnow.rewards.task import portable
 from winnow.types import Prompt, Trajectory
 from winnow.workers.array_refs import begin_fetching
 from winnow.workers.group import ThreadsafeGroup
