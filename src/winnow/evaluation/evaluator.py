@@ -24,8 +24,7 @@ from winnow.observe.rollouts import (
     problem_id,
     write_rollouts,
 )
-from winnow.rewards.parts import TASK
-from winnow.rewards.pipeline import Rewards
+from winnow.rewards.pipeline import TASK, Rewards
 from winnow.rollout.engine import Engine, SamplingParams, generate, group_request
 from winnow.types import Answer, Group, Prompt, Trajectory
 
@@ -196,9 +195,8 @@ class Evaluator:
 
     def _check_scoring(self) -> None:
         try:
-            self._rewards.check_failures(self._scorings)
+            self._rewards.end_step()
         finally:
-            self._rewards.reset_failures()
             self._scorings = 0
 
     def _write(self, step: int, groups: Sequence[Group], greedy: Sequence[Group]) -> None:
