@@ -121,8 +121,14 @@ class Rules(Manager):
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        self._config, self._place = config, rules_place(config)
+        self._config = config
         self.router = Router(config.scorers)
+        place = rules_place(config)
+        self._apart = {
+            scorer.name
+            for scorer in SCORERS.values()
+            if place == "apart" or (place == "by_scorer" and scorer.apart)
+        }
         self._threads: ThreadPoolExecutor | None = None
 
     def prepare(self, data_sources: Iterable[str]) -> None:
@@ -139,7 +145,7 @@ class Rules(Manager):
         for scorer in scorers:
             if scorer.sandboxed:
                 self._programs()
-            elif self._is_apart(scorer):
+            elif scorer.name in self._apart:
                 self._workers()
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
@@ -147,7 +153,7 @@ class Rules(Manager):
 
     def is_late(self, scorer: Scorer) -> bool:
         """Return whether a scorer's scores come from workers or the sandbox."""
-        return scorer.sandboxed or self._is_apart(scorer)
+        return scorer.sandboxed or scorer.name in self._apart
 
     async def score(
         self, prompt: Prompt, text: str, scorer: Scorer | None = None
@@ -163,7 +169,7 @@ class Rules(Manager):
                 return await call
             finally:
                 self._done += 1
-        if self._is_apart(scorer):
+        if scorer.name in self._apart:
             plain = (*arguments[:3], dict(prompt.extra))
             return await self._workers().score(scorer.name, 0, plain)
         return score_by_rule(scorer, arguments)
@@ -176,11 +182,6 @@ class Rules(Manager):
             current.close()
             self._threads.shutdown(cancel_futures=True)
             self._threads = None
-
-    def _is_apart(self, scorer: Scorer) -> bool:
-        if self._place == "by_scorer":
-            return scorer.apart
-        return self._place == "apart" and scorer.name in SCORERS
 
     def _workers(self) -> ScorerPool:
         if self._pool is None:

@@ -19,7 +19,6 @@ process can exceed its limit by as much as it can touch in that time, about 0.1 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import logging
 import math
@@ -192,13 +191,12 @@ class ScorerPool:
         self._alone: deque[_Ask] = deque()
         self._done: list[tuple[_Ask, Outcome | Exception]] = []
         self._at_once = ASYNC_AT_ONCE
-        self._was_loaded = self._is_broken = False
         self._lost_loading = 0
-        self._thread = threading.Thread(target=self._run, name="scorers", daemon=True)
+        serve = partial(self._loop.run_until_complete, self._serve())
+        self._thread = threading.Thread(target=serve, name="scorers", daemon=True)
         self._start()
 
     def _start(self) -> None:
-        atexit.register(self.close)
         self._thread.start()
         try:
             self._loaded.wait()
@@ -226,7 +224,6 @@ class ScorerPool:
 
     def close(self) -> None:
         """End all processes: idle ones by themselves, busy ones at once."""
-        atexit.unregister(self.close)
         if self._loop.is_closed():
             return
         self._is_closing = True
@@ -236,16 +233,9 @@ class ScorerPool:
 
     def _hand_over(self) -> None:
         asks, self._new = self._new, []
-        if self._loop.is_closed():
-            _set_all([(asked, self._broken or _CLOSED) for asked in asks])
-        else:
-            self._loop.call_soon_threadsafe(self._take_in, asks)
+        self._loop.call_soon_threadsafe(self._take_in, asks)
 
     # The rest runs in the thread.
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve())
 
     async def _serve(self) -> None:
         """Feed, time, weigh, end and replace the processes, to the end of the last one."""
@@ -309,7 +299,7 @@ class ScorerPool:
         scorer.is_ready, scorer.is_async = not said.refusal, said.is_async
         scorer.refusal = said.refusal
         if scorer.is_ready:
-            self._was_loaded, self._lost_loading = True, 0
+            self._lost_loading = 0
             self._loaded.set()
 
     def _take(self, scorer: _Scorer, message: _Message, said: ScorerReply) -> None:
@@ -370,12 +360,19 @@ class ScorerPool:
 
     def _lose_loading(self, scorer: _Scorer, how: str) -> None:
         self._lost_loading += 1
-        is_chance = self._was_loaded and self._lost_loading < _LOAD_ATTEMPTS
+        is_chance = self._loaded.is_set() and self._lost_loading < _LOAD_ATTEMPTS
         if not scorer.refusal and is_chance:
             log.warning("a scorer's process %s while it was starting", how)
-            return
-        self._is_broken = True
-        self._fail(RewardError(scorer.refusal or _load_error(self._function, how)))
+        elif scorer.refusal or self._function is None:
+            line = f"a process for built-in scorers {how}; raise reward.memory_mb, or see the log"
+            self._fail(RewardError(scorer.refusal or line))
+        else:
+            self._fail(
+                RewardError(
+                    f"reward.function.path {self._function.path}: the process that imports it "
+                    f"{how}; mend the file, or raise the limit"
+                )
+            )
 
     def _blame(self, asks: Sequence[_Ask], failure: Failure, is_certain: bool) -> None:
         """Fail the ask that was in work; where there were several, try each again, alone."""
@@ -417,7 +414,7 @@ class ScorerPool:
         from winnow.workers.local import LocalConnection
         from winnow.workers.wire import pack
 
-        while len(self._scorers) < self._workers and not self._is_broken:
+        while len(self._scorers) < self._workers and self._broken is None:
             scorer = _Scorer()
             job = ScorerJob(
                 self._function,
@@ -485,23 +482,7 @@ class ScorerPool:
 
 def default_workers() -> int:
     """Count half of the cores that this process may use: the other half is the run's own."""
-    return max(1, cores() // 2)
-
-
-def cores() -> int:
-    """Count the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _load_error(function: UserFunction | None, how: str) -> str:
-    if function is None:
-        return f"a process for built-in scorers {how}; raise reward.memory_mb, or see the log"
-    return (
-        f"reward.function.path {function.path}: the process that imports it {how}; "
-        "mend the file, or raise the limit"
-    )
+    return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 def _set_all(outcomes: Sequence[tuple[_Ask, Outcome | Exception]]) -> None:

@@ -272,7 +272,7 @@ def vars_of(score: Score) -> tuple[object, ...]:
 def test_by_default_built_in_rules_stay_here_and_a_users_function_goes_apart(
     user_service: UserRewards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "cores", lambda: 4)
+    monkeypatch.setattr(pool, "default_workers", lambda: 2)
     before = children()
     here = rewards_of(RewardConfig(), 8)
     here.check_sources(["sort_digits", "gsm8k"])
