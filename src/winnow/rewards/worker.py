@@ -42,8 +42,9 @@ from winnow.types import Score
 from winnow.workers.child import die_with
 from winnow.workers.wire import pack, receive, send, unpack
 
-MESSAGE_S = 0.02
-"""Time after which a process goes on to no further answer of its message."""
+MESSAGE_S = 0.005
+"""Time after which a process goes on to no further answer of its message. It is short, because
+what is scored waits for the answer that comes next there, which may be a slow one."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STATM = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else -1
 _TICK_S = 0.05
