@@ -31,7 +31,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
 
 from winnow.config.reward import BatchManager, RewardConfig, UserFunction
 from winnow.errors import RewardError
@@ -45,9 +44,8 @@ from winnow.rewards.task import (
     ScorerReply,
     late_failure,
 )
-
-if TYPE_CHECKING:
-    from winnow.workers.local import LocalConnection
+from winnow.workers.local import LocalConnection
+from winnow.workers.wire import pack
 
 log = logging.getLogger(__name__)
 
@@ -411,9 +409,6 @@ class ScorerPool:
 
     async def _fill_up(self) -> None:
         """Start processes in place of those that are gone."""
-        from winnow.workers.local import LocalConnection
-        from winnow.workers.wire import pack
-
         while len(self._scorers) < self._workers and self._broken is None:
             scorer = _Scorer()
             job = ScorerJob(
@@ -424,16 +419,15 @@ class ScorerPool:
                 tuple(sys.path),
                 cell=f"/proc/{os.getpid()}/fd/{scorer.cell}",
             )
-            module = "winnow.rewards.worker"
-            scorer.process = await LocalConnection.start(module, _ENVIRONMENT, scorer.follow)
+            scorer.process = await LocalConnection.start(
+                "winnow.rewards.worker", _ENVIRONMENT, scorer.follow
+            )
             scorer.process.when_cut = self._news.set
             self._scorers.append(scorer)
             scorer.process.send(next(scorer.numbers), pack(job), partial(self._take_ready, scorer))
 
     def _assign(self) -> None:
         """Give the processes what they have room for."""
-        from winnow.workers.wire import pack
-
         for scorer in self._scorers:
             if not scorer.is_ready or scorer.is_leaving:
                 continue
