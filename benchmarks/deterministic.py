@@ -36,7 +36,7 @@ from winnow.data.loader import PromptLoader, training_prompts
 from winnow.rollout.engine import WeightUpdate
 from winnow.runs.build import rollout_sampling
 from winnow.runs.loading import load_policy
-from winnow.runs.rewarding import TrainingScores, make_rewards
+from winnow.runs.rewarding import make_rewards
 from winnow.runs.topology import make_engine
 from winnow.runs.warm_start import make_warm_start
 from winnow.sampling.stream import Sampler
@@ -82,12 +82,11 @@ class Runner:
     def __init__(self, config: Config, path: str, sleeps: bool) -> None:
         policy = load_policy(config, path, torch.device("cpu"))
         self.rewards = make_rewards(config, policy.device, policy.decode)
-        scores = TrainingScores(self.rewards, patience=1 << 30)
         rng = random.Random(config.run.seed)
 
         async def slow(prompt: Prompt, trajectory: Trajectory) -> Score:
             await asyncio.sleep(rng.uniform(0, SLEEP_S))
-            return await scores(prompt, trajectory)
+            return await self.rewards.score(prompt, trajectory)
 
         source = training_prompts(config.data, policy.tokenizer, config.run.seed)
         self.rewards.check_sources(source.data_sources)
@@ -98,7 +97,7 @@ class Runner:
             engine=self.engine,
             next_prompt=loader.next,
             give_back=loader.give_back,
-            score=slow if sleeps else scores,
+            score=slow if sleeps else self.rewards.score,
             n=config.rollout.n,
             sampling=rollout_sampling(config, policy),
             run_seed=config.run.seed,

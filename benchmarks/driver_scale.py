@@ -122,6 +122,12 @@ class FirstToken:
         self.scored += 1
         return ScoredAnswer(Score(2 * right - 1, right, {"task": 2 * right - 1}, {"pred": right}))
 
+    def prepare(self, data_sources: Sequence[str]) -> None:
+        pass
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        pass
+
     def figures(self) -> dict[str, int]:
         return {}
 

@@ -32,7 +32,6 @@ from winnow.data.sort_digits import build_tokenizer
 from winnow.data.tokenizer import decoder
 from winnow.rewards.pipeline import Rewards, ScoredAnswer
 from winnow.runs.loading import Policies
-from winnow.runs.rewarding import TrainingScores
 from winnow.runs.topology import other_processes, placed_rewards
 from winnow.types import Prompt, Score, Segment, Trajectory, VersionSpan
 
@@ -84,13 +83,11 @@ def answers(count: int, tokens: int, far: bool) -> list[tuple[Prompt, Trajectory
     return found
 
 
-async def ask(
-    scores: TrainingScores, asked: Iterable[tuple[Prompt, Trajectory]], turn: int
-) -> None:
+async def ask(rewards: Rewards, asked: Iterable[tuple[Prompt, Trajectory]], turn: int) -> None:
     """Begin the scorings turn by turn, as fast as they come."""
     tasks = []
     for number, pair in enumerate(asked):
-        tasks.append(asyncio.ensure_future(scores(*pair)))
+        tasks.append(asyncio.ensure_future(rewards.score(*pair)))
         if number % turn == turn - 1:
             await asyncio.sleep(0)
     await asyncio.gather(*tasks)
@@ -99,12 +96,11 @@ async def ask(
 def cpu_us(rewards: Rewards, count: int, case: tuple[int, int, bool], repeat: int) -> float:
     """For each answer, of this whole process."""
     turn, tokens, far = case
-    scores = TrainingScores(rewards, patience=1 << 60)
     found = []
     for _ in range(repeat):
         asked = answers(count, tokens, far)
         began = time.process_time()
-        asyncio.run(ask(scores, asked, turn))
+        asyncio.run(ask(rewards, asked, turn))
         found.append((time.process_time() - began) / count * 1e6)
     return min(found)
 

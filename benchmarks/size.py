@@ -154,7 +154,7 @@ ONE_GROUP = (
 )
 CALLS = {
     "sample": ("winnow.sampling.stream:Sampler.step", ONE_GROUP),
-    "reward": ("winnow.runs.rewarding:TrainingScores.__call__", ONE_GROUP),
+    "reward": ("winnow.rewards.pipeline:Rewards.score", ONE_GROUP),
     "publication": (
         "winnow.rollout.remote_engine:RemoteEngine.load_weights",
         (*ONE_GROUP, "rollout.engine.processes=1"),

@@ -34,7 +34,7 @@ from winnow.runs.build import rollout_sampling
 from winnow.runs.build_learner import make_learner
 from winnow.runs.loading import load_policy
 from winnow.runs.model_factory import LocalModels
-from winnow.runs.rewarding import TrainingScores, make_rewards
+from winnow.runs.rewarding import make_rewards
 from winnow.runs.topology import make_engine
 from winnow.runs.warm_start import make_warm_start
 from winnow.sampling.stream import Sampler
@@ -62,7 +62,7 @@ class Quickstart:
             engine=self.engine,
             next_prompt=loader.next,
             give_back=loader.give_back,
-            score=TrainingScores(rewards, patience=1 << 30),
+            score=rewards.score,
             n=config.rollout.n,
             sampling=rollout_sampling(config, policy),
             run_seed=config.run.seed,

@@ -188,12 +188,11 @@ def test_failures_are_counted_where_they_are_asked_for(
     report = rewards.failure_report
     assert (report.count, report.first_error) == (2, f"{line} (prompt p:1)")
     assert "Traceback (most recent call last)" in report.first_traceback
-    rewards.check_failures(10)
+    asyncio.run(answers.score(rewards, ["right"] * 5))
     with pytest.raises(RewardError, match=r"^scoring failed for 2 of 9 answers \(22%\)"):
-        rewards.check_failures(9)
+        rewards.end_step()
     assert twin.failure_report.count == 0
-    rewards.reset_failures()
-    rewards.check_failures(0)
+    rewards.end_step()
 
 
 def test_what_a_filter_asks_for_must_be_there(rewards: Rewards, answers: Answers) -> None:

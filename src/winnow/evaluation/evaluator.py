@@ -24,8 +24,7 @@ from winnow.observe.rollouts import (
     problem_id,
     write_rollouts,
 )
-from winnow.rewards.parts import TASK
-from winnow.rewards.pipeline import Rewards
+from winnow.rewards.pipeline import TASK, Rewards
 from winnow.rollout.engine import Engine, SamplingParams, generate, group_request
 from winnow.types import Answer, Group, Prompt, Trajectory
 
@@ -158,9 +157,8 @@ class Evaluator:
             decode=self._decode,
         )
         try:
-            self._rewards.check_failures(self._scorings)
+            self._rewards.end_step()
         finally:
-            self._rewards.reset_failures()
             self._scorings = 0
         return Evaluated(by_problem(groups, greedy, self._votes()), self._seed)
 

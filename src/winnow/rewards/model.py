@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,22 +43,40 @@ class ModelScorer:
     Args:
         config: what the model's number is called, and what it counts for.
         forward: runs the model.
+        pad_token_id: the model's, if it has one.
+        positions: tokens that it takes, if that is known.
         one_by_one: make a call for each answer.
+
+    Raises:
+        ModelError: there is no template, or `max_tokens` is beyond `positions`.
     """
 
     def __init__(
         self,
         config: SequenceClassifier,
-        conversation: Conversation,
         forward: Forward,
-        one_by_one: bool = False,
+        tokenizer: PreTrainedTokenizerBase,
+        pad_token_id: int | None,
+        positions: int | None,
+        one_by_one: bool,
     ) -> None:
         self.config = config
-        self._conversation, self._forward = conversation, forward
-        self._one_by_one = one_by_one
+        self._forward, self._tokenizer = forward, tokenizer
+        self._pad_token_id, self._one_by_one = pad_token_id, one_by_one
         self._waiting: list[_Waiting] = []
         self.scored = 0
         """Answers so far."""
+        if config.chat_template == "auto" and not tokenizer.chat_template:
+            raise ModelError(
+                f"reward.model.path {config.path}: its tokenizer has no chat template; set "
+                "reward.model.chat_template=none, or to the template that the model was made with"
+            )
+        if config.max_tokens and positions and config.max_tokens > positions:
+            raise ModelError(
+                f"reward.model.max_tokens {config.max_tokens} does not fit the model's "
+                f"{positions} positions ({config.path}); lower it"
+            )
+        self._limit_tokens = config.max_tokens or positions
 
     def check(self, prompt: Prompt) -> None:
         """Check before training that a prompt can be encoded.
@@ -67,16 +84,22 @@ class ModelScorer:
         Raises:
             ModelError: it cannot.
         """
-        self._conversation.check(prompt)
+        try:
+            self._encode(prompt, "")
+        except ValueError as error:
+            raise ModelError(
+                f"reward.model.path {self.config.path}: no answer to prompt {prompt.uid} could "
+                f"be scored: {error}"
+            ) from error
 
     def begin(self, prompt: Prompt, text: str) -> Verdict:
         """Ask for an answer's score; the future holds it, or why there is none."""
         loop = asyncio.get_running_loop()
         verdict: Verdict = loop.create_future()
         try:
-            ids = self._conversation.encode(prompt, text)
+            ids = self._encode(prompt, text)
         except ValueError as error:
-            verdict.set_result(_failure(str(error), error))
+            verdict.set_result(_failure(str(error)))
             return verdict
         if not self._waiting:
             # Behind all that is ready to run now, and may ask as well.
@@ -92,72 +115,15 @@ class ModelScorer:
             for call in calls:
                 values = self._forward([each.ids for each in call])
                 for each, value in zip(call, values, strict=True):
-                    each.verdict.set_result(_checked(value))
+                    said = value if math.isfinite(value) else _failure(f"its score is {value}")
+                    each.verdict.set_result(said)
                 self.scored += len(call)
         except Exception as error:  # belongs to those who wait, who would wait for ever
             for each in waiting:
                 if not each.verdict.done():
                     each.verdict.set_exception(error)
 
-
-def _checked(value: float) -> float | Failure:
-    if math.isfinite(value):
-        return value
-    return _failure(f"its score is {value}")
-
-
-def _failure(reason: str, error: BaseException | None = None) -> Failure:
-    trace = "".join(traceback.format_exception(error)) if error else ""
-    return Failure(f"the reward model: {reason}", trace)
-
-
-class Conversation:
-    """Encodes answers for one reward model.
-
-    Args:
-        pad_token_id: the model's, if it has one.
-        positions: tokens that it takes, if that is known.
-
-    Raises:
-        ModelError: there is no template, or `max_tokens` is beyond `positions`.
-    """
-
-    def __init__(
-        self,
-        config: SequenceClassifier,
-        tokenizer: PreTrainedTokenizerBase,
-        pad_token_id: int | None,
-        positions: int | None,
-    ) -> None:
-        self._config, self._tokenizer = config, tokenizer
-        self._pad_token_id = pad_token_id
-        if config.chat_template == "auto" and not tokenizer.chat_template:
-            raise ModelError(
-                f"reward.model.path {config.path}: its tokenizer has no chat template; set "
-                "reward.model.chat_template=none, or to the template that the model was made with"
-            )
-        if config.max_tokens and positions and config.max_tokens > positions:
-            raise ModelError(
-                f"reward.model.max_tokens {config.max_tokens} does not fit the model's "
-                f"{positions} positions ({config.path}); lower it"
-            )
-        self.max_tokens = config.max_tokens or positions
-
-    def check(self, prompt: Prompt) -> None:
-        """Check before training that a prompt can be encoded.
-
-        Raises:
-            ModelError: it cannot.
-        """
-        try:
-            self.encode(prompt, "")
-        except ValueError as error:
-            raise ModelError(
-                f"reward.model.path {self._config.path}: no answer to prompt {prompt.uid} could "
-                f"be scored: {error}"
-            ) from error
-
-    def encode(self, prompt: Prompt, answer: str) -> IntArray:
+    def _encode(self, prompt: Prompt, answer: str) -> IntArray:
         """Return the [L] ids up to the last that is not padding: the one whose state is scored.
 
         Raises:
@@ -165,7 +131,7 @@ class Conversation:
         """
         assert prompt.messages, "a prompt comes from a row, which has messages"
         text = self._rendered(prompt, answer)
-        has_template = self._config.chat_template != "none"
+        has_template = self.config.chat_template != "none"
         encoded: Any = self._tokenizer(
             text, add_special_tokens=not has_template, return_attention_mask=False, verbose=False
         )
@@ -175,10 +141,10 @@ class Conversation:
         ids = ids[: real[-1] + 1] if len(real) else ids[:1]
         if not len(ids):
             raise ValueError("prompt and answer have no tokens for the reward model")
-        limit = self.max_tokens
+        limit = self._limit_tokens
         if limit is None or len(ids) <= limit:
             return ids
-        if self._config.overlong == "error":
+        if self.config.overlong == "error":
             raise ValueError(
                 f"{len(ids)} tokens with the prompt, the reward model takes {limit}; lower "
                 "rollout.max_response_tokens, or set reward.model.overlong=left"
@@ -186,7 +152,7 @@ class Conversation:
         return ids[-limit:]
 
     def _rendered(self, prompt: Prompt, answer: str) -> str:
-        template = self._config.chat_template
+        template = self.config.chat_template
         if template == "none":
             return "\n".join(message["content"] for message in prompt.messages) + answer
         from jinja2 import TemplateError
@@ -202,3 +168,8 @@ class Conversation:
                 f"its chat template fails: {reason}; mend it, or set reward.model.chat_template"
             ) from error
         return str(text)
+
+
+def _failure(reason: str) -> Failure:
+    line = f"the reward model: {reason}"
+    return Failure(line, line)

@@ -10,7 +10,7 @@ A score is a list of parts. Each has a scorer, a weight, and a place where it ru
 | task | the manager: a rule by data source, or code of the user's | here, a worker, or over HTTP |
 | those of `reward.parts` | built-in rules | here, or a worker |
 | a reward model's, a judge's | `ModelScorer`, `Judge` | here, or over HTTP |
-| overlong, cosine | `winnow.rewards.parts`, in training only | here |
+| overlong, cosine | `overlong_penalty`, `cosine_reward`, in training only | here |
 
 A scorer that raises, exits, hangs, dies, or returns NaN or the wrong type marks its own sample as
 failed: `Score.error` says why, the reward is that of a wrong answer and the accuracy 0. Too large
@@ -20,25 +20,24 @@ a share of failures stops the run, because a broken reward must not train a mode
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, Self, SupportsFloat
+from typing import TYPE_CHECKING, Self, SupportsFloat
 
-from winnow.config.reward import DapoManager, RewardConfig
-from winnow.errors import RewardError
-from winnow.rewards.managers import Manager, Rules, make_manager, rules_place
-from winnow.rewards.parts import (
-    OVERLONG,
-    OVERLONG_REWARD,
-    TASK,
-    ScoreNames,
-    Section,
-    length_parts,
-    part_weights,
+from winnow.config.judge import OpenAiJudge, SequenceClassifier
+from winnow.config.reward import (
+    CosineConfig,
+    CustomManager,
+    DapoManager,
+    RemoteManager,
+    RewardConfig,
 )
-from winnow.rewards.routing import check_package
+from winnow.errors import RewardError
+from winnow.rewards.managers import Manager, Rules, make_manager
+from winnow.rewards.routing import NO_SCORER, Router, check_package
 from winnow.rewards.scorers import SCORERS, Scorer
 from winnow.rewards.task import Failure, Verdict
 from winnow.types import IntArray, Prompt, Score, Trajectory
@@ -46,7 +45,18 @@ from winnow.types import IntArray, Prompt, Score, Trajectory
 if TYPE_CHECKING:
     from winnow.rewards.judge import Judge
     from winnow.rewards.model import ModelScorer
+    from winnow.rewards.remote_pipeline import RemotePipeline
 
+log = logging.getLogger(__name__)
+
+TASK = "task"
+"""Part of the reward that the manager's scorer gives."""
+OVERLONG, COSINE = "overlong", "cosine"
+OVERLONG_REWARD = "overlong_reward"
+WRONG_REWARD = -1.0
+"""Reward of an answer whose scoring failed. A user's scale is unknown; the lower end of the
+usual ones keeps a policy from living on answers that break the scorer."""
+Section = SequenceClassifier | OpenAiJudge
 Decode = Callable[[IntArray], str]
 
 
@@ -58,54 +68,10 @@ class ScoredAnswer:
     failure: Failure | None = None
 
 
-class AnyPipeline(Protocol):
-    """Scores answers in this process (`RewardPipeline`) or in others (`RemotePipeline`).
+class RewardPipeline:
+    """Scores answers in this process; `RemotePipeline` does the same in others.
 
     An answer's score depends on that answer alone. Contract tests: tests/contract/test_rewards.py.
-    """
-
-    def prepare(self, data_sources: Iterable[str]) -> None:
-        """Start what these sources need.
-
-        Raises:
-            RewardError: one cannot be scored.
-        """
-
-    def check_prompt(self, prompt: Prompt) -> None:
-        """Check before training that answers to a prompt can be put before the models.
-
-        Raises:
-            ModelError: not before the reward model.
-            RewardError: not before the judge.
-        """
-
-    def takes_time(self, data_sources: Iterable[str]) -> bool:
-        """Return whether scores of these sources come later, from scorers beside the engine."""
-
-    async def score(
-        self, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool
-    ) -> ScoredAnswer:
-        """Score one answer; its length counts in training only.
-
-        Args:
-            text: the answer; None: its tokens are decoded where it is scored.
-
-        Raises:
-            RewardError: no answer can be scored any more.
-        """
-
-    def figures(self) -> dict[str, int]:
-        """Return the judge's counts since the last call, as `judge/NAME`."""
-
-    def scored_apart(self) -> int:
-        """Return how many answers workers or models have dealt with; from any thread."""
-
-    def close(self) -> None:
-        """End what it started; a second time does nothing."""
-
-
-class RewardPipeline:
-    """An `AnyPipeline` in this process.
 
     Args:
         max_response_tokens: length at which answers are cut off.
@@ -130,30 +96,39 @@ class RewardPipeline:
         self._judge, self._decode = judge, decode
         self._models = [each for each in (model, judge) if each is not None]
         self._names = ScoreNames(config, [each.config for each in self._models])
-        self._weights = part_weights(config)
-        self._is_shaped = config.overlong.enabled or config.cosine.enabled
+        self._weights = {TASK: config.weights.task, COSINE: config.cosine.weight}
+        self._weights |= {each.config.part: each.config.weight for each in self._models}
+        self._weights |= {name: part.weight for name, part in config.parts.items()}
         own = [(name, _rule(name, part.scorer)) for name, part in config.parts.items()]
         held_out = [each for each in own if config.parts[each[0]].in_evaluation]
         self._further = {True: own, False: held_out}
         """Scorers of `reward.parts` by name, in training and in evaluation."""
-        self._manager = make_manager(config)
-        self._rules = (
-            self._manager
-            if isinstance(self._manager, Rules)
-            else Rules(config, rules_place(config))
-        )
+        self._manager = manager = make_manager(config)
+        self._rules = manager if isinstance(manager, Rules) else Rules(config)
 
     def prepare(self, data_sources: Iterable[str]) -> None:
+        """Start what these sources need.
+
+        Raises:
+            RewardError: one cannot be scored.
+        """
         self._manager.prepare(data_sources)
         for name, scorer in self._further[True]:
             check_package(scorer, f"reward.parts.{name}", f"reward.parts.{name}.scorer")
         self._rules.start(scorer for _, scorer in self._further[True])
 
     def check_prompt(self, prompt: Prompt) -> None:
+        """Check before training that answers to a prompt can be put before the models.
+
+        Raises:
+            ModelError: not before the reward model.
+            RewardError: not before the judge.
+        """
         for model in self._models:
             model.check(prompt)
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
+        """Return whether scores of these sources come later, from scorers beside the engine."""
         return (
             self._judge is not None
             or self._manager.takes_time(data_sources)
@@ -161,13 +136,16 @@ class RewardPipeline:
         )
 
     def figures(self) -> dict[str, int]:
+        """Return the judge's counts since the last call, as `judge/NAME`."""
         return {} if self._judge is None else self._judge.figures()
 
     def scored_apart(self) -> int:
+        """Return how many answers workers or models have dealt with; from any thread."""
         own: set[Manager | ModelScorer | Judge] = {self._manager, self._rules, *self._models}
         return sum(each.scored for each in own)
 
     def close(self) -> None:
+        """End what it started; a second time does nothing."""
         with ExitStack() as stack:  # one that fails to close leaves the others to be closed
             if self._judge is not None:
                 stack.callback(self._judge.close)
@@ -177,6 +155,14 @@ class RewardPipeline:
     async def score(
         self, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool
     ) -> ScoredAnswer:
+        """Score one answer; its length counts in training only.
+
+        Args:
+            text: the answer; None: its tokens are decoded where it is scored.
+
+        Raises:
+            RewardError: no answer can be scored any more.
+        """
         if text is None:
             assert self._decode is not None, "made without what reads tokens"
             text = self._decode(trajectory.token_ids)
@@ -193,7 +179,7 @@ class RewardPipeline:
                 break
             said = await self._rules.score(prompt, text, scorer)
             if isinstance(said, Failure):
-                result = Failure(f"the part {name}: {said.line}", said.trace, said.outside)
+                result = replace(said, line=f"the part {name}: {said.line}")
             else:
                 parts[name] = said.reward
         for section, verdict in asked:
@@ -202,17 +188,12 @@ class RewardPipeline:
                 parts[section.part] = value
             elif not isinstance(result, Failure):
                 result = value
+        failure = result if isinstance(result, Failure) else None
         if isinstance(result, Failure):
             parts = {name: scorer.wrong_reward for name, scorer in self._further[training]}
             parts |= {section.part: section.wrong_score for section, _ in asked}
-            score = self._complete(self._wrong(prompt, result), parts, trajectory, training)
-            return ScoredAnswer(score, result)
-        return ScoredAnswer(self._complete(result, parts, trajectory, training))
-
-    def _wrong(self, prompt: Prompt, failure: Failure) -> Score:
-        wrong = self._names.wrong_reward(prompt.data_source)
-        parts = {TASK: wrong} if self._names.has_task(prompt.data_source) else {}
-        return Score(wrong, 0.0, parts, error=failure.line, outside=failure.outside)
+            result = self._names.wrong_score(prompt.data_source, result)
+        return ScoredAnswer(self._complete(result, parts, trajectory, training), failure)
 
     def _complete(
         self, score: Score, more: dict[str, float], trajectory: Trajectory, training: bool
@@ -226,12 +207,17 @@ class RewardPipeline:
         judge = None if self._judge is None else self._judge.config
         if judge is not None and not score.error and self._names.judge_decides(training):
             accuracy = float(parts[judge.part] >= judge.threshold)
-        if training and self._is_shaped:
+        overlong, cosine = self._config.overlong, self._config.cosine
+        if training and overlong.enabled:
             tokens, limit = trajectory.generated_tokens, self._max_response_tokens
-            parts |= length_parts(self._config, accuracy, tokens, limit)
+            penalty = overlong_penalty(tokens, limit, overlong.buffer_tokens, overlong.factor)
+            parts[OVERLONG] = penalty
             if isinstance(self._config.manager, DapoManager):  # as verl's dapo manager logs them
-                penalty = parts[OVERLONG]
                 extra = {**extra, OVERLONG: float(penalty < 0), OVERLONG_REWARD: penalty}
+        if training and cosine.enabled:
+            limit = cosine.limit_tokens or self._max_response_tokens
+            tokens = trajectory.generated_tokens
+            parts[COSINE] = cosine_reward(cosine, accuracy >= 1, tokens, limit)
         reward = 0.0
         for name, value in parts.items():
             reward += self._weights.get(name, 1.0) * value
@@ -247,11 +233,102 @@ def _rule(name: str, scorer: str) -> Scorer:
     return SCORERS[scorer]
 
 
-@dataclass(frozen=True)
-class FailureReport:
-    """Failed scorings since the last reset."""
+class ScoreNames:
+    """Names of the numbers that the scores of a recipe have.
 
+    Args:
+        models: sections of those models that are asked.
+
+    Raises:
+        RewardError: a scorer's name is wrong.
+    """
+
+    def __init__(self, config: RewardConfig, models: Sequence[Section]) -> None:
+        self._config, self._models = config, models
+        self._judge = next((each for each in models if isinstance(each, OpenAiJudge)), None)
+        is_theirs = isinstance(config.manager, RemoteManager | CustomManager)
+        is_rules = config.function.path is None and not is_theirs
+        self._router = Router(config.scorers) if is_rules else None
+
+    def of(self, data_sources: Iterable[str]) -> frozenset[str] | None:
+        """Return the numbers that every score of these sources has; None: only a run will tell."""
+        if self._router is None:
+            return None
+        own = [self._router.scorer(source).metrics | self.common(source) for source in data_sources]
+        return frozenset.intersection(*own) if own else self.common()
+
+    def common(self, data_source: str | None = None) -> frozenset[str]:
+        """Return the numbers of every training score, or of those of a source."""
+        names = {"reward", *self._config.parts}
+        if data_source is None or self.has_task(data_source):
+            names |= {"accuracy", "task_reward", TASK}
+        if self.judge_decides(training=True):
+            names.add("accuracy")
+        if self._config.overlong.enabled:
+            names.add(OVERLONG)
+        if self._config.cosine.enabled:
+            names.add(COSINE)
+        if isinstance(self._config.manager, DapoManager):
+            names.add(OVERLONG_REWARD)
+        names |= {model.part for model in self._models}
+        return frozenset(names)
+
+    def has_task(self, data_source: str) -> bool:
+        """Return whether something else than models scores this source."""
+        return self._router is None or self._router.scorer(data_source) is not NO_SCORER
+
+    def wrong_score(self, data_source: str, failure: Failure) -> Score:
+        """Return the score of an answer whose scoring failed, with the reward of a wrong one."""
+        rule = None if self._router is None else self._router.scorer(data_source)
+        wrong = WRONG_REWARD if rule is None else rule.wrong_reward
+        parts = {} if rule is NO_SCORER else {TASK: wrong}
+        return Score(wrong, 0.0, parts, error=failure.line, outside=failure.outside)
+
+    def judge_decides(self, training: bool) -> bool:
+        """Return whether the accuracy is the judge's."""
+        if self._judge is None or not self._judge.as_accuracy:
+            return False
+        return training or self._judge.in_evaluation
+
+
+def overlong_penalty(
+    length_tokens: int, limit_tokens: int, buffer_tokens: int, factor: float = 1.0
+) -> float:
+    """Return DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13); no answer is over the limit.
+
+    0 up to `limit - buffer`, then falling linearly to -factor at the limit.
+    """
+    over = length_tokens - (limit_tokens - buffer_tokens)
+    return -factor * min(max(over, 0) / buffer_tokens, 1.0)
+
+
+def cosine_reward(
+    config: CosineConfig, is_right: bool, length_tokens: int, limit_tokens: int
+) -> float:
+    """Return the cosine reward of arXiv 2502.03373, section 4.2.
+
+    With r_0 and r_L the ends for right or for wrong answers,
+    r_L + (r_0 - r_L) / 2 * (1 + cos(pi * length / limit)): r_0 at no length, r_L towards the
+    limit; an answer that has reached the limit gets `exceeded`, right or wrong.
+    """
+    if length_tokens >= limit_tokens:
+        return config.exceeded
+    short, long = (
+        (config.right_short, config.right_long)
+        if is_right
+        else (config.wrong_short, config.wrong_long)
+    )
+    fall = (1 + math.cos(math.pi * length_tokens / limit_tokens)) / 2
+    return long + (short - long) * fall
+
+
+@dataclass
+class FailureReport:
+    """Scorings since the count began, and those that failed."""
+
+    scored: int = 0
     count: int = 0
+    """The number that failed."""
     first_error: str = ""
     """One line; empty when nothing failed."""
     first_traceback: str = ""
@@ -267,13 +344,19 @@ class Rewards:
     """
 
     def __init__(
-        self, config: RewardConfig, pipeline: AnyPipeline, models: Sequence[Section] = ()
+        self,
+        config: RewardConfig,
+        pipeline: RewardPipeline | RemotePipeline,
+        models: Sequence[Section] = (),
     ) -> None:
         self._config, self._pipeline = config, pipeline
         self._names = ScoreNames(config, models)
         self._required: str | None = None
         """The filter's metric, unless every score has it."""
-        self._failures = FailureReport()
+        self.failure_report = FailureReport()
+        self.patience = math.inf
+        """Scorings after which failures are held against the limit before the step ends, so that a
+        broken scorer is found even when no group qualifies."""
         self.close = pipeline.close
         self.check_prompt = pipeline.check_prompt
         self.takes_time = pipeline.takes_time
@@ -284,8 +367,8 @@ class Rewards:
     def twin(self) -> Self:
         """Return a copy with the same scorers and workers, and a count of its own."""
         other = copy.copy(self)
-        other._required = None
-        other.reset_failures()
+        other._required, other.patience = None, math.inf
+        other.failure_report = FailureReport()
         return other
 
     def check_sources(self, data_sources: Iterable[str], held_out: bool = False) -> None:
@@ -326,7 +409,11 @@ class Rewards:
         self._required = None if metric in self._names.common() else metric
 
     async def score(
-        self, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool
+        self,
+        prompt: Prompt,
+        trajectory: Trajectory,
+        text: str | None = None,
+        training: bool = True,
     ) -> Score:
         """Score one answer; its length counts in training only.
 
@@ -334,45 +421,57 @@ class Rewards:
             text: the answer; None: its tokens are decoded where it is scored.
 
         Raises:
-            RewardError: scoring failed and `on_failure` is fatal, or the score lacks the metric
-                that the filter asks for.
+            RewardError: scoring failed and `on_failure` is fatal, the score lacks the metric that
+                the filter asks for, or too many scorings failed.
         """
         scored = await self._pipeline.score(prompt, trajectory, text, training)
+        score, report = scored.score, self.failure_report
+        report.scored += 1
         if scored.failure is not None:
-            return self._failed(prompt, scored.score, scored.failure)
-        if training and self._required is not None:
-            self._check_metric(scored.score, self._required)
-        return scored.score
+            score = self._failed(prompt, score, scored.failure)
+        elif training and self._required is not None:
+            self._check_metric(score, self._required)
+        if report.count and report.scored >= self.patience:
+            self._check_share()
+        return score
 
-    @property
-    def failure_report(self) -> FailureReport:
-        """Failures since the last reset."""
-        return self._failures
-
-    def reset_failures(self) -> None:
-        """Start a new count, as at the beginning of a step."""
-        self._failures = FailureReport()
-
-    def check_failures(self, scored: int) -> None:
-        """Hold the failures counted against the `scored` answers of the same time.
+    def end_step(self) -> None:
+        """Hold the failures counted against the limit, and start a new count.
 
         Raises:
             RewardError: their share is above `reward.max_failure_share`.
         """
-        count, limit = self._failures.count, self._config.max_failure_share
-        if count and count > limit * scored:
+        report = self.failure_report
+        try:
+            if report.count:
+                log.warning(
+                    "scoring failed for %d of %d answers; the first failure: %s",
+                    report.count,
+                    report.scored,
+                    report.first_error,
+                )
+                self._check_share()
+        finally:
+            self.failure_report = FailureReport()
+
+    def _check_share(self) -> None:
+        report, limit = self.failure_report, self._config.max_failure_share
+        if report.count > limit * report.scored:
+            log.error("%s", report.first_traceback or report.first_error)
             raise RewardError(
-                f"scoring failed for {count} of {scored} answers ({count / max(scored, 1):.0%}), "
-                f"reward.max_failure_share is {limit:g}; the first failure: "
-                f"{self._failures.first_error}; mend the scorer (its traceback is in the log)"
+                f"scoring failed for {report.count} of {report.scored} answers "
+                f"({report.count / report.scored:.0%}), reward.max_failure_share is {limit:g}; the "
+                f"first failure: {report.first_error}; mend the scorer (its traceback is in the "
+                "log)"
             )
 
     def _failed(self, prompt: Prompt, score: Score, failure: Failure) -> Score:
         """Count a failure, and give its score the number that a filter will ask for."""
-        line, before = failure.line, self._failures
-        if not before.count:
-            before = FailureReport(0, f"{line} (prompt {prompt.uid})", failure.trace)
-        self._failures = replace(before, count=before.count + 1)
+        line, report = failure.line, self.failure_report
+        if not report.count:
+            report.first_error = f"{line} (prompt {prompt.uid})"
+            report.first_traceback = failure.trace
+        report.count += 1
         if self._config.on_failure == "fatal":
             raise RewardError(
                 f"scoring an answer to prompt {prompt.uid} failed and reward.on_failure is fatal: "

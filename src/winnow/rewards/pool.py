@@ -1,13 +1,15 @@
 """Scorers in processes of their own, with limits of time and memory.
 
-    score() ─► inbox ─► queue ─► a process's batch ─► reply ─► the future that score() waits for
-                          ▲                │ late, too large, dead
-                          └── the others ──┘ its own sample: a failure that says why
+    score() ─► queue ─► a message to a process ─► its reply ─► the future that score() waits for
+                 ▲                │ late, too large, dead
+                 └── the others ──┘ its own sample: a failure that says why
 
 The processes are served by a thread with an event loop of its own, because limits must hold while
-the run's thread is busy with the model. A plain function has one answer in work a process, so it is
-known whose fault an end is, and the rest of its batch goes to another process. Any of an
-asynchronous function's many answers may be at fault: each is asked again, alone.
+the run's thread is busy with the model. A message holds several answers, which a plain function
+scores one by one; a process notes in a byte that the pool can read which of them is in work, so it
+is known whose fault an end is, and the others go to another process. Any of an asynchronous
+function's many answers may be at fault, and any of those that are scored in one call
+(`reward/manager=batch`): each is asked again, alone.
 
 Memory is what is resident, looked at every `_TICK_S` while a process works: a limit on address
 space (RLIMIT_AS) would count what numpy, torch and thread stacks only reserve. In between a
@@ -17,7 +19,6 @@ process can exceed its limit by as much as it can touch in that time, about 0.1 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import logging
 import math
@@ -27,36 +28,31 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
 
-from winnow.config.reward import RewardConfig, UserFunction
+from winnow.config.reward import BatchManager, RewardConfig, UserFunction
 from winnow.errors import RewardError
-from winnow.rewards.task import Arguments, Failure, Outcome
-from winnow.rewards.wire import (
-    BatchItem,
+from winnow.rewards.task import (
+    Arguments,
+    Failure,
+    Outcome,
     Ready,
-    Refused,
     ScoreItem,
     ScorerJob,
     ScorerReply,
-    late_line,
+    late_failure,
 )
-from winnow.types import Score
-
-if TYPE_CHECKING:
-    from winnow.workers.local import LocalConnection
+from winnow.workers.local import LocalConnection
+from winnow.workers.wire import pack
 
 log = logging.getLogger(__name__)
 
-WAITING_PER_WORKER = 128
-"""Answers that are taken in; more wait with their callers, and hold no memory here."""
 ASYNC_AT_ONCE = 64
 """Answers that a process awaits side by side; halved each time that one blocks the others."""
 KEPT_OUTPUT_BYTES = 4096
-_LARGEST_BATCH = 32
-_BATCH_S = 0.02
+_LARGEST_MESSAGE = 32
 _GRACE_S = 1.0
 """Over the limit, for a process that keeps the time of its answers itself."""
 _LOAD_LIMIT_S = 600.0
@@ -65,6 +61,7 @@ _LOAD_ATTEMPTS = 3
 _TICK_S = 0.05
 _CLOSING_S = 1.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_CLOSED = RuntimeError("the scorer pool is closed")
 # One core a process; and sets of strings are in the same order in each of them.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -76,73 +73,76 @@ _ENVIRONMENT = {
 
 @dataclass(eq=False)
 class _Ask:
-    """An item, and the caller that waits for its score in an event loop of its own."""
+    """An answer, and the caller that waits for its score in an event loop of its own."""
 
-    item: ScoreItem | BatchItem
+    item: ScoreItem
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Outcome]
 
 
 @dataclass(eq=False)
-class _Output:
-    """The beginning of what a process prints, which is kept from the terminal."""
+class _Message:
+    """Answers that a process has."""
 
-    printed: bytes = b""
-    printed_bytes: int = 0
-    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    asks: Sequence[_Ask]
+    since: float
+    """The time from which the answer in work may be under way."""
+    at: int = 0
+    """Its place, as last seen."""
+
+
+class _Scorer:
+    """One process, the messages that it has, and the beginning of what it prints."""
+
+    process: LocalConnection
+
+    def __init__(self) -> None:
+        self.born = time.monotonic()
+        self.numbers = count()
+        self.is_ready = self.is_async = self.is_leaving = False
+        self.is_alone = False
+        """True if it has, or had, an ask that is to have the process to itself."""
+        self.refusal = ""
+        """The reason why the user's file cannot be used."""
+        self.held: list[_Message] = []
+        """In the order sent."""
+        self.quick = 1
+        """Answers that it is likely to score before it replies."""
+        self.cell = os.memfd_create("winnow-scorer", os.MFD_CLOEXEC)
+        os.pwrite(self.cell, b"\0", 0)
+        self.printed = b""
+        self.printed_bytes = 0
+        self.output_has_ended = asyncio.Event()
 
     async def follow(self, reader: asyncio.StreamReader) -> None:
-        """Read to the end."""
+        """Read what the process prints, to the end."""
         while data := await reader.read(1 << 18):
             self.printed += data[: KEPT_OUTPUT_BYTES - len(self.printed)]
             self.printed_bytes += len(data)
-        self.has_ended.set()
-
-    @property
-    def text(self) -> str:
-        """The part that is kept."""
-        return self.printed.decode(errors="replace").rstrip()
-
-    def log(self) -> None:
-        """Log it, if there is any."""
-        if self.printed:
-            log.info(
-                "a scorer's process wrote %d bytes to its output; it begins with: %s",
-                self.printed_bytes,
-                self.text,
-                extra={"printed": self.printed.decode(errors="replace")},
-            )
-
-
-@dataclass(eq=False)
-class _Scorer:
-    """One process, and the asks that it has."""
-
-    process: LocalConnection
-    output: _Output
-    born: float = field(default_factory=time.monotonic)
-    numbers: count[int] = field(default_factory=count)
-    is_ready: bool = False
-    is_async: bool = False
-    is_leaving: bool = False
-    is_alone: bool = False
-    """True if it has, or had, an ask that is to have the process to itself."""
-    refusal: str | None = None
-    """The reason why the user's file cannot be used."""
-    held: dict[_Ask, float] = field(default_factory=dict)
-    """Asks in the order sent, with the time from which each may be under way."""
-    batch_began: float = 0.0
-    batch_size: int = 0
+        self.output_has_ended.set()
 
     @property
     def is_idle(self) -> bool:
         """True if it could take more at once."""
         return self.is_ready and not self.held
 
-    def deadline(self, timeout_s: float) -> float:
-        """The time at which the ask in work is late; the oldest of an async function's."""
-        grace_s = _GRACE_S if self.is_async else 0.0
-        return next(iter(self.held.values())) + timeout_s + grace_s
+    @property
+    def asks(self) -> list[_Ask]:
+        """All that it has."""
+        return [asked for message in self.held for asked in message.asks]
+
+    def at(self) -> int:
+        """The place of the answer in work, in the message of a plain function."""
+        return os.pread(self.cell, 1, 0)[0]
+
+    def is_late(self, timeout_s: float) -> bool:
+        """Return whether the time of the answer in work is up; of an async function's oldest."""
+        if not self.held:
+            return False
+        oldest, now = self.held[0], time.monotonic()
+        if oldest.at != (at := self.at()):
+            oldest.at, oldest.since = at, now
+        return now > oldest.since + timeout_s + (_GRACE_S if self.is_async else 0.0)
 
     def resident_bytes(self) -> int:
         """Memory of the process that is in RAM; 0 where the system does not tell."""
@@ -156,51 +156,45 @@ class _Scorer:
 class ScorerPool:
     """Processes that score; used from one event loop at a time.
 
+    They are started here, and the first has loaded what scores when this returns.
+
     Args:
-        config: gives the limits.
+        config: gives the limits, and the most answers of one call (`reward/manager=batch`).
         function: the user's; None: the processes run built-in scorers.
-        batched: it takes many answers in a call.
+
+    Raises:
+        RewardError: the user's file cannot be used; one line says why.
     """
 
-    def __init__(
-        self,
-        config: RewardConfig,
-        workers: int,
-        function: UserFunction | None = None,
-        batched: bool = False,
-    ) -> None:
+    def __init__(self, config: RewardConfig, function: UserFunction | None = None) -> None:
         self.finished = 0
-        memory_bytes = config.memory_mb << 20
-        self._job = ScorerJob(function, config.timeout_s, memory_bytes, tuple(sys.path), batched)
-        self._workers = workers
-        self._capacity = WAITING_PER_WORKER * workers
-        self._room: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self._inbox: deque[_Ask] = deque()
-        self._wake_planned: asyncio.AbstractEventLoop | None = None
-        self._waiting: set[_Ask] = set()
+        self._config, self._function = config, function
+        self._most_in_call = 0
+        """Answers in one call of the function; 0: it takes them one by one."""
+        if function is not None and isinstance(config.manager, BatchManager):
+            self._most_in_call = config.manager.max_answers
+        self._workers = config.workers or default_workers()
+        self._memory_bytes = config.memory_mb << 20
+        self._late = late_failure(config.timeout_s)
+        self._new: list[_Ask] = []
+        """Asked in this turn of the caller's event loop."""
         self._loaded = threading.Event()
         self._broken: Exception | None = None
         self._is_closing = False
         self._loop = asyncio.new_event_loop()
         self._news = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="scorers", daemon=True)
         # The thread's own.
         self._scorers: list[_Scorer] = []
         self._queue: deque[_Ask] = deque()
         self._alone: deque[_Ask] = deque()
-        self._done: list[tuple[_Ask, Outcome]] = []
+        self._done: list[tuple[_Ask, Outcome | Exception]] = []
         self._at_once = ASYNC_AT_ONCE
-        self._seconds_each = _BATCH_S
-        self._was_loaded = self._is_broken = False
         self._lost_loading = 0
+        serve = partial(self._loop.run_until_complete, self._serve())
+        self._thread = threading.Thread(target=serve, name="scorers", daemon=True)
+        self._start()
 
-    def start(self) -> None:
-        """Start the processes and wait until one has loaded what scores.
-
-        Raises:
-            RewardError: the user's file cannot be used; one line says why.
-        """
-        atexit.register(self.close)
+    def _start(self) -> None:
         self._thread.start()
         try:
             self._loaded.wait()
@@ -211,70 +205,39 @@ class ScorerPool:
             self.close()
             raise self._broken
 
-    async def score(self, scorer: str, seed: int, arguments: Arguments) -> Score | Failure:
-        """Score one answer; waits while the pool has as many as it takes in.
+    async def score(self, scorer: str, seed: int, arguments: Arguments) -> Outcome:
+        """Score one answer.
 
         Raises:
             RewardError: a new process could not load the user's file.
         """
-        outcome = await self._ask(ScoreItem(scorer, seed, arguments))
-        assert isinstance(outcome, Score | Failure)
-        return outcome
-
-    async def score_batch(
-        self, seed: int, batch: Sequence[Arguments]
-    ) -> tuple[Score | Failure, ...] | Failure:
-        """Score answers in one call of the user's function; a failure is that of the whole call.
-
-        Raises:
-            RewardError: a new process could not load the user's file.
-        """
-        outcome = await self._ask(BatchItem(seed, tuple(batch)))
-        assert isinstance(outcome, tuple | Failure)
-        return outcome
-
-    async def _ask(self, item: ScoreItem | BatchItem) -> Outcome:
+        if self._broken is not None:
+            raise self._broken
         loop = asyncio.get_running_loop()
-        if self._room is None or self._room[0] is not loop:
-            self._room = loop, asyncio.Semaphore(self._capacity)
-        async with self._room[1]:
-            asked = _Ask(item, loop, loop.create_future())
-            self._waiting.add(asked)
-            self._inbox.append(asked)
-            if self._wake_planned is not loop:  # once for all that are asked in this turn
-                self._wake_planned = loop
-                loop.call_soon(self._wake)
-            try:
-                if self._broken is not None:  # after the entry: the thread fails what it finds
-                    raise self._broken
-                return await asked.future
-            finally:
-                self._waiting.discard(asked)
+        asked = _Ask(ScoreItem(scorer, seed, arguments), loop, loop.create_future())
+        if not self._new or self._new[-1].loop is not loop:  # once for all of this turn
+            loop.call_soon(self._hand_over)
+        self._new.append(asked)
+        return await asked.future
 
     def close(self) -> None:
         """End all processes: idle ones by themselves, busy ones at once."""
-        atexit.unregister(self.close)
         if self._loop.is_closed():
             return
         self._is_closing = True
-        self._wake()
+        self._loop.call_soon_threadsafe(self._news.set)
         self._thread.join()
         self._loop.close()
 
-    def _wake(self) -> None:
-        self._wake_planned = None
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._news.set)
+    def _hand_over(self) -> None:
+        asks, self._new = self._new, []
+        self._loop.call_soon_threadsafe(self._take_in, asks)
 
     # The rest runs in the thread.
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve())
-
     async def _serve(self) -> None:
         """Feed, time, weigh, end and replace the processes, to the end of the last one."""
-        error: Exception = RuntimeError("the scorer pool is closed")
+        error: Exception = _CLOSED
         next_look = 0.0
         try:
             while not self._is_closing:
@@ -304,14 +267,18 @@ class ScorerPool:
                 await self._end(scorer, give_up - time.monotonic())
             self._fail(error)
 
+    def _take_in(self, asks: Sequence[_Ask]) -> None:
+        self._queue.extend(asks)
+        self._news.set()
+        if self._broken is not None:
+            self._fail(self._broken)
+
     def _settle(self) -> None:
         """Hand outcomes to the event loop that waits for them, all in one call."""
-        self.finished += len(self._done)
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Ask, Outcome]]] = {}
-        for asked, outcome in self._done:
-            by_loop.setdefault(asked.loop, []).append((asked, outcome))
-        self._done.clear()
-        for loop, own in by_loop.items():
+        done, self._done = self._done, []
+        self.finished += len(done)
+        for loop in {asked.loop for asked, _ in done}:
+            own = [each for each in done if each[0].loop is loop]
             with contextlib.suppress(RuntimeError):  # it was closed: nobody waits any more
                 loop.call_soon_threadsafe(_set_all, own)
 
@@ -319,36 +286,32 @@ class ScorerPool:
         """End all that waits, now and later: no process can be had any more."""
         self._broken = error = self._broken or error
         self._loaded.set()
-        for asked in list(self._waiting):
-            with contextlib.suppress(RuntimeError):
-                asked.loop.call_soon_threadsafe(_refuse, asked.future, error)
+        held = [asked for scorer in self._scorers for asked in scorer.asks]
+        self._done += [(asked, error) for asked in (*self._queue, *self._alone, *held)]
+        self._queue.clear()
+        self._alone.clear()
+        self._settle()
 
-    def _take(self, scorer: _Scorer, asked: _Ask | None, said: Any) -> None:
-        """Take in a message of a process; the ask None is its job."""
+    def _take_ready(self, scorer: _Scorer, said: Ready) -> None:
         self._news.set()
-        match said:
-            case Ready(is_async):
-                scorer.is_ready, scorer.is_async = True, is_async
-                self._was_loaded, self._lost_loading = True, 0
-                self._loaded.set()
-                return
-            case Refused(line):
-                scorer.refusal = line
-                return
-        assert asked is not None
-        if not isinstance(said, ScorerReply):  # a failure of the connection: it cannot be read
-            said = ScorerReply(Failure(said.line, said.traceback))
+        scorer.is_ready, scorer.is_async = not said.refusal, said.is_async
+        scorer.refusal = said.refusal
+        if scorer.is_ready:
+            self._lost_loading = 0
+            self._loaded.set()
+
+    def _take(self, scorer: _Scorer, message: _Message, said: ScorerReply) -> None:
+        self._news.set()
+        scorer.held.remove(message)
         scorer.is_leaving |= said.is_last
-        del scorer.held[asked]
-        if scorer.held and not scorer.is_async:  # the next one's time begins
-            scorer.held[next(iter(scorer.held))] = time.monotonic()
-        if said.outcome is not None:
-            self._done.append((asked, said.outcome))
-        else:
-            self._blame([asked], late_line(self._job.timeout_s), scorer.is_alone)
-        if not scorer.held:
-            seconds = (time.monotonic() - scorer.batch_began) / scorer.batch_size
-            self._seconds_each += 0.3 * (seconds - self._seconds_each)
+        done, rest = len(said.outcomes), message.asks[len(said.outcomes) :]
+        scorer.quick = done if rest else max(scorer.quick, 2 * done)
+        self._queue.extendleft(reversed(rest))
+        for asked, outcome in zip(message.asks, said.outcomes, strict=False):
+            if outcome is None:
+                self._blame([asked], self._late, scorer.is_alone)
+            else:
+                self._done.append((asked, outcome))
 
     async def _look_at(self, scorer: _Scorer) -> None:
         """Hold a process at work against its limits."""
@@ -357,17 +320,18 @@ class ScorerPool:
         if scorer.process.ending() is not None:  # what it forked may keep the connection open
             await self._lose(scorer, None)
             return
-        now, memory, most = time.monotonic(), scorer.resident_bytes(), self._job.memory_bytes
+        memory, most = scorer.resident_bytes(), self._memory_bytes
+        timeout_s = self._config.timeout_s
         if memory > most:
             line = f"used {memory >> 20:,} MiB of memory, reward.memory_mb is {most >> 20}"
             await self._lose(scorer, f"the scorer {line}" if scorer.is_ready else line)
         elif not scorer.is_ready:
-            if now > scorer.born + _LOAD_LIMIT_S:
+            if time.monotonic() > scorer.born + _LOAD_LIMIT_S:
                 await self._lose(scorer, f"took more than {_LOAD_LIMIT_S:g} s")
-        elif now > scorer.deadline(self._job.timeout_s):
+        elif scorer.is_late(timeout_s):
             scorer.process.receive()  # an answer may have come while this thread waited
-            if scorer.held and time.monotonic() > scorer.deadline(self._job.timeout_s):
-                await self._lose(scorer, late_line(self._job.timeout_s))
+            if scorer.is_late(timeout_s):
+                await self._lose(scorer, self._late.line)
 
     async def _lose(self, scorer: _Scorer, reason: str | None) -> None:
         """Part with a process that is gone, or is to be killed for `reason`."""
@@ -376,38 +340,45 @@ class ScorerPool:
         if reason is not None:
             scorer.process.kill()
         scorer.process.hang_up()
-        ended = await self._end(scorer, _CLOSING_S if reason is None else 0.0)
-        how = ended or "cut its connection"
+        held, at = scorer.asks, scorer.at()
+        how = await self._end(scorer, _CLOSING_S if reason is None else 0.0)
+        how = reason or how or "cut its connection"
         if not scorer.is_ready:
-            self._lose_loading(scorer, reason or how)
+            self._lose_loading(scorer, how)
             return
-        held = list(scorer.held)
-        if scorer.is_leaving:
-            self._queue.extendleft(reversed(held))
-            return
-        line = reason or f"the scorer's process {how}"
-        log.warning("a scorer's process is replaced: %s", line)
-        guilty = held if scorer.is_async else held[:1]
-        self._queue.extendleft(reversed(held[len(guilty) :]))
-        printed = scorer.output.text
-        trace = f"{line}\nIts process had written:\n{printed}" if printed else line
-        self._blame(guilty, line, len(guilty) == 1, trace)
+        guilty: list[_Ask] = []
+        if not scorer.is_leaving:
+            line = reason or f"the scorer's process {how}"
+            log.warning("a scorer's process is replaced: %s", line)
+            guilty = held if scorer.is_async or self._most_in_call else held[at : at + 1]
+            said = scorer.printed.decode(errors="replace").rstrip()
+            trace = f"{line}\nIts process had written:\n{said}" if said else line
+            self._blame(guilty, Failure(line, trace), len(guilty) == 1)
+        self._queue.extendleft(asked for asked in reversed(held) if asked not in guilty)
 
     def _lose_loading(self, scorer: _Scorer, how: str) -> None:
         self._lost_loading += 1
-        is_chance = self._was_loaded and self._lost_loading < _LOAD_ATTEMPTS
-        if scorer.refusal is None and is_chance:
+        is_chance = self._loaded.is_set() and self._lost_loading < _LOAD_ATTEMPTS
+        if not scorer.refusal and is_chance:
             log.warning("a scorer's process %s while it was starting", how)
-            return
-        self._is_broken = True
-        self._fail(RewardError(scorer.refusal or _load_error(self._job, how)))
+        elif scorer.refusal or self._function is None:
+            line = f"a process for built-in scorers {how}; raise reward.memory_mb, or see the log"
+            self._fail(RewardError(scorer.refusal or line))
+        else:
+            self._fail(
+                RewardError(
+                    f"reward.function.path {self._function.path}: the process that imports it "
+                    f"{how}; mend the file, or raise the limit"
+                )
+            )
 
-    def _blame(self, asks: Sequence[_Ask], line: str, is_certain: bool, trace: str = "") -> None:
+    def _blame(self, asks: Sequence[_Ask], failure: Failure, is_certain: bool) -> None:
         """Fail the ask that was in work; where there were several, try each again, alone."""
         if is_certain:
-            self._done += [(asked, Failure(line, trace or line)) for asked in asks]
+            self._done += [(asked, failure) for asked in asks]
             return
-        if asks and line == late_line(self._job.timeout_s) and self._at_once > 1:
+        is_late = asks and failure.line == self._late.line
+        if is_late and self._at_once > 1 and not self._most_in_call:
             self._at_once //= 2
             log.warning("an async scorer blocks others; now %d at once", self._at_once)
         self._alone.extend(asks)
@@ -423,45 +394,53 @@ class ScorerPool:
         scorer.process.kill()
         await scorer.process.gone(5.0)  # longer: a process that the kernel holds on to
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(scorer.output.has_ended.wait(), _CLOSING_S)
+            await asyncio.wait_for(scorer.output_has_ended.wait(), _CLOSING_S)
         await scorer.process.release()
-        scorer.output.log()
+        os.close(scorer.cell)
+        if scorer.printed:
+            printed = scorer.printed.decode(errors="replace")
+            log.info(
+                "a scorer's process wrote %d bytes to its output; it begins with: %s",
+                scorer.printed_bytes,
+                printed.rstrip(),
+                extra={"printed": printed},
+            )
         return ended
 
     async def _fill_up(self) -> None:
         """Start processes in place of those that are gone."""
-        from winnow.workers.local import LocalConnection
-
-        while len(self._scorers) < self._workers and not self._is_broken:
-            output = _Output()
-            module = "winnow.rewards.worker"
-            scorer = _Scorer(
-                await LocalConnection.start(module, _ENVIRONMENT, output.follow), output
+        while len(self._scorers) < self._workers and self._broken is None:
+            scorer = _Scorer()
+            job = ScorerJob(
+                self._function,
+                self._most_in_call > 0,
+                self._config.timeout_s,
+                self._memory_bytes,
+                tuple(sys.path),
+                cell=f"/proc/{os.getpid()}/fd/{scorer.cell}",
+            )
+            scorer.process = await LocalConnection.start(
+                "winnow.rewards.worker", _ENVIRONMENT, scorer.follow
             )
             scorer.process.when_cut = self._news.set
             self._scorers.append(scorer)
-            self._send(scorer, None, self._job)
-
-    def _send(self, scorer: _Scorer, asked: _Ask | None, message: object) -> None:
-        from winnow.workers.wire import pack
-
-        number, packed = next(scorer.numbers), pack(message)
-        scorer.process.send(number, packed, lambda said: self._take(scorer, asked, said))
+            scorer.process.send(next(scorer.numbers), pack(job), partial(self._take_ready, scorer))
 
     def _assign(self) -> None:
         """Give the processes what they have room for."""
-        while self._inbox:
-            self._queue.append(self._inbox.popleft())
         for scorer in self._scorers:
-            if scorer.is_ready and not scorer.is_leaving:
-                now = time.monotonic()
-                asks = self._choose(scorer)
-                if asks and not scorer.held:
-                    scorer.batch_began, scorer.batch_size = now, 0
-                scorer.batch_size += len(asks)
-                scorer.held |= dict.fromkeys(asks, now)
-                for asked in asks:
-                    self._send(scorer, asked, asked.item)
+            if not scorer.is_ready or scorer.is_leaving:
+                continue
+            asks = self._choose(scorer)
+            # An async function's answers have a message each, because each has its own time.
+            is_each = scorer.is_async and not self._most_in_call
+            for own in [[asked] for asked in asks] if is_each else [asks] if asks else []:
+                os.pwrite(scorer.cell, b"\0", 0)
+                message = _Message(own, time.monotonic())
+                scorer.held.append(message)
+                packed = pack([asked.item for asked in own])
+                tell = partial(self._take, scorer, message)
+                scorer.process.send(next(scorer.numbers), packed, tell)
 
     def _choose(self, scorer: _Scorer) -> list[_Ask]:
         is_free = not scorer.held
@@ -473,52 +452,38 @@ class ScorerPool:
                 scorer.is_alone |= is_free
                 return alone
         scorer.is_alone = False
-        share = math.ceil(len(self._queue) / self._workers)
-        if scorer.is_async:
-            return self._next(self._queue, min(self._at_once - len(scorer.held), share))
-        if not is_free:
-            return []
-        quick = max(1, int(_BATCH_S / max(self._seconds_each, 1e-9)))
-        # A part of the share: who is done first takes more of what is left.
-        return self._next(self._queue, min(_LARGEST_BATCH, quick, math.ceil(share / 2)))
+        waiting = len(self._queue)
+        share = math.ceil(waiting / self._workers)
+        if self._most_in_call:
+            free = sum(not each.held for each in self._scorers)
+            most = min(self._most_in_call, math.ceil(waiting / max(free, 1))) if is_free else 0
+        elif scorer.is_async:
+            most = min(self._at_once - len(scorer.held), share)
+        else:
+            # A part of the share: who is done first takes more of what is left.
+            most = min(_LARGEST_MESSAGE, scorer.quick, math.ceil(share / 2)) if is_free else 0
+        return self._next(self._queue, most)
 
     def _next(self, asks: deque[_Ask], most: int) -> list[_Ask]:
         """Take asks from a queue; those that nobody waits for any more are dropped, not counted."""
         found: list[_Ask] = []
         while asks and len(found) < most:
             asked = asks.popleft()
-            if asked in self._waiting:
+            if not asked.future.done():
                 found.append(asked)
         return found
 
 
 def default_workers() -> int:
     """Count half of the cores that this process may use: the other half is the run's own."""
-    return max(1, cores() // 2)
+    return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-def cores() -> int:
-    """Count the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _load_error(job: ScorerJob, how: str) -> str:
-    if job.function is None:
-        return f"a process for built-in scorers {how}; raise reward.memory_mb, or see the log"
-    return (
-        f"reward.function.path {job.function.path}: the process that imports it {how}; "
-        "mend the file, or raise the limit"
-    )
-
-
-def _set_all(outcomes: Sequence[tuple[_Ask, Outcome]]) -> None:
+def _set_all(outcomes: Sequence[tuple[_Ask, Outcome | Exception]]) -> None:
     for asked, outcome in outcomes:
-        if not asked.future.done():  # cancelled
+        if asked.future.done():  # cancelled
+            continue
+        if isinstance(outcome, Exception):
+            asked.future.set_exception(outcome)
+        else:
             asked.future.set_result(outcome)
-
-
-def _refuse(future: asyncio.Future[Outcome], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

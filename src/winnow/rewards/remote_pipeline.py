@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 from winnow.errors import WinnowError
 from winnow.rewards.pipeline import RewardPipeline, ScoredAnswer
-from winnow.rewards.wire import portable
+from winnow.rewards.task import portable
 from winnow.types import Prompt, Trajectory
 from winnow.workers.array_refs import begin_fetching
 from winnow.workers.group import ThreadsafeGroup
@@ -31,18 +32,12 @@ LINGER_S = 0.002
 """For more to be done beside the first, where more is under way."""
 
 Asked = tuple[int, Prompt, Trajectory, str | None, bool]
-"""A number that the driver knows it by, and the arguments of `AnyPipeline.score`."""
+"""A number that the driver knows it by, and the arguments of `RewardPipeline.score`."""
 _Future = asyncio.Future[ScoredAnswer]
-
-
-@dataclass(frozen=True, eq=False)
-class ScoreReply:
-    """The answers scored since the last reply."""
-
-    done: Sequence[tuple[int, ScoredAnswer | WinnowError]]
-    """In the order in which they were; an error is that of its answer."""
-    figures: dict[str, int]
-    """Those of the pipeline, since the last reply."""
+Done = tuple[int, ScoredAnswer | WinnowError]
+"""The number, and the score or the answer's error."""
+ScoreReply = tuple[Sequence[Done], dict[str, int]]
+"""What has been done since the last reply, in that order; the pipeline's figures since then."""
 
 
 @dataclass(eq=False)
@@ -56,7 +51,7 @@ class _Load:
 
 
 class RemotePipeline:
-    """An `AnyPipeline` over workers that are `PipelineWorker`s. They fail as a group.
+    """A `RewardPipeline` in each of several workers (`PipelineWorker`), which fail as a group.
 
     All methods raise WorkerError when a worker fails.
     """
@@ -67,9 +62,9 @@ class RemotePipeline:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loads: list[_Load] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._figures: dict[str, int] = {}
+        self._figures: Counter[str] = Counter()
         for figures in workers.ask("figures"):
-            self._book(figures)
+            self._figures.update(figures)
 
     def prepare(self, data_sources: Iterable[str]) -> None:
         self._workers.ask("prepare", sorted(data_sources))
@@ -81,8 +76,8 @@ class RemotePipeline:
         return True
 
     def figures(self) -> dict[str, int]:
-        told, self._figures = self._figures, dict.fromkeys(self._figures, 0)
-        return told
+        told, self._figures = self._figures, Counter(dict.fromkeys(self._figures, 0))
+        return dict(told)
 
     def scored_apart(self) -> int:
         return sum(each or 0 for each in self._workers.progress)
@@ -120,22 +115,18 @@ class RemotePipeline:
 
     async def _exchange(self, load: _Load, asked: Sequence[Asked]) -> None:
         try:
-            reply: ScoreReply = await self._workers.call_rank(
-                load.rank, "exchange", asked, PATIENCE_S
-            )
+            reply: ScoreReply
+            reply = await self._workers.call_rank(load.rank, "exchange", asked, PATIENCE_S)
         except Exception as error:  # belongs to those who wait, who would wait for ever
             for number in list(load.under_way):
                 _settle(load, number, error)
         else:
-            self._book(reply.figures)
-            for number, said in reply.done:
+            done, figures = reply
+            self._figures.update(figures)
+            for number, said in done:
                 _settle(load, number, said)
         load.calls -= 1
         self._send(load)
-
-    def _book(self, figures: dict[str, int]) -> None:
-        for name, value in figures.items():
-            self._figures[name] = self._figures.get(name, 0) + value
 
 
 def _settle(load: _Load, number: int, said: ScoredAnswer | Exception) -> None:
@@ -153,8 +144,10 @@ class PipelineWorker:
 
     def __init__(self, pipeline: RewardPipeline) -> None:
         self._pipeline = pipeline
+        self.prepare, self.check_prompt = pipeline.prepare, pipeline.check_prompt
+        self.figures, self.close = pipeline.figures, pipeline.close
         self._tasks: set[asyncio.Task[None]] = set()
-        self._done: list[tuple[int, ScoredAnswer | WinnowError]] = []
+        self._done: list[Done] = []
         self._broken: Exception | None = None
         self._count = 0
         self._newest = 0
@@ -164,18 +157,6 @@ class PipelineWorker:
     def progress(self) -> int:
         """Moves whenever scoring gets on."""
         return self._count + self._pipeline.scored_apart()
-
-    def prepare(self, data_sources: Sequence[str]) -> None:
-        """Prepare the pipeline."""
-        self._pipeline.prepare(data_sources)
-
-    def check_prompt(self, prompt: Prompt) -> None:
-        """Have the pipeline check a prompt."""
-        self._pipeline.check_prompt(prompt)
-
-    def figures(self) -> dict[str, int]:
-        """Return the pipeline's figures."""
-        return self._pipeline.figures()
 
     async def exchange(self, asked: Sequence[Asked], patience_s: float) -> ScoreReply:
         """Begin to score these, and say what has been done, as soon as anything has.
@@ -196,13 +177,9 @@ class PipelineWorker:
         if self._broken is not None:
             raise self._broken
         if own != self._newest:
-            return ScoreReply([], {})
+            return [], {}
         done, self._done = self._done, []
-        return ScoreReply(done, self._pipeline.figures())
-
-    def close(self) -> None:
-        """End the pipeline's own workers."""
-        self._pipeline.close()
+        return done, self._pipeline.figures()
 
     async def _something(self, own: int) -> None:
         """Wait until this exchange should return."""

@@ -12,8 +12,7 @@ answer that has waited too long (503). An answer whose client has gone is not sc
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Mapping
+import json
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from starlette.requests import Request
 from winnow.errors import RewardError
 from winnow.http.service import JsonService, Refusal
 from winnow.rewards.managers import Manager
-from winnow.rewards.managers.remote import plain
+from winnow.rewards.remote import plain
 from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score
 
@@ -100,10 +99,4 @@ def _question(body: Any) -> tuple[Prompt, str]:
 
 def _finite(value: Any) -> Any:
     """The value without NaN and infinity, which JSON does not have: they become texts."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return value
+    return json.loads(json.dumps(value), parse_constant=lambda name: str(float(name)))

@@ -1,6 +1,8 @@
 """Calls of a scorer: each ends in a usable score, or in a failure told in one line.
 
-The same in the run's own process and in a worker of the pool.
+The same in the run's own process and in a worker of the pool; the messages between the two stand
+here, too. What comes back from a worker is numbers, texts and plain containers (`portable`), so
+that the run never needs the classes of a user's file.
 """
 
 from __future__ import annotations
@@ -11,23 +13,27 @@ import math
 import os
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
-from winnow.rewards.scorers import SCORERS
+import numpy as np
+
+from winnow.config.reward import UserFunction
+from winnow.errors import RewardError
+from winnow.rewards.scorers import Scorer
 from winnow.types import Score
-
-if TYPE_CHECKING:
-    from winnow.rewards.user_function import UserScorer
 
 Verdict = asyncio.Future["float | Failure"]
 """A model's or a judge's score of an answer, once it comes."""
 Arguments = tuple[str, str, Any, Mapping[str, Any]]
 """Data source, answer's text, ground truth, the row's other columns."""
+_FIELD = "reward.function.path"
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _LONGEST_LINE = 1000
 _HERE = str(Path(__file__).parent)
 """Modules of this folder pass errors on; the fault is never theirs. Scorers lie below it."""
+_ATOMS = (str, bytes, int, float, complex, bool, type(None))
 
 
 @dataclass(frozen=True)
@@ -41,79 +47,139 @@ class Failure:
     """True if a sandbox failed, not the scorer."""
 
 
-Outcome = Score | Failure | tuple[Score | Failure, ...]
-"""The end of one answer's scoring, or of each in a batch; a `Failure` may be a whole batch's."""
+Outcome = Score | Failure
 
 
-async def outcome(user: UserScorer | None, scorer: str, arguments: Arguments) -> Score | Failure:
-    """Score one answer with the user's function, or else with a built-in scorer."""
+@dataclass(frozen=True)
+class ScorerJob:
+    """The first message to a process of the pool; a `Ready` answers it."""
+
+    function: UserFunction | None
+    """None: the built-in scorers."""
+    batched: bool
+    """True if the function takes many answers in a call."""
+    timeout_s: float
+    memory_bytes: int
+    python_path: tuple[str, ...]
+    """The run's: the user's file finds the same modules."""
+    cell: str
+    """File of one byte, where the process notes which answer of its message is in work."""
+
+
+class ScoreItem(NamedTuple):
+    """One answer to be scored; a message to a process is a list of them."""
+
+    scorer: str
+    """A built-in one; ignored where the user's function scores."""
+    seed: int
+    """For the random numbers that the scorer may draw."""
+    arguments: Arguments
+
+
+class Ready(NamedTuple):
+    """The process has loaded what scores, or cannot and ends."""
+
+    is_async: bool
+    """True if many calls of the function may wait side by side."""
+    refusal: str = ""
+    """The reason why the user's file cannot be used, for the user."""
+
+
+class ScorerReply(NamedTuple):
+    """The outcomes of a message's first answers; the others are to be sent elsewhere."""
+
+    outcomes: Sequence[Outcome | None]
+    """None: the answer may not be at fault, and is to be asked again alone."""
+    is_last: bool = False
+    """True if the process takes no more."""
+
+
+class UserScorer:
+    """A user's reward: a Python file with verl's `compute_score`, sync or async.
+
+    It is called as `compute_score(data_source=…, solution_str=…, ground_truth=…, extra_info=…,
+    **kwargs)` and returns a number, or a dict with `score`. The dict's `acc` is the accuracy
+    (without it: 1 where the score is above 0), every other key is kept with the sample. A sync
+    function runs in its process's main thread, because signals (math-verify's alarm) work nowhere
+    else.
+
+    Args:
+        batched: it is called with lists, as `compute_score(data_sources=…, solution_strs=…,
+            ground_truths=…, extra_infos=…, **kwargs)`, and returns a list of such results.
+
+    Raises:
+        RewardError: the file cannot be imported, or has no such function.
+    """
+
+    def __init__(self, config: UserFunction, batched: bool = False) -> None:
+        from winnow.user_code import load_user_object
+
+        assert config.path is not None
+        self.file = str(Path(config.path).expanduser().absolute())
+        self.batched = batched
+        self._kwargs = config.kwargs
+        self._names = [f"{name}s" for name in _ARGUMENTS] if batched else list(_ARGUMENTS)
+        self._function = function = load_user_object(config.path, _FIELD, RewardError, config.name)
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(self._names), **config.kwargs)
+        except TypeError as error:
+            raise RewardError(
+                f"{_FIELD} {config.path}: {config.name}{inspect.signature(function)} cannot be "
+                f"called with {', '.join([*self._names, *config.kwargs])} ({error}); change its "
+                "arguments, or reward.function.kwargs"
+            ) from error
+        called = getattr(function, "__call__", None)  # noqa: B004  an object's own
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, called)))
+        """True if many calls may wait side by side."""
+
+    def call(self, asked: Sequence[Arguments]) -> Any:
+        """Call the function with one answer, or with all where it takes many.
+
+        Its result may be something to await, and it may raise anything.
+        """
+        rows = [(*each[:3], dict(each[3].get("extra_info") or {})) for each in asked]
+        given = [list(column) for column in zip(*rows, strict=True)] if self.batched else rows[0]
+        return self._function(**dict(zip(self._names, given, strict=True)), **self._kwargs)
+
+    def read(self, said: Any, count: int) -> list[Outcome]:
+        """Return the scores in what a call returned; what is no score in a list fails alone.
+
+        Raises:
+            TypeError, ValueError: there are none, or not so many.
+        """
+        if not self.batched:
+            return [checked(read_result(said))]
+        if isinstance(said, str | bytes | Mapping) or not hasattr(said, "__iter__"):
+            raise TypeError(f"the function must return a list of scores, got {type(said).__name__}")
+        parts = list(said)
+        if len(parts) != count:
+            raise ValueError(f"the function returned {len(parts)} scores for {count} answers")
+        return [self._read(part) for part in parts]
+
+    def _read(self, part: Any) -> Outcome:
+        try:
+            return checked(read_result(part))
+        except Exception as error:  # of an object that the user's function made
+            return failure_of(error, self.file)
+
+
+def score_by_rule(scorer: Scorer, arguments: Arguments) -> Outcome:
+    """Score one answer with a built-in scorer."""
     try:
-        if user is None:
-            return checked(SCORERS[scorer].score(*arguments))
-        result = user.call(*arguments)
-        return checked(read_result(await result if inspect.isawaitable(result) else result))
+        return checked(scorer.score(*arguments))
     # SystemExit: a scorer that calls exit() must not end the process either.
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        raise_if_cancelled(error)
-        return failure_of(error, user.file if user else None)
+    except (Exception, SystemExit) as error:
+        return failure_of(error, None)
 
 
-def outcome_without_loop(
-    user: UserScorer | None, scorer: str, arguments: Arguments
-) -> Score | Failure:
-    """Score as `outcome` does where no event loop runs, so that the function may run its own."""
-    try:
-        if user is None:
-            return checked(SCORERS[scorer].score(*arguments))
-        return checked(read_result(_awaited(user.call(*arguments))))
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        return failure_of(error, user.file if user else None)
-
-
-async def outcomes(
-    user: UserScorer, batch: Sequence[Arguments]
-) -> tuple[Score | Failure, ...] | Failure:
+async def score_by_call(user: UserScorer, asked: Sequence[Arguments]) -> list[Outcome] | Failure:
     """Score answers in one call of the user's function; a failure is that of the call."""
     try:
-        result = user.call_batch(batch)
-        return _each(user, await result if inspect.isawaitable(result) else result, len(batch))
+        said = user.call(asked)
+        return user.read(await said if inspect.isawaitable(said) else said, len(asked))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise_if_cancelled(error)
         return failure_of(error, user.file)
-
-
-def outcomes_without_loop(
-    user: UserScorer, batch: Sequence[Arguments]
-) -> tuple[Score | Failure, ...] | Failure:
-    """Score as `outcomes` does where no event loop runs, so that the function may run its own."""
-    try:
-        return _each(user, _awaited(user.call_batch(batch)), len(batch))
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        return failure_of(error, user.file)
-
-
-def _each(user: UserScorer, result: Any, count: int) -> tuple[Score | Failure, ...]:
-    """The score in each part of what a call returned; what is no score fails alone."""
-    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__iter__"):
-        raise TypeError(f"the function must return a list of scores, got {type(result).__name__}")
-    parts = list(result)
-    if len(parts) != count:
-        raise ValueError(f"the function returned {len(parts)} scores for {count} answers")
-    return tuple(_read(user, part) for part in parts)
-
-
-def _read(user: UserScorer, part: Any) -> Score | Failure:
-    try:
-        return checked(read_result(part))
-    except Exception as error:  # of an object that the user's function made
-        return failure_of(error, user.file)
-
-
-def _awaited(result: Any) -> Any:
-    async def wait() -> Any:
-        return await result
-
-    return asyncio.run(wait()) if inspect.isawaitable(result) else result
 
 
 def raise_if_cancelled(error: BaseException) -> None:
@@ -130,8 +196,7 @@ def checked(score: Score) -> Score:
     Raises:
         ValueError: a number is not finite, or the accuracy no share.
     """
-    numbers: dict[str, Any] = {"reward": score.reward, "accuracy": score.accuracy}
-    for name, number in [*numbers.items(), *score.parts.items()]:
+    for name, number in (("reward", score.reward), *score.parts.items()):
         if not math.isfinite(number):
             raise ValueError(f"the scorer returned {number} as {name}")
     if not 0 <= score.accuracy <= 1:
@@ -146,7 +211,6 @@ def read_result(result: Any) -> Score:
         TypeError, ValueError: there is none.
     """
     rest: dict[str, Any] = {}
-    accuracy = None
     if isinstance(result, Mapping):
         rest = {str(key): value for key, value in result.items()}
         if "score" not in rest:
@@ -154,13 +218,10 @@ def read_result(result: Any) -> Score:
                 f"the dict returned has no key score, only {', '.join(rest) or 'none'}"
             )
         result = rest.pop("score")
-        if "acc" in rest:
-            accuracy = _number(rest.pop("acc"), "acc")
-            if not 0 <= accuracy <= 1:
-                raise ValueError(f"acc must lie in [0, 1], got {accuracy:g}")
     reward = _number(result, "score")
-    if accuracy is None:
-        accuracy = float(reward > 0)
+    accuracy = _number(rest.pop("acc"), "acc") if "acc" in rest else float(reward > 0)
+    if not 0 <= accuracy <= 1:
+        raise ValueError(f"acc must lie in [0, 1], got {accuracy:g}")
     return Score(reward, accuracy, {"task": reward}, rest)
 
 
@@ -172,6 +233,12 @@ def _number(value: Any, name: str) -> float:
             "return a float, or a dict with the key score"
         )
     return float(value)
+
+
+def late_failure(timeout_s: float) -> Failure:
+    """The failure of an answer whose time is up."""
+    line = f"no score within reward.timeout_s={timeout_s:g}"
+    return Failure(line, line)
 
 
 def failure_of(error: BaseException, user_file: str | None) -> Failure:
@@ -198,3 +265,28 @@ def failure_of(error: BaseException, user_file: str | None) -> Failure:
 
 def _passes_on(filename: str) -> bool:
     return os.path.dirname(filename) == _HERE
+
+
+def portable(score: Score) -> Score:
+    """The score with texts in place of objects that only its process knows."""
+    extra = {name: v if _is_plain(v) else _as_text(v) for name, v in score.extra.items()}
+    return replace(score, extra=extra)
+
+
+def _is_plain(value: Any, depth: int = 20) -> bool:
+    """Return whether any process can read a value; one that is nested endlessly is not plain."""
+    kind = type(value)
+    if depth and kind in (list, tuple, set, frozenset):
+        return all(_is_plain(each, depth - 1) for each in value)
+    if depth and kind is dict:
+        return all(_is_plain(each, depth - 1) for pair in value.items() for each in pair)
+    if kind is np.ndarray:
+        return bool(value.dtype != object)
+    return kind in _ATOMS or isinstance(value, np.generic)
+
+
+def _as_text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception as error:  # a user's class
+        return f"({type(value).__name__}: {type(error).__name__} in its __str__)"

@@ -1,6 +1,6 @@
 """A process of the scorer pool: `python -m winnow.rewards.worker DESCRIPTOR PARENT`.
 
-It scores one answer at a time in the main thread (signals work nowhere else), or many side by side
+It makes one call at a time in the main thread (signals work nowhere else), or many side by side
 where the user's function is asynchronous. It enforces no limit of its own on a plain function: the
 pool watches from outside, because code that hangs inside C stops every thread of its process. It
 ends with its parent, however that one ends, and after a scorer has left it with much memory.
@@ -9,10 +9,13 @@ ends with its parent, however that one ends, and after a scorer has left it with
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import random
 import socket
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,30 +23,28 @@ from typing import Any, cast
 import numpy as np
 
 from winnow.errors import RewardError
+from winnow.rewards.scorers import SCORERS
 from winnow.rewards.task import (
     Failure,
     Outcome,
-    failure_of,
-    outcome,
-    outcome_without_loop,
-    outcomes,
-    outcomes_without_loop,
-)
-from winnow.rewards.user_function import UserScorer
-from winnow.rewards.wire import (
-    BatchItem,
     Ready,
-    Refused,
     ScoreItem,
     ScorerJob,
     ScorerReply,
-    late_line,
+    UserScorer,
+    failure_of,
+    late_failure,
     portable,
+    score_by_call,
+    score_by_rule,
 )
 from winnow.types import Score
 from winnow.workers.child import die_with
 from winnow.workers.wire import pack, receive, send, unpack
 
+MESSAGE_S = 0.005
+"""Time after which a process goes on to no further answer of its message. It is short, because
+what is scored waits for the answer that comes next there, which may be a slow one."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STATM = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else -1
 _TICK_S = 0.05
@@ -58,44 +59,57 @@ class ScorerRuntime:
     user: UserScorer | None
     recycle_bytes: float
 
-    def should_recycle(self, result: Outcome) -> bool:
-        """Return whether to go on in a new process."""
-        each = result if isinstance(result, tuple) else (result,)
-        is_out = any(isinstance(r, Failure) and r.line.startswith("MemoryError") for r in each)
-        return is_out or resident_bytes() > self.recycle_bytes
+    def call_without_loop(self, asked: Sequence[ScoreItem]) -> ScorerReply:
+        """Score answers in one call, where a scorer may run an event loop of its own.
 
-    async def score(self, item: ScoreItem | BatchItem) -> Outcome:
-        """Score an item; whatever happens short of the process's end is an outcome."""
+        Whatever happens short of the process's end is an outcome.
+        """
+        if self.user is None:
+            (item,) = asked
+            return self._reply([score_by_rule(SCORERS[item.scorer], item.arguments)], 1)
+        _seed(asked)
+        found: list[Outcome] | Failure
         try:
-            self._seed(item)
-            if isinstance(item, BatchItem):
-                return _portable(await outcomes(self._function, item.batch))
-            return _portable(await outcome(self.user, item.scorer, item.arguments))
+            said = self.user.call([item.arguments for item in asked])
+            found = self.user.read(_awaited(said), len(asked))
         except BaseException as error:  # KeyboardInterrupt, CancelledError: the scorer raised it
-            return failure_of(error, self.user.file if self.user else None)
+            found = failure_of(error, self.user.file)
+        return self._reply(found, len(asked))
 
-    def score_without_loop(self, item: ScoreItem | BatchItem) -> Outcome:
-        """Score an item where no event loop runs, so that the scorer may run one of its own."""
-        try:
-            self._seed(item)
-            if isinstance(item, BatchItem):
-                return _portable(outcomes_without_loop(self._function, item.batch))
-            return _portable(outcome_without_loop(self.user, item.scorer, item.arguments))
-        except BaseException as error:
-            return failure_of(error, self.user.file if self.user else None)
-
-    @property
-    def _function(self) -> UserScorer:
+    async def call(self, asked: Sequence[ScoreItem]) -> ScorerReply:
+        """Score answers in one call that may wait beside others."""
         assert self.user is not None
-        return self.user
+        _seed(asked)
+        found: list[Outcome] | Failure
+        try:
+            found = await score_by_call(self.user, [item.arguments for item in asked])
+        except BaseException as error:
+            found = failure_of(error, self.user.file)
+        return self._reply(found, len(asked))
 
-    def _seed(self, item: ScoreItem | BatchItem) -> None:
-        """Make what a scorer draws depend on its answer alone, whichever process it comes to."""
-        if self.user is not None:
-            random.seed(item.seed)
-            np.random.seed(item.seed & 0xFFFFFFFF)
-            if "torch" in sys.modules:  # the user's file imported it
-                sys.modules["torch"].manual_seed(item.seed)
+    def _reply(self, found: list[Outcome] | Failure, count: int) -> ScorerReply:
+        each = [found] if isinstance(found, Failure) else found
+        is_out = any(isinstance(r, Failure) and r.line.startswith("MemoryError") for r in each)
+        is_last = is_out or resident_bytes() > self.recycle_bytes
+        if len(each) < count:  # which answer is at fault, a call for each alone will tell
+            return ScorerReply([None] * count, is_last)
+        return ScorerReply([portable(r) if isinstance(r, Score) else r for r in each], is_last)
+
+
+def _seed(asked: Sequence[ScoreItem]) -> None:
+    """Make what a scorer draws depend on its answers alone, whichever process they come to."""
+    seed = sum(item.seed for item in asked) & 0xFFFFFFFF
+    random.seed(seed)
+    np.random.seed(seed)
+    if "torch" in sys.modules:  # the user's file imported it
+        sys.modules["torch"].manual_seed(seed)
+
+
+def _awaited(result: Any) -> Any:
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait()) if inspect.isawaitable(result) else result
 
 
 def main() -> None:
@@ -109,11 +123,12 @@ def main() -> None:
     if message is None:
         return
     job: ScorerJob = unpack(message[1])
+    cell = os.open(job.cell, os.O_WRONLY)
     sys.path[:] = job.python_path
     try:
         user = UserScorer(job.function, job.batched) if job.function else None
     except RewardError as error:
-        _tell(channel, 0, Refused(str(error)))
+        _tell(channel, 0, Ready(False, str(error)))
         return
     loaded = resident_bytes()
     runtime = ScorerRuntime(user, loaded + (job.memory_bytes - loaded) / 2)
@@ -122,14 +137,24 @@ def main() -> None:
     if is_async:
         asyncio.run(_serve_side_by_side(channel, runtime, job.timeout_s))
     else:
-        _serve_one_by_one(channel, runtime)
+        _serve_one_by_one(channel, runtime, job.batched, cell)
 
 
-def _serve_one_by_one(channel: socket.socket, runtime: ScorerRuntime) -> None:
+def _serve_one_by_one(
+    channel: socket.socket, runtime: ScorerRuntime, batched: bool, cell: int
+) -> None:
+    """Make the calls of each message, and reply with the outcomes that there are in its time."""
     while (message := receive(channel)) is not None:
-        result = runtime.score_without_loop(unpack(message[1]))
-        is_last = runtime.should_recycle(result)
-        _tell(channel, message[0], ScorerReply(result, is_last))
+        asked: list[ScoreItem] = unpack(message[1])
+        outcomes: list[Outcome | None] = []
+        give_back = time.monotonic() + MESSAGE_S
+        for number, call in enumerate([asked] if batched else [[item] for item in asked]):
+            os.pwrite(cell, bytes([number]), 0)
+            found, is_last = runtime.call_without_loop(call)
+            outcomes += found
+            if is_last or time.monotonic() > give_back:
+                break
+        _tell(channel, message[0], ScorerReply(outcomes, is_last))
         if is_last:
             return
 
@@ -137,7 +162,7 @@ def _serve_one_by_one(channel: socket.socket, runtime: ScorerRuntime) -> None:
 async def _serve_side_by_side(
     channel: socket.socket, runtime: ScorerRuntime, timeout_s: float
 ) -> None:
-    """Score answers as they come, each with its own time.
+    """Make calls as they come, each with its own time.
 
     Where one of them blocks the event loop, the time of the others runs out by no fault of theirs:
     the pool is asked to send those again, alone.
@@ -154,20 +179,20 @@ async def _serve_side_by_side(
             await asyncio.sleep(_TICK_S)
             blocked_s += max(0.0, loop.time() - due - _TICK_S)
 
-    async def answer(number: int, item: ScoreItem | BatchItem) -> None:
+    async def answer(number: int, asked: list[ScoreItem]) -> None:
         before_s = blocked_s
-        work = asyncio.ensure_future(runtime.score(item))
+        work = asyncio.ensure_future(runtime.call(asked))
         await asyncio.wait({work}, timeout=timeout_s)
         if work.done():
-            is_last = runtime.should_recycle(work.result()) and not ended.is_set()
-            _tell(channel, number, ScorerReply(work.result(), is_last))
+            found, is_last = work.result()
+            _tell(channel, number, ScorerReply(found, is_last and not ended.is_set()))
             if is_last:
                 ended.set()
             return
         work.cancel()
         is_innocent = blocked_s - before_s > _BLOCKED_SHARE * timeout_s
-        line = late_line(timeout_s)
-        _tell(channel, number, ScorerReply(None if is_innocent else Failure(line, line)))
+        late = None if is_innocent or len(asked) > 1 else late_failure(timeout_s)
+        _tell(channel, number, ScorerReply([late] * len(asked)))
 
     def on_readable() -> None:
         message = receive(channel)
@@ -185,16 +210,10 @@ async def _serve_side_by_side(
     watching.cancel()
 
 
-def _tell(channel: socket.socket, number: int, message: Ready | Refused | ScorerReply) -> None:
+def _tell(channel: socket.socket, number: int, message: Ready | ScorerReply) -> None:
     """Send a message; a pool that is gone is met at the next read."""
     with suppress(BrokenPipeError, ConnectionResetError):
         send(channel, number, pack(message))
-
-
-def _portable(result: Outcome) -> Outcome:
-    if isinstance(result, tuple):
-        return tuple(portable(r) if isinstance(r, Score) else r for r in result)
-    return portable(result) if isinstance(result, Score) else result
 
 
 def resident_bytes() -> int:

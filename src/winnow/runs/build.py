@@ -26,7 +26,6 @@ from winnow.runs.checkpoint import Manifest, Retention, Saver, sync
 from winnow.runs.loading import Policies, check_positions, longest_prompt
 from winnow.runs.loop import Run, Schedule
 from winnow.runs.metrics import Throughput
-from winnow.runs.rewarding import TrainingScores
 from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState
 from winnow.runs.topology import Topology
@@ -151,14 +150,14 @@ def build(
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin())
     with_baseline = "greedy_rewards" in needs_of(config)
     step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
-    scores = TrainingScores(rewards, patience=step_answers)
+    rewards.patience = step_answers
     lag = score_lag_ticks(config, rewards, source.data_sources)
     sampler = Sampler(
         config.sampling.model_copy(update={"score_lag_ticks": lag}),
         engine=engine,
         next_prompt=loader.next,
         give_back=loader.give_back,
-        score=scores,
+        score=rewards.score,
         n=config.rollout.n,
         sampling=rollout_sampling(config, policy),
         run_seed=config.run.seed,
@@ -189,7 +188,7 @@ def build(
         state=state,
         stop=stop,
         keep_rollouts=_rollout_writer(config, folder, policy.decode),
-        check_scoring=scores.end_step,
+        check_scoring=rewards.end_step,
         scoring_figures=rewards.figures,
         evaluations=Schedule(config.evaluation.every, steps),
         checkpoints=Schedule(config.trainer.save_every, steps),

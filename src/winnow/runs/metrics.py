@@ -14,7 +14,7 @@ import torch
 from winnow.learning.learner import Learned
 from winnow.observe.metrics import Metrics, Number
 from winnow.observe.rollouts import RolloutGroup
-from winnow.rewards.parts import OVERLONG, OVERLONG_REWARD, TASK
+from winnow.rewards.pipeline import OVERLONG, OVERLONG_REWARD, TASK
 from winnow.sampling.accounting import StepGroups
 from winnow.types import Score
 

@@ -6,25 +6,24 @@ there is a reward model only.
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
-from winnow.config.judge import NoRewardModel, OpenAiJudge
+from winnow.config.judge import NoRewardModel, OpenAiJudge, SequenceClassifier
+from winnow.config.model import ModelConfig
 from winnow.config.reward import RewardConfig, share_of
 from winnow.config.root import Config
-from winnow.errors import RewardError
-from winnow.rewards.parts import Section
-from winnow.rewards.pipeline import Decode, RewardPipeline, Rewards
-from winnow.types import Prompt, Score, Trajectory
+from winnow.errors import ModelError
+from winnow.rewards.pipeline import Decode, RewardPipeline, Rewards, Section
+from winnow.types import IntArray
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from winnow.rewards.model import ModelScorer
     from winnow.rewards.remote_pipeline import PipelineWorker
     from winnow.workers.protocol import RankInfo
-
-
-log = logging.getLogger(__name__)
 
 
 def make_rewards(
@@ -40,11 +39,11 @@ def make_rewards(
         RewardError: a scorer's name, the user's file, or the judge's key or cache is wrong.
         ModelError: the reward model is not usable.
     """
-    panel = make_panel(config, device, decode, training)
-    return Rewards(config.reward, panel, asked_models(config.reward, training))
+    pipeline = make_pipeline(config, device, decode, training)
+    return Rewards(config.reward, pipeline, asked_models(config.reward, training))
 
 
-def make_panel(
+def make_pipeline(
     config: Config, device: torch.device | str, decode: Decode | None, training: bool = True
 ) -> RewardPipeline:
     """Make a reward pipeline; arguments and errors are those of `make_rewards`."""
@@ -54,16 +53,10 @@ def make_panel(
             from winnow.rewards.judge import Judge
 
             judge = Judge(section)
-            continue
-        import torch
-
-        from winnow.runs.reward_model import make_model_scorer
-
-        budget = section.microbatch_tokens or config.trainer.microbatch_tokens
-        deterministic = config.run.deterministic
-        model = make_model_scorer(
-            section, config.model, torch.device(device), budget, deterministic
-        )
+        else:
+            budget = section.microbatch_tokens or config.trainer.microbatch_tokens
+            deterministic = config.run.deterministic
+            model = make_model_scorer(section, config.model, device, budget, deterministic)
     return RewardPipeline(config.reward, config.rollout.max_response_tokens, model, judge, decode)
 
 
@@ -92,61 +85,71 @@ def make_pipeline_worker(rank: RankInfo, config: Config, tokenizer: str) -> Pipe
 
         torch.set_num_threads(config.run.threads)
     field = "model.tokenizer" if config.model.tokenizer else "model.path"
-    read = load_tokenizer(tokenizer, config.model.trust_remote_code, field)
+    decode = decoder(load_tokenizer(tokenizer, config.model.trust_remote_code, field))
     own = config.model_copy(update={"reward": share_of(config.reward)})
-    return PipelineWorker(
-        make_panel(own, "cpu" if index is None else f"cuda:{index}", decoder(read))
+    return PipelineWorker(make_pipeline(own, "cpu" if index is None else f"cuda:{index}", decode))
+
+
+def make_model_scorer(
+    config: SequenceClassifier,
+    policy: ModelConfig,
+    device: torch.device | str,
+    microbatch_tokens: int,
+    deterministic: bool,
+) -> ModelScorer:
+    """Load the reward model and all it takes to ask it.
+
+    Args:
+        policy: gives what `config` leaves open.
+        microbatch_tokens: packed tokens run at once.
+        deterministic: run each answer alone.
+
+    Raises:
+        ModelError: it is no sequence classifier with one label, is damaged, has no tokenizer or
+            template, or does not fit them.
+    """
+    import torch
+
+    from winnow.data.tokenizer import load_tokenizer
+    from winnow.learning.strategy import Strategy, score_sequences
+    from winnow.models.causal_lm import torch_dtype
+    from winnow.models.value import load_reward_model
+    from winnow.rewards.model import ModelScorer
+
+    field = "reward.model.tokenizer" if config.tokenizer else "reward.model.path"
+    tokenizer = load_tokenizer(
+        config.tokenizer or config.path, policy.trust_remote_code, field, ends_answers=False
+    )
+    dtype = torch_dtype(config.dtype or policy.dtype)
+    model = load_reward_model(config.path, dtype, torch.device(device), policy.trust_remote_code)
+    _check(config.path, model, tokenizer)
+    own: Any = model.config
+    positions = getattr(own, "max_position_embeddings", None)
+    strategy = Strategy(model)
+
+    def forward(sequences: Sequence[IntArray]) -> list[float]:
+        return cast("list[float]", score_sequences(strategy, sequences, microbatch_tokens).tolist())
+
+    return ModelScorer(
+        config,
+        forward,
+        tokenizer,
+        pad_token_id=own.get_text_config().pad_token_id,
+        positions=positions if isinstance(positions, int) else None,
+        one_by_one=deterministic,
     )
 
 
-class TrainingScores:
-    """The scorer of training answers, which the sampler calls for each finished one.
-
-    Args:
-        patience: answers after which failures are held against the limit before the step ends,
-            so that a broken scorer is found even when no group qualifies.
-    """
-
-    def __init__(self, rewards: Rewards, patience: int) -> None:
-        self._rewards, self._patience = rewards, patience
-        self._scored = 0
-
-    async def __call__(self, prompt: Prompt, trajectory: Trajectory) -> Score:
-        """Score one answer.
-
-        Raises:
-            RewardError: too many of this step's scorings failed.
-        """
-        score = await self._rewards.score(prompt, trajectory, None, training=True)
-        self._scored += 1
-        if self._scored >= self._patience:
-            self._check()
-        return score
-
-    def end_step(self) -> None:
-        """Hold the step's failures against the limit, and start anew.
-
-        Raises:
-            RewardError: their share is above `reward.max_failure_share`.
-        """
-        report = self._rewards.failure_report
-        if report.count:
-            log.warning(
-                "scoring failed for %d of %d answers; the first failure: %s",
-                report.count,
-                self._scored,
-                report.first_error,
+def _check(path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise ModelError(
+                f"reward.model.path {path}: {name} holds NaN or infinity; use another model"
             )
-        try:
-            self._check()
-        finally:
-            self._rewards.reset_failures()
-            self._scored = 0
-
-    def _check(self) -> None:
-        try:
-            self._rewards.check_failures(self._scored)
-        except RewardError:
-            report = self._rewards.failure_report
-            log.error("%s", report.first_traceback or report.first_error)
-            raise
+    tokens = max(tokenizer.get_vocab().values()) + 1
+    embedded = cast(int, cast(Any, model.config).get_text_config().vocab_size)
+    if tokens > embedded:
+        raise ModelError(
+            f"reward.model.path {path}: the tokenizer has {tokens} tokens, the model only "
+            f"{embedded}; give the tokenizer that belongs to the model in reward.model.tokenizer"
+        )

@@ -23,7 +23,7 @@ from winnow.errors import ModelError, RewardError
 from winnow.models.causal_lm import quiet_transformers
 from winnow.rewards.model import Forward
 from winnow.rewards.pipeline import Rewards
-from winnow.runs.reward_model import make_model_scorer
+from winnow.runs.rewarding import make_model_scorer
 from winnow.sampling.filters import judge
 from winnow.types import Prompt, Score
 

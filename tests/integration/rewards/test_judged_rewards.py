@@ -129,7 +129,7 @@ def test_a_judge_that_fails_fails_the_answer_and_the_share_ends_the_run(make: Ma
         assert (score.reward, score.accuracy) == (-4.0, 0.0)
         assert score.error.startswith("the judge: http://127.0.0.1:")
     with pytest.raises(RewardError, match=r"failed for 2 of 2 .* the judge: .* answered 500"):
-        service.check_failures(2)
+        service.end_step()
 
 
 def test_figures_are_of_all_twins_and_start_anew(make: Make) -> None:

@@ -317,7 +317,7 @@ def test_a_class_that_fails_to_close_is_told_in_one_line(
     own.close()
     own.close()
     (line,) = caplog.messages
-    assert line.endswith("own.py:Own: its close fails with OSError: two lines")
+    assert "own.py:Own: its close fails with OSError: two lines; mend" in line
 
 
 def test_an_asynchronous_function_here_shows_that_it_gets_on(tmp_path: Path) -> None:

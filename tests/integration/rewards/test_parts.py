@@ -173,6 +173,16 @@ def test_the_limit_of_the_cosine_is_the_answers_own_unless_it_is_given() -> None
     assert score.reward == pytest.approx(1.0 + 2 * 1.5)
 
 
+@pytest.mark.parametrize(("accuracy", "cosine"), [(1.0, 1.5), (0.99, -5.0), (0.0, -5.0)])
+def test_an_answer_is_right_for_the_cosine_where_all_of_it_is(
+    accuracy: float, cosine: float, user_service: UserRewards
+) -> None:
+    body = f"return {{'score': 0.5, 'acc': {accuracy}}}"
+    one = user_service(body, cosine=CosineConfig(enabled=True), workers=0)
+    (score,) = ask(one, ["x"], length=LIMIT // 2)
+    assert score.parts == {"task": 0.5, "cosine": pytest.approx(cosine)}
+
+
 def test_dapo_notes_the_penalty_as_verl_does() -> None:
     overlong = OverlongConfig(enabled=True, buffer_tokens=48)
     one = service(manager=DapoManager(), overlong=overlong)

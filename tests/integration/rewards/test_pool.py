@@ -20,7 +20,6 @@ from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
 from winnow.rewards import pool
 from winnow.rewards.pipeline import Rewards
-from winnow.rewards.pool import WAITING_PER_WORKER
 from winnow.types import Prompt, Score
 
 MIXED = """
@@ -273,7 +272,7 @@ def vars_of(score: Score) -> tuple[object, ...]:
 def test_by_default_built_in_rules_stay_here_and_a_users_function_goes_apart(
     user_service: UserRewards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "cores", lambda: 4)
+    monkeypatch.setattr(pool, "default_workers", lambda: 2)
     before = children()
     here = rewards_of(RewardConfig(), 8)
     here.check_sources(["sort_digits", "gsm8k"])
@@ -291,27 +290,6 @@ def test_twins_share_workers_and_count_failures_apart(user_service: UserRewards)
     ask_all(service, [""])
     assert (service.failure_report.count, twin.failure_report.count) == (1, 0)
     assert ask_all(service, ["x"])[0].extra == ask_all(twin, ["x"])[0].extra
-
-
-def test_more_answers_than_the_pool_takes_in_wait_with_their_callers(
-    user_service: UserRewards,
-) -> None:
-    service = user_service("return float(solution_str)", workers=1)
-    many = [str(number) for number in range(5 * WAITING_PER_WORKER)]
-    pool = service._pipeline._manager._pool
-
-    async def run() -> tuple[int, list[Score]]:
-        asked = [
-            asyncio.ensure_future(service.score(PROMPT, answer(3), text, training=True))
-            for text in many
-        ]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        return len(pool._waiting), list(await asyncio.gather(*asked))
-
-    held, scores = asyncio.run(run())
-    assert 0 < held <= WAITING_PER_WORKER
-    assert [score.reward for score in scores] == [float(text) for text in many]
 
 
 def test_cancelling_leaves_a_pool_that_goes_on(user_service: UserRewards) -> None:

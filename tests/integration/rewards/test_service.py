@@ -169,21 +169,23 @@ def test_what_fails_to_close_leaves_the_rest_to_be_closed() -> None:
 def test_too_many_failures_stop_the_run_with_the_first(
     tmp_path: Path, user_service: UserRewards
 ) -> None:
-    service = user_service("raise ValueError(solution_str)")
-    service.check_failures(0)
-    for text in ("x1", "x2", "x3"):
+    service = user_service("return int(solution_str[1:] or solution_str)")
+    service.end_step()
+    for text in ("x", "x", "x", *["x1"] * 12):
         ask(service, text)
-    service.check_failures(15)
+    service.end_step()  # 3 of 15 are 20 %
+    for text in ("x", "x", "x", *["x1"] * 11):
+        ask(service, text)
     with pytest.raises(RewardError) as caught:
-        service.check_failures(14)
+        service.end_step()
     assert str(caught.value) == (
         "scoring failed for 3 of 14 answers (21%), reward.max_failure_share is 0.2; the first "
-        f"failure: ValueError: x1 at {tmp_path}/reward.py:2 (prompt sort_digits:5391); mend the "
-        "scorer (its traceback is in the log)"
+        "failure: ValueError: invalid literal for int() with base 10: 'x' at "
+        f"{tmp_path}/reward.py:2 (prompt sort_digits:5391); mend the scorer (its traceback is in "
+        "the log)"
     )
-    service.reset_failures()
-    service.check_failures(14)
     assert service.failure_report.count == 0
+    service.end_step()
 
 
 COMMON = {"accuracy", "reward", "task_reward", "task"}

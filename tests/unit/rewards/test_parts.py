@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from winnow.config.reward import CosineConfig, OverlongConfig, RewardConfig
-from winnow.rewards.parts import cosine_reward, length_parts, overlong_penalty
+from winnow.config.reward import CosineConfig
+from winnow.rewards.pipeline import cosine_reward, overlong_penalty
 
 
 @pytest.mark.parametrize(
@@ -61,21 +61,3 @@ def test_right_answers_lose_and_wrong_ones_gain_by_length(limit: int, data: st.D
     assert 2.0 >= right[0] >= right[1] >= 1.0
     assert -10.0 <= wrong[0] <= wrong[1] <= 0.0
     assert min(right) > max(wrong)
-
-
-@pytest.mark.parametrize(("accuracy", "cosine"), [(1.0, 1.5), (0.99, -5.0), (0.0, -5.0)])
-def test_an_answer_is_right_for_the_cosine_where_all_of_it_is(
-    accuracy: float, cosine: float
-) -> None:
-    config = RewardConfig(cosine=CosineConfig(enabled=True))
-    assert length_parts(config, accuracy, 60, 120) == {"cosine": pytest.approx(cosine)}
-
-
-def test_length_makes_the_parts_that_the_recipe_asks_for() -> None:
-    assert length_parts(RewardConfig(), 1.0, 100, 120) == {}
-    both = RewardConfig(
-        overlong=OverlongConfig(enabled=True, buffer_tokens=40),
-        cosine=CosineConfig(enabled=True, limit_tokens=100),
-    )
-    assert length_parts(both, 1.0, 50, 120) == {"overlong": 0.0, "cosine": pytest.approx(1.5)}
-    assert length_parts(both, 1.0, 100, 120) == {"overlong": -0.5, "cosine": -10.0}

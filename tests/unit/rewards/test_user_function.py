@@ -11,8 +11,7 @@ import pytest
 
 from winnow.config.reward import UserFunction
 from winnow.errors import RewardError
-from winnow.rewards.task import outcome, read_result
-from winnow.rewards.user_function import UserScorer
+from winnow.rewards.task import Failure, UserScorer, read_result, score_by_call
 from winnow.types import Score
 
 SIGNATURE = "data_source, solution_str, ground_truth, extra_info"
@@ -25,9 +24,11 @@ def scorer(folder: Path, code: str, **config: Any) -> UserScorer:
 
 
 def scored(user: UserScorer, *arguments: Any) -> Score:
-    got = asyncio.run(outcome(user, "", arguments))
-    assert isinstance(got, Score), got
-    return got
+    got = asyncio.run(score_by_call(user, [arguments]))
+    assert not isinstance(got, Failure), got
+    (score,) = got
+    assert isinstance(score, Score)
+    return score
 
 
 def error_of(folder: Path, code: str, **config: Any) -> str:

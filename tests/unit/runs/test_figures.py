@@ -12,8 +12,8 @@ from tests.scoring import rewards_of
 
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
+from winnow.rewards.pipeline import Rewards
 from winnow.runs.metrics import Passes, Throughput
-from winnow.runs.rewarding import TrainingScores
 from winnow.types import Prompt, Score, Segment, Trajectory
 
 PROMPT = Prompt("0", np.array([3]), "12:", "sort_digits", "12")
@@ -32,19 +32,20 @@ def test_flop_are_two_forwards_and_four_backwards_a_weight_and_token() -> None:
     assert 0.01 < figures["memory/peak_gib"] < 1000
 
 
-def scores_with(tmp_path: object, body: str, patience: int = 100) -> TrainingScores:
+def scores_with(tmp_path: object, body: str, patience: int = 100) -> Rewards:
     file = tmp_path / "reward.py"  # type: ignore[operator]
     file.write_text(
         f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n{body}"
     )
     config = RewardConfig(function=UserFunction(path=str(file)))
     rewards = rewards_of(config, 16, decode=lambda ids: "#" + "".join(map(str, ids)))
-    return TrainingScores(rewards, patience)
+    rewards.patience = patience
+    return rewards
 
 
-def score(scores: TrainingScores, times: int) -> list[Score]:
+def score(scores: Rewards, times: int) -> list[Score]:
     async def run() -> list[Score]:
-        return [await scores(PROMPT, ANSWER) for _ in range(times)]
+        return [await scores.score(PROMPT, ANSWER) for _ in range(times)]
 
     return asyncio.run(run())
 

@@ -1,0 +1,326 @@
+"""The managers: each has answers scored by rules or by the user's code, somewhere.
+
+| name | calls | where |
+|---|---|---|
+| auto, dapo | a user's function, or the built-in rules | function in workers, rules here |
+| naive | the same, one by one | in the run's own process |
+| parallel | the same | in workers |
+| batch | a user's function, with what waits together | in workers |
+| remote | a service, with a user's arguments | over HTTP |
+| custom | a class of the user's | in the run's own process |
+
+Code in answers runs in the sandbox in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from winnow.config.reward import CustomManager, NaiveManager, ParallelManager, RewardConfig
+from winnow.errors import RewardError, WinnowError
+from winnow.rewards.routing import Router
+from winnow.rewards.scorers import SCORERS, Scorer
+from winnow.rewards.task import (
+    Failure,
+    UserScorer,
+    checked,
+    failure_of,
+    late_failure,
+    raise_if_cancelled,
+    read_result,
+    score_by_call,
+    score_by_rule,
+)
+from winnow.types import Prompt, Score
+from winnow.user_code import load_user_object
+
+if TYPE_CHECKING:
+    from winnow.rewards.pool import ScorerPool
+
+log = logging.getLogger(__name__)
+
+
+class Manager:
+    """Has answers scored; used from one event loop at a time, and closed by its owner.
+
+    Scores come back in whatever order; an answer's score depends on that answer alone. A fault of a
+    scorer costs its own answer only: it becomes a `Failure` in one line. Contract tests:
+    `tests/contract/test_managers.py`.
+    """
+
+    _pool: ScorerPool | None = None
+    _done = 0
+    """Answers that were dealt with here."""
+
+    @property
+    def scored(self) -> int:
+        """Answers that were dealt with beside the event loop: grows while scoring gets on."""
+        return self._done + (0 if self._pool is None else self._pool.finished)
+
+    def prepare(self, data_sources: Iterable[str]) -> None:
+        """Start what these sources need.
+
+        Raises:
+            RewardError: one cannot be scored.
+        """
+
+    def takes_time(self, data_sources: Iterable[str]) -> bool:
+        """Return whether scores come later, while the run's own process does other things."""
+        return True
+
+    async def score(self, prompt: Prompt, text: str) -> Score | Failure:
+        """Score one answer, or say why that failed.
+
+        Raises:
+            RewardError: no answer can be scored any more.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what was started; may be called twice."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def make_manager(config: RewardConfig) -> Manager:
+    """Load what scores, and start the workers that a user's function needs.
+
+    Raises:
+        RewardError: a scorer's name, the user's file or class, or the service is wrong.
+    """
+    if config.manager.name == "remote":
+        from winnow.rewards.remote import RemoteCalls
+
+        return RemoteCalls(config)
+    if isinstance(config.manager, CustomManager):
+        return CustomCalls(config.manager, config)
+    return Rules(config) if config.function.path is None else FunctionCalls(config)
+
+
+def rules_place(config: RewardConfig) -> Literal["by_scorer", "here", "apart"]:
+    """Return where built-in rules run, which may score parts beside a user's function, too."""
+    if isinstance(config.manager, NaiveManager) or config.workers == 0:
+        return "here"
+    is_parallel = isinstance(config.manager, ParallelManager)
+    return "apart" if is_parallel or config.workers is not None else "by_scorer"
+
+
+class Rules(Manager):
+    """Runs built-in scorers; routes answers to them by data source.
+
+    Rules are quick and end by themselves. Those that ask for a process apart (`Scorer.apart`) get
+    one unless all are wanted here or all apart. Scorers of code wait in threads for the sandbox,
+    whose slots bound how many programs run at once over the whole run.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self.router = Router(config.scorers)
+        place = rules_place(config)
+        self._apart = {
+            scorer.name
+            for scorer in SCORERS.values()
+            if place == "apart" or (place == "by_scorer" and scorer.apart)
+        }
+        self._threads: ThreadPoolExecutor | None = None
+
+    def prepare(self, data_sources: Iterable[str]) -> None:
+        sources = list(data_sources)
+        self.router.check(sources)
+        self.start([self.router.scorer(source) for source in sources])
+
+    def start(self, scorers: Iterable[Scorer]) -> None:
+        """Start the workers and the sandbox that these scorers need.
+
+        Raises:
+            RewardError: there is no sandbox.
+        """
+        for scorer in scorers:
+            if scorer.sandboxed:
+                self._programs()
+            elif scorer.name in self._apart:
+                self._workers()
+
+    def takes_time(self, data_sources: Iterable[str]) -> bool:
+        return any(self.is_late(self.router.scorer(source)) for source in data_sources)
+
+    def is_late(self, scorer: Scorer) -> bool:
+        """Return whether a scorer's scores come from workers or the sandbox."""
+        return scorer.sandboxed or scorer.name in self._apart
+
+    async def score(
+        self, prompt: Prompt, text: str, scorer: Scorer | None = None
+    ) -> Score | Failure:
+        """Score one answer by a scorer, or else by that of its source."""
+        scorer = scorer or self.router.scorer(prompt.data_source)
+        arguments = prompt.data_source, text, prompt.ground_truth, prompt.extra
+        if scorer.sandboxed:
+            call = asyncio.get_running_loop().run_in_executor(
+                self._programs(), score_by_rule, scorer, arguments
+            )
+            try:
+                return await call
+            finally:
+                self._done += 1
+        if scorer.name in self._apart:
+            plain = (*arguments[:3], dict(prompt.extra))
+            return await self._workers().score(scorer.name, 0, plain)
+        return score_by_rule(scorer, arguments)
+
+    def close(self) -> None:
+        super().close()
+        if self._threads is not None:
+            import winnow.sandbox
+
+            winnow.sandbox.close()
+            self._threads.shutdown(cancel_futures=True)
+            self._threads = None
+
+    def _workers(self) -> ScorerPool:
+        if self._pool is None:
+            from winnow.rewards.pool import ScorerPool
+
+            self._pool = ScorerPool(self._config)
+        return self._pool
+
+    def _programs(self) -> ThreadPoolExecutor:
+        """Threads that wait for the sandbox, one for each of its slots."""
+        if self._threads is None:
+            from winnow.sandbox import current
+
+            slots = current.start(self._config.sandbox).slots
+            self._threads = ThreadPoolExecutor(len(slots), "programs")
+        return self._threads
+
+
+class FunctionCalls(Manager):
+    """Calls a user's function: in workers with limits of time and memory, or here without any.
+
+    With `reward/manager=batch` answers that wait while all workers are busy go together into the
+    next call. The company of an answer thus depends on the rest of the run, and differs in a
+    resumed one: the function must give each answer the score that it would have alone.
+
+    Raises:
+        RewardError: the user's file cannot be used.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._user: UserScorer | None = None
+        if rules_place(config) == "here":
+            self._user = UserScorer(config.function)
+        else:
+            from winnow.rewards.pool import ScorerPool
+
+            self._pool = ScorerPool(config, config.function)
+
+    def takes_time(self, data_sources: Iterable[str]) -> bool:
+        return self._user is None or self._user.is_async
+
+    async def score(self, prompt: Prompt, text: str) -> Score | Failure:
+        info = {"extra_info": prompt.extra.get("extra_info")}
+        arguments = prompt.data_source, text, prompt.ground_truth, info
+        if self._pool is not None:
+            # For what the function draws: the answer's own seed, in whichever worker.
+            uid = zlib.crc32(prompt.uid.encode())
+            seed = zlib.crc32(text.encode("utf-8", "surrogatepass"), uid)
+            return await self._pool.score("", seed, arguments)
+        assert self._user is not None
+        try:
+            found = await score_by_call(self._user, [arguments])
+            return found if isinstance(found, Failure) else found[0]
+        finally:
+            self._done += 1
+
+
+class CustomCalls(Manager):
+    """A manager of the user's own: a class by import path, with what is left out filled in.
+
+        class MyManager:
+            def __init__(self, config, **kwargs): ...  # section `reward`; reward.manager.kwargs
+            async def score(self, prompt, text): ...   # a number, a dict with `score`, a Score
+            def prepare(self, data_sources): ...       # these three may be missing
+            def takes_time(self, data_sources): ...
+            def close(self): ...
+
+    It runs in the run's own process. `score` may be a plain function; an asynchronous one has
+    `reward.timeout_s` seconds for each answer, and its fault costs that answer.
+
+    Raises:
+        RewardError: the class cannot be imported, made, or used.
+    """
+
+    def __init__(self, section: CustomManager, config: RewardConfig) -> None:
+        field = "reward.manager.path"
+        self._where = f"{field} {section.path}"
+        self._timeout_s = config.timeout_s
+        made = load_user_object(section.path, field, RewardError)
+        self._own = self._guarded("making it", made, config, **section.kwargs)
+        if not callable(getattr(self._own, "score", None)):
+            raise RewardError(
+                f"{self._where} has no method score; give it `async def score(self, prompt, text)`"
+            )
+        for method in ("prepare", "takes_time", "close"):  # where nothing can wait for them
+            if inspect.iscoroutinefunction(getattr(self._own, method, None)):
+                raise RewardError(
+                    f"{self._where}: its {method} is asynchronous, and only score may be; "
+                    f"write `def {method}`"
+                )
+
+    def prepare(self, data_sources: Iterable[str]) -> None:
+        self._ask("prepare", list(data_sources))
+
+    def takes_time(self, data_sources: Iterable[str]) -> bool:
+        said = self._ask("takes_time", list(data_sources))
+        return inspect.iscoroutinefunction(self._own.score) if said is None else bool(said)
+
+    async def score(self, prompt: Prompt, text: str) -> Score | Failure:
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            said = self._own.score(prompt, text)
+            if inspect.isawaitable(said):
+                # In this very task: a SystemExit in another one would end the event loop.
+                async with limit:
+                    said = await said
+            if isinstance(said, Failure):
+                return said
+            score = said if isinstance(said, Score) else read_result(said)
+            # The reward that learning sees is made of parts.
+            return checked(score if score.parts else replace(score, parts={"task": score.reward}))
+        except RewardError:  # its way to say that nothing can be scored any more
+            raise
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            raise_if_cancelled(error)
+            if limit.expired() and isinstance(error, TimeoutError):
+                return late_failure(self._timeout_s)
+            return failure_of(error, inspect.getsourcefile(type(self._own)))
+        finally:
+            self._done += 1
+
+    def close(self) -> None:
+        try:
+            self._ask("close")
+        except WinnowError as error:  # what was scored stands, and others close, too
+            log.warning("%s", error)
+        self._own = None
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        call = getattr(self._own, method, None)
+        return None if call is None else self._guarded(f"its {method}", call, *args)
+
+    def _guarded(self, what: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except WinnowError:
+            raise
+        except (Exception, SystemExit) as error:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise RewardError(
+                f"{self._where}: {what} fails with {said}; mend the class, or reward.manager.kwargs"
+            ) from error
