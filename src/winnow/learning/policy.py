@@ -1,8 +1,8 @@
 """The policy's part of a step: old log-probs if they are needed, then updates on mini-batches.
 
 `PolicyObjective` is the loss of an update: policy loss, KL and entropy terms, and their figures,
-which go by the names of `winnow.observe.metrics`. `Policy` holds the strategy that minimizes it; the
-strategy knows the model.
+which go by the names of `winnow.observe.metrics`. `Policy` holds the strategy that minimizes it;
+the strategy knows the model.
 
 Shapes: `T` packed tokens, `B` samples. Log-probs are in nats.
 """
