@@ -193,10 +193,10 @@ class Rules(Manager):
     def _programs(self) -> ThreadPoolExecutor:
         """Threads that wait for the sandbox, one for each of its slots."""
         if self._threads is None:
-            from winnow.sandbox import current
+            import winnow.sandbox
 
-            slots = current.start(self._config.sandbox).slots
-            self._threads = ThreadPoolExecutor(len(slots), "programs")
+            slots = winnow.sandbox.start(self._config.sandbox).slots
+            self._threads = ThreadPoolExecutor(slots, "programs")
         return self._threads
 
 
