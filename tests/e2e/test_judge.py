@@ -142,7 +142,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits_because_replies_are_kept(
         ("refused", reply(401, {"error": KEY}), [], "the judge answers nothing: http://127.0.0.1:"),
         ("down", reply(400), [], "the first failure: the judge: http://127.0.0.1:"),
         ("nothing", judging(lambda _: "well"), [], "no number was read from its reply by reward.j"),
-        ("key", judging(), ["reward.judge.api_key_env=NO_KEY"], "export NO_KEY=KEY, or set reward"),
+        ("key", judging(), ["reward.judge.api_key_env=NO_KEY"], "variable; export NO_KEY"),
         ("cache", judging(), ["reward.judge.cache=runs"], "reward.judge.cache runs cannot be used"),
         ("row", judging(), ["reward/judge/parse=number", "reward.judge.template='{{answer + 1}}'"],
          "reward.judge.template fails (can only concatenate str"),

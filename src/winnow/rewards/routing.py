@@ -87,7 +87,7 @@ ROUTES: Mapping[str, str] = {
 set has variants."""
 
 # Leaves a source to the reward model: no part of its own, and no accuracy to speak of.
-NO_SCORER = Scorer("none", "tags:score_nothing", 0.0)
+NO_SCORER = Scorer("none", "marks:score_nothing", 0.0)
 _CHOICES = {**SCORERS, NO_SCORER.name: NO_SCORER}
 
 
