@@ -199,8 +199,9 @@ class Tree:
         options, name = variants(field), setting.value
         if setting.removes or not isinstance(name, str) or name not in options:
             return False
-        # Naming the variant that is there changes nothing; choosing the group starts it anew.
-        if union == setting.path or name != lookup(self.values, (*union, "name")):
+        # Naming the variant that is there changes nothing; an override of the group starts it anew.
+        is_anew = union == setting.path and setting.place == COMMAND_LINE
+        if is_anew or name != lookup(self.values, (*union, "name")):
             lookup(self.values, union[:-1])[union[-1]] = defaults(options[name])
         return True
 

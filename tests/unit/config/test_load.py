@@ -153,6 +153,13 @@ def test_naming_the_variant_that_is_there_keeps_its_keys(write: Write) -> None:
     assert named.algorithm.policy_loss == kept
 
 
+@pytest.mark.parametrize("text", ["ppo_clip", "{name: ppo_clip}"])
+def test_a_file_that_names_the_variant_it_inherits_keeps_its_keys(text: str, write: Write) -> None:
+    write(TOY + "algorithm: {policy_loss: {clip_low: 0.1}}", "base.yaml")
+    recipe = write(f"defaults: [base]\nalgorithm: {{policy_loss: {text}}}\n")
+    assert load_recipe(recipe).algorithm.policy_loss == PpoClipLoss(clip_low=0.1)
+
+
 def test_choosing_the_group_starts_the_variant_anew(write: Write) -> None:
     recipe = write(TOY + "algorithm: {policy_loss: {clip_low: 0.1}}")
     chosen = load_recipe(recipe, ["algorithm/policy_loss=ppo_clip"])
