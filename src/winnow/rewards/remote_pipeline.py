@@ -37,7 +37,7 @@ _Future = asyncio.Future[ScoredAnswer]
 Done = tuple[int, ScoredAnswer | WinnowError]
 """The number, and the score or the answer's error."""
 ScoreReply = tuple[Sequence[Done], dict[str, int]]
-"""What has been done since the last reply, in that order; the pipeline's figures since then."""
+"""The answers done since the last reply, in that order, and the pipeline's figures since then."""
 
 
 @dataclass(eq=False)

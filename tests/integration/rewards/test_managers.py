@@ -82,7 +82,10 @@ def test_a_call_has_no_more_answers_than_the_recipe_says(tmp_path: Path, stack: 
 
 
 def test_workers_share_what_waits(tmp_path: Path, stack: ExitStack) -> None:
-    results = ask(batch(tmp_path, SIZES, stack, workers=2), ["x"] * 7)
+    one = batch(tmp_path, SIZES, stack, workers=2)
+    while len({r.extra["worker"] for r in ask(one, ["x"] * 2)}) < 2:
+        pass  # the second has not loaded the file
+    results = ask(one, ["x"] * 7)
     assert [r.extra["size"] for r in results] == [4] * 4 + [3] * 3
 
 
