@@ -34,12 +34,9 @@ from winnow.learning.batch import (
     Batch,
     MicroBatch,
     gather_tokens,
-    idle,
     micro_batches,
     pack,
     share,
-    spread,
-    update_of,
 )
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, whole
 from winnow.learning.strategy import LossResult, Output, Outputs, Strategy
@@ -216,7 +213,8 @@ def undivided(kind: str, dtype: torch.dtype, ranks: int, fp32_head: bool) -> Lea
 
 def shares_of(batch: Batch, ranks: int) -> list[list[MicroBatch]]:
     every = range(batch.n_groups)
-    waiting = idle(batch, update_of(batch, every))
+    # One rank more than there are samples, each of which has a rank to itself.
+    *_, (waiting,) = share(batch, every, BUDGET, batch.n_samples + 1).ranks
     shares = share(batch, every, BUDGET, ranks, SHAPE["hidden_size"]).ranks
     # Some begin with nothing to do, the others end so.
     return [[waiting, *own] if i % 2 else [*own, waiting] for i, own in enumerate(shares)]
@@ -396,7 +394,8 @@ def five_steps(strategy: Any, micro_of: Callable[[Batch], list[MicroBatch]]) -> 
     for step in range(5):
         batch = pack(recorded_groups(2, 3))
         rewards = torch.tensor([math.sin(1.0 + step + b) for b in range(batch.n_samples)])
-        batch.columns["advantages"] = spread(rewards, batch)
+        rewards_T = rewards.float().repeat_interleave(batch.offsets.diff())
+        batch.columns["advantages"] = rewards_T.masked_fill_(~batch.gen_mask, 0.0)
         batch.columns["old"] = batch.behav
         micro = micro_of(batch)
         objective = policy_objective("reinforce", {})
