@@ -45,9 +45,8 @@ from winnow.observe.sinks import Sinks
 from winnow.rewards.pipeline import ScoredAnswer
 from winnow.rewards.remote_pipeline import PipelineWorker, RemotePipeline
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
-from winnow.rollout.engine_group import EngineGroup
+from winnow.rollout.engine_group import EngineGroup, quantum_for
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
-from winnow.rollout.router import quantum_for
 from winnow.runs import loop
 from winnow.runs.checkpoint import Manifest, Retention, Saver
 from winnow.runs.learner_worker import RankFacts, StepReply
@@ -251,7 +250,7 @@ class Run:
         steps: int,
     ) -> loop.Run:
         *writing, scoring, learning = groups
-        engines = [RemoteEngine(each, 0, each.ask("ask", "")[0]) for each in writing]
+        engines = [RemoteEngine(each, each.ask("ask", "")[0]) for each in writing]
         engine = EngineGroup(engines, True, quantum_for(self.limit))
         panel = RemotePipeline(scoring)
         learner = RemoteLearner(learning)

@@ -129,7 +129,7 @@ async def measure(layers: int, dtype: torch.dtype, repeats: int) -> str:
         *(start_local("engine", WORKER, options, 1, {"OMP_NUM_THREADS": "1"}) for _ in range(2))
     )
     try:
-        engines = [await RemoteEngine.connect(group) for group in groups]
+        engines = [RemoteEngine(each, await each.call_rank(0, "ask", "")) for each in groups]
         for count, what in (
             (1, "an engine in another process"),
             (2, "two engines, a process each"),

@@ -201,7 +201,6 @@ class ScriptedEngine:
             queued=len(self._queue),
             weight_version=self.version,
             generated_tokens=self._generated,
-            masked_probability=0.0,
             tick=self.tick,
             live_updates=self.live_updates,
         )
@@ -258,13 +257,28 @@ class ScriptedEngine:
         stop = job.behind + self.tick - job.started
         segment = written(job.answer.seed, job.behind, stop, self.version)
         if job.answer.prefix is not None:
-            segment = job.answer.prefix.extended(segment)
+            segment = extended(job.answer.prefix, segment)
         if kind == "failed" and not self._keeps_prefix:
             segment = written(job.answer.seed, 0, 0, self.version)
         truncated = job.length == job.request.sampling.max_tokens
         reason = ("length" if truncated else "stop") if kind == "finished" else "aborted"
         error = "a scripted failure" if kind == "failed" else ""
         return CompletionEvent(*job.key, kind, segment, reason, self.tick, error)  # type: ignore[arg-type]
+
+
+def extended(head: Segment, tail: Segment) -> Segment:
+    """A segment followed by what the same author wrote later."""
+    spans = list(head.spans)
+    for span in tail.spans:
+        moved = VersionSpan(span.version, span.stop + len(head))
+        if spans and spans[-1].version == moved.version:
+            spans.pop()
+        spans.append(moved)
+    return Segment(
+        np.concatenate([head.token_ids, tail.token_ids]),
+        np.concatenate([head.logprobs, tail.logprobs]),
+        tuple(spans),
+    )
 
 
 class Prompts:

@@ -95,7 +95,7 @@ class Wire:
 
 def remote_engine(model: PreTrainedModel, **options: object) -> Engine:
     engine = torch_engine(model, **options)
-    return RemoteEngine(Wire(EngineWorker(engine)), 0, Reply(None, engine.status(), 0))
+    return RemoteEngine(Wire(EngineWorker(engine)), Reply(None, [], engine.status()))
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {
@@ -324,7 +324,7 @@ def test_a_stop_string_ends_an_answer(make_engine: Callable[..., Engine]) -> Non
     assert stopped[0, 0].finish_reason == "stop"
 
 
-def test_ids_beyond_the_tokenizer_are_never_drawn_and_counted(
+def test_ids_beyond_the_tokenizer_are_never_drawn(
     make_engine: Callable[..., Engine],
 ) -> None:
     engine = make_engine(model_of("qwen3"), vocab_size=20)
@@ -333,8 +333,6 @@ def test_ids_beyond_the_tokenizer_are_never_drawn_and_counted(
         group.prompt_ids[:] %= 20
     done = drain(engine, groups)
     assert max(e.segment.token_ids.max() for e in done.values()) < 20
-    status = engine.status()
-    assert 0 < status.masked_probability < status.generated_tokens
     assert all((e.segment.logprobs <= 0).all() for e in done.values())
 
 
@@ -464,7 +462,7 @@ def test_given_tensors_change_what_is_written(make_engine: Callable[..., Engine]
     for (group, _), event in done.items():
         want = reference_logprobs(other, groups[group].prompt_ids, event.segment.token_ids)
         np.testing.assert_allclose(event.segment.logprobs, want, atol=1e-5)
-        assert event.segment.oldest_version == 4
+        assert event.segment.spans[0].version == 4
 
 
 def test_fresh_answers_follow_priority_and_prefixes_go_first(
@@ -512,7 +510,7 @@ def test_a_cancelled_wait_for_events_loses_none(make_engine: Callable[..., Engin
             await asyncio.gather(waiting, return_exceptions=True)
             cancelled += waiting.cancelled()
             out += [] if waiting.cancelled() else waiting.result()
-        assert cancelled > 10
+        assert cancelled > 5
         return out
 
     events = asyncio.run(run())

@@ -74,8 +74,8 @@ def workers(folder: Path, run: Run) -> Iterator[list[WorkerGroup]]:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-async def connected(workers: Sequence[WorkerGroup]) -> list[Engine]:
-    return [await RemoteEngine.connect(group) for group in workers]
+async def connected(workers: Sequence[WorkerGroup]) -> list[RemoteEngine]:
+    return [RemoteEngine(group, await group.call_rank(0, "ask", "")) for group in workers]
 
 
 def requests(count: int, limit: int = 30, **sampling: Any) -> list[GroupRequest]:
@@ -142,7 +142,7 @@ def test_new_weights_arrive_in_both_and_the_canary_hears_them(
         assert group.status().weight_version == 3
         assert await canary.check(expected, 3, engines) < 1e-5
         done = await written(group, requests(4, limit=5))
-        assert {event.segment.oldest_version for event in done.values()} == {3}
+        assert {event.segment.spans[0].version for event in done.values()} == {3}
 
     run(publish())
 
@@ -198,10 +198,10 @@ def test_an_engine_that_is_killed_costs_no_answer(
         assert group.status().slots == SLOTS
         written_ = sum(len(event.segment) for event in out)
         assert group.status().generated_tokens >= written_
-        again = await RemoteEngine.connect(workers[0])
+        (again,) = await connected(workers[:1])
         assert again.status().running == again.status().queued == 0
         with pytest.raises(WorkerError):
-            await RemoteEngine.connect(workers[1])
+            await connected(workers[1:])
         return {(event.group_id, event.answer): event for event in out}
 
     done = run(killed())

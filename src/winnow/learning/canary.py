@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from winnow.errors import PublicationError, WorkerError
 from winnow.learning.batch import pack_sequences
 from winnow.learning.data_parallel import run_pass
 from winnow.learning.strategy import Strategy
+from winnow.rollout.engine import PublishedEngine
 from winnow.types import FloatArray, IntArray
 
 
@@ -49,16 +49,6 @@ Qwen2 and Llama of 4 and 8 layers with flat and peaked outputs (fp32: 4.6e-5 and
 and 0.0037; the two sides attend and multiply in other shapes). `pytest
 tests/unit/learning/test_canary.py` shows the faults that this catches."""
 _MICROBATCH_TOKENS = 2048
-
-
-class Scoring(Protocol):
-    """An engine that gives the log-probs of a text."""
-
-    async def logprobs_of(
-        self, sequences: Sequence[IntArray], temperature: float = 1.0
-    ) -> list[FloatArray]:
-        """Return the log-probs [L - 1] of each sequence [L]."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +92,7 @@ class Canary:
         return [part[1:] for part in parts[:-1]]
 
     async def check(
-        self, expected: Sequence[FloatArray], version: int, engines: Mapping[str, Scoring]
+        self, expected: Sequence[FloatArray], version: int, engines: Mapping[str, PublishedEngine]
     ) -> float:
         """Compare the engines' log-probs; returns the largest difference in nats.
 

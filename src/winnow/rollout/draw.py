@@ -69,54 +69,28 @@ def truncate(logprobs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> T
 
 
 class RowParams:
-    """Sampling parameters of each row, as tensors, with flags for what no row uses.
+    """Sampling settings of rows, as tensors [R]; what no row asks for is None, and costs nothing.
 
-    Plain rows (temperature 1, no truncation, not greedy) cost nothing extra.
+    Args:
+        kinds: the settings that occur.
+        kind: [R] place of each row's settings among them.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.temperature = torch.ones(rows, device=device)
-        self.top_p = torch.ones(rows, device=device)
-        self.top_k = torch.zeros(rows, dtype=torch.long, device=device)
-        self.min_p = torch.zeros(rows, device=device)
-        self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.any_temperature = self.any_truncated = self.any_greedy = False
+    def __init__(self, kinds: Sequence[SamplingParams], kind: Tensor) -> None:
+        def column(values: Sequence[float]) -> Tensor:
+            return torch.tensor(values, device=kind.device)[kind]
 
-    def put(self, rows: slice, sampling: Sequence[SamplingParams]) -> None:
-        """Set the parameters of rows."""
-
-        def column(target: Tensor, values: Sequence[float]) -> None:
-            target[rows] = torch.tensor(values, dtype=target.dtype).to(target.device)
-
-        column(self.temperature, [s.temperature or 1.0 for s in sampling])
-        column(self.greedy, [s.temperature == 0 for s in sampling])
-        column(self.top_p, [s.top_p for s in sampling])
-        column(self.top_k, [s.top_k for s in sampling])
-        column(self.min_p, [s.min_p for s in sampling])
-        self.any_temperature |= any(s.temperature not in (0, 1) for s in sampling)
-        self.any_truncated |= any(s.top_p < 1 or s.top_k > 0 or s.min_p > 0 for s in sampling)
-        self.any_greedy |= any(s.temperature == 0 for s in sampling)
-
-    @property
-    def _are_plain(self) -> bool:
-        return not (self.any_temperature or self.any_truncated or self.any_greedy)
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy rows `source` to rows `target`."""
-        if self._are_plain:  # and so alike
-            return
-        for column in (self.temperature, self.top_p, self.top_k, self.min_p, self.greedy):
-            column[target] = column[source]
-
-    def keep(self, rows: int) -> None:
-        """Recompute the flags: only the first `rows` rows are left."""
-        if self._are_plain:
-            return
-        self.any_temperature = bool((self.temperature[:rows] != 1).any())
-        self.any_truncated = bool(
-            ((self.top_p[:rows] < 1) | (self.top_k[:rows] > 0) | (self.min_p[:rows] > 0)).any()
-        )
-        self.any_greedy = bool(self.greedy[:rows].any())
+        self.temperature: Tensor | None = None
+        if any(each.temperature not in (0, 1) for each in kinds):
+            self.temperature = column([float(each.temperature or 1) for each in kinds])
+        self.truncation: tuple[Tensor, Tensor, Tensor] | None = None
+        if any(each.top_p < 1 or each.top_k > 0 or each.min_p > 0 for each in kinds):
+            top_p = column([float(each.top_p) for each in kinds])
+            top_k = column([each.top_k for each in kinds])
+            self.truncation = top_p, top_k, column([float(each.min_p) for each in kinds])
+        self.greedy: Tensor | None = None
+        if any(each.temperature == 0 for each in kinds):
+            self.greedy = column([each.temperature == 0 for each in kinds])
 
 
 def draw(logits: Tensor, u: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
@@ -127,23 +101,20 @@ def draw(logits: Tensor, u: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
     Args:
         logits: [R, V] fp32.
         u: [R] float64 in [0, 1).
-        params: of the first R rows.
+        params: of these rows.
 
     Returns:
         ids [R] int64 and log-probs [R] fp32 in nats.
     """
-    rows = logits.shape[0]
-    if params.any_temperature:
-        logits = logits / params.temperature[:rows, None]
+    if params.temperature is not None:
+        logits = logits / params.temperature[:, None]
     logprobs = torch.log_softmax(logits, dim=-1)
-    if params.any_truncated:
-        probs = truncate(logprobs, params.top_p[:rows], params.top_k[:rows], params.min_p[:rows])
-    else:
-        probs = logprobs.exp()
+    bounds = params.truncation
+    probs = logprobs.exp() if bounds is None else truncate(logprobs, *bounds)
     large = probs.shape[-1] >= _TWO_LEVELS and probs.device.type == "cpu"
     ids = select_by_blocks(probs, u) if large else select(probs, u)
-    if params.any_greedy:
-        ids = torch.where(params.greedy[:rows], logprobs.argmax(-1), ids)
+    if params.greedy is not None:
+        ids = torch.where(params.greedy, logprobs.argmax(-1), ids)
     return ids, logprobs.gather(-1, ids[:, None]).squeeze(-1)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 import numpy as np
 
 from winnow.errors import ConfigError, TrainingError
-from winnow.types import FinishReason, IntArray, Prompt, Segment, Trajectory
+from winnow.types import FinishReason, FloatArray, IntArray, Prompt, Segment, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,6 +92,11 @@ class CompletionEvent:
     """Decode tick of the engine at which it happened."""
     error: str = ""
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Group and answer."""
+        return self.group_id, self.answer
+
 
 @dataclass(frozen=True)
 class EngineStatus:
@@ -104,18 +109,16 @@ class EngineStatus:
     weight_version: int
     generated_tokens: int
     """Tokens written since it started; the token account must agree with it."""
-    masked_probability: float
-    """Probability of ids beyond the tokenizer, which are never drawn, summed over tokens."""
     tick: int
     live_updates: bool = False
     """True if new weights may come while answers run, which then go on with the keys and values
     they have."""
-    healthy: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class WeightUpdate:
-    """New weights for an engine; the version alone where it shares the trainer's tensors."""
+    """New weights for an engine; the version alone where it shares the trainer's tensors, or where
+    all its buckets have come."""
 
     version: int
     tensors: Iterable[tuple[str, Tensor]] | None = None
@@ -167,6 +170,27 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Release what the engine holds."""
+        ...
+
+
+class PublishedEngine(Engine, Protocol):
+    """An `Engine` with weights of its own: in a worker's process, or one of an `EngineGroup`.
+
+    Its `submit` returns at once, and its status counts at once what it was given.
+    """
+
+    async def take_bucket(self, bucket: Bucket) -> int:
+        """Copy a bucket into the model; returns the checksum of what the model then holds.
+
+        Bucket 0 begins an update. No token is drawn until `load_weights` brings its version alone,
+        which ends it.
+        """
+        ...
+
+    async def logprobs_of(
+        self, sequences: Sequence[IntArray], temperature: float = 1.0
+    ) -> list[FloatArray]:
+        """Return log-probs in nats of each token given those before it, [L - 1] a sequence [L]."""
         ...
 
 
@@ -288,5 +312,5 @@ async def generate(
                     f"the engine {event.kind} answer {event.answer} of prompt {event.group_id}"
                     f"{': ' if event.error else ''}{event.error}"
                 )
-            done[event.group_id, event.answer] = trajectory_of(event)
+            done[event.key] = trajectory_of(event)
     return done

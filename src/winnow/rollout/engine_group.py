@@ -6,47 +6,182 @@
 
 Deterministic: engines advance together, in quanta of ticks. Answers are dealt out between quanta,
 and events come in the order of tick, group and answer, so that nothing depends on how fast an
-engine is. Free: a task talks with each engine, and news are told at once; what an engine that died
-had not finished goes to the others.
+engine is. Free: each engine writes on by itself, and news are told at once; what an engine that
+died had not finished goes to the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from bisect import insort
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from functools import partial
+from operator import attrgetter
+from typing import Literal
 
 from winnow.errors import PublicationError, WorkerError
 from winnow.rollout.engine import (
     EMPTY,
+    AnswerRequest,
     CompletionEvent,
-    Engine,
     EngineStatus,
     GroupRequest,
+    PublishedEngine,
     WeightUpdate,
 )
-from winnow.rollout.router import QUANTUM_TICKS, Key, PendingRequest, RequestQueue, requests_of
-from winnow.rollout.weights import Receiver, send
+from winnow.rollout.remote_engine import RemoteEngine
+from winnow.rollout.weights import Bucket, send
+from winnow.types import Segment
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Key = tuple[int, int]
+"""Group, answer."""
+QUANTUM_TICKS = 8
+"""Least ticks that engines advance between two looks at all of them.
+
+A look costs a call to each engine (1 to 3 ms to another process) and waits for the slowest; eight
+ticks of a model worth distributing take 50 ms and more. On the other hand a slot whose engine has
+nothing queued stays empty for up to a quantum, and an event is seen up to a quantum late.
+"""
+_LOOKS = 32
 
 
-def _given_back(
-    ask: PendingRequest, kind: Literal["aborted", "failed"], tick: int, error: str = ""
-) -> CompletionEvent:
-    """The end of an answer that no engine reports: with the prefix known of it."""
-    return CompletionEvent(*ask.key, kind, ask.request.prefix or EMPTY, "aborted", tick, error)
+@dataclass(eq=False)
+class PendingRequest:
+    """An answer that is wanted, with the prefix known of it."""
+
+    group: GroupRequest
+    request: AnswerRequest
+    """The request; its prefix is the last that an engine told of."""
+    aborting: bool = False
+    """True if it was asked back; it is not sent to another engine then."""
+
+    @property
+    def key(self) -> Key:
+        """Group and answer."""
+        return self.group.group_id, self.request.index
+
+    @property
+    def is_fresh(self) -> bool:
+        """True if nothing of it is written: it shares its prompt's prefill with others."""
+        return not self.request.prefix
+
+    def end(
+        self, kind: Literal["aborted", "failed"], tick: int, error: str = ""
+    ) -> CompletionEvent:
+        """Return the end of an answer that no engine reports: with the prefix known of it."""
+        prefix = self.request.prefix or EMPTY
+        return CompletionEvent(*self.key, kind, prefix, "aborted", tick, error)
+
+    def learn(self, segment: Segment) -> None:
+        """Take note that so much of it is written; the next engine begins behind it."""
+        if len(segment) > len(self.request.prefix or ()):
+            self.request = replace(self.request, prefix=segment)
+
+
+def requests_of(asks: Iterable[PendingRequest]) -> list[GroupRequest]:
+    """Make the requests for one engine, answers of a group in one request."""
+    groups: dict[int, list[PendingRequest]] = {}
+    for ask in asks:
+        groups.setdefault(id(ask.group), []).append(ask)
+    return [
+        replace(members[0].group, answers=tuple(ask.request for ask in members))
+        for members in groups.values()
+    ]
+
+
+def quantum_for(max_tokens: int) -> int:
+    """Return the ticks between two looks for answers of so many tokens at most.
+
+    About `_LOOKS` looks while a longest answer is written: far fewer slots end in between than may
+    wait in an engine (`ahead`), unless nearly all answers are short.
+    """
+    return max(QUANTUM_TICKS, max_tokens // _LOOKS)
+
+
+def ahead(slots: int) -> int:
+    """Return how many answers may wait in an engine for its next free slot.
+
+    A quarter of the slots: as many as end in eight ticks where answers have 32 tokens. Answers that
+    wait in the queue instead can go to the engine that is free first.
+    """
+    return max(1, slots // 4)
+
+
+def _order(bundle: Sequence[PendingRequest]) -> tuple[bool, int, int]:
+    first = bundle[0]
+    return first.is_fresh, first.group.priority, first.request.index
+
+
+class RequestQueue:
+    """Answers without an engine: prefixes first, then by priority, as engines serve them.
+
+    Fresh answers of a group stand in it as one, so that their prompt is prefilled once.
+    """
+
+    def __init__(self) -> None:
+        self._bundles: list[list[PendingRequest]] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._bundles))
+
+    def add(self, asks: Iterable[PendingRequest]) -> None:
+        """Queue answers."""
+        bundles: dict[int, list[PendingRequest]] = {}
+        for ask in asks:
+            bundles.setdefault(id(ask.group if ask.is_fresh else ask), []).append(ask)
+        for bundle in bundles.values():
+            insort(self._bundles, bundle, key=_order)
+
+    def take(self, group_ids: Collection[int]) -> list[PendingRequest]:
+        """Take out the answers of these groups."""
+        taken = [bundle for bundle in self._bundles if bundle[0].group.group_id in group_ids]
+        ids = set(map(id, taken))
+        self._bundles = [bundle for bundle in self._bundles if id(bundle) not in ids]
+        return [ask for bundle in taken for ask in bundle]
+
+    def place(self, slots: Sequence[int], loads: Sequence[int]) -> list[list[PendingRequest]]:
+        """Take out the answers that engines should be given now, one list an engine.
+
+        The first in the queue goes where most slots are free. A group is split only over slots that
+        are free at once elsewhere: that costs a prefill, and saves waiting. Beyond the slots a
+        group stays whole and joins the shortest queue, while that is shorter than `ahead`.
+
+        Args:
+            slots: answers each engine writes at once.
+            loads: answers it has already, in slots or waiting there.
+        """
+        free = [count - load for count, load in zip(slots, loads, strict=True)]
+        placed: list[list[PendingRequest]] = [[] for _ in slots]
+        engines = range(len(slots))
+        while self._bundles:
+            bundle = self._bundles[0]
+            best = max(engines, key=lambda i: (free[i], -i))
+            count = min(free[best], len(bundle))
+            if count <= 0:
+                open_ = [i for i in engines if -free[i] < ahead(slots[i])]
+                if not open_:
+                    break
+                group = bundle[0].group
+                with_siblings = [any(a.group is group for a in placed[i]) for i in engines]
+                best = min(open_, key=lambda i: (not with_siblings[i], -free[i] / slots[i], i))
+                count = len(bundle)
+            placed[best] += bundle[:count]
+            free[best] -= count
+            del bundle[:count]
+            if not bundle:
+                del self._bundles[0]
+        return placed
 
 
 @dataclass(eq=False)
 class EngineClient:
     """An engine of a group, and the answers it was given."""
 
-    engine: Engine
+    engine: PublishedEngine
     name: str
     asks: dict[Key, PendingRequest] = field(default_factory=dict)
     """Given to it, and not back yet."""
@@ -54,29 +189,12 @@ class EngineClient:
     offset: int = 0
     """The group's tick less its own: an engine without work does not tick."""
     is_dead: bool = False
-    sending: asyncio.Task[None] | None = None
-    talking: asyncio.Task[None] | None = None
-
-    def __post_init__(self) -> None:
-        self._status = self.engine.status()
+    writing: asyncio.Task[None] | None = None
 
     @property
     def status(self) -> EngineStatus:
         """Its status; of a dead engine the last one."""
-        if not self.is_dead:
-            self._status = self.engine.status()
-        return self._status
-
-    async def submit(
-        self, asks: Sequence[PendingRequest], before: asyncio.Task[None] | None
-    ) -> None:
-        """Hand answers to the engine when those before have arrived there."""
-        await _ended(before)
-        await self.engine.submit(requests_of(asks))
-
-    async def sent(self) -> None:
-        """Wait until the engine has all it was given; errors are raised by the sending task."""
-        await _ended(self.sending)
+        return self.engine.status()
 
     def receive(self, events: Iterable[CompletionEvent]) -> list[CompletionEvent]:
         """Enter events; ends go to the inbox, `running` ones are returned."""
@@ -85,47 +203,30 @@ class EngineClient:
         running = []
         for event in events:
             shifted = replace(event, tick=event.tick + self.offset) if self.offset else event
-            key = event.group_id, event.answer
             if event.kind == "running":
-                self.asks[key].learn(event.segment)
+                self.asks[event.key].learn(event.segment)
                 running.append(shifted)
             else:
-                del self.asks[key]
+                del self.asks[event.key]
                 self.inbox.append(shifted)
         return running
 
-    def take_inbox(self) -> list[CompletionEvent]:
-        """Return the ends of answers that were not taken yet."""
-        events, self.inbox = self.inbox, []
-        return events
-
-    def check_lost(self) -> None:
-        """Fail its answers where the engine, which has told nothing, says that it is idle."""
-        sends = self.sending is not None and not self.sending.done()
+    async def look(self, until: int | None) -> None:
+        """Enter what the engine tells next, up to its own tick `until`."""
+        if until is not None and isinstance(self.engine, RemoteEngine):
+            events = await self.engine.events(until, gather=True)
+        else:
+            events = await self.engine.events(until)
+        self.receive(events)
         status = self.status
-        if not sends and not status.running + status.queued:
+        if events or (until is not None and status.tick >= until):
+            return
+        if not status.running + status.queued:
             lost, tick = self.asks.values(), status.tick + self.offset
             error = "the engine lost the answer"
-            self.inbox += [_given_back(ask, "failed", tick, error) for ask in lost]
+            self.inbox += [ask.end("failed", tick, error) for ask in lost]
             self.asks.clear()
-
-    async def run_to(self, tick: int) -> None:
-        """Let it write until the group's `tick`, or until it has nothing left.
-
-        Raises:
-            WorkerError: it died.
-        """
-        own = tick - self.offset
-        # A `RemoteEngine` tells much in one call where nobody is to act before.
-        wait = getattr(self.engine, "events_to", self.engine.events)
-        while self.asks:
-            events = await wait(own)
-            self.receive(events)
-            if self.status.tick >= own:
-                return
-            if not events:
-                self.check_lost()
-                await asyncio.sleep(0)
+        await asyncio.sleep(0)
 
 
 class EngineGroup:
@@ -143,7 +244,7 @@ class EngineGroup:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[PublishedEngine],
         deterministic: bool,
         quantum_ticks: int = QUANTUM_TICKS,
     ) -> None:
@@ -155,15 +256,15 @@ class EngineGroup:
         self._queue = RequestQueue()
         self._inbox: list[CompletionEvent] = []  # of answers that no engine has
         self._tick = 0
-        self._quantum: asyncio.Task[None] | None = None  # outlives a wait that is cancelled
-        self._news: asyncio.Future[None] | None = None  # while the free mode waits
-        self._fault: Exception | None = None  # what ended a task, to be raised
+        self._target: int | None = None  # end of the quantum under way
+        self._news = asyncio.Event()
+        self._fault: BaseException | None = None  # what ended an engine's writing, to be raised
         self._last_death: WorkerError | None = None
         self._old_version: int | None = None  # while new weights come
         self._counted: int | None = None  # tokens at the last `progress`
 
     @property
-    def engines(self) -> dict[str, Engine]:
+    def engines(self) -> dict[str, PublishedEngine]:
         """The engines that live, by name."""
         return {client.name: client.engine for client in self._alive()}
 
@@ -173,13 +274,12 @@ class EngineGroup:
         return [client.name for client in self._clients if client.is_dead]
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
-        """Queue groups; what an engine refuses is raised by `events`."""
+        """Queue groups; what an engine refuses is raised here or by `events`."""
         self._queue.add(
             PendingRequest(group, request) for group in groups for request in group.answers
         )
         if not self._deterministic:
-            self._deal()
-            self._wake()
+            await self._deal()
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
         """Wait for events; the free mode takes no notice of `until`.
@@ -207,31 +307,27 @@ class EngineGroup:
         async def look(client: EngineClient) -> None:
             running.extend(client.receive(await client.engine.progress()))
             # Here, not later: an answer may end while another engine is asked.
-            told.extend(client.take_inbox())
+            told.extend(client.inbox)
+            client.inbox.clear()
             counts[client.name] = client.status.generated_tokens
 
         await self._each([client for client in self._alive() if client.asks], look)
         self._counted = sum(counts.values())
-        return [*self._ordered(told), *sorted(running, key=lambda e: (e.group_id, e.answer))]
+        return [*self._ordered(told), *sorted(running, key=attrgetter("key"))]
 
     async def abort(self, group_ids: Collection[int]) -> None:
         ids = set(group_ids)
         self._give_back(self._queue.take(ids))
-        self._wake()
-        held = {
-            client.name: [ask for ask in client.asks.values() if ask.key[0] in ids]
-            for client in self._alive()
-        }
-        for ask in (ask for asks in held.values() for ask in asks):
-            ask.aborting = True
+        asked = [client for client in self._alive() if any(key[0] in ids for key in client.asks)]
+        for ask in (ask for client in asked for ask in client.asks.values()):
+            ask.aborting |= ask.group.group_id in ids
 
         async def take_back(client: EngineClient) -> None:
-            await client.sent()
-            await client.engine.abort(sorted({ask.key[0] for ask in held[client.name]}))
-            if self._deterministic and self._quantum is None:
+            await client.engine.abort(sorted(ids))
+            if self._deterministic and self._target is None:
                 client.receive(await client.engine.events(client.status.tick))
 
-        await self._each([client for client in self._alive() if held[client.name]], take_back)
+        await self._each(asked, take_back)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Take new weights; tensors go out in buckets, to all engines at once.
@@ -242,16 +338,15 @@ class EngineGroup:
             WorkerError: as for `events`.
         """
         alive = self._alive()
-        wanted = len(self._queue) or any(client.asks for client in alive)
-        if wanted and not all(client.status.live_updates for client in alive):
+        if self._is_wanted() and not all(client.status.live_updates for client in alive):
             raise ValueError("abort what runs before new weights: its cache is of the old ones")
         await self._end_quantum()
         self._old_version = alive[0].status.weight_version
         try:
-            if update.tensors is None and update.buckets is None:
-                await self._each(self._alive(), lambda c: c.engine.load_weights(update))
-            else:
-                await send(update, self._ask)
+            if update.tensors is not None or update.buckets is not None:
+                await send(update, self._take_bucket)
+            alone = WeightUpdate(update.version)
+            await self._each(self._alive(), lambda client: client.engine.load_weights(alone))
         finally:
             self._old_version = None
         wrong = [c.name for c in self._alive() if c.status.weight_version != update.version]
@@ -260,6 +355,15 @@ class EngineGroup:
                 f"{', '.join(wrong)} did not take weights of version {update.version}; "
                 "look at its lines in the log"
             )
+
+    async def _take_bucket(self, bucket: Bucket) -> dict[str, int]:
+        held: dict[str, int] = {}
+
+        async def take(client: EngineClient) -> None:
+            held[client.name] = await client.engine.take_bucket(bucket)
+
+        await self._each(self._alive(), take)
+        return held
 
     def status(self) -> EngineStatus:
         """Return sums over the engines; tokens of dead ones count.
@@ -280,16 +384,16 @@ class EngineGroup:
             queued=sum(status.queued for status in alive) + len(self._queue),
             weight_version=version,
             generated_tokens=written if self._counted is None else self._counted,
-            masked_probability=sum(status.masked_probability for status in every),
             tick=self._tick if self._deterministic else max(status.tick for status in every),
             live_updates=all(status.live_updates for status in alive),
-            healthy=not self.dead and all(status.healthy for status in alive),
         )
 
     async def close(self) -> None:
-        """End all talk, and close the engines that live."""
-        await _cancelled([t for c in self._clients for t in (c.sending, c.talking)])
-        await _cancelled([self._quantum])
+        """Stop the engines' writing, and close those that live."""
+        writing = [client.writing for client in self._clients if client.writing is not None]
+        for task in writing:
+            task.cancel()
+        await asyncio.gather(*writing, return_exceptions=True)
         closing = [client.engine.close() for client in self._clients if not client.is_dead]
         for found in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(found, BaseException) and not isinstance(found, WorkerError):
@@ -301,76 +405,43 @@ class EngineGroup:
         """Run quantum after quantum until something happened, `until`, or the end of all work."""
         while True:
             await self._end_quantum()
-            wanted = len(self._queue) or any(client.asks for client in self._clients)
             late = until is not None and self._tick >= until
-            if self._has_news() or late or not wanted:
+            if self._has_news() or late or not self._is_wanted():
                 return
             target = (self._tick // self.quantum_ticks + 1) * self.quantum_ticks
-            if until is not None:
-                target = min(target, until)
-            self._quantum = asyncio.create_task(self._run_quantum(target))
+            await self._deal(target if until is None else min(target, until))
 
     async def _end_quantum(self) -> None:
-        if self._quantum is None:
+        """Wait until all engines are at the end of their quantum; they go on if nobody waits."""
+        if self._target is None:
             return
-        task = self._quantum
-        try:
-            if not task.cancelled():  # as by the end of another loop
-                await asyncio.shield(task)
-        finally:
-            if task.done():
-                self._quantum = None
-
-    async def _run_quantum(self, target: int) -> None:
-        self._deal()
-        await asyncio.gather(*(client.sent() for client in self._clients))
+        writing = [c.writing for c in self._clients if c.writing is not None]
+        under_way = [task for task in writing if not task.done()]
+        if under_way and self._fault is None:
+            await asyncio.wait(under_way, return_when=asyncio.FIRST_EXCEPTION)
         self._raise_fault()
-        busy = [client for client in self._clients if client.asks]
-        if not busy:  # all was taken back meanwhile
-            return
-        tasks = [asyncio.create_task(client.run_to(target)) for client in busy]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-        finally:
-            await _cancelled(tasks)
         # Also when they ran dry before: what follows then begins at a quantum, as after a resume.
-        self._tick = target
+        self._tick, self._target = self._target, None
 
     # -- free: each by itself -----------------------------------------------------------------
 
     async def _listen(self) -> None:
         """Wait until an engine says something, or nothing is wanted of any."""
-        while not self._has_news():
+        while True:
+            self._news.clear()
+            if self._has_news():
+                return
             self._raise_fault()
             clients = self._alive()
-            self._deal()
+            await self._deal()
             if not any(client.asks for client in clients):
                 return
-            self._news = asyncio.get_running_loop().create_future()
-            try:
-                await self._news
-            finally:
-                self._news = None
-
-    def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-
-    async def _talk(self, client: EngineClient) -> None:
-        """Enter all events of one engine while it has something to write."""
-        while client.asks:
-            await client.sent()
-            events = await client.engine.events()
-            client.receive(events)
-            if not events:
-                client.check_lost()
-                await asyncio.sleep(0)
-            self._deal()
-            self._wake()
+            await self._news.wait()
 
     # -- both ---------------------------------------------------------------------------------
+
+    def _is_wanted(self) -> bool:
+        return len(self._queue) > 0 or any(client.asks for client in self._clients)
 
     def _alive(self) -> list[EngineClient]:
         alive = [client for client in self._clients if not client.is_dead]
@@ -379,41 +450,39 @@ class EngineGroup:
             raise self._last_death
         return alive
 
-    def _deal(self) -> None:
-        """Give the engines what they have room for, and see that it is sent."""
+    async def _deal(self, target: int | None = None) -> None:
+        """Give the engines what they have room for, and have them write, to tick `target`."""
         alive = [client for client in self._clients if not client.is_dead]
         if alive and len(self._queue):
             slots, loads = [c.status.slots for c in alive], [len(c.asks) for c in alive]
             for client, asks in zip(alive, self._queue.place(slots, loads), strict=True):
-                if not asks:
-                    continue
                 if self._deterministic and not client.asks:
                     client.offset = self._tick - client.status.tick
                 client.asks.update((ask.key, ask) for ask in asks)
-                client.sending = self._task(client, client.submit, asks, client.sending)
-        for client in alive if not self._deterministic else ():
-            if client.asks and (client.talking is None or client.talking.done()):
-                client.talking = self._task(client, self._talk, client)
+                if asks:
+                    await client.engine.submit(requests_of(asks))
+        self._target = target
+        for client in alive:
+            if client.asks and (client.writing is None or client.writing.done()):
+                client.writing = asyncio.create_task(self._write(client, target))
+                client.writing.add_done_callback(partial(self._wrote, client))
 
-    def _task(
-        self, client: EngineClient, work: Callable[..., Awaitable[None]], *args: Any
-    ) -> asyncio.Task[None]:
-        return asyncio.create_task(self._guarded(client, work, *args))
+    async def _write(self, client: EngineClient, target: int | None) -> None:
+        """Let an engine write to the group's tick `target`, or until it has nothing left."""
+        until = None if target is None else target - client.offset
+        while client.asks and (until is None or client.status.tick < until):
+            await client.look(until)
+            if not self._deterministic:
+                await self._deal()
+                self._news.set()
 
-    async def _guarded(
-        self, client: EngineClient, work: Callable[..., Awaitable[None]], *args: Any
-    ) -> None:
-        """Work with a client; the next wait for events raises what goes wrong."""
-        try:
-            await work(*args)
-        except WorkerError as error:
-            if self._deterministic:
-                self._fault = error
-            else:
-                self._bury(client, error)
-        except Exception as error:
+    def _wrote(self, client: EngineClient, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, WorkerError) and not self._deterministic:
+            self._bury(client, error)
+        elif error is not None:
             self._fault = error
-        self._wake()
+        self._news.set()
 
     def _raise_fault(self) -> None:
         if self._fault is not None:
@@ -426,32 +495,18 @@ class EngineGroup:
         """Do the same with several engines at once; one that dies of it is buried."""
         found = await asyncio.gather(*map(do, clients), return_exceptions=True)
         for client, error in zip(clients, found, strict=True):
-            if isinstance(error, WorkerError):
+            if isinstance(error, WorkerError) and not self._deterministic:
                 self._bury(client, error)
             elif error is not None:
                 raise error
 
-    async def _ask(self, do: Callable[[Receiver], Awaitable[T]]) -> Mapping[str, T]:
-        """Ask all engines that live the same, for `weights.send`."""
-        answers: dict[str, T] = {}
-
-        async def one(client: EngineClient) -> None:
-            assert isinstance(client.engine, Receiver), f"{client.name} takes no buckets"
-            answers[client.name] = await do(client.engine)
-
-        await self._each(self._alive(), one)
-        return answers
-
     def _bury(self, client: EngineClient, error: WorkerError) -> None:
-        """Hand a dead engine's answers to the others, and give back those being aborted."""
-        if self._deterministic:
-            raise error
+        """Leave a dead engine's answers to the others, and give back those being aborted."""
         if client.is_dead:
             return
         client.is_dead, self._last_death = True, error
-        for task in (client.sending, client.talking):
-            if task is not None and task is not asyncio.current_task():
-                task.cancel()
+        if client.writing is not None:
+            client.writing.cancel()
         asks, client.asks = list(client.asks.values()), {}
         self._give_back([ask for ask in asks if ask.aborting])
         others = [ask for ask in asks if not ask.aborting]
@@ -461,35 +516,22 @@ class EngineGroup:
             "%s died, %d of %d are left: %s; %d answers go on elsewhere",
             *(client.name, left, len(self._clients), error, len(others)),
         )
-        self._deal()
-        self._wake()
+        self._news.set()
 
     def _give_back(self, asks: Sequence[PendingRequest]) -> None:
-        self._inbox += [_given_back(ask, "aborted", self._tick) for ask in asks]
+        self._inbox += [ask.end("aborted", self._tick) for ask in asks]
+        self._news.set()
 
     def _has_news(self) -> bool:
         return bool(self._inbox) or any(client.inbox for client in self._clients)
 
     def _take_inboxes(self) -> list[CompletionEvent]:
-        events, self._inbox = self._inbox, []
-        for client in self._clients:
-            events += client.take_inbox()
+        events = list[CompletionEvent]()
+        for inbox in (self._inbox, *(client.inbox for client in self._clients)):
+            events += inbox
+            inbox.clear()
         return self._ordered(events)
 
     def _ordered(self, events: list[CompletionEvent]) -> list[CompletionEvent]:
         ticks = self._deterministic  # which engines share then
-        return sorted(events, key=lambda e: (e.tick if ticks else 0, e.group_id, e.answer))
-
-
-async def _ended(task: asyncio.Task[Any] | None) -> None:
-    """Wait until a task is over, whatever became of it."""
-    if task is not None and not task.done():
-        await asyncio.wait([task])
-
-
-async def _cancelled(tasks: Sequence[asyncio.Task[Any] | None]) -> None:
-    """Cancel tasks and wait until they are gone."""
-    under_way = [task for task in tasks if task is not None and not task.done()]
-    for task in under_way:
-        task.cancel()
-    await asyncio.gather(*under_way, return_exceptions=True)
+        return sorted(events, key=lambda event: (event.tick if ticks else 0, event.key))

@@ -1,20 +1,25 @@
 """An engine in a process of its own: `EngineWorker` holds it there, `RemoteEngine` asks it here.
 
     RemoteEngine ── ask(method, arguments, answers not sent yet) ──► EngineWorker ─► Engine
-                 ◄── Reply(value, status, serial), tokens apart ────
+                 ◄── Reply(value, events, status), tokens apart ────
 
-Every reply carries the engine's status, so that the driver never waits for it. Replies may overtake
-each other on their way; the driver enters them in the order in which the worker made them, so that
-all it knows was true in the worker at one moment.
+The worker serves one call after the other; a call that comes ends a wait for events. Every reply
+carries all events until then and the engine's status, so that the driver never waits for it.
+Replies may overtake each other on their way; the driver enters them in the order of the calls, so
+that all it knows was true in the worker at one moment.
+
+An engine that is to run so implements `PublishedEngine`, and has a subclass of `EngineWorker` that
+makes it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 
@@ -22,12 +27,12 @@ from winnow.errors import WorkerError
 from winnow.rollout.engine import (
     AnswerRequest,
     CompletionEvent,
-    Engine,
     EngineStatus,
     GroupRequest,
+    PublishedEngine,
     WeightUpdate,
 )
-from winnow.rollout.weights import Bucket, Receiver, WeightReceipt, send
+from winnow.rollout.weights import Bucket, send
 from winnow.types import FloatArray, IntArray, Segment
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
 
@@ -36,26 +41,26 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 1.0
 """A call for events returns after so long without any: the status that the driver knows is then
 hardly older, and neither the sampler's watchdog nor the workers' takes a long answer for a hang."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """The value that a call returned, and the engine's status at that moment."""
+    """The value that a call returned, and what the engine has to tell at that moment."""
 
     value: Any
+    events: Sequence[CompletionEvent]
+    """All since the reply before; behind them, where progress was asked for, `running` ones."""
     status: EngineStatus
-    serial: int
-    """Number of the reply, in the order in which the worker made them."""
 
 
 class EngineWorker:
-    """The worker of a `RemoteEngine`; a subclass makes the engine."""
+    """The worker of a `RemoteEngine`; a subclass makes the engine, which has decode ticks."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: PublishedEngine) -> None:
         self._engine = engine
-        self._replies = 0
-        self._found: list[CompletionEvent] = []  # by a wait that has not returned yet
+        self._calls = self._replies = 0
+        self._turn = asyncio.Lock()  # serves first who came first
+        self._patience: asyncio.Timeout | None = None  # of the wait under way
 
     @property
     def progress(self) -> int:
@@ -66,37 +71,49 @@ class EngineWorker:
         self, method: str, args: tuple[Any, ...] = (), groups: Sequence[GroupRequest] = ()
     ) -> Reply | SplitResult:
         """Submit groups, then call a method of the engine; "" asks for its status alone."""
-        if groups:
-            await self._engine.submit(
-                [replace(g, answers=tuple(map(_readable, g.answers))) for g in groups]
-            )
-        value: Any = None
-        if method == "events":
-            await self._wait(*args)
-        elif method:
-            value = await getattr(self._engine, method)(*args)
-        if method in ("events", "progress"):
-            value, self._found = [*self._found, *(value or ())], []
-        self._replies += 1
-        block = _detach(value) if method in ("events", "progress") and value else None
-        reply = Reply(value if block is None else block[0], self._engine.status(), self._replies)
-        return reply if block is None else SplitResult(reply, block[1])
+        self._calls += 1
+        number = self._calls
+        if self._patience is not None and not self._patience.expired():
+            self._patience.reschedule(asyncio.get_running_loop().time())
+        async with self._turn:
+            if groups:
+                await self._engine.submit(
+                    [replace(g, answers=tuple(map(_readable, g.answers))) for g in groups]
+                )
+            value: Any = None
+            events: list[CompletionEvent] = []
+            if method == "events":
+                if number == self._calls:
+                    await self._wait(events, *args)
+            elif method == "progress":
+                events += await self._engine.progress()
+            elif method:
+                value = await getattr(self._engine, method)(*args)
+            # What else there is to tell, without another tick.
+            events += await self._engine.events(self._engine.status().tick)
+            self._replies += 1
+            reply = Reply(value, events, self._engine.status())
+        if not events:
+            return reply
+        detached, block = _detach(events)
+        return SplitResult(replace(reply, events=detached), block)
 
-    async def _wait(self, until: int | None, patience_s: float, gather: bool) -> None:
+    async def _wait(
+        self,
+        found: list[CompletionEvent],
+        until: int | None,
+        patience_s: float,
+        gather: bool,
+    ) -> None:
         """Wait as `Engine.events` does, `patience_s` at most; gather all up to `until` if asked."""
-        try:
-            async with asyncio.timeout(patience_s):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s) as self._patience:
                 while True:
-                    # Kept here at once: a call for progress may come before this wait ends.
                     events = await self._engine.events(until)
-                    self._found += events
+                    found += events
                     if not (gather and events) or self._engine.status().tick == until:
-                        return
-        except TimeoutError:
-            # Events found when the wait was cut off are told now, without another tick: an idle
-            # engine with nothing to say would seem to have lost its answers.
-            events = await self._engine.events(self._engine.status().tick)
-            self._found += events
+                        break
+        self._patience = None
 
 
 def _detach(events: Sequence[CompletionEvent]) -> tuple[list[CompletionEvent], ArrayBlock]:
@@ -138,8 +155,7 @@ class TorchEngineWorker(EngineWorker):
 
     Args:
         rank: a `workers.RankInfo`; its `device_index` names the CUDA device, None the CPU.
-        model: a Hugging Face folder, or the contents of a config.json; the weights are then random
-            and have to be published before anything is written.
+        model: a Hugging Face folder.
         dtype: of the weights; must be that of published ones.
         tokenizer: its folder, where requests carry stop strings.
         options: of `TorchEngine`.
@@ -152,7 +168,7 @@ class TorchEngineWorker(EngineWorker):
         self,
         rank: Any,
         *,
-        model: str | Mapping[str, Any],
+        model: str,
         dtype: Literal["float32", "bfloat16"],
         tokenizer: str | None = None,
         trust_remote_code: bool = False,
@@ -164,10 +180,7 @@ class TorchEngineWorker(EngineWorker):
         from winnow.rollout.torch_engine import TorchEngine
 
         device = torch.device("cpu" if rank.device_index is None else f"cuda:{rank.device_index}")
-        if isinstance(model, str):
-            made = load_causal_lm(model, torch_dtype(dtype), device, trust_remote_code)
-        else:
-            made = _random_model(model, torch_dtype(dtype), device)
+        made = load_causal_lm(model, torch_dtype(dtype), device, trust_remote_code)
         decode = None if tokenizer is None else decode_of(tokenizer, trust_remote_code)
         super().__init__(TorchEngine(made, decode=decode, **options))
 
@@ -180,17 +193,6 @@ def decode_of(tokenizer: str, trust_remote_code: bool) -> Callable[[Sequence[int
     return lambda ids: cast("str", read.decode(ids, skip_special_tokens=False))
 
 
-def _random_model(config: Mapping[str, Any], dtype: Any, device: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from winnow.models.causal_lm import Source, settled
-
-    made = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config), attn_implementation="eager", dtype=dtype
-    )
-    return settled(made, Source("given as a config", "model"), device)
-
-
 class Workers(Protocol):
     """The part of a `workers.WorkerGroup` that an engine needs."""
 
@@ -200,7 +202,7 @@ class Workers(Protocol):
 
 
 class RemoteEngine:
-    """Implements `Engine`, and `weights.Receiver`, over a worker that is an `EngineWorker`.
+    """Implements `PublishedEngine` over a worker that is an `EngineWorker`.
 
     What is submitted goes with the next call, at once where a wait is under way. A call for events
     whose wait is cancelled goes on in the worker, to the tick it was given; what it brings is kept
@@ -208,59 +210,52 @@ class RemoteEngine:
     is raised by the call with which it went.
 
     Args:
-        workers: the group it belongs to. A group fails as a whole: engines that may die one by one
-            are a group each.
-        rank: which of them.
-        first: what its worker replied to `ask("")`; `connect` asks it.
+        workers: a group of one. A group fails as a whole: engines that may die one by one are a
+            group each.
+        first: what the worker replied to `ask("")`.
     """
 
-    def __init__(self, workers: Workers, rank: int, first: Reply) -> None:
-        self._workers, self._rank = workers, rank
-        self._status, self._entered = first.status, first.serial
-        self._turns: dict[int, asyncio.Future[None]] = {}  # of replies that came early
+    def __init__(self, workers: Workers, first: Reply) -> None:
+        self._workers, self._newest = workers, first
         self._unsent: list[GroupRequest] = []
         self._on_way = 0  # answers submitted of which no reply has told
         self._inbox: list[CompletionEvent] = []
-        self._calls: set[asyncio.Task[Reply]] = set()
+        self._last: asyncio.Task[Reply] | None = None  # call
         self._listening: asyncio.Task[Reply] | None = None
-
-    @classmethod
-    async def connect(cls, workers: Workers, rank: int = 0) -> RemoteEngine:
-        """Return an engine over a worker that has been started."""
-        return cls(workers, rank, await workers.call_rank(rank, "ask", ""))
+        self._wanted: tuple[int | None, bool] = None, False  # what it waits for
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         self._unsent += groups
         self._on_way += sum(len(group.answers) for group in groups)
         if self._listening is not None:  # a wait that does not know of them
-            self._call("")
+            self._listen(*self._wanted)
 
-    async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
-        return await self._events(until, gather=False)
-
-    async def events_to(self, tick: int) -> Sequence[CompletionEvent]:
-        """Return all that happens up to a tick, or some of it where that takes long."""
-        return await self._events(tick, gather=True)
-
-    async def _events(self, until: int | None, gather: bool) -> Sequence[CompletionEvent]:
+    async def events(
+        self, until: int | None = None, gather: bool = False
+    ) -> Sequence[CompletionEvent]:
+        """Wait as `Engine.events` does; `gather` waits for all up to `until`, a while at most."""
         while not self._inbox:
-            if self._listening is None:
-                self._listening = self._call("events", until, PATIENCE_S, gather)
-            reply = await asyncio.shield(self._listening)
             status = self.status()
-            if until is not None and status.tick >= until:
+            is_idle = not status.running + status.queued
+            if is_idle or (until is not None and status.tick >= until):
                 break
-            # Idle if the newest reply says so; one to another call may have left events to fetch.
-            if reply.serial == self._entered and not status.running + status.queued:
-                break
-        return self._take_inbox()
+            await asyncio.shield(self._listening or self._listen(until, gather))
+        events, self._inbox = self._inbox, []
+        return events
+
+    def _listen(self, until: int | None, gather: bool) -> asyncio.Task[Reply]:
+        """Begin a wait; the worker ends the one before."""
+        self._wanted = until, gather
+        self._listening = self._call("events", until, PATIENCE_S, gather)
+        return self._listening
 
     async def progress(self) -> Sequence[CompletionEvent]:
         while True:
             reply = await asyncio.shield(self._call("progress"))
-            if reply.serial == self._entered:
-                running = [event for event in reply.value if event.kind == "running"]
-                return [*self._take_inbox(), *running]
+            if reply is self._newest:
+                running = [event for event in reply.events if event.kind == "running"]
+                events, self._inbox = self._inbox, []
+                return [*events, *running]
             # Another reply was entered before this could go on: the look is out of date.
 
     async def abort(self, group_ids: Collection[int]) -> None:
@@ -268,23 +263,16 @@ class RemoteEngine:
 
     async def load_weights(self, update: WeightUpdate) -> None:
         self._check_may_change()
-        if update.tensors is None and update.buckets is None:
-            await self._ask("load_weights", update)
-        else:
-            await send(update, self._ask_alone)
+        if update.tensors is not None or update.buckets is not None:
+            await send(update, self._take_bucket)
+        await self._ask("load_weights", WeightUpdate(update.version))
 
-    async def _ask_alone(self, do: Callable[[Receiver], Awaitable[T]]) -> Mapping[str, T]:
-        return {f"engine {self._rank}": await do(self)}
-
-    async def begin_update(self, version: int) -> None:
-        self._check_may_change()
-        await self._ask("begin_update", version)
+    async def _take_bucket(self, bucket: Bucket) -> dict[str, int]:
+        return {"engine 0": await self.take_bucket(bucket)}
 
     async def take_bucket(self, bucket: Bucket) -> int:
+        self._check_may_change()
         return cast("int", await self._ask("take_bucket", bucket))
-
-    async def finish_update(self) -> WeightReceipt:
-        return cast("WeightReceipt", await self._ask("finish_update"))
 
     def _check_may_change(self) -> None:
         status = self.status()  # here, so that the worker need not fail
@@ -294,12 +282,11 @@ class RemoteEngine:
     async def logprobs_of(
         self, sequences: Sequence[IntArray], temperature: float = 1.0
     ) -> list[FloatArray]:
-        """Return log-probs as `TorchEngine.logprobs_of` does."""
         found = await self._ask("logprobs_of", list(sequences), temperature)
         return cast("list[FloatArray]", found)
 
     def status(self) -> EngineStatus:
-        status = self._status
+        status = self._newest.status
         return replace(status, queued=status.queued + self._on_way) if self._on_way else status
 
     async def close(self) -> None:
@@ -312,47 +299,29 @@ class RemoteEngine:
     def _call(self, method: str, *args: Any) -> asyncio.Task[Reply]:
         """Begin a call, which takes along what was submitted; it goes on if nobody waits."""
         groups, self._unsent = self._unsent, []
-        task = asyncio.create_task(self._round_trip(method, args, groups))
-        self._calls.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Reply]) -> None:
-        self._calls.discard(task)
-        if not task.cancelled():
-            task.exception()  # raised to those that wait, and by the next call
+        self._last = asyncio.create_task(self._round_trip(method, args, groups, self._last))
+        # An error is raised to those that wait, and by the next call.
+        self._last.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._last
 
     async def _round_trip(
-        self, method: str, args: tuple[Any, ...], groups: list[GroupRequest]
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        groups: list[GroupRequest],
+        before: asyncio.Task[Reply] | None,
     ) -> Reply:
         try:
-            said = await self._workers.call_rank(self._rank, "ask", method, args, groups)
-            reply: Reply = said.told if isinstance(said, SplitResult) else said
-            if reply.serial != self._entered + 1:
-                turn = self._turns[reply.serial] = asyncio.get_running_loop().create_future()
-                await turn
-        except BaseException as error:
-            self._fail_turns(error)
-            raise
+            said = await self._workers.call_rank(0, "ask", method, args, groups)
+            if before is not None:
+                if not before.done():
+                    await asyncio.wait([before])
+                before.result()
         finally:
-            if method == "events":
+            if self._listening is asyncio.current_task():
                 self._listening = None
-        self._status, self._entered = reply.status, reply.serial
+        reply: Reply = said.told if isinstance(said, SplitResult) else said
+        self._newest = reply
         self._on_way -= sum(len(group.answers) for group in groups)
-        if method in ("events", "progress"):
-            self._inbox += [event for event in reply.value if event.kind != "running"]
-        following = self._turns.pop(reply.serial + 1, None)
-        if following is not None and not following.done():
-            following.set_result(None)
+        self._inbox += [event for event in reply.events if event.kind != "running"]
         return reply
-
-    def _fail_turns(self, error: BaseException) -> None:
-        """Fail replies that wait for one that will not come."""
-        for turn in self._turns.values():
-            if not turn.done():
-                turn.set_exception(error)
-        self._turns.clear()
-
-    def _take_inbox(self) -> list[CompletionEvent]:
-        events, self._inbox = self._inbox, []
-        return events

@@ -15,8 +15,10 @@ updates: then answers go on with the keys and values that the older weights left
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
-from heapq import heapify, heappop, heappush
+from bisect import insort
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -24,28 +26,26 @@ import torch
 from torch import Tensor
 
 from winnow.models.causal_lm import head_logits, hidden_states, output_head
-from winnow.rollout.draw import draw, logprobs_along, uniform
+from winnow.rollout.draw import RowParams, draw, logprobs_along, uniform
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest, WeightUpdate
-from winnow.rollout.kv_cache import (
+from winnow.rollout.slots import (
     DecodeLayout,
+    PendingAnswer,
     PrefillLayout,
     PromptBlock,
-    SlotCache,
+    Slots,
     slots_that_fit,
 )
-from winnow.rollout.slots import PendingAnswer, Slots
-from winnow.types import FinishReason, FloatArray, IntArray, Segment
+from winnow.types import FinishReason, FloatArray, IntArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from winnow.rollout.weights import Bucket, WeightReceipt, WeightReceiver
-
-_QueueEntry = tuple[bool, int, int, int, PendingAnswer]
+    from winnow.rollout.weights import Bucket, WeightReceiver
 
 
 class TorchEngine:
-    """Implements `Engine`, and `weights.Receiver`, with a model in this process.
+    """Implements `PublishedEngine` with a model in this process.
 
     Args:
         model: loaded by `models.load_causal_lm`; may be the trainer's own.
@@ -83,16 +83,15 @@ class TorchEngine:
         self._device = weight.device
         if longest is not None:
             slots = slots_that_fit(model.config, weight.dtype, slots, longest, cache_gib)
-        self._slots = Slots(slots, self._device)
-        self._cache = SlotCache(slots, weight.dtype, self._device, longest)
-        self._queue: list[_QueueEntry] = []
+        self._empty_slots = partial(Slots, slots, weight.dtype, weight.device, longest)
+        self._slots = self._empty_slots()
+        self._queue: list[PendingAnswer] = []
         self._events: list[CompletionEvent] = []  # that nobody has taken yet
         self._live_updates = live_updates
         self._arriving: WeightReceiver | None = None
         self._is_stop = torch.zeros(self._vocab, dtype=torch.bool, device=self._device)
         self._stop_ids: tuple[int, ...] = ()
-        self._version = self._tick = self._generated = self._submitted = 0
-        self._masked = 0.0
+        self._version = self._tick = self._generated = 0
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         """Queue groups.
@@ -107,15 +106,12 @@ class TorchEngine:
                 raise ValueError("stop strings need a tokenizer: give the engine `decode`")
             for request in group.answers:
                 answer = PendingAnswer(group, request)
-                fresh = not len(answer.prefix)
                 if len(answer.prefix) >= group.sampling.max_tokens:
                     raise ValueError(
                         f"group {group.group_id}: a prefix of {len(answer.prefix)} tokens leaves "
                         f"nothing to write within max_tokens {group.sampling.max_tokens}"
                     )
-                self._submitted += 1
-                entry = (fresh, group.priority, request.index, self._submitted, answer)
-                heappush(self._queue, entry)
+                insort(self._queue, answer, key=attrgetter("order"))
 
     def _set_stop_ids(self, stop_ids: tuple[int, ...]) -> None:
         if stop_ids == self._stop_ids:
@@ -144,34 +140,28 @@ class TorchEngine:
 
     async def progress(self) -> Sequence[CompletionEvent]:
         events, self._events = self._events, []
-        segments = self._slots.written(range(len(self._slots)), self._version)
-        running = [
-            self._event(answer, "running", segment, "aborted")
-            for answer, segment in zip(self._slots.answers, segments, strict=True)
-        ]
-        return [*events, *sorted(running, key=lambda e: (e.group_id, e.answer))]
+        return [*events, *self._events_of(range(len(self._slots)), "running")]
 
     async def abort(self, group_ids: Collection[int]) -> None:
         wanted = set(group_ids)
         running = [r for r, a in enumerate(self._slots.answers) if a.group.group_id in wanted]
-        queued = [entry[-1] for entry in self._queue if entry[-1].group.group_id in wanted]
-        segments = self._slots.written(running, self._version)
-        events = [
-            self._event(self._slots.answers[row], "aborted", segment, "aborted")
-            for row, segment in zip(running, segments, strict=True)
-        ]
-        events += [self._event(a, "aborted", a.prefix, "aborted") for a in queued]
-        self._leave(running)
-        self._queue = [e for e in self._queue if e[-1].group.group_id not in wanted]
-        heapify(self._queue)
-        self._events += sorted(events, key=lambda e: (e.group_id, e.answer))
+        queued = [answer for answer in self._queue if answer.group.group_id in wanted]
+        events = self._events_of(running, "aborted")
+        for answer in queued:
+            key = answer.group.group_id, answer.request.index
+            event = CompletionEvent(*key, "aborted", answer.prefix, "aborted", self._tick)
+            insort(events, event, key=attrgetter("key"))
+        self._slots.leave(running)
+        self._queue = [a for a in self._queue if a.group.group_id not in wanted]
+        self._events += events
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Take new weights, whole.
+        """Take new weights: tensors by name, or those of which all buckets came before.
 
         Raises:
             ValueError: answers are still running in an engine without live updates, or a tensor
                 has no place or another shape.
+            PublicationError: a tensor is missing in the buckets; nothing is decoded then.
         """
         self._check_may_change()
         if update.tensors is not None:
@@ -180,53 +170,34 @@ class TorchEngine:
                 if name not in own or own[name].shape != tensor.shape:
                     raise ValueError(f"weight update: {name} {tuple(tensor.shape)} does not fit")
                 own[name].data.copy_(tensor)
-        self._use(update.version)
+        if self._arriving is not None:
+            self._arriving.finish()
+            self._arriving = None
+        self._slots.close_spans(self._version)
+        for answer in self._queue:
+            answer.block = None  # what has not begun begins with the new weights
+        self._version = update.version
 
     def _check_may_change(self) -> None:
         if (len(self._slots) or self._queue) and not self._live_updates:
             raise ValueError("abort what runs before new weights: its cache is of the old ones")
 
-    def _use(self, version: int) -> None:
-        """Book tokens from now on as this version's."""
-        self._slots.close_spans(self._version)
-        for *_, answer in self._queue:
-            answer.block = None  # what has not begun begins with the new weights
-        self._version = version
-
-    async def begin_update(self, version: int) -> None:
-        """Begin to take new weights; answers under way wait.
+    async def take_bucket(self, bucket: Bucket) -> int:
+        """Copy a bucket into the model; answers under way wait until all have come.
 
         Raises:
             ValueError: there are some, in an engine without live updates.
-        """
-        self._check_may_change()
-        from winnow.rollout.weights import WeightReceiver
-
-        before, self._arriving = self._arriving, WeightReceiver(self._model, version)
-        if before is not None:  # it never came to an end
-            before.settled.set_result(None)
-
-    async def take_bucket(self, bucket: Bucket) -> int:
-        """Copy a bucket into the model; returns the checksum of what the model then holds.
-
-        Raises:
             PublicationError: it does not fit.
         """
-        assert self._arriving is not None, "begin_update comes first"
+        if bucket.index == 0:
+            self._check_may_change()
+            from winnow.rollout.weights import WeightReceiver
+
+            before, self._arriving = self._arriving, WeightReceiver(self._model, bucket.version)
+            if before is not None:  # it never came to an end
+                before.settled.set_result(None)
+        assert self._arriving is not None, "bucket 0 comes first"
         return self._arriving.take(bucket)
-
-    async def finish_update(self) -> WeightReceipt:
-        """Decode with the new weights.
-
-        Raises:
-            PublicationError: a tensor is missing; nothing is decoded then.
-        """
-        assert self._arriving is not None, "begin_update comes first"
-        held = self._arriving.finish()
-        self._use(held.version)
-        self._arriving.settled.set_result(None)
-        self._arriving = None
-        return held
 
     async def logprobs_of(
         self, sequences: Sequence[IntArray], temperature: float = 1.0
@@ -254,7 +225,6 @@ class TorchEngine:
             queued=len(self._queue),
             weight_version=self._version,
             generated_tokens=self._generated,
-            masked_probability=self._masked,
             tick=self._tick,
             live_updates=self._live_updates,
         )
@@ -263,32 +233,24 @@ class TorchEngine:
         """Drop queue, rows and cache."""
         self._queue.clear()
         self._events.clear()
-        self._slots = Slots(self._slots.count, self._device)
-        self._cache = SlotCache(
-            self._slots.count, self._cache.dtype, self._device, self._cache.longest
-        )
+        self._slots = self._empty_slots()
 
     # -- filling rows -------------------------------------------------------------------------
 
     def _refill(self) -> None:
         """Put queued answers into free rows, a block of prefilled contexts at a time."""
         while self._queue and self._slots.free:
-            if self._queue[0][-1].block is None:
+            if self._queue[0].block is None:
                 self._prefill()
-            block = self._queue[0][-1].block
+            block = self._queue[0].block
             assert block is not None
             batch: list[PendingAnswer] = []
-            while (
-                self._queue and len(batch) < self._slots.free and self._queue[0][-1].block is block
-            ):
-                batch.append(heappop(self._queue)[-1])
-            rows = self._slots.place(batch)
-            prompts = torch.tensor([a.block_row for a in batch], device=self._device)
-            longest = int(self._slots.lengths[rows].max()) - 1  # without the newest token
-            self._cache.reserve(longest + 2)
-            self._cache.fill(block, prompts, rows, self._slots.at[rows], longest)
-            for answer in batch:
-                answer.block = None
+            for answer in self._queue[: self._slots.free]:
+                if answer.block is not block:
+                    break
+                batch.append(answer)
+            del self._queue[: len(batch)]
+            self._slots.place(batch, block)
 
     def _prefill(self) -> None:
         """Prefill the next contexts of the queue as one padded block.
@@ -299,7 +261,7 @@ class TorchEngine:
         shared: dict[int, int] = {}
         width = 1
         block = PromptBlock([])
-        for *_, answer in sorted(self._queue):
+        for answer in self._queue:
             if answer.block is not None:
                 continue
             key = id(answer.group) if answer.request.prefix is None else id(answer)
@@ -334,32 +296,26 @@ class TorchEngine:
 
     def _run_tick(self) -> list[CompletionEvent]:
         """Draw one token in each row; returns what that finished, by group and answer."""
-        slots = self._slots
+        slots, cache = self._slots, self._slots.cache
         count = len(slots)
         rows, at = slots.rows[:count], slots.at[:count]
         length = int(slots.lengths[:count].max())
-        self._cache.reserve(length)
-        self._cache.bias[rows, at] = 0.0
-        layout = DecodeLayout(self._cache, rows, at, length)
+        cache.reserve(length)
+        cache.bias[rows, at] = 0.0
+        layout = DecodeLayout(cache, rows, at, length)
         hidden = hidden_states(self._model, slots.ids[rows, at], at, layout)
-        logits = head_logits(self._head, hidden, self._fp32_head)
-        if self._vocab < logits.shape[1]:
-            logits = self._mask(logits)
         u = uniform(slots.seed[:count], at + 1 - slots.start[:count])
-        ids, logprobs = draw(logits, u, slots.params)
+        params = RowParams(slots.kinds, slots.kind[:count])
+        ids, logprobs = draw(self._logits(hidden), u, params)
         slots.append(ids, logprobs)
         self._tick += 1
         self._generated += count
         reasons = self._finished(ids)
         if not reasons:
             return []
-        segments = slots.written(list(reasons), self._version)
-        events = [
-            self._event(slots.answers[row], "finished", segment, reason)
-            for (row, reason), segment in zip(reasons.items(), segments, strict=True)
-        ]
-        self._leave(list(reasons))
-        return sorted(events, key=lambda e: (e.group_id, e.answer))
+        events = self._events_of(list(reasons), "finished", reasons)
+        slots.leave(list(reasons))
+        return events
 
     def _finished(self, ids: Tensor) -> dict[int, FinishReason]:
         """Return rows whose newest token ended them, with the reason."""
@@ -387,24 +343,17 @@ class TorchEngine:
         found = zip(rows, stops, texts, strict=True)
         return [row for row, each, text in found if any(stop in text for stop in each)]
 
-    def _mask(self, logits: Tensor) -> Tensor:
-        """Leave out ids that no tokenizer knows, and book the probability they had."""
-        valid = logits[:, : self._vocab]
-        lost = 1 - (valid.logsumexp(-1) - logits.logsumexp(-1)).exp()
-        self._masked += float(lost.clamp_min(0).sum())
-        return valid
-
-    def _event(
+    def _events_of(
         self,
-        answer: PendingAnswer,
+        rows: Sequence[int],
         kind: Literal["finished", "aborted", "running"],
-        segment: Segment,
-        reason: FinishReason,
-    ) -> CompletionEvent:
-        group, index = answer.group.group_id, answer.request.index
-        return CompletionEvent(group, index, kind, segment, reason, self._tick)
-
-    def _leave(self, rows: Sequence[int]) -> None:
-        """Free rows, and let the cache follow those that move into the holes."""
-        if rows and (moved := self._slots.leave(rows)):
-            self._cache.move(*moved)
+        reasons: Mapping[int, FinishReason] | None = None,
+    ) -> list[CompletionEvent]:
+        """Return what happened to the answers of rows, by group and answer."""
+        events = []
+        for row, segment in zip(rows, self._slots.written(rows, self._version), strict=True):
+            answer = self._slots.answers[row]
+            key = answer.group.group_id, answer.request.index
+            reason = "aborted" if reasons is None else reasons[row]
+            events.append(CompletionEvent(*key, kind, segment, reason, self._tick))
+        return sorted(events, key=attrgetter("key"))

@@ -1,10 +1,11 @@
 """Publication of weights to engines: buckets of bounded size, each acknowledged by a checksum.
 
     tensors ─► bucket ─► every engine copies it, reads it back from its own model, answers with a
-                         checksum of that ─► the next bucket … ─► the list of all names and shapes
+                         checksum of that ─► the next bucket … ─► `load_weights` of the version
 
 The checksum (CRC-32 of a bucket's names, shapes and bytes) is taken of the engine's own memory
-after copying, so that one reading covers transport and copy. A bucket's arrays are views of the
+after copying, so that one reading covers transport and copy; the engine counts buckets, and tensors
+that did not come. A bucket's arrays are views of the
 trainer's tensors where those lie on the host; two buckets are alive at a time. Ranks pack buckets
 themselves and keep the arrays (`winnow.workers.array_refs`), so that only names and checksums pass
 through the driver.
@@ -13,14 +14,12 @@ through the driver.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import warnings
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +30,6 @@ from winnow.errors import PublicationError
 from winnow.rollout.engine import WeightUpdate
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
 
-log = logging.getLogger(__name__)
-
 BUCKET_BYTES = 64 << 20
 """Large enough that a call's own time (milliseconds) does not count, small beside any model."""
 _NOTHING: Any = np.zeros(0, np.uint8)
@@ -40,7 +37,6 @@ _NOTHING: Any = np.zeros(0, np.uint8)
 _UNDER_WAY = 2
 """Buckets: one is being copied there while the next is packed here."""
 Array = NDArray[Any]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,15 +56,11 @@ class Piece:
     array: Array
     """[elements]; bfloat16 as uint16, which numpy has. May be stored elsewhere."""
 
-    @property
-    def heading(self) -> bytes:
-        """Everything but the bytes."""
-        return repr((self.name, self.dtype, self.shape, self.start, len(self.array))).encode()
-
     def checksum(self, before: int) -> int:
-        """Return the CRC-32 of heading and bytes, continued from `before`."""
+        """Return the CRC-32 of the piece and all that is said of it, continued from `before`."""
+        heading = repr((self.name, self.dtype, self.shape, self.start, len(self.array))).encode()
         data: Any = np.ascontiguousarray(self.array).view(np.uint8)
-        return zlib.crc32(data, zlib.crc32(self.heading, before))
+        return zlib.crc32(data, zlib.crc32(heading, before))
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,21 +82,6 @@ class Bucket:
             found = piece.checksum(found)
         return found
 
-    def listing(self, before: int) -> int:
-        """Return the CRC-32 of names, dtypes and shapes alone, continued from `before`."""
-        for piece in self.pieces:
-            before = zlib.crc32(piece.heading, before)
-        return before
-
-
-@dataclass(frozen=True)
-class WeightReceipt:
-    """An engine's statement, at the end of an update, of the weights that it decodes with."""
-
-    version: int
-    listing: int
-    """`Bucket.listing` over all buckets, from the version on."""
-
 
 def split_bucket(bucket: Bucket) -> SplitResult:
     """Put a bucket's arrays in a block, which may stay on this node, and take its checksum."""
@@ -117,25 +94,8 @@ def split_bucket(bucket: Bucket) -> SplitResult:
     return SplitResult(replace(bucket, pieces=pieces, known=bucket.checksum()), block)
 
 
-@runtime_checkable
-class Receiver(Protocol):
-    """An engine that takes weights in buckets. No token is drawn between begin and finish."""
-
-    async def begin_update(self, version: int) -> None:
-        """Make ready for new weights."""
-        ...
-
-    async def take_bucket(self, bucket: Bucket) -> int:
-        """Copy a bucket into the model; returns the checksum of what the model then holds."""
-        ...
-
-    async def finish_update(self) -> WeightReceipt:
-        """Decode with the new weights: all buckets have come."""
-        ...
-
-
-Ask = Callable[[Callable[[Receiver], Awaitable[T]]], Awaitable[Mapping[str, T]]]
-"""Asks all receivers the same, at once; returns their answers by name."""
+Take = Callable[[Bucket], Awaitable[Mapping[str, int]]]
+"""Has all engines take a bucket, at once; returns the checksums they answer with, by name."""
 
 
 def array_of(tensor: Tensor) -> Array:
@@ -198,27 +158,23 @@ def tensors(packed: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
             parts = []
 
 
-async def send(update: WeightUpdate, ask: Ask[Any], bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Give receivers an update bucket by bucket, and compare what each says it holds.
+async def send(update: WeightUpdate, take: Take, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Give engines an update bucket by bucket, and compare what each says it holds.
 
     Args:
         update: with tensors, or buckets.
-        ask: reaches all receivers; calls must reach them in the order in which they are made.
+        take: reaches all engines; buckets must reach them in the order in which it is called.
         bucket_bytes: most bytes of a bucket; two are on their way at once.
 
     Raises:
-        PublicationError: a receiver holds other bytes than were sent. It draws no more tokens.
+        PublicationError: an engine holds other bytes than were sent. It draws no more tokens.
     """
-    version = update.version
-    await ask(lambda receiver: receiver.begin_update(version))
-    listing = zlib.crc32(str(version).encode())
     under_way: list[asyncio.Task[None]] = []
     try:
         for bucket in update.buckets or buckets(update, bucket_bytes):
-            listing = bucket.listing(listing)
             if len(under_way) == _UNDER_WAY:
                 await under_way.pop(0)
-            under_way.append(asyncio.create_task(_deliver(bucket, ask)))
+            under_way.append(asyncio.create_task(_deliver(bucket, take)))
             await asyncio.sleep(0)
         while under_way:
             await under_way.pop(0)
@@ -226,20 +182,11 @@ async def send(update: WeightUpdate, ask: Ask[Any], bucket_bytes: int = BUCKET_B
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
-    for name, whole in (await ask(lambda receiver: receiver.finish_update())).items():
-        if whole != WeightReceipt(version, listing):
-            raise PublicationError(
-                f"weights of version {version}: {name} says that it holds version "
-                f"{whole.version} with the listing {whole.listing:#010x}, but {listing:#010x} was "
-                "sent; are both of the same model?"
-            )
 
 
-async def _deliver(bucket: Bucket, ask: Ask[Any]) -> None:
+async def _deliver(bucket: Bucket, take: Take) -> None:
     # The checksum lets go of the interpreter: it is taken while the bucket travels.
-    answers, sent = await asyncio.gather(
-        ask(partial(_take, bucket)), asyncio.to_thread(bucket.checksum)
-    )
+    answers, sent = await asyncio.gather(take(bucket), asyncio.to_thread(bucket.checksum))
     for name, held in answers.items():
         if held != sent:
             raise PublicationError(
@@ -247,10 +194,6 @@ async def _deliver(bucket: Bucket, ask: Ask[Any]) -> None:
                 f"bucket {bucket.index} (from {bucket.pieces[0].name} on): checksum "
                 f"{held:#010x}, not {sent:#010x}; look at that machine's memory and network"
             )
-
-
-def _take(bucket: Bucket, receiver: Receiver) -> Awaitable[int]:
-    return receiver.take_bucket(bucket)
 
 
 class WeightReceiver:
@@ -266,7 +209,6 @@ class WeightReceiver:
         self._own = {name: t.detach() for name, t in (parameters | buffers).items()}
         self._filled = dict.fromkeys(self._own, 0)
         self._next = 0
-        self._listing = zlib.crc32(str(version).encode())
 
     def take(self, bucket: Bucket) -> int:
         """Copy a bucket; returns the checksum of what the model then holds.
@@ -280,10 +222,8 @@ class WeightReceiver:
                 f"{self._next} of version {self.version} is due; publish the weights again"
             )
         self._next += 1
-        self._listing = bucket.listing(self._listing)
-        return Bucket(
-            bucket.version, bucket.index, tuple(map(self._copy, bucket.pieces))
-        ).checksum()
+        held = tuple(map(self._copy, bucket.pieces))
+        return replace(bucket, pieces=held, known=None).checksum()
 
     def _copy(self, piece: Piece) -> Piece:
         """Copy a piece into its place; returns it as the model holds it now."""
@@ -304,10 +244,10 @@ class WeightReceiver:
         here = own.view(-1)[piece.start : piece.start + len(piece.array)]
         here.copy_(tensor_of(piece.array, own.dtype))
         self._filled[piece.name] += len(piece.array)
-        return Piece(piece.name, piece.dtype, piece.shape, piece.start, array_of(here))
+        return replace(piece, array=array_of(here))
 
-    def finish(self) -> WeightReceipt:
-        """Check that all tensors of the model came, and acknowledge them.
+    def finish(self) -> None:
+        """Let the model be used again, now that all its tensors have come.
 
         Raises:
             PublicationError: one did not.
@@ -318,4 +258,4 @@ class WeightReceiver:
                 f"weights of version {self.version}: {len(missing)} of the model's tensors did not "
                 f"come, such as {missing[0]}; export all of them"
             )
-        return WeightReceipt(self.version, self._listing)
+        self.settled.set_result(None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
-from winnow.learning.canary import Canary, Scoring
+from winnow.learning.canary import Canary
 from winnow.observe.names import Number
-from winnow.rollout.engine import Engine, WeightUpdate
+from winnow.rollout.engine import Engine, PublishedEngine, WeightUpdate
 from winnow.rollout.engine_group import EngineGroup
 from winnow.types import FloatArray
 
@@ -42,5 +42,5 @@ class Sending:
         await self._engine.load_weights(self._weights(version))
         engine = self._engine
         members = engine.engines if isinstance(engine, EngineGroup) else {"the engine": engine}
-        asked = cast("Mapping[str, Scoring]", members)
+        asked = cast("Mapping[str, PublishedEngine]", members)
         return {"publish/max_delta": await self._canary.check(expected, version, asked)}

@@ -266,11 +266,10 @@ def _engine_arguments(config: Config, policy: Policies, start: str | None) -> di
 
 
 def _remote_engines(config: Config, groups: Sequence[ThreadsafeGroup]) -> Engine:
-    from winnow.rollout.engine_group import EngineGroup
+    from winnow.rollout.engine_group import EngineGroup, quantum_for
     from winnow.rollout.remote_engine import RemoteEngine
-    from winnow.rollout.router import quantum_for
 
-    engines = [RemoteEngine(group, 0, group.ask("ask", "")[0]) for group in groups]
+    engines = [RemoteEngine(group, group.ask("ask", "")[0]) for group in groups]
     if len(engines) == 1:
         return engines[0]
     quantum = quantum_for(config.rollout.max_response_tokens)

@@ -89,7 +89,6 @@ class _Idle:
             slots=4,
             weight_version=0,
             generated_tokens=70,
-            masked_probability=0.0,
             tick=9,
             **self.told,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.torch_engine import TorchEngine
-from winnow.rollout.weights import Bucket, Receiver, send
+from winnow.rollout.weights import Bucket, send
 
 Tensors = list[tuple[str, Tensor]]
 VOCABULARY, POSITIONS, TEMPERATURE = 120, 300, 0.8
@@ -93,10 +93,14 @@ def publish(
     """Send, compare checksums; not yet the canary."""
     receiver: Any = Corrupted(engine, change)
 
-    async def ask(do: Callable[[Receiver], Awaitable[Any]]) -> Mapping[str, Any]:
-        return {"engine 0": await do(receiver)}
+    async def take(bucket: Bucket) -> dict[str, int]:
+        return {"engine 0": await receiver.take_bucket(bucket)}
 
-    asyncio.run(send(WeightUpdate(5, tensors), ask, 10_000))
+    async def run() -> None:
+        await send(WeightUpdate(5, tensors), take, 10_000)
+        await receiver.load_weights(WeightUpdate(5))
+
+    asyncio.run(run())
 
 
 def listen(canary: Canary, policy: SingleStrategy, engine: TorchEngine) -> float:
@@ -179,11 +183,11 @@ def not_a_number(tensors: Tensors, engine: TorchEngine) -> None:
     publish(broken, engine)
 
 
-CHECKSUM, LISTING, CANARY = "holds other bytes than were sent", "did not come", "does not answer as"
+CHECKSUM, MISSING, CANARY = "holds other bytes than were sent", "did not come", "does not answer as"
 FAULTS = {
     flipped_bit: CHECKSUM,
     renamed: CHECKSUM,
-    forgotten_tensor: LISTING,
+    forgotten_tensor: MISSING,
     stale_head: CANARY,
     swapped_layers: CANARY,
     stale_tensor: CANARY,
@@ -313,4 +317,4 @@ def test_scoring_disturbs_no_answer_and_counts_no_token() -> None:
     engine = engine_of(model_of(torch.float32))
     asyncio.run(engine.logprobs_of(canary_of(torch.float32).sequences, TEMPERATURE))
     status = engine.status()
-    assert (status.tick, status.generated_tokens, status.masked_probability) == (0, 0, 0.0)
+    assert (status.tick, status.generated_tokens) == (0, 0)

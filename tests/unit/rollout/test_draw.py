@@ -24,10 +24,8 @@ def splitmix(seed: int, position: int) -> float:
 
 
 def params_of(rows: int, **sampling: float) -> RowParams:
-    params = RowParams(rows, torch.device("cpu"))
-    params.put(slice(0, rows), [SamplingParams(8, **sampling)] * rows)  # type: ignore[arg-type]
-    params.keep(rows)
-    return params
+    kinds = [SamplingParams(8, **sampling)]  # type: ignore[arg-type]
+    return RowParams(kinds, torch.zeros(rows, dtype=torch.long))
 
 
 @given(st.integers(0, MASK), st.integers(0, 2**40))
@@ -155,26 +153,23 @@ def test_truncation_keeps_the_likeliest(
 
 
 def test_a_greedy_row_beside_sampled_ones_takes_the_likeliest() -> None:
-    params = RowParams(2, torch.device("cpu"))
-    params.put(slice(0, 2), [SamplingParams(8), SamplingParams(8, temperature=0.0)])
-    params.keep(2)
+    kinds = [SamplingParams(8), SamplingParams(8, temperature=0.0)]
+    params = RowParams(kinds, torch.tensor([0, 1]))
     logits = torch.tensor([[0.0, 0.1], [0.0, 0.1]])
     ids, logprobs = draw(logits, torch.tensor([0.01, 0.01], dtype=torch.float64), params)
     assert ids.tolist() == [0, 1]
     torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1)[[0, 1], [0, 1]])
 
 
-def test_flags_follow_the_rows_that_are_left() -> None:
-    params = RowParams(3, torch.device("cpu"))
+def test_only_settings_that_a_row_asks_for_are_made() -> None:
+    plain = RowParams([SamplingParams(8)], torch.tensor([0, 0]))
+    assert (plain.temperature, plain.truncation, plain.greedy) == (None, None, None)
     odd = SamplingParams(8, temperature=0.5, top_k=2)
-    params.put(slice(0, 3), [SamplingParams(8), odd, SamplingParams(8, temperature=0.0)])
-    assert (params.any_temperature, params.any_truncated, params.any_greedy) == (True, True, True)
-    params.move(torch.tensor([2]), torch.tensor([0]))
-    params.keep(2)
-    assert params.greedy.tolist() == [True, False, True]
-    assert (params.any_temperature, params.any_truncated, params.any_greedy) == (True, True, True)
-    params.keep(1)
-    assert (params.any_temperature, params.any_truncated, params.any_greedy) == (False, False, True)
-    params.put(slice(0, 2), [SamplingParams(8)] * 2)
-    params.keep(2)
-    assert not params.any_greedy
+    kinds = [SamplingParams(8), odd, SamplingParams(8, temperature=0.0)]
+    mixed = RowParams(kinds, torch.tensor([2, 1, 0]))
+    assert mixed.temperature is not None
+    assert mixed.truncation is not None
+    assert mixed.greedy is not None
+    assert mixed.temperature.tolist() == [1.0, 0.5, 1.0]
+    assert [column.tolist() for column in mixed.truncation] == [[1, 1, 1], [0, 2, 0], [0, 0, 0]]
+    assert mixed.greedy.tolist() == [True, False, False]

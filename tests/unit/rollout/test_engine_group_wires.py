@@ -64,7 +64,7 @@ class WiredStory(Story):
         for _ in range(engines):
             inner: Any = TickByTick(length, slots=3, live_updates=True)
             self.wires.append(Wire(EngineWorker(inner), rng))
-            made.append(RemoteEngine(self.wires[-1], 0, Reply(None, inner.status(), 0)))
+            made.append(RemoteEngine(self.wires[-1], Reply(None, [], inner.status())))
         self.group = EngineGroup(made, deterministic)
 
     async def take(self, step: Step) -> None:

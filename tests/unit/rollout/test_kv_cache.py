@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 
 from winnow.errors import ConfigError
 from winnow.rollout.engine import SamplingParams
-from winnow.rollout.kv_cache import SlotCache, slots_that_fit
+from winnow.rollout.slots import SlotCache, slots_that_fit
 
 CONFIG = Qwen3Config(**SHAPE, head_dim=8)
 """2 layers of 2 key/value heads of width 8: 2 * 2 * 2 * 8 numbers a token."""
@@ -57,7 +57,7 @@ def test_an_engine_within_its_bound_writes_the_same_answers(fitting: int) -> Non
     assert {k: e.segment.token_ids.tolist() for k, e in free.items()} == {
         k: e.segment.token_ids.tolist() for k, e in bounded.items()
     }
-    held = sum(cache.nbytes for layer in engine._cache.layers for cache in layer)
+    held = sum(cache.nbytes for layer in engine._slots.cache.layers for cache in layer)
     assert 0 < held <= gib * 2**30
     asyncio.run(engine.close())
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
-from winnow.rollout.router import PendingRequest, RequestQueue, ahead, requests_of
+from winnow.rollout.engine_group import PendingRequest, RequestQueue, ahead, requests_of
 from winnow.types import Segment
 
 
