@@ -77,27 +77,6 @@ class Segment:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The lowest weight version that wrote a token here; None when none did."""
-        return min((span.version for span in self.spans), default=None)
-
-    def extended(self, tail: Segment) -> Segment:
-        """This segment followed by `tail`, which the same author wrote later."""
-        assert self.source == tail.source
-        spans = list(self.spans)
-        for span in tail.spans:
-            moved = VersionSpan(span.version, span.stop + len(self))
-            if spans and spans[-1].version == moved.version:
-                spans.pop()
-            spans.append(moved)
-        return Segment(
-            np.concatenate([self.token_ids, tail.token_ids]),
-            np.concatenate([self.logprobs, tail.logprobs]),
-            tuple(spans),
-            self.source,
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
@@ -205,8 +184,3 @@ class Group:
     def scored(self) -> tuple[Answer, ...]:
         """Its answers, and behind them the baseline if there is one."""
         return self.answers if self.baseline is None else (*self.answers, self.baseline)
-
-    @property
-    def oldest_version(self) -> int:
-        """The lowest weight version that wrote a token of it, the baseline's included."""
-        return min(v for answer in self.scored for v in answer.trajectory.versions)

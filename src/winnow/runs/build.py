@@ -32,7 +32,7 @@ from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState
 from winnow.runs.topology import Topology
 from winnow.runs.trust import code_hashes
-from winnow.sampling.report import Progress
+from winnow.sampling.ledger import Ledger
 from winnow.sampling.stream import Sampler
 
 LAG_OF_SCORERS_APART = 16
@@ -137,7 +137,7 @@ def build(
     stop: ShutdownSignal,
     rewards: Rewards,
     placed: Topology,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[Ledger], None] = lambda ledger: None,
 ) -> Run:
     """Build everything that `loop.train` sequences.
 

@@ -41,7 +41,7 @@ from winnow.runs.topology import (
     placed_rewards,
     uses_device,
 )
-from winnow.sampling.report import Progress
+from winnow.sampling.ledger import Ledger
 
 if TYPE_CHECKING:
     from winnow.runs.warm_start import WarmStart
@@ -283,10 +283,10 @@ def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
     return lines
 
 
-def _in_words(progress: Progress) -> str:
+def _in_words(ledger: Ledger) -> str:
     return (
-        f"{progress.qualified}/{progress.wanted} groups, {progress.in_flight} in flight, "
-        f"{progress.generated_tokens:,} tokens"
+        f"{ledger.qualified}/{ledger.wanted} groups, {ledger.in_flight} in flight, "
+        f"{ledger.account.generated:,} tokens"
     )
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from winnow.config.rollout import SamplingConfig
-from winnow.errors import ConfigError
 
 LEAST_CHANCE = 1 / 32
 """p̂ never falls below: at most 32 N groups are open however bad the luck."""
@@ -22,11 +21,7 @@ HISTORIES = 1 << 18
 """Prompts whose history is kept; the one longest unseen is forgotten first."""
 
 History = tuple[int, int]
-"""Visits and qualified visits among the latest."""
-ALL_HISTORIES: tuple[History, ...] = tuple(
-    (visits, qualified) for visits in range(OWN_VISITS + 1) for qualified in range(visits + 1)
-)
-"""So few that a sum over groups is a sum over these."""
+"""Visits and qualified visits among the latest: so few that a sum over groups is one over these."""
 
 
 @dataclass
@@ -46,8 +41,6 @@ class QualifyRate:
     qualified: float = 0.0
     visits: dict[str, int] = field(default_factory=dict)
     """Latest visits of each prompt as bits behind a leading one: 0b1101 is yes, no, yes."""
-    _chances: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
-    """p̂ for each of `ALL_HISTORIES`; empty when out of date."""
 
     @property
     def rate(self) -> float:
@@ -58,7 +51,6 @@ class QualifyRate:
         """Take the next outcome; `own=False` keeps it out of the prompt's history."""
         self.seen = self.decay * self.seen + 1.0
         self.qualified = self.decay * self.qualified + qualified
-        self._chances = []
         if not own:
             return
         visits = self.visits.pop(uid, 1) << 1 | qualified
@@ -81,10 +73,8 @@ class QualifyRate:
 
     def expected(self, groups: Mapping[History, int]) -> float:
         """Return Σ p̂ over groups, counted by their prompts' histories."""
-        if not self._chances:
-            self._chances = [self.chance(history) for history in ALL_HISTORIES]
-        pairs = zip(ALL_HISTORIES, self._chances, strict=True)
-        return sum(groups.get(history, 0) * chance for history, chance in pairs)
+        # In a fixed order: a sum of floats depends on it.
+        return sum(groups[history] * self.chance(history) for history in sorted(groups))
 
 
 Outcome = Literal["qualified", "not", "failed", "dropped"]
@@ -122,9 +112,8 @@ class ClosedPrefix:
         self.next = group_id
 
 
-@dataclass(frozen=True)
-class AdmissionRule:
-    """The rule by which one more group may open.
+def may_open(config: SamplingConfig, qualified: int, in_flight: int, expected: float) -> bool:
+    """Return whether one more group may open; N is `groups_per_step`.
 
     Two counts are bounded. *Expected*: qualified + Σ p̂(in flight) < N(1 + lookahead) opens
     about as many groups as the step needs. *In full*, when groups outlive a step:
@@ -141,37 +130,14 @@ class AdmissionRule:
     the N-th qualified cannot come before g closes, and g, if it qualifies, is trained: in
     step k + max_staleness at the latest. (A short step leaves no group behind at all.)
     Nothing is ever dropped for being late; the trainer waits for the oldest group instead.
+
+    Args:
+        qualified: groups that qualified and wait for a cut.
+        in_flight: open groups.
+        expected: Σ p̂ over those in flight.
     """
-
-    groups: int
-    """N"""
-    lookahead: float
-    max_staleness: int
-
-    @classmethod
-    def of(cls, config: SamplingConfig) -> AdmissionRule:
-        """Make the rule that a recipe asks for.
-
-        Raises:
-            ConfigError: the look-ahead exceeds the allowed staleness.
-        """
-        if config.lookahead > config.max_staleness:
-            raise ConfigError(
-                f"sampling.lookahead must not exceed sampling.max_staleness "
-                f"({config.max_staleness}), got {config.lookahead:g}; groups admitted ahead "
-                "wait for their training"
-            )
-        return cls(config.groups_per_step, config.lookahead, config.max_staleness)
-
-    @property
-    def most_live(self) -> float:
-        """Groups that may be qualified or in flight at once, counted in full."""
-        if self.max_staleness == 0:
-            return float("inf")
-        ahead = self.lookahead if self.lookahead >= 1 else self.max_staleness
-        return self.groups * (1 + ahead)
-
-    def allows(self, qualified: int, in_flight: int, expected: float) -> bool:
-        """Return whether one more group may open; `expected` is Σ p̂ over those in flight."""
-        enough = qualified + expected >= self.groups * (1 + self.lookahead)
-        return not enough and qualified + in_flight < self.most_live
+    wanted, staleness = config.groups_per_step, config.max_staleness
+    if qualified + expected >= wanted * (1 + config.lookahead):
+        return False
+    ahead = config.lookahead if config.lookahead >= 1 else staleness
+    return staleness == 0 or qualified + in_flight < wanted * (1 + ahead)

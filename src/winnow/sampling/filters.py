@@ -69,30 +69,12 @@ def _judge_by(scores: Sequence[Score], keep: Callable[..., object], where: str) 
             f"sampling.filter.path {where} must return True or False, returned {kept!r:.80}; "
             "correct the function, and resume"
         )
-    return "qualified" if kept else _unqualified(_mean_accuracy(scores))
+    return "qualified" if kept else _unqualified(scores)
 
 
-def qualifies(
-    values: Sequence[float], rule: VarianceFilter | BandFilter, mean_accuracy: float
-) -> Verdict:
-    """Apply a rule to a group whose answers have these values of the rule's metric.
-
-    A group that does not qualify counts as right or wrong by its mean accuracy.
-    """
-    if isinstance(rule, VarianceFilter):
-        passes = len(values) == 1 or differ(values)
-    else:
-        mean = math.fsum(values) / len(values) if values else math.nan
-        passes = rule.low - FLOAT_NOISE <= mean <= rule.high + FLOAT_NOISE
-    return "qualified" if passes else _unqualified(mean_accuracy)
-
-
-def _unqualified(mean_accuracy: float) -> Verdict:
-    return "all_right" if mean_accuracy >= 0.5 else "all_wrong"
-
-
-def _mean_accuracy(scores: Sequence[Score]) -> float:
-    return math.fsum(score.accuracy for score in scores) / len(scores)
+def _unqualified(scores: Sequence[Score]) -> Verdict:
+    accuracy = math.fsum(score.accuracy for score in scores) / len(scores)
+    return "all_right" if accuracy >= 0.5 else "all_wrong"
 
 
 def differ(values: Sequence[float]) -> bool:
@@ -106,22 +88,22 @@ def differ(values: Sequence[float]) -> bool:
 def judge(scores: Sequence[Score], rule: NoFilter | VarianceFilter | BandFilter) -> Verdict:
     """Judge a group by its answers' scores.
 
-    An answer whose scoring failed and that lacks the metric is left out.
+    An answer whose scoring failed and that lacks the metric is left out. A group that does not
+    qualify counts as right or wrong by its mean accuracy.
 
     Raises:
         RewardError: the scorer does not give the rule's metric, or gives no finite number.
     """
     if isinstance(rule, NoFilter):
         return "qualified"
-    values = []
-    for score in scores:
-        value = _value(score, rule.metric)
-        if value is not None:
-            values.append(value)
-    if len(values) < 2 <= len(scores) and isinstance(rule, VarianceFilter):
-        # One known value among several answers is no group of one.
-        values = []
-    return qualifies(values, rule, _mean_accuracy(scores))
+    known = (_value(score, rule.metric) for score in scores)
+    values = [value for value in known if value is not None]
+    if isinstance(rule, VarianceFilter):
+        passes = len(values) == len(scores) == 1 or differ(values)
+    else:
+        mean = math.fsum(values) / len(values) if values else math.nan
+        passes = rule.low - FLOAT_NOISE <= mean <= rule.high + FLOAT_NOISE
+    return "qualified" if passes else _unqualified(scores)
 
 
 def _value(score: Score, metric: str) -> float | None:

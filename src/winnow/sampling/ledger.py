@@ -18,7 +18,7 @@ from typing import Any
 
 from winnow.config.rollout import NoFilter, SamplingConfig
 from winnow.sampling.accounting import Fate, StepAccounting, StepGroups, Tally, TokenAccount
-from winnow.sampling.admission import AdmissionRule, ClosedPrefix, History, Outcome, QualifyRate
+from winnow.sampling.admission import ClosedPrefix, History, Outcome, QualifyRate, may_open
 from winnow.sampling.filters import Verdict, make_judge
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 
@@ -156,19 +156,18 @@ class LiveGroups:
 
     def come_back(self, group_id: int, index: int) -> tuple[GroupState, AnswerState]:
         """Take an answer from the engine's."""
-        group = self.open.get(group_id) or self.failing[group_id]
-        answer = self.at_engine(group_id, index)
+        group, answer = self.at_engine(group_id, index)
         answer.running = False
         group.running -= 1
         self.running -= 1
         return group, answer
 
-    def at_engine(self, group_id: int, index: int) -> AnswerState:
-        """Return an answer that the engine has."""
+    def at_engine(self, group_id: int, index: int) -> tuple[GroupState, AnswerState]:
+        """Return an answer that the engine has, and its group."""
         group = self.open.get(group_id) or self.failing[group_id]
         answer = group.answers[index]
         assert answer.running, f"answer {index} of group {group_id} was not with the engine"
-        return answer
+        return group, answer
 
     def waiting_for_cut(self) -> list[GroupState]:
         """Return open and qualified groups, in admission order."""
@@ -235,7 +234,6 @@ class Ledger:
         self.groups = LiveGroups()
         self.accounting = StepAccounting()
         self._n, self._with_baseline = n, with_baseline
-        self._rule = AdmissionRule.of(config)
         self._judge = make_judge(config.filter)
         self._in_order = config.commit == "admission_order"
         self._drop_failed_scores = drop_failed_scores
@@ -266,9 +264,10 @@ class Ledger:
         return [group.prompt for group in stale]
 
     def may_admit(self) -> bool:
-        """Return whether one more group may open (`AdmissionRule`, and the bound)."""
-        return self.looked_at < self.bound and self._rule.allows(
-            self.qualified, self.in_flight, self.rate.expected(self.groups.histories)
+        """Return whether one more group may open (`admission.may_open`, and the bound)."""
+        expected = self.rate.expected(self.groups.histories)
+        return self.looked_at < self.bound and may_open(
+            self.config, self.qualified, self.in_flight, expected
         )
 
     def admit(self, prompt: Prompt) -> int:
@@ -295,7 +294,7 @@ class Ledger:
 
     def wrote(self, group_id: int, index: int, segment: Segment) -> None:
         """Book what is written of an answer that goes on; a restart resumes behind it."""
-        answer = self.groups.at_engine(group_id, index)
+        _, answer = self.groups.at_engine(group_id, index)
         if self._write(answer, len(segment)):
             answer.prefix = segment
 
@@ -345,20 +344,18 @@ class Ledger:
         answer = group.answers[index]
         assert answer.trajectory is not None
         assert answer.score is None
-        if score.error and (self._drop_failed_scores or score.outside):
-            answer.score = score
-            group.unscored -= 1
-            self._fail(group, score.error)
-        elif group.unscored == 1:
+        has_failed = score.error and (self._drop_failed_scores or score.outside)
+        verdict: Verdict | None = None
+        if group.unscored == 1 and not has_failed:
             # Judged before anything changes: it may raise.
             scores = [score if each is answer else each.score for each in group.sampled]
             verdict = self._judge([each for each in scores if each is not None])
-            answer.score = score
-            group.unscored = 0
+        answer.score = score
+        group.unscored -= 1
+        if has_failed:
+            self._fail(group, score.error)
+        elif verdict is not None:
             self._close(group, verdict)
-        else:
-            answer.score = score
-            group.unscored -= 1
 
     # The cut
 

@@ -8,18 +8,22 @@ tick, and what runs when a step is cut comes back as prefixes (new weights are a
 which are the first to go on in the next step. In free mode a turn also ends when a score
 arrives, no score is waited for while the engine has work, and what runs at a cut goes on under
 the new weights where rule and engine allow it.
+
+No answer has a wall-clock limit (that would select against length); only an engine that writes no
+token at all for a while is told to give its answers back, and they are sent again behind what they
+had. Each time counts as an attempt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from winnow.config.rollout import SamplingConfig
-from winnow.errors import NoSignalError
+from winnow.errors import NoSignalError, TrainingError
 from winnow.rollout.engine import (
     CompletionEvent,
     Engine,
@@ -27,20 +31,19 @@ from winnow.rollout.engine import (
     group_request,
     trajectory_of,
 )
-from winnow.sampling.accounting import StepGroups
-from winnow.sampling.ledger import Ledger
-from winnow.sampling.report import (
-    Progress,
+from winnow.sampling.accounting import (
+    StepGroups,
     no_signal_message,
     stop_message,
     what_the_filter_saw,
 )
-from winnow.sampling.watchdog import Watchdog
+from winnow.sampling.ledger import Ledger
 from winnow.types import Prompt, Score, Trajectory
 
 log = logging.getLogger(__name__)
 
-
+REPORT_S = 30.0
+"""Seconds without a closed group after which a line says what is waited for."""
 Key = tuple[int, int]
 """Group and answer."""
 Scorer = Callable[[Prompt, Trajectory], Score | Awaitable[Score]]
@@ -66,21 +69,13 @@ class Scores:
 
     def __init__(self, score: Scorer) -> None:
         self._score = score
-        self._under_way: dict[Key, _Scoring] = {}
+        self.under_way: dict[Key, _Scoring] = {}
+        """In the order in which they began."""
         self._news = asyncio.Event()
-
-    def __len__(self) -> int:
-        return len(self._under_way)
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._under_way)
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._under_way
 
     def begin(self, key: Key, prompt: Prompt, trajectory: Trajectory, due: int) -> None:
         """Begin to score an answer; `due` is the tick at which the score should be seen."""
-        assert key not in self._under_way
+        assert key not in self.under_way
         given = self._score(prompt, trajectory)
         if isinstance(given, Score):
             future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
@@ -88,21 +83,21 @@ class Scores:
         else:
             future = asyncio.ensure_future(given)
             future.add_done_callback(lambda _: self._news.set())
-        self._under_way[key] = _Scoring(future, due)
+        self.under_way[key] = _Scoring(future, due)
 
     @property
     def next_due(self) -> int | None:
         """The tick at which the next score is to be seen; None when there is none."""
-        first = next(iter(self._under_way.values()), None)
+        first = next(iter(self.under_way.values()), None)
         return None if first is None else first.due
 
     def due(self, tick: int) -> list[Key]:
         """Return those to be seen at `tick`, in the order in which they began."""
-        return [key for key, scoring in self._under_way.items() if scoring.due <= tick]
+        return [key for key, scoring in self.under_way.items() if scoring.due <= tick]
 
     def ready(self) -> list[Key]:
         """Return those whose score is there, in the order in which they began."""
-        return [key for key, scoring in self._under_way.items() if scoring.future.done()]
+        return [key for key, scoring in self.under_way.items() if scoring.future.done()]
 
     async def news(self) -> None:
         """Wait until a score is there."""
@@ -116,15 +111,15 @@ class Scores:
         An error of one scoring ends the waiting at once.
         """
         keys = list(keys)
-        futures = [self._under_way[key].future for key in keys]
+        futures = [self.under_way[key].future for key in keys]
         if not all(future.done() for future in futures):
             await asyncio.gather(*futures)
-        return [self._under_way.pop(key).future.result() for key in keys]
+        return [self.under_way.pop(key).future.result() for key in keys]
 
     async def cancel(self) -> None:
         """End all scorings; an answer whose score was not taken stays unscored."""
-        futures = [scoring.future for scoring in self._under_way.values()]
-        self._under_way.clear()
+        futures = [scoring.future for scoring in self.under_way.values()]
+        self.under_way.clear()
         for future in futures:
             future.cancel()
         await asyncio.gather(*futures, return_exceptions=True)
@@ -148,7 +143,7 @@ class Sampler:
         drop_failed_scores: bool = False,
         deterministic: bool = True,
         look_ticks: int = 1,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[Ledger], None] = lambda ledger: None,
     ) -> None:
         """Bind the collaborators.
 
@@ -181,7 +176,7 @@ class Sampler:
         self._sampling = sampling
         self._run_seed = run_seed
         self._on_progress = on_progress
-        self._watchdog = Watchdog(engine, self.ledger, config)
+        self._waits_for_engine = False
         self.score_lag_ticks = config.score_lag_ticks or 0
         """Decode ticks from an answer's end to the moment from which its score may be seen."""
 
@@ -201,12 +196,18 @@ class Sampler:
         if stale:
             self._give_back(stale)
         written = self._engine.status().generated_tokens - self.ledger.account.generated
+        sampling = asyncio.create_task(self._sample())
+        watch = asyncio.create_task(self._watch())
         try:
-            async with self._watchdog.guard():
-                await self._sample()
+            done, _ = await asyncio.wait([sampling, watch], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         except BaseException:
+            await _cancelled(sampling)
             await self._scores.cancel()
             raise
+        finally:
+            await _cancelled(watch)
         lost = self._engine.status().generated_tokens - self.ledger.account.generated - written
         if lost:
             log.warning("step %d: the engine wrote %d tokens that never came back", version, lost)
@@ -249,7 +250,8 @@ class Sampler:
         """Take turn after turn until a step can be cut."""
         tick = self._engine.status().tick
         unscored = self.ledger.groups.unscored()
-        self._begin_scoring([key for key in unscored if key not in self._scores], tick)
+        under_way = self._scores.under_way
+        self._begin_scoring([key for key in unscored if key not in under_way], tick)
         if self._deterministic:
             await self._see(unscored)
             await self._see(None)  # of groups that have ended
@@ -260,7 +262,7 @@ class Sampler:
             events = await (self._events() if self._deterministic else self._events_or_scores())
             await self._take(events, stalled=True)
             await self._see_what_is_due()
-            self._report()
+            self._on_progress(self.ledger)
         live = self._engine.status().live_updates
         if self._deterministic or not live or not self.ledger.may_keep_running:
             await self.halt()
@@ -303,8 +305,11 @@ class Sampler:
     async def _events(self) -> Sequence[CompletionEvent]:
         """Wait for the engine's events, up to the tick at which a score is due."""
         until = self._scores.next_due if self._deterministic else None
-        with self._watchdog.waiting_for_engine():
+        self._waits_for_engine = True
+        try:
             events = await self._engine.events(until)
+        finally:
+            self._waits_for_engine = False
         if not events and self.ledger.groups.running:
             status = self._engine.status()
             if not status.running + status.queued:
@@ -314,7 +319,7 @@ class Sampler:
 
     async def _events_or_scores(self) -> Sequence[CompletionEvent]:
         """Wait for the engine's events, or return none as soon as there is a score to see."""
-        if not self._scores:
+        if not self._scores.under_way:
             return await self._events()
         news = asyncio.ensure_future(self._scores.news())
         engine = asyncio.ensure_future(self._events()) if self.ledger.groups.running else None
@@ -331,16 +336,15 @@ class Sampler:
         """Enter a turn's events; `stalled` tells what an abort means now."""
         ledger = self.ledger
         for event in events:
-            key = event.group_id, event.answer
             if event.kind == "finished":
-                ledger.finished(*key, trajectory_of(event))
-                self._begin_scoring([key], event.tick)
+                ledger.finished(*event.key, trajectory_of(event))
+                self._begin_scoring([event.key], event.tick)
             elif event.kind == "running":
-                ledger.wrote(*key, event.segment)
+                ledger.wrote(*event.key, event.segment)
             elif event.kind == "aborted":
-                ledger.aborted(*key, event.segment, stalled=stalled)
+                ledger.aborted(*event.key, event.segment, stalled=stalled)
             else:
-                ledger.failed(*key, event.segment, event.error)
+                ledger.failed(*event.key, event.segment, event.error)
 
     def _begin_scoring(self, keys: Iterable[Key], tick: int) -> None:
         """Score answers that finished at `tick`, unless their groups have ended."""
@@ -368,20 +372,66 @@ class Sampler:
 
     async def _see(self, keys: Iterable[Key] | None) -> None:
         """Enter scores in this order; None: all that are under way."""
-        keys = list(self._scores) if keys is None else list(keys)
+        keys = list(self._scores.under_way) if keys is None else list(keys)
         for key, score in zip(keys, await self._scores.take(keys), strict=True):
             self.ledger.scored(*key, score)
 
-    def _report(self) -> None:
-        if self._on_progress is None:
-            return
-        ledger = self.ledger
-        self._on_progress(
-            Progress(
-                qualified=ledger.qualified,
-                wanted=ledger.wanted,
-                in_flight=ledger.in_flight,
-                looked_at=ledger.looked_at,
-                generated_tokens=ledger.account.generated,
-            )
+    async def _watch(self) -> None:
+        """Look at the engine now and then; have its answers sent again where it writes nothing.
+
+        Raises:
+            TrainingError: it wrote nothing however often it was asked.
+        """
+        now, timeout_s = asyncio.get_running_loop().time, self._config.stall_timeout_s
+        tokens, closed = self._engine.status().generated_tokens, self.ledger.tally.closed
+        moved = reported = now()
+        stalls = 0
+        while True:
+            await asyncio.sleep(min(REPORT_S, timeout_s) / 4)
+            if self.ledger.tally.closed != closed:
+                closed, reported = self.ledger.tally.closed, now()
+            elif now() - reported >= REPORT_S:
+                log.info("%s", self._who_waits())
+                reported = now()
+            written = self._engine.status().generated_tokens
+            if written != tokens:
+                tokens, moved, stalls = written, now(), 0
+            elif not self._waits_for_engine:
+                moved = now()
+            elif now() - moved >= timeout_s:
+                stalls += 1
+                moved = now()
+                if stalls > self._config.max_attempts:
+                    raise TrainingError(
+                        f"the rollout engine wrote no token for {timeout_s:g} s, {stalls} times in "
+                        f"a row ({self._who_waits()}); look at the engine, or raise "
+                        "sampling.stall_timeout_s if it is only slow"
+                    )
+                log.warning(
+                    "no token for %g s; sending answers again. %s", timeout_s, self._who_waits()
+                )
+                running = {group_id for group_id, _ in self.ledger.groups.with_engine()}
+                await self._engine.abort(sorted(running))
+
+    def _who_waits(self) -> str:
+        """Say in one line what the step waits for, and which group holds it up."""
+        ledger, status = self.ledger, self._engine.status()
+        line = (
+            f"sampling waits for {'the engine' if self._waits_for_engine else 'scores'}: "
+            f"{ledger.committable} of {ledger.wanted} groups can be "
+            f"trained, {ledger.in_flight} are open, {status.running} answers run and "
+            f"{status.queued} are queued"
         )
+        oldest = next(iter(ledger.groups.open.values()), None)
+        if oldest is not None:
+            line += (
+                f"; the oldest open group is {oldest.id}, {oldest.finished} of "
+                f"{len(oldest.answers)} answers finished"
+            )
+        return line
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait until it is gone."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from engines import prompt, written
 from winnow.config.rollout import BandFilter, CustomFilter, NoFilter, SamplingConfig, VarianceFilter
 from winnow.errors import ConfigError, RewardError
-from winnow.sampling.filters import judge, make_judge, qualifies
+from winnow.sampling.filters import judge, make_judge
 from winnow.sampling.ledger import Ledger
 from winnow.types import Score, Trajectory
 
@@ -39,12 +39,12 @@ def test_a_group_of_one_passes_the_variance_filter() -> None:
 @given(st.floats(-1e6, 1e6), st.integers(2, 8))
 def test_float_noise_is_no_variance(value: float, n: int) -> None:
     noisy = [float(np.float32(value))] + [value] * (n - 1)
-    assert qualifies(noisy, VarianceFilter(), 0.0) == "all_wrong"
+    assert judge(scores(*noisy), VarianceFilter()) != "qualified"
 
 
 @given(st.floats(-1e3, 1e3), st.floats(0.01, 1.0))
 def test_a_difference_that_learning_can_see_is_variance(value: float, gap: float) -> None:
-    assert qualifies([value, value + gap], VarianceFilter(), 0.0) == "qualified"
+    assert judge(scores(value, value + gap), VarianceFilter()) == "qualified"
 
 
 def test_a_band_takes_means_within_its_bounds_and_at_them() -> None:

@@ -22,9 +22,9 @@ from winnow.rollout.engine import (
     WeightUpdate,
     answer_seed,
 )
-from winnow.sampling import watchdog
+from winnow.sampling import stream
 from winnow.sampling.accounting import FATES, StepGroups
-from winnow.sampling.report import Progress
+from winnow.sampling.ledger import Ledger
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Trajectory
 
@@ -56,7 +56,7 @@ class Run:
         engine: ScriptedEngine | None = None,
         score: Any = by_first_token,
         n: int = 2,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[Ledger], None] = lambda ledger: None,
         drop_failed_scores: bool = False,
         with_baseline: bool = False,
         **settings: Any,
@@ -193,15 +193,20 @@ def test_staleness_stays_within_its_bound(staleness: int, lookahead: float) -> N
     assert 0 < oldest <= staleness
     for step in steps:
         for settled in step.trained:
-            assert settled.staleness == step.version - settled.group.oldest_version
+            oldest = min(a.trajectory.versions[0] for a in settled.group.scored)
+            assert settled.staleness == step.version - oldest
 
 
 def test_lookahead_keeps_more_groups_in_flight() -> None:
     mean = {}
     for lookahead in (0, 2):
-        seen: list[Progress] = []
-        Run(lookahead=lookahead, max_staleness=2, on_progress=seen.append).steps(12)
-        mean[lookahead] = sum(p.in_flight for p in seen) / len(seen)
+        seen: list[int] = []
+
+        def look(ledger: Ledger, seen: list[int] = seen) -> None:
+            seen.append(ledger.in_flight)
+
+        Run(lookahead=lookahead, max_staleness=2, on_progress=look).steps(12)
+        mean[lookahead] = sum(seen) / len(seen)
     assert mean[2] > 1.5 * mean[0]
 
 
@@ -302,7 +307,7 @@ def test_a_state_between_two_steps_has_every_token_of_answers_under_way() -> Non
     assert run.engine.status().running > 0
     lives = run.sampler.ledger.groups
     kept = {
-        key: len(prefix) if (prefix := lives.at_engine(*key).prefix) else 0
+        key: len(prefix) if (prefix := lives.at_engine(*key)[1].prefix) else 0
         for key in lives.with_engine()
     }
     assert sum(kept.values()) > 0
@@ -629,7 +634,7 @@ def test_a_stalled_engine_is_asked_again_behind_the_prefixes(
 def test_a_line_says_now_and_then_who_waits_for_whom(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "REPORT_S", 0.02)
+    monkeypatch.setattr(stream, "REPORT_S", 0.02)
     engine = ScriptedEngine(ragged, slots=16, stalls=[8])
     with caplog.at_level(logging.INFO):
         Run(engine, stall_timeout_s=0.2).steps(1)
@@ -671,15 +676,16 @@ def test_cancelling_a_step_cancels_it() -> None:
 
 
 def test_progress_is_told_once_a_turn() -> None:
-    seen: list[Progress] = []
-    run = Run(on_progress=seen.append)
-    run.steps(1)
-    assert seen[-1].wanted == 4
-    assert seen[-1].qualified >= 4
-    looked = [p.looked_at for p in seen]
-    assert looked == sorted(looked)
-    tokens = [p.generated_tokens for p in seen]
-    assert tokens == sorted(tokens)
+    seen: list[tuple[int, int, int]] = []
+
+    def look(ledger: Ledger) -> None:
+        seen.append((ledger.qualified, ledger.looked_at, ledger.account.generated))
+
+    Run(on_progress=look).steps(1)
+    qualified, looked, tokens = zip(*seen, strict=True)
+    assert qualified[-1] >= 4
+    assert list(looked) == sorted(looked)
+    assert list(tokens) == sorted(tokens)
 
 
 def test_a_failed_scoring_drops_its_group_when_asked() -> None:
