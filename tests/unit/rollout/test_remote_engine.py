@@ -257,6 +257,17 @@ def test_nothing_to_tell_from_before_an_abort_does_not_mean_idle(
     asyncio.run(run())
 
 
+def test_the_reply_to_an_abort_brings_what_it_ended() -> None:
+    async def run() -> None:
+        remote, wire, _ = await connected()
+        await remote.submit(requests([60]))
+        await remote.abort([0])
+        assert kinds(await remote.events()) == [(0, "aborted", 0)]
+        assert wire.calls == ["", "abort"]
+
+    asyncio.run(run())
+
+
 def test_a_wait_that_is_cancelled_goes_on_and_is_not_begun_twice() -> None:
     async def run() -> None:
         remote, wire, _ = await connected()

@@ -307,7 +307,7 @@ def test_a_state_between_two_steps_has_every_token_of_answers_under_way() -> Non
     assert run.engine.status().running > 0
     lives = run.sampler.ledger.groups
     kept = {
-        key: len(prefix) if (prefix := lives.at_engine(*key).prefix) else 0
+        key: len(prefix) if (prefix := lives.at_engine(*key)[1].prefix) else 0
         for key in lives.with_engine()
     }
     assert sum(kept.values()) > 0
