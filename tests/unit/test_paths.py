@@ -15,8 +15,8 @@ HEAVY = (
     *("winnow.learning.fsdp2", "winnow.learning.kl_penalty", "winnow.learning.reference"),
     *("winnow.algorithms.losses.covariance", "winnow.algorithms.losses.sequence"),
     *("winnow.algorithms.token_advantages", "winnow.evaluation.report", "winnow.data.files"),
-    *("winnow.runs.checkpoint_upload", "winnow.runs.launch", "winnow.runs.learner_worker"),
-    *("winnow.runs.publishing", "winnow.runs.warm_start", "winnow.observe.summary"),
+    *("winnow.runs.checkpoint_upload", "winnow.runs.remote_learner", "winnow.runs.warm_start"),
+    "winnow.observe.summary",
 )
 """Variants that a run may do without, and what they import; a package stands for what is below."""
 

@@ -443,7 +443,7 @@ class ScorerPool:
             self._send(scorer, None, self._job)
 
     def _send(self, scorer: _Scorer, asked: _Ask | None, message: object) -> None:
-        from winnow.workers.wire import pack
+        from winnow.workers.local import pack
 
         number, packed = next(scorer.numbers), pack(message)
         scorer.process.send(number, packed, lambda said: self._take(scorer, asked, said))

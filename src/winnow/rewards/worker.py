@@ -42,7 +42,7 @@ from winnow.rewards.wire import (
 )
 from winnow.types import Score
 from winnow.workers.child import die_with
-from winnow.workers.wire import pack, receive, send, unpack
+from winnow.workers.local import pack, receive, send, unpack
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STATM = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else -1

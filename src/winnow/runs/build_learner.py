@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
 
 from winnow.algorithms.estimators import ESTIMATORS, Need
 from winnow.algorithms.losses.registry import POLICY_LOSSES
@@ -21,19 +25,22 @@ from winnow.config.algorithm import (
 from winnow.config.model import NoAdapter
 from winnow.config.policy_loss import CustomPolicyLoss
 from winnow.config.root import Config
-from winnow.config.trainer import OptimConfig
+from winnow.config.trainer import Fsdp2, OptimConfig
 from winnow.learning.advantage import AdvantageStage
+from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder, RankSharding
 from winnow.learning.learner import Learner, LearnerSettings, Rates, Roles
 from winnow.learning.objective import KlTerm, OldSource, PolicyObjective
 from winnow.learning.policy import Policy
+from winnow.learning.single import SingleStrategy
 from winnow.learning.strategy import Strategy
+from winnow.models.causal_lm import load_causal_lm, torch_dtype
 from winnow.runs.metrics import Passes
-from winnow.runs.model_factory import ModelFactory
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from winnow.learning.importance_correction import CorrectionStage
     from winnow.learning.kl_penalty import KlPenalty
-    from winnow.learning.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -67,34 +74,80 @@ def needs_start(config: Config) -> bool:
     )
 
 
-def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Learning:
-    """Everything that learns, and the reference.
+def make_learner(
+    config: Config,
+    model: nn.Module,
+    vocabulary: int,
+    start: str | None,
+    mesh: DeviceMesh | None = None,
+) -> Learning:
+    """Everything that learns, and the reference: in this process, or this rank's part of it.
 
     Args:
-        holder: of the models.
+        model: the policy's, which an engine may share; with a mesh a hollow one.
+        vocabulary: ids that the tokenizer has.
         start: folder of the model that the run began with; None where `needs_start` is not.
+        mesh: the ranks' devices, over which all models are sharded; each rank reads its own rows
+            of their folders.
 
     Raises:
         ModelError: a model of the recipe cannot be loaded.
     """
-    policy = holder.policy()
-    sharder = holder.sharder
+    hold = partial(_hold, config, mesh)
+    readout = _readout_options(config, vocabulary)
+    checkpointing = config.model.gradient_checkpointing
+    policy = hold(
+        model, gradient_checkpointing=checkpointing, **readout, **_adamw_options(config.optim)
+    )
+    sharder: MicroBatchSharder = NO_SHARDING
+    if mesh is not None:
+        sharder = RankSharding(mesh, int(cast(Any, model).config.hidden_size))
     rates = Rates(_rate(config, config.optim))
     critic, others = None, {}
     if "values" in needs_of(config):
         from winnow.learning.critic import Critic, ValueObjective
+        from winnow.models.value import load_value_model
 
-        path = config.critic.path or start
-        assert path is not None, "the caller was to give the start"
-        others["critic"] = holder.critic(path)
+        value_model = _load(load_value_model, config, "critic", start, policy.device, mesh)
+        checkpointing = config.critic.gradient_checkpointing
+        options = _adamw_options(config.critic.optim)
+        others["critic"] = hold(value_model, gradient_checkpointing=checkpointing, **options)
         loss = config.critic.value_loss
         limit = config.rollout.max_response_tokens
         objective = ValueObjective(loss.clip, loss.aggregation, limit)
         critic = Critic(others["critic"], objective, sharder)
         rates = Rates(rates.policy, _rate(config, config.critic.optim))
-    reference = _reference(config, start, policy, holder) if _needs_reference(config) else None
+    reference = None
+    if _needs_reference(config):
+        from winnow.learning.reference import Reference
+
+        # With an adapter, unless another folder is named, the model without it.
+        if config.reference.path is None and not isinstance(config.model.adapter, NoAdapter):
+            reference = Reference(policy, policy.adapter_off, sharder)
+        else:
+            frozen = _load(load_causal_lm, config, "reference", start, policy.device, mesh)
+            reference = Reference(hold(frozen.requires_grad_(False), **readout), sharder=sharder)
+    learner = Learner(
+        Roles(Policy(policy, make_objective(config), sharder), reference, critic),
+        rates,
+        _advantage_stage(config),
+        _settings(config, critic is not None),
+        _correction_stage(config.algorithm.correction),
+        with_squares="probs" in needs_of(config),
+        sharder=sharder,
+    )
+    passes = Passes(
+        policy.parameters,
+        config.trainer.epochs,
+        forwards=(old_source(config) == "pass") + (reference is not None),
+        critic_parameters=sum(strategy.parameters for strategy in others.values()),
+    )
+    return Learning(learner, policy, passes, others, tuple(_kl_notes(config)))
+
+
+def _settings(config: Config, has_critic: bool) -> LearnerSettings:
     trainer, algorithm = config.trainer, config.algorithm
-    settings = LearnerSettings(
+    return LearnerSettings(
         groups_per_update=trainer.mini_batch_groups or config.sampling.groups_per_step,
         epochs=trainer.epochs,
         microbatch_tokens=trainer.microbatch_tokens,
@@ -103,24 +156,8 @@ def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Lea
         seed=config.run.seed,
         critic_microbatch_tokens=config.critic.microbatch_tokens,
         critic_max_skipped_updates=config.critic.optim.max_skipped_updates,
-        critic_warmup_steps=min(config.critic.warmup_steps, trainer.steps - 1) if critic else 0,
+        critic_warmup_steps=min(config.critic.warmup_steps, trainer.steps - 1) if has_critic else 0,
     )
-    learner = Learner(
-        Roles(Policy(policy, make_objective(config), sharder), reference, critic),
-        rates,
-        _advantage_stage(config),
-        settings,
-        _correction_stage(algorithm.correction),
-        with_squares="probs" in needs_of(config),
-        sharder=sharder,
-    )
-    passes = Passes(
-        policy.parameters,
-        trainer.epochs,
-        forwards=(old_source(config) == "pass") + (reference is not None),
-        critic_parameters=sum(strategy.parameters for strategy in others.values()),
-    )
-    return Learning(learner, policy, passes, others, tuple(_kl_notes(config)))
 
 
 def make_objective(config: Config) -> PolicyObjective:
@@ -189,18 +226,47 @@ def _needs_reference(config: Config) -> bool:
     return not (isinstance(kl.reward, NoKl) and isinstance(kl.loss, NoKl))
 
 
-def _reference(
-    config: Config, start: str | None, policy: Strategy, holder: ModelFactory
-) -> Reference:
-    """A frozen copy; with an adapter, unless another folder is named, the model without it."""
-    from winnow.learning.reference import Reference
-
-    own = config.reference
-    if own.path is None and not isinstance(config.model.adapter, NoAdapter):
-        return Reference(policy, policy.adapter_off, holder.sharder)
+def _load(
+    load: Callable[..., nn.Module],
+    config: Config,
+    role: Literal["critic", "reference"],
+    start: str | None,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+) -> nn.Module:
+    """Load the model that a role names, or the one that the run began with."""
+    own, model = getattr(config, role), config.model
     path = own.path or start
     assert path is not None, "the caller was to give the start"
-    return Reference(holder.reference(path), sharder=holder.sharder)
+    field = "model.path" if own.path is None else f"{role}.path"
+    there = device if mesh is None else torch.device("cpu")
+    dtype = torch_dtype(own.dtype or model.dtype)
+    return load(path, dtype, there, model.trust_remote_code, field, mesh is not None)
+
+
+def _hold(config: Config, mesh: DeviceMesh | None, model: nn.Module, **options: Any) -> Strategy:
+    """Hold a model whole, or sharded over a mesh."""
+    if mesh is None:
+        return SingleStrategy(model, **options)
+    from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
+
+    chosen = config.trainer.strategy
+    assert isinstance(chosen, Fsdp2)
+    sharding = Sharding(chosen.reshard_after_forward, chosen.offload, chosen.bucket_mb << 20)
+    return FSDP2Strategy(model, mesh, sharding, **options)
+
+
+def _readout_options(config: Config, vocabulary: int) -> dict[str, Any]:
+    return {
+        "temperature": config.rollout.temperature,
+        "vocab_size": vocabulary,
+        "logprob_chunk_tokens": config.trainer.logprob_chunk_tokens,
+        "fp32_head": config.model.fp32_head,
+    }
+
+
+def _adamw_options(optim: OptimConfig) -> dict[str, Any]:
+    return optim.model_dump(include={"betas", "eps", "weight_decay", "grad_clip"})
 
 
 def _advantage_stage(config: Config) -> AdvantageStage:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from winnow.rewards.remote_pipeline import PipelineWorker
-    from winnow.workers.protocol import RankInfo
+    from winnow.workers.host import RankInfo
 
 
 log = logging.getLogger(__name__)
