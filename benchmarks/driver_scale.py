@@ -143,7 +143,7 @@ class Rank:
         self.progress = 0
 
     def facts(self) -> RankFacts:
-        return RankFacts(Passes(8, 1), (), {}, {})
+        return RankFacts(Passes(8, 1), {}, {})
 
     def learn(self, groups: Sequence[Group], step: int) -> StepReply:
         fetch(groups)

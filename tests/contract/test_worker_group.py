@@ -313,7 +313,7 @@ def test_a_method_that_is_not_there_is_named(start: Start, run: Any) -> None:
     async def work() -> None:
         group = await start({})
         try:
-            with pytest.raises(WorkerError, match="AttributeError: Probe has no method 'winnow'"):
+            with pytest.raises(WorkerError, match=r"AttributeError: .* no attribute 'winnow'"):
                 await group.call("winnow")
         finally:
             await group.close()
@@ -373,16 +373,9 @@ def test_a_worker_that_cannot_be_made_says_why(start: Start, case: str, run: Any
         run(start({"refuse": case}))
 
 
-@pytest.mark.parametrize(
-    ("path", "told"),
-    [
-        ("tests.workers", "must be module:Class"),
-        ("tests.workers:Chaff", "has no class 'Chaff'"),
-    ],
-)
-def test_a_path_that_names_no_class_is_refused(path: str, told: str, run: Any) -> None:
-    with pytest.raises(ConfigError, match=told):
-        run(start_local("policy", path, {}, 1))
+def test_a_path_that_names_no_class_is_told(run: Any) -> None:
+    with pytest.raises(WorkerError, match=r"policy\[0\] failed in __init__: .* 'Chaff'"):
+        run(start_local("policy", "tests.workers:Chaff", {}, 1))
 
 
 @cases("start", ["local"], ["kill", "exit", "segfault"], on_ray=["segfault"])

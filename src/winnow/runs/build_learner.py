@@ -27,7 +27,7 @@ from winnow.config.policy_loss import CustomPolicyLoss
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2, OptimConfig
 from winnow.learning.advantage import AdvantageStage
-from winnow.learning.data_parallel import NO_SHARDING, MicroBatchSharder, RankSharding
+from winnow.learning.data_parallel import NO_SHARDING, RankSharding
 from winnow.learning.learner import Learner, LearnerSettings, Rates, Roles
 from winnow.learning.objective import KlTerm, OldSource, PolicyObjective
 from winnow.learning.policy import Policy
@@ -53,8 +53,6 @@ class Learning:
     """The passes that a step computes."""
     others: dict[str, Strategy] = field(default_factory=dict)
     """By role: what learns beside the policy, and is saved with it."""
-    notes: tuple[str, ...] = ()
-    """Lines for the user before the run starts."""
 
 
 def needs_of(config: Config) -> frozenset[Need]:
@@ -99,9 +97,8 @@ def make_learner(
     policy = hold(
         model, gradient_checkpointing=checkpointing, **readout, **_adamw_options(config.optim)
     )
-    sharder: MicroBatchSharder = NO_SHARDING
-    if mesh is not None:
-        sharder = RankSharding(mesh, int(cast(Any, model).config.hidden_size))
+    hidden_size = int(cast(Any, model).config.hidden_size)
+    sharder = NO_SHARDING if mesh is None else RankSharding(mesh, hidden_size)
     rates = Rates(_rate(config, config.optim))
     critic, others = None, {}
     if "values" in needs_of(config):
@@ -142,7 +139,7 @@ def make_learner(
         forwards=(old_source(config) == "pass") + (reference is not None),
         critic_parameters=sum(strategy.parameters for strategy in others.values()),
     )
-    return Learning(learner, policy, passes, others, tuple(_kl_notes(config)))
+    return Learning(learner, policy, passes, others)
 
 
 def _settings(config: Config, has_critic: bool) -> LearnerSettings:
@@ -165,7 +162,7 @@ def make_objective(config: Config) -> PolicyObjective:
     algorithm = config.algorithm
     kl = algorithm.kl.loss
     correction = algorithm.correction
-    in_loss = correction.mode != "recompute" and _corrects(correction)
+    correct = None if correction.mode == "recompute" else _correction_options(correction) or None
     section = algorithm.policy_loss
     if isinstance(section, CustomPolicyLoss):
         from winnow.learning.custom import load_policy_loss
@@ -181,7 +178,7 @@ def make_objective(config: Config) -> PolicyObjective:
         entropy_coef=algorithm.entropy_coef,
         kl=KlTerm(kl.coef, kl.estimator, kl.importance_weight) if isinstance(kl, LossKl) else None,
         old=old_source(config),
-        correction=_correction_options(correction) if in_loss else None,
+        correction=correct,
     )
 
 
@@ -202,7 +199,7 @@ def old_source(config: Config) -> OldSource:
     weighs_kl = isinstance(kl.loss, LossKl) and kl.loss.importance_weight
     in_updates = not one_update and (loss is None or loss.uses_old or weighs_kl)
     before_updates = (
-        _corrects(algorithm.correction)
+        bool(_correction_options(algorithm.correction))
         or not isinstance(kl.reward, NoKl)
         or "probs" in needs_of(config)
         or (loss is not None and loss.select is not None)
@@ -289,23 +286,17 @@ def _kl_penalty(config: Config) -> KlPenalty | None:
     return KlPenalty(kl.coef, kl.estimator, aim)
 
 
-def _corrects(correction: CorrectionConfig) -> bool:
-    return not (
-        isinstance(correction.weight, NoWeight) and isinstance(correction.rejection, NoRejection)
-    )
-
-
 def _correction_stage(correction: CorrectionConfig) -> CorrectionStage | None:
-    if correction.mode != "recompute" or not _corrects(correction):
+    options = _correction_options(correction)
+    if correction.mode != "recompute" or not options:
         return None
     from winnow.learning.importance_correction import CorrectionStage
 
-    normalize = getattr(correction.weight, "normalize", False)
-    return CorrectionStage(_correction_options(correction), normalize)
+    return CorrectionStage(options, getattr(correction.weight, "normalize", False))
 
 
 def _correction_options(correction: CorrectionConfig) -> dict[str, Any]:
-    """Arguments of `algorithms.correction.correct`."""
+    """Return arguments of `algorithms.correction.correct`; {} where nothing is corrected."""
     options: dict[str, Any] = {}
     if not isinstance(correction.weight, NoWeight):
         options["weight"] = correction.weight.name
@@ -323,7 +314,8 @@ _GRADIENT_FAULTS = {
 }
 
 
-def _kl_notes(config: Config) -> list[str]:
+def kl_notes(config: Config) -> list[str]:
+    """Return a line for the user where the loss has a KL whose gradient is not the KL's."""
     kl = config.algorithm.kl.loss
     if not isinstance(kl, LossKl) or kl.importance_weight or kl.estimator not in _GRADIENT_FAULTS:
         return []

@@ -52,7 +52,6 @@ class RankFacts:
     """Facts of the learning side that the driver needs."""
 
     passes: Passes
-    notes: tuple[str, ...]
     learner: Mapping[str, Any]
     """The learner's state."""
     machine: Mapping[str, str | int]
@@ -133,7 +132,7 @@ class LearnerWorker:
         """Return what the driver needs before the first step."""
         learning = self._learning
         machine = this_machine(learning.policy.device)
-        return RankFacts(learning.passes, learning.notes, learning.learner.state_dict(), machine)
+        return RankFacts(learning.passes, learning.learner.state_dict(), machine)
 
     def learn(self, groups: Sequence[Group], step: int) -> StepReply | None:
         """Train on a step's groups, as `Learner.learn` does."""
@@ -230,22 +229,16 @@ def _join(rank: RankInfo, threads: int | None, replicas: int) -> tuple[DeviceMes
     elif threads is not None:
         torch.set_num_threads(threads)
     kind = "cpu" if rank.device_index is None else "cuda"
-    if not dist.is_initialized():
-        dist.init_process_group(
-            "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
-            init_method=f"tcp://{rank.master_address}:{rank.master_port}",
-            rank=rank.rank,
-            world_size=rank.size,
-        )
-    mesh = _mesh(kind, rank.size, replicas)
-    return mesh, mesh if kind == "cpu" else _mesh("cpu", rank.size, replicas)
-
-
-def _mesh(kind: str, ranks: int, replicas: int) -> DeviceMesh:
-    if replicas == 1:
-        return init_device_mesh(kind, (ranks,))
-    shape = replicas, ranks // replicas
-    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+    dist.init_process_group(
+        "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"tcp://{rank.master_address}:{rank.master_port}",
+        rank=rank.rank,
+        world_size=rank.size,
+    )
+    shape: tuple[int, ...] = (rank.size,) if replicas == 1 else (replicas, rank.size // replicas)
+    names = None if replicas == 1 else ("replicate", "shard")
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
+    return mesh, mesh if kind == "cpu" else init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 class RemoteLearner:

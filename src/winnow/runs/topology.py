@@ -26,7 +26,7 @@ from winnow.config.judge import NoRewardModel, SequenceClassifier
 from winnow.config.rollout import CustomEngine, TorchEngineConfig
 from winnow.config.root import Config
 from winnow.config.rules import workers_of
-from winnow.config.trainer import LocalCluster, RayCluster
+from winnow.config.trainer import LocalCluster, PoolConfig, RayCluster
 from winnow.data.tokenizer import decoder
 from winnow.errors import ConfigError
 from winnow.learning.learner import AnyLearner
@@ -67,13 +67,9 @@ class Topology:
     tensors: Tensors
     publish: Publish
     passes: Passes
-    device: torch.device
-    """This process's."""
     machine: Mapping[str, str | int]
     """Facts that the bits of the learning side depend on beside the recipe."""
     ranks: int
-    notes: tuple[str, ...]
-    """Lines for the user before it starts."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +101,9 @@ def other_processes(
     from winnow.workers.group import WorkerGroups
 
     common = {"config": config, "tokenizer": policy.tokenizer_folder}
+    model = {"path": policy.path, "start": start, "vocabulary": policy.vocabulary}
     arguments = {
-        "policy": {
-            **{**common, "path": policy.path, "start": start},
-            "vocabulary": policy.vocabulary,
-        },
+        "policy": common | model,
         "reward": common,
         "rollout": _engine_arguments(config, policy, start) if counts["rollout"] else {},
     }
@@ -204,17 +198,13 @@ def pools_of(config: Config, has_devices: bool) -> list[Pool]:
     assert isinstance(cluster, RayCluster)
     counts = {role: count for role, count in workers_of(config).items() if count}
     hold_models = {role for role in counts if role != "reward" or _reward_devices(config)}
-    if not cluster.pools:
-        found = []
-        for role, count in counts.items():
-            # Engines and what scores: each wherever there is room.
-            nodes = cluster.nodes if role == "policy" else count
-            on_devices = has_devices and role in hold_models
-            found.append(Pool(role, (role,), nodes, count // nodes, on_devices, cluster.cpus))
-        return found
-    chosen = cluster.roles.model_dump()
+    pools, chosen = cluster.pools, cluster.roles.model_dump()
+    if not pools:
+        nodes = counts | {"policy": cluster.nodes}  # engines and scorers: wherever there is room
+        pools = {r: PoolConfig(nodes=nodes[r], per_node=n // nodes[r]) for r, n in counts.items()}
+        chosen = {role: role for role in counts}
     found = []
-    for name, pool in cluster.pools.items():
+    for name, pool in pools.items():
         roles = tuple(role for role, own in chosen.items() if own == name)
         on_devices = has_devices and not hold_models.isdisjoint(roles)
         cpus = pool.cpus or cluster.cpus
@@ -273,10 +263,8 @@ def placed_models(
         tensors=learner,
         publish=Sending(engine, weights, _canary(config, policy), learner.canary),
         passes=learner.facts.passes,
-        device=policy.device,
         machine={**learner.facts.machine, "ranks": others.ranks.size},
         ranks=others.ranks.size,
-        notes=learner.facts.notes,
     )
 
 
@@ -304,10 +292,8 @@ def _learning_here(
         tensors=LocalTensors(own, learning.others, writer(policy.model, policy.tokenizer)),
         publish=publish,
         passes=learning.passes,
-        device=policy.device,
         machine=this_machine(policy.device),
         ranks=1,
-        notes=learning.notes,
     )
 
 

@@ -139,20 +139,28 @@ class WorkerGroup:
         self._loop = asyncio.get_running_loop()
         self._spawn(self._watch())
 
-    async def start(self, path: str, kwargs: Mapping[str, Any], infos: Sequence[RankInfo]) -> None:
+    async def start(
+        self,
+        path: str,
+        kwargs: Mapping[str, Any],
+        master: tuple[str, int],
+        devices: Sequence[int | None],
+    ) -> None:
         """Have the workers made; on an error all processes are ended.
 
         Args:
             path: `module:Class` of the worker (`host`).
             kwargs: what each is made with, beside its rank.
-            infos: by rank.
+            master: rank 0's address, and a port that is free there.
+            devices: `RankInfo.device_index` by rank.
         """
         level, paths = logging.getLogger("winnow").getEffectiveLevel(), tuple(sys.path)
         waiting = []
         try:
-            for info in infos:
+            for rank, device in enumerate(devices):
+                info = RankInfo(rank, self.size, *master, device)
                 job = WorkerJob(path, kwargs, info, self._stall_timeout_s, level, paths)
-                waiting += self._send([info.rank], "__init__", job)
+                waiting += self._send([rank], "__init__", job)
             await asyncio.gather(*waiting)
         except BaseException:
             await self._end()
@@ -413,17 +421,10 @@ async def start_local(
             link = await LocalConnection.start("winnow.workers.child", variables, listener.follow)
             links.append((link, listener))
     except BaseException:
-        for link, _ in links:
-            link.kill()
-            await link.gone(1.0)
-            await link.release()
+        await WorkerGroup(role, links, pack, stall_timeout_s).close()
         raise
     group = WorkerGroup(role, links, pack, stall_timeout_s)
-    infos = [
-        RankInfo(rank, size, _THIS_MACHINE, port, devices[rank] if devices else None)
-        for rank in range(size)
-    ]
-    await group.start(path, kwargs, infos)
+    await group.start(path, kwargs, (_THIS_MACHINE, port), devices or [None] * size)
     return group
 
 

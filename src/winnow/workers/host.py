@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import inspect
 import logging
 import os
 import pickle
+import pkgutil
 import platform
 import random
 import socket
@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from winnow import gc_tuning as heap
-from winnow.errors import ConfigError, WinnowError
+from winnow.errors import WinnowError
 from winnow.workers.logs import LogSender
 
 log = logging.getLogger(__name__)
@@ -135,13 +135,9 @@ class Host:
         try:
             if isinstance(asked, WorkerJob):
                 return self._make(asked)
-            function = getattr(self._worker, asked.method, None)
-            if function is None and asked == CLOSE:
+            if asked == CLOSE and not hasattr(self._worker, "close"):
                 return None
-            if function is None:
-                kind = type(self._worker).__name__
-                raise AttributeError(f"{kind} has no method {asked.method!r}")
-            result = function(*asked.args, **asked.kwargs)
+            result = getattr(self._worker, asked.method)(*asked.args, **asked.kwargs)
             return await result if inspect.isawaitable(result) else result
         except BaseException as error:  # SystemExit too: a worker ends when the driver says so
             return failure_of(error)
@@ -157,7 +153,9 @@ class Host:
         self._dump_after_s = _DUMP_AFTER * job.stall_timeout_s
         self._dump_when_still()
         threading.Thread(target=self._beat, name="winnow-beats", daemon=True).start()
-        self._worker = worker_class(job.path)(rank=job.info, **job.kwargs)
+        with heap.growing():
+            worker_class = pkgutil.resolve_name(job.path)
+        self._worker = worker_class(rank=job.info, **job.kwargs)
         # For those that want to look at it, or to end it.
         log.info("ready: process %d on %s", os.getpid(), platform.node())
 
@@ -187,23 +185,6 @@ class Host:
             faulthandler.dump_traceback_later(self._dump_after_s, file=2)
 
 
-def worker_class(path: str) -> Any:
-    """Import the class that `module:Class` names.
-
-    Raises:
-        ConfigError: it names none.
-    """
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise ConfigError(f"a worker's path must be module:Class, got {path!r}")
-    with heap.growing():
-        module = importlib.import_module(module_name)
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ConfigError(f"{module_name} has no class {name!r}, which the worker {path!r} names")
-    return found
-
-
 def failure_of(error: BaseException) -> CallFailure:
     """Describe an exception for another process."""
     line = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
@@ -213,18 +194,17 @@ def failure_of(error: BaseException) -> CallFailure:
 
 def _portable(error: WinnowError) -> WinnowError | None:
     """Return an error as it arrives elsewhere; None where it cannot, as one of a local class."""
-    with contextlib.suppress(Exception):
+    try:
         found: WinnowError = pickle.loads(pickle.dumps(error))
-        return found
-    return None
+    except Exception:
+        return None
+    return found
 
 
 def merged_environment(user: Mapping[str, str]) -> dict[str, str]:
     """Choose variables for workers: the user's, then this process's, then the defaults."""
-    return {
-        **{name: os.environ.get(name, value) for name, value in DEFAULT_VARIABLES.items()},
-        **user,
-    }
+    own = {name: os.environ[name] for name in DEFAULT_VARIABLES if name in os.environ}
+    return {**DEFAULT_VARIABLES, **own, **user}
 
 
 def free_port(address: str = "") -> int:

@@ -89,10 +89,9 @@ def ray_session(
                 # Without a dashboard nobody can look at them, and they cost part of each call.
                 "_system_config": {"task_events_report_interval_ms": 0},
             }
-        after.enter_context(_own_handlers())
         after.callback(ray.shutdown)
         try:
-            with _own_handlers(), _marked(options.get("_temp_dir")):
+            with _starting(options.get("_temp_dir")):
                 ray.init(**options)
         except Exception as error:
             what = "a private Ray did not start" if address is None else f"no Ray at {address}"
@@ -282,24 +281,15 @@ def _guarded_folder() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _marked(folder: str | None) -> Iterator[None]:
-    """Mark what is started within the block, and what that starts, as the folder's."""
+def _starting(folder: str | None) -> Iterator[None]:
+    """Mark what is started within the block as the folder's, and keep this program's handler."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
     if folder is not None:
         os.environ[MARK] = folder
     try:
         yield
     finally:
         os.environ.pop(MARK, None)
-
-
-@contextlib.contextmanager
-def _own_handlers() -> Iterator[None]:
-    """Put this program's signal handlers back after a block in which Ray sets its own."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in numbers} if is_main else {}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if is_main:  # Ray has set one of its own
+            signal.signal(signal.SIGTERM, before)
