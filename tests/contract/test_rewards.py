@@ -344,7 +344,7 @@ def test_models_are_asked_alike_and_one_that_is_killed_ends_it(
                 found[kind] = [*map(bare, asyncio.run(answers.score(rewards, ASKED)))]
                 figures[kind] = rewards.figures()
                 assert rewards.figures() == zero
-                if others.rewards is not None:
+                if others():
                     kill_one(rewards, answers, children() - before)
             assert gone(children() - before), kind
     assert found["here"] == found["apart"]

@@ -504,7 +504,7 @@ def test_a_session_leaves_signals_and_an_outer_session_alone(ray: Any) -> None:
     try:
         with ray_session(None):
             assert offers()
-        assert [node["CPU"] for node in offers()] == [2.0]
+        assert [node["CPU"] for node in offers().values()] == [2.0]
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""Messages between the scorer pool and its processes, over `winnow.workers.wire`.
+"""Messages between the scorer pool and its processes, over `winnow.workers.local`.
 
 Message 0 to a process is a `ScorerJob`; a `Ready` or a `Refused` answers it. All others are items,
 each answered by a `ScorerReply`. What travels back is numbers, texts and plain containers

@@ -15,6 +15,7 @@ Processes are started on this machine or on a Ray cluster:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from winnow.workers.group import Starting, WorkerGroup, WorkerGroups
     from winnow.workers.ray.session import Pool
 
+WorkerProcesses = Callable[[], Mapping[str, Sequence["WorkerGroup"]]]
+"""Starts a run's other processes at the first call, side by side, with their models loaded; returns
+the groups of each role. Each engine is a group: one may die and leave the others."""
 Launch = Callable[[str, Mapping[str, Any], int], "Starting"]
 """Starts a group: its role, the arguments of its workers' class, and which engine it is."""
 CLASSES = {
@@ -72,31 +76,21 @@ class Topology:
     ranks: int
 
 
-@dataclass(frozen=True)
-class WorkerProcesses:
-    """Processes of a run beside its own, with their models loaded."""
-
-    engines: Sequence[WorkerGroup] = ()
-    """Each a group: one may die and leave the others."""
-    rewards: WorkerGroup | None = None
-    ranks: WorkerGroup | None = None
-
-
 @contextlib.contextmanager
 def other_processes(
     config: Config, policy: Policies, start: str | None
 ) -> Iterator[WorkerProcesses]:
-    """Start the processes that a recipe asks for, side by side; they end with the block.
+    """Prepare for the processes that a recipe asks for; they end with the block.
 
     Args:
         start: folder of the model that the run began with, where `needs_start` asks for it.
 
     Raises:
-        WinnowError: there is no room for them, or one cannot be started.
+        WinnowError: there is no room for them.
     """
     counts = workers_of(config)
     if not any(counts.values()):
-        yield WorkerProcesses()
+        yield dict
         return
     from winnow.workers.group import WorkerGroups
 
@@ -107,12 +101,17 @@ def other_processes(
         "reward": common,
         "rollout": _engine_arguments(config, policy, start) if counts["rollout"] else {},
     }
-    engines = counts["rollout"]
-    roles = ["rollout"] * engines + [role for role in ("reward", "policy") if counts[role]]
+    roles = ["rollout"] * counts["rollout"]
+    roles += [role for role in ("reward", "policy") if counts[role]]
     with contextlib.closing(WorkerGroups()) as groups, launcher(config, groups) as launch:
-        found = groups.start(*(launch(role, arguments[role], i) for i, role in enumerate(roles)))
-        others = dict(zip(roles[engines:], found[engines:], strict=True))
-        yield WorkerProcesses(found[:engines], others.get("reward"), others.get("policy"))
+
+        @functools.cache
+        def started() -> dict[str, list[WorkerGroup]]:
+            starting = (launch(role, arguments[role], i) for i, role in enumerate(roles))
+            found = list(zip(roles, groups.start(*starting), strict=True))
+            return {role: [group for own, group in found if own == role] for role in roles}
+
+        yield started
 
 
 @contextlib.contextmanager
@@ -146,7 +145,7 @@ def launcher(config: Config, groups: WorkerGroups) -> Iterator[Launch]:
     variables = environment | cluster.environment
     with ray_session(cluster.address):
         # Not what this process sees: it may be on a node without, or kept from them.
-        has_devices = any(node["GPU"] for node in offers())
+        has_devices = any(node["GPU"] for node in offers().values())
         has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
         reserved = groups.wait(reserve(pools_of(config, has_devices)))
 
@@ -228,12 +227,14 @@ def placed_rewards(config: Config, policy: Policies, others: WorkerProcesses) ->
 
     Raises:
         RewardError, ModelError: as for `make_rewards`.
+        WinnowError: a process cannot be started.
     """
-    if others.rewards is None:
+    if not config.reward.processes:  # what is wrong with them is told before others start
         return make_rewards(config, policy.device, policy.decode)
     from winnow.rewards.remote_pipeline import RemotePipeline
 
-    return Rewards(config.reward, RemotePipeline(others.rewards), asked_models(config.reward))
+    (group,) = others()["reward"]
+    return Rewards(config.reward, RemotePipeline(group), asked_models(config.reward))
 
 
 def placed_models(
@@ -245,26 +246,26 @@ def placed_models(
         start: as for `other_processes`.
 
     Raises:
-        WinnowError: a model of the recipe cannot be loaded.
+        WinnowError: a model of the recipe cannot be loaded, or a process cannot be started.
     """
-    if others.engines:
-        engine = _remote_engines(config, others.engines)
-    else:
-        engine = make_engine(config, policy)
-    if others.ranks is None:
-        return _learning_here(config, policy, start, engine, bool(others.engines))
+    groups = others()
+    engines = groups.get("rollout")
+    engine = _remote_engines(config, engines) if engines else make_engine(config, policy)
+    if "policy" not in groups:
+        return _learning_here(config, policy, start, engine, is_apart=bool(engines))
     from winnow.runs.remote_learner import RemoteLearner
 
-    learner = RemoteLearner(others.ranks)
-    weights = learner.weights if others.engines else learner.trained
+    (ranks,) = groups["policy"]
+    learner = RemoteLearner(ranks)
+    weights = learner.weights if engines else learner.trained
     return Topology(
         engine=engine,
         learner=learner,
         tensors=learner,
         publish=Sending(engine, weights, _canary(config, policy), learner.canary),
         passes=learner.facts.passes,
-        machine={**learner.facts.machine, "ranks": others.ranks.size},
-        ranks=others.ranks.size,
+        machine={**learner.facts.machine, "ranks": ranks.size},
+        ranks=ranks.size,
     )
 
 

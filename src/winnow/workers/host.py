@@ -172,7 +172,7 @@ class Host:
             self._dump_when_still()
             try:
                 if now[0] is not None and now[0] != seen[0]:
-                    self._sender.beat(now[0])
+                    self._sender.beat(int(now[0]))
             except OSError:  # nobody listens any more
                 os._exit(1)
             seen = now

@@ -172,27 +172,39 @@ class Reserved:
                 remove_placement_group(part)
 
 
-def offers() -> list[Resources]:
-    """List the resources of the cluster's living nodes, in use or not."""
-    alive = (node["Resources"] for node in ray_module().nodes() if node["Alive"])
-    return [{kind: node.get(kind, 0.0) for kind in ("CPU", "GPU")} for node in alive]
+def offers() -> dict[str, Resources]:
+    """Return the resources of the cluster's living nodes, in use or not, by the node's id."""
+    return {
+        node["NodeID"]: {kind: node["Resources"].get(kind, 0.0) for kind in ("CPU", "GPU")}
+        for node in ray_module().nodes()
+        if node["Alive"]
+    }
 
 
 async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reserved:
-    """Reserve pools, each part on a node that Ray chooses, the largest first.
+    """Reserve pools, each part on one node, the largest first.
+
+    Ray is told the node of the least room, which keeps parts together; it takes another where that
+    is in use or gone.
 
     Raises:
         ConfigError: the cluster is too small, or has not enough free within the time.
     """
     from ray.util import placement_group
 
-    nodes = offers()
+    left = offers()
+    nodes = list(left.values())
     check_room(pools, nodes)
     parts: dict[str, list[Any]] = {pool.name: [] for pool in pools}
     for pool in sorted(pools, key=lambda pool: _rank(pool.needs(pool.per_node)), reverse=True):
+        slots, part = [pool.needs(1)] * pool.per_node, pool.needs(pool.per_node)
         for _ in range(pool.nodes):
-            slots = [pool.needs(1)] * pool.per_node
-            parts[pool.name].append(placement_group(slots, strategy="STRICT_PACK"))
+            room = [node for node, free in left.items() if _fits([part], [free])]
+            node = min(room, key=lambda node: _rank(left[node]), default=None)
+            if node is not None:
+                left[node] = {kind: free - part.get(kind, 0) for kind, free in left[node].items()}
+            made = placement_group(slots, strategy="STRICT_PACK", _soft_target_node_id=node)
+            parts[pool.name].append(made)
     reserved = Reserved(pools, parts)
     waiting = [part.ready().future() for own in parts.values() for part in own]
     try:
