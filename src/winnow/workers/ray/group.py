@@ -14,6 +14,8 @@ import contextlib
 import os
 import re
 import secrets
+import select
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +40,8 @@ from winnow.workers.ray.session import Placement, ray_module
 _CALLS_AT_ONCE = 1000
 _CONNECT_S = 60.0
 _COLOUR = re.compile(r"\x1b\[\d*m")
+_ASKED_S = 1.0
+"""Seconds for a process to end as Ray ends one, which asks it."""
 _DETAIL_S = 2.0
 """Seconds for Ray to say how an actor died."""
 
@@ -161,6 +165,8 @@ class Place:
     """The process and the node of an actor."""
 
     pid: int
+    namespace: str
+    """Names the machine's boot and its space of process ids: two that agree see each other's."""
     address: str
     """The node's, as it reaches the driver."""
     free_port: int
@@ -194,7 +200,7 @@ class RayWorker:
         sender.take_output()
         self._host = Host(sender, self._is_orphan)
         address = self._stream.getsockname()[0]
-        return Place(os.getpid(), address, free_port(address))
+        return Place(os.getpid(), process_namespace(), address, free_port(address))
 
     async def call(self, number: int, asked: WorkerJob | Call) -> tuple[Any, Any]:
         """Run a call when all before it have begun.
@@ -221,6 +227,12 @@ class RayWorker:
             return True
 
 
+def process_namespace() -> str:
+    """Name the processes that this one can see: the machine's boot, and its namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
 class RayConnection:
     """The driver's end of one actor (`group.WorkerConnection`)."""
 
@@ -231,7 +243,11 @@ class RayConnection:
         self.pid = place.pid
         self._how: str | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_killed = False
+        self._killed = 0.0
+        # A process on this machine is watched as such, and killed as such where it does not end
+        # when Ray asks it to: Ray calls it dead before it has ended.
+        is_here = place.namespace == process_namespace()
+        self._process = os.pidfd_open(place.pid) if is_here else -1
 
     def send(self, number: int, payload: Any, tell: Callable[[Any], None]) -> None:
         """Have a call run."""
@@ -242,24 +258,26 @@ class RayConnection:
 
     def ending(self) -> str | None:
         """Say how the process ended, as far as Ray knows."""
-        return self._how or ("died" if self._listener.has_ended.is_set() else None)
+        return self._how or ("died" if self._has_gone() else None)
 
     def kill(self) -> None:
         """End the process."""
         ray = ray_module()
         if ray.is_initialized():  # a session that is over has ended its processes
             ray.kill(self._actor, no_restart=True)
-        self._is_killed = True
+        self._killed = self._killed or time.monotonic()
 
     async def gone(self, timeout_s: float) -> bool:
         """Wait until the process has ended, and for a moment until Ray says how."""
         give_up = time.monotonic() + timeout_s
-        while not self.ending():
+        while not self._has_gone():
             if time.monotonic() > give_up:
                 return False
+            if self._killed and time.monotonic() > self._killed + _ASKED_S:
+                self._kill_by_force()
             await asyncio.sleep(0.005)
         give_up = min(give_up, time.monotonic() + _DETAIL_S)
-        while self._tasks and not (self._how or self._is_killed) and time.monotonic() < give_up:
+        while self._tasks and not (self._how or self._killed) and time.monotonic() < give_up:
             await asyncio.sleep(0.005)
         return True
 
@@ -267,6 +285,21 @@ class RayConnection:
         """Close what watches the process."""
         for task in self._tasks:
             task.cancel()
+        if self._process >= 0:
+            os.close(self._process)
+            self._process = -1
+
+    def _kill_by_force(self) -> None:
+        if self._process >= 0:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    def _has_gone(self) -> bool:
+        if self._process >= 0:
+            ends = select.poll()
+            ends.register(self._process, select.POLLIN)
+            return bool(ends.poll(0))
+        return self._listener.has_ended.is_set() or self._how is not None
 
     async def _answer(self, told: Any, kept: Any, tell: Callable[[Any], None]) -> None:
         exceptions = ray_module().exceptions
