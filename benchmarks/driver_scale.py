@@ -49,21 +49,18 @@ from winnow.rollout.engine_group import EngineGroup, quantum_for
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
 from winnow.runs import loop
 from winnow.runs.checkpoint import Manifest, Retention, Saver
-from winnow.runs.learner_worker import RankFacts, StepReply
 from winnow.runs.loop import Sharing, train
 from winnow.runs.metrics import Passes, Throughput
-from winnow.runs.remote_learner import RemoteLearner, RemoteSnapshots
+from winnow.runs.remote_learner import RankFacts, RemoteLearner, StepReply
 from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState
 from winnow.sampling.stream import Sampler
 from winnow.types import Group, IntArray, Prompt, Score, Trajectory
 from winnow.workers.array_refs import ArrayBlock, fetch
-from winnow.workers.group import ThreadsafeGroup, WorkerGroups
-from winnow.workers.local import start_local
-from winnow.workers.placement import Layout, Pool
-from winnow.workers.protocol import RankInfo
+from winnow.workers.group import WorkerGroup, WorkerGroups, start_local
+from winnow.workers.host import RankInfo
 from winnow.workers.ray.group import start_ray
-from winnow.workers.ray.session import ray_session, reserve
+from winnow.workers.ray.session import Pool, ray_session, reserve
 
 ANSWERS = 16
 """A group."""
@@ -151,7 +148,7 @@ class Rank:
         self.progress = 0
 
     def facts(self) -> RankFacts:
-        return RankFacts(Passes(8, 1), (), {}, {})
+        return RankFacts(Passes(8, 1), {}, {})
 
     def learn(self, groups: Sequence[Group], step: int) -> StepReply:
         fetch(groups)
@@ -197,7 +194,7 @@ def words(token_ids: IntArray) -> str:
 
 
 @contextlib.contextmanager
-def workers(cluster: str, limit: int) -> Iterator[list[ThreadsafeGroup]]:
+def workers(cluster: str, limit: int) -> Iterator[list[WorkerGroup]]:
     """Engines, scorers and ranks, each a group, the ranks last."""
     here = "benchmarks.driver_scale"
     roles = [f"engine {i}" for i in range(ENGINES)]
@@ -206,12 +203,14 @@ def workers(cluster: str, limit: int) -> Iterator[list[ThreadsafeGroup]]:
     with contextlib.ExitStack() as stack:
         if cluster == "ray":
             cores = 0.25
-            pools = [Pool(role, 1, count, False, cores) for role, (_, _, count) in kinds.items()]
-            total = int(sum(pool.slots for pool in pools) * cores + 1)
+            pools = [
+                Pool(role, (role,), per_node=count, cpus=cores)
+                for role, (_, _, count) in kinds.items()
+            ]
+            total = int(sum(pool.size for pool in pools) * cores + 1)
             stack.enter_context(ray_session(None, cpus=total, devices=0, store_bytes=8 << 30))
             crew = stack.enter_context(contextlib.closing(WorkerGroups()))
-            layout = Layout(tuple(pools), {pool.name: pool.name for pool in pools})
-            reserved = crew.wait(reserve(layout))
+            reserved = crew.wait(reserve(pools))
             stack.callback(reserved.release)
             stack.callback(crew.close)
             starts = [
@@ -235,7 +234,7 @@ class Run:
         self.tokens: list[int] = []
         self.fetched = 0
 
-    def train(self, groups: Sequence[ThreadsafeGroup], steps: int) -> Cost:
+    def train(self, groups: Sequence[WorkerGroup], steps: int) -> Cost:
         """Run it."""
         log = MetricsLog(self.folder / "metrics.jsonl")
         with Saver(self.folder / "checkpoints", Retention(1)) as saver:
@@ -250,7 +249,7 @@ class Run:
 
     def _run(
         self,
-        groups: Sequence[ThreadsafeGroup],
+        groups: Sequence[WorkerGroup],
         log: MetricsLog,
         saver: Saver,
         steps: int,
@@ -286,7 +285,7 @@ class Run:
             evaluator=cast(Evaluator, SimpleNamespace()),
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
-            state=RunState(RemoteSnapshots(learner), states, log.offset, saver.save, Manifest()),
+            state=RunState(learner, states, log.offset, saver.save, Manifest()),
             stop=ShutdownSignal(),
             keep_rollouts=self._keep_rollouts,
             check_scoring=lambda: None,

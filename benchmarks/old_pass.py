@@ -39,7 +39,6 @@ from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.runs.build import use_machine
 from winnow.runs.build_learner import make_learner, make_objective
 from winnow.runs.loading import load_policy
-from winnow.runs.model_factory import LocalModels
 from winnow.runs.session import run_warm_start
 from winnow.types import Group
 
@@ -49,9 +48,7 @@ SOURCES: tuple[OldSource, ...] = ("current", "pass")
 def learner_of(config: Config, path: str, old: OldSource) -> tuple[Learner, dict[str, Tensor]]:
     """A learner of the recipe from a start, with `old` from there; and its weights."""
     policy = load_policy(config, path, torch.device("cpu"))
-    strategy = make_learner(
-        config, LocalModels(config, policy.model, policy.vocabulary), None
-    ).policy
+    strategy = make_learner(config, policy.model, policy.vocabulary, None).policy
     objective = make_objective(config)
     assert objective.old == "current", "a step of one update needs no pass"
     settings = LearnerSettings(

@@ -34,7 +34,7 @@ from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import RemoteEngine
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.rollout.weights import array_of
-from winnow.workers.local import start_local
+from winnow.workers.group import start_local
 
 WORKER = "winnow.rollout.remote_engine:TorchEngineWorker"
 POSITIONS = 2048

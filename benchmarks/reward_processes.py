@@ -114,8 +114,8 @@ def measured(config: Config, count: int, repeat: int) -> list[float]:
         policy = Policies(folder, cpu, none, tokenizer, decoder(tokenizer), 20, (1,), folder)
         alone = Rewards(config.reward, cast(Any, AtOnce()), [])
         with (
-            other_processes(config) as others,
-            contextlib.closing(placed_rewards(config, policy, None, others)) as rewards,
+            other_processes(config, policy, None) as others,
+            contextlib.closing(placed_rewards(config, policy, others)) as rewards,
         ):
             rewards.check_sources(["sort_digits"])
             gc.collect()

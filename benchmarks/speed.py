@@ -33,7 +33,6 @@ from winnow.rollout.engine import WeightUpdate
 from winnow.runs.build import rollout_sampling
 from winnow.runs.build_learner import make_learner
 from winnow.runs.loading import load_policy
-from winnow.runs.model_factory import LocalModels
 from winnow.runs.rewarding import make_rewards
 from winnow.runs.topology import make_engine
 from winnow.runs.warm_start import make_warm_start
@@ -67,9 +66,7 @@ class Quickstart:
             sampling=rollout_sampling(config, policy),
             run_seed=config.run.seed,
         )
-        self._learner = make_learner(
-            config, LocalModels(config, policy.model, policy.vocabulary), None
-        ).learner
+        self._learner = make_learner(config, policy.model, policy.vocabulary, None).learner
 
     async def step(self, step: int, watch: Stopwatch) -> int:
         """One step; returns the tokens written."""

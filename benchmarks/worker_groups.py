@@ -16,12 +16,10 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from winnow.workers.group import WorkerGroup
-from winnow.workers.local import start_local
-from winnow.workers.placement import Layout, Pool
-from winnow.workers.protocol import RankInfo
+from winnow.workers.group import WorkerGroup, start_local
+from winnow.workers.host import RankInfo
 from winnow.workers.ray.group import start_ray
-from winnow.workers.ray.session import ray_session, reserve
+from winnow.workers.ray.session import Pool, ray_session, reserve
 
 PATH = "worker_groups:Adder"
 CALLS = 200
@@ -48,7 +46,7 @@ async def local() -> WorkerGroup:
 
 async def on_ray() -> WorkerGroup:
     """Two actors."""
-    reserved = await reserve(Layout.colocated(Pool("all", 1, 2, False), ["adder"]))
+    reserved = await reserve([Pool("all", ("adder",), per_node=2)])
     return await start_ray("adder", PATH, {}, reserved.placement("adder"))
 
 

@@ -30,9 +30,9 @@ ROOT = Path(__file__).parents[1]
 PRELOADED = (
     *("winnow.cli.main", "winnow.config.load", "winnow.runs.session"),
     "hydra.core.override_parser.overrides_parser",
-    *("winnow.runs.warm_start", "winnow.runs.launch", "winnow.runs.publishing"),
+    *("winnow.runs.warm_start", "winnow.learning.canary", "winnow.workers.child"),
     *("winnow.runs.remote_learner", "winnow.rollout.engine_group", "winnow.rollout.remote_engine"),
-    *("winnow.workers.child", "winnow.runs.learner_worker", "winnow.rollout.torch_engine"),
+    "winnow.rollout.torch_engine",
     *("winnow.workers.group", "winnow.learning.learner", "winnow.learning.fsdp2"),
     *("winnow.models.value", "winnow.models.lora", "winnow.sandbox.local", "winnow.rewards.pool"),
     *("winnow.observe.curve", "winnow.observe.summary"),

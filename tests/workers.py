@@ -18,7 +18,7 @@ import numpy as np
 
 from winnow.errors import ConfigError, RewardError
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
-from winnow.workers.protocol import RankInfo
+from winnow.workers.host import RankInfo
 
 log = logging.getLogger("winnow.tests")
 

@@ -32,8 +32,7 @@ from winnow.rollout.engine import (
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import RemoteEngine
 from winnow.rollout.torch_engine import TorchEngine
-from winnow.workers.group import WorkerGroup
-from winnow.workers.local import start_local
+from winnow.workers.group import WorkerGroup, start_local
 
 PATH = "winnow.rollout.remote_engine:TorchEngineWorker"
 SLOTS, ENGINES = 4, 2

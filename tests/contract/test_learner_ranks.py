@@ -22,7 +22,6 @@ from winnow.config.root import Config
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.runs.build_learner import Learning, make_learner
 from winnow.runs.loading import load_policy_model
-from winnow.runs.model_factory import LocalModels, ShardedModels
 from winnow.types import Group
 
 SMALL = (
@@ -85,12 +84,15 @@ def in_one_process(config: Config, folder: str, steps: int) -> Found:
     import torch
 
     model = load_policy_model(config.model, folder, torch.device("cpu"), config.run.seed)
-    return learnt(make_learner(config, LocalModels(config, model, VOCABULARY), folder), steps)
+    return learnt(make_learner(config, model, VOCABULARY, folder), steps)
 
 
 def on_rank(config: Config, folder: str, layout: tuple[int, int], steps: int) -> Found:
-    holder = ShardedModels(config, folder, None, mesh_of(layout), VOCABULARY)
-    return learnt(make_learner(config, holder, folder), steps)
+    import torch
+
+    cpu, mesh = torch.device("cpu"), mesh_of(layout)
+    model = load_policy_model(config.model, folder, cpu, config.run.seed, hollow=True)
+    return learnt(make_learner(config, model, VOCABULARY, folder, mesh), steps)
 
 
 def mesh_of(layout: tuple[int, int]) -> DeviceMesh:

@@ -12,9 +12,8 @@ from tests.ray_nodes import parent_of, ray_nodes
 
 from winnow.errors import WorkerError
 from winnow.workers.array_refs import ArrayRef, SplitResult
-from winnow.workers.placement import Layout, Pool
 from winnow.workers.ray.group import start_ray
-from winnow.workers.ray.session import ray_session, reserve
+from winnow.workers.ray.session import Pool, ray_session, reserve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PATH = "tests.workers:Probe"
@@ -22,8 +21,7 @@ COUNT = 200_000
 
 
 async def lose_a_node() -> None:
-    layout = Layout((Pool("a", 1, 1, False), Pool("b", 1, 1, False)), {"a": "a", "b": "b"})
-    reserved = await reserve(layout)
+    reserved = await reserve([Pool("a", ("a",)), Pool("b", ("b",))])
     writer = await start_ray("writer", PATH, {}, reserved.placement("a"))
     reader = await start_ray("reader", PATH, {}, reserved.placement("b"))
     try:

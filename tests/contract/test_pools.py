@@ -12,7 +12,7 @@ from tests.recipes import recipe
 
 from winnow.config.root import Config
 from winnow.errors import ConfigError
-from winnow.runs.launch import CLASSES, launcher, layout_of
+from winnow.runs.topology import CLASSES, launcher, pools_of
 from winnow.workers.group import WorkerGroups
 from winnow.workers.ray.session import ray_session, reserve
 
@@ -90,4 +90,4 @@ def test_a_recipe_for_cpus_reserves_no_device(monkeypatch: pytest.MonkeyPatch) -
 def test_pools_that_do_not_fit_are_told_by_name() -> None:
     config = recipe_of(3, 3, "cluster.pools={all:{per_node:3}}", TOGETHER)
     with pytest.raises(ConfigError, match=r"they need all 1 x \(3 devices and 6 cores\)"):
-        asyncio.run(reserve(layout_of(config, has_devices=True)))
+        asyncio.run(reserve(pools_of(config, has_devices=True)))

@@ -88,10 +88,10 @@ def function(folder: Path, *more: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def placed(config: Config, policy: Policies) -> Iterator[tuple[Rewards, WorkerProcesses | None]]:
+def placed(config: Config, policy: Policies) -> Iterator[tuple[Rewards, WorkerProcesses]]:
     with (
-        other_processes(config) as others,
-        contextlib.closing(placed_rewards(config, policy, None, others)) as rewards,
+        other_processes(config, policy, None) as others,
+        contextlib.closing(placed_rewards(config, policy, others)) as rewards,
     ):
         yield rewards, others
 
@@ -343,7 +343,7 @@ def test_models_are_asked_alike_and_one_that_is_killed_ends_it(
                 found[kind] = [*map(bare, asyncio.run(answers.score(rewards, ASKED)))]
                 figures[kind] = rewards.figures()
                 assert rewards.figures() == zero
-                if others is not None:
+                if others():
                     kill_one(rewards, answers, children() - before)
             assert gone(children() - before), kind
     assert found["here"] == found["apart"]

@@ -11,21 +11,18 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from winnow.errors import ConfigError, RewardError, WinnowError, WorkerError
 from winnow.workers.array_refs import ArrayRef, SplitResult
-from winnow.workers.group import WorkerGroup
-from winnow.workers.local import start_local
-from winnow.workers.placement import Layout, Pool
-from winnow.workers.protocol import WorkerLine
+from winnow.workers.group import WorkerGroup, start_local
 from winnow.workers.ray.group import start_ray
-from winnow.workers.ray.session import Placement, offers, ray_session, reserve
+from winnow.workers.ray.session import Placement, Pool, offers, ray_session, reserve
 
 PATH = "tests.workers:Probe"
 ENVIRONMENT = {"WINNOW_TEST_WORD": "chaff"}
@@ -37,17 +34,42 @@ PLACES: list[Placement] = []
 Start = Callable[..., Coroutine[Any, Any, WorkerGroup]]
 
 
-async def local(
-    kwargs: dict[str, Any], stall_timeout_s: float = 100.0, on_log: Any = None
-) -> WorkerGroup:
-    return await start_local("policy", PATH, kwargs, 2, ENVIRONMENT, stall_timeout_s, on_log)
+async def local(kwargs: dict[str, Any], stall_timeout_s: float = 100.0) -> WorkerGroup:
+    return await start_local("policy", PATH, kwargs, 2, ENVIRONMENT, stall_timeout_s)
 
 
-async def on_ray(
-    kwargs: dict[str, Any], stall_timeout_s: float = 100.0, on_log: Any = None
-) -> WorkerGroup:
-    place = PLACES[-1]
-    return await start_ray("policy", PATH, kwargs, place, ENVIRONMENT, stall_timeout_s, on_log)
+async def on_ray(kwargs: dict[str, Any], stall_timeout_s: float = 100.0) -> WorkerGroup:
+    return await start_ray("policy", PATH, kwargs, PLACES[-1], ENVIRONMENT, stall_timeout_s)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a worker logged or printed, as it comes to this process's log."""
+
+    role: str
+    rank: int
+    text: str
+    level: int
+
+
+@contextmanager
+def log_of_workers() -> Iterator[list[Line]]:
+    """Lines of workers that come within the block."""
+    lines: list[Line] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.msg == "%s[%d]: %s":
+                role, rank, text = cast("tuple[str, int, str]", record.args)
+                assert record.getMessage() == f"{role}[{rank}]: {text}"
+                lines.append(Line(role, rank, text, record.levelno))
+
+    listener = Listener()
+    logging.getLogger().addHandler(listener)
+    try:
+        yield lines
+    finally:
+        logging.getLogger().removeHandler(listener)
 
 
 STARTS: dict[str, Start] = {"local": local, "ray": on_ray}
@@ -61,18 +83,19 @@ def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
         yield lambda work: runner.run(asyncio.wait_for(work, 2 * PATIENCE_S))
 
 
-@pytest.fixture(scope="module")
-def lines() -> list[WorkerLine]:
-    """What the workers of `group` said."""
-    return []
+@pytest.fixture
+def lines() -> Iterator[list[Line]]:
+    """What workers say during a test."""
+    with log_of_workers() as found:
+        yield found
 
 
 @contextmanager
 def ray_for_tests() -> Iterator[None]:
     """A private instance of Ray, with room for two groups."""
     with ray_session(None, cpus=2, devices=0, store_bytes=200 << 20):
-        layout = Layout.colocated(Pool("all", 1, 2, False, cpus=0.5), ["policy", "another"])
-        PLACES.append(asyncio.run(reserve(layout)).placement("policy"))
+        pool = Pool("all", ("policy", "another"), per_node=2, cpus=0.5)
+        PLACES.append(asyncio.run(reserve([pool])).placement("policy"))
         yield
         PLACES.pop()
 
@@ -86,12 +109,11 @@ def ray() -> Iterator[ExitStack]:
 
 
 @pytest.fixture(scope="module", params=list(STARTS))
-def group(request: pytest.FixtureRequest, run: Any, lines: list[WorkerLine]) -> Iterator[Any]:
+def group(request: pytest.FixtureRequest, run: Any) -> Iterator[Any]:
     """A group for tests in which nothing fails."""
     if request.param == "ray":
         request.getfixturevalue("ray")
-    lines.clear()
-    made = run(STARTS[request.param]({"start": 3}, on_log=lines.append))
+    made = run(STARTS[request.param]({"start": 3}))
     yield made
     run(made.close())
 
@@ -129,7 +151,7 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.01)
 
 
-def said(lines: list[WorkerLine], rank: int) -> list[str]:
+def said(lines: list[Line], rank: int) -> list[str]:
     return [line.text for line in lines if line.rank == rank]
 
 
@@ -267,7 +289,7 @@ def test_workers_reach_each_other_through_torch(group: WorkerGroup, run: Any) ->
 
 
 def test_what_workers_say_arrives_whole_and_in_order(
-    group: WorkerGroup, run: Any, lines: list[WorkerLine]
+    group: WorkerGroup, run: Any, lines: list[Line]
 ) -> None:
     run(group.call("say", "one"))
     run(group.call("say", "two"))
@@ -284,7 +306,6 @@ def test_what_workers_say_arrives_whole_and_in_order(
     levels = {line.level for line in lines if line.text.endswith("logged")}
     assert levels == {logging.INFO}
     assert {line.level for line in lines if "two\nlong" in line.text} == {logging.ERROR}
-    assert str(replace(lines[0], rank=1, text="x")) == "policy[1]: x"
 
 
 @pytest.mark.parametrize("start", ["local"], indirect=True)
@@ -292,7 +313,7 @@ def test_a_method_that_is_not_there_is_named(start: Start, run: Any) -> None:
     async def work() -> None:
         group = await start({})
         try:
-            with pytest.raises(WorkerError, match="AttributeError: Probe has no method 'winnow'"):
+            with pytest.raises(WorkerError, match=r"AttributeError: .* no attribute 'winnow'"):
                 await group.call("winnow")
         finally:
             await group.close()
@@ -352,24 +373,17 @@ def test_a_worker_that_cannot_be_made_says_why(start: Start, case: str, run: Any
         run(start({"refuse": case}))
 
 
-@pytest.mark.parametrize(
-    ("path", "told"),
-    [
-        ("tests.workers", "must be module:Class"),
-        ("tests.workers:Chaff", "has no class 'Chaff'"),
-    ],
-)
-def test_a_path_that_names_no_class_is_refused(path: str, told: str, run: Any) -> None:
-    with pytest.raises(ConfigError, match=told):
-        run(start_local("policy", path, {}, 1))
+def test_a_path_that_names_no_class_is_told(run: Any) -> None:
+    with pytest.raises(WorkerError, match=r"policy\[0\] failed in __init__: .* 'Chaff'"):
+        run(start_local("policy", "tests.workers:Chaff", {}, 1))
 
 
 @cases("start", ["local"], ["kill", "exit", "segfault"], on_ray=["segfault"])
-def test_a_death_is_told_at_once_with_the_last_words(start: Start, case: str, run: Any) -> None:
-    lines: list[WorkerLine] = []
-
+def test_a_death_is_told_at_once_with_the_last_words(
+    start: Start, case: str, run: Any, lines: list[Line]
+) -> None:
     async def work() -> list[int]:
-        group = await start({}, on_log=lines.append)
+        group = await start({})
         pids = group.processes()
         try:
             other = asyncio.ensure_future(group.call_rank(0, "wait", "for ever"))
@@ -421,12 +435,10 @@ def test_a_worker_that_dies_while_idle_is_met_by_the_next_call(start: Start, run
 
 @cases("start", ["local"], [False, True], on_ray=[True])
 def test_a_hung_worker_meets_the_limit_and_shows_its_stack(
-    start: Start, case: bool, run: Any
+    start: Start, case: bool, run: Any, lines: list[Line]
 ) -> None:
-    lines: list[WorkerLine] = []
-
     async def work() -> list[int]:
-        group = await start({}, stall_timeout_s=2.0, on_log=lines.append)
+        group = await start({}, stall_timeout_s=2.0)
         pids = group.processes()
         try:
             with pytest.raises(WorkerError, match=r"policy\[1\] hung in hang_on") as caught:
@@ -492,7 +504,7 @@ def test_a_session_leaves_signals_and_an_outer_session_alone(ray: Any) -> None:
     try:
         with ray_session(None):
             assert offers()
-        assert [node.offer.cpus for node in offers()] == [2.0]
+        assert [node["CPU"] for node in offers().values()] == [2.0]
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -500,10 +512,10 @@ def test_a_session_leaves_signals_and_an_outer_session_alone(ray: Any) -> None:
 
 
 def test_pools_that_a_cluster_lacks_are_refused(ray: Any, run: Any) -> None:
-    large = Layout.colocated(Pool("all", 1, 1, has_devices=True), ["policy"])
+    large = [Pool("all", ("policy",), has_devices=True)]
     with pytest.raises(ConfigError, match=r"they need all 1 x \(1 device and 1 core\); it has 1 x"):
         run(reserve(large))
-    taken = Layout.colocated(Pool("all", 1, 2, has_devices=False), ["policy"])
+    taken = [Pool("all", ("policy",), per_node=2)]
     with pytest.raises(ConfigError, match=r"not enough free for the pools within 0\.5 s"):
         run(reserve(taken, timeout_s=0.5))
 

@@ -12,9 +12,8 @@ HEAVY = (
     *("winnow.rewards.pool", "winnow.rewards.remote_pipeline", "winnow.rewards.serve"),
     *("winnow.rollout.engine_group", "winnow.rollout.remote_engine", "winnow.rollout.weights"),
     *("winnow.learning.canary", "winnow.learning.custom", "winnow.learning.fsdp2"),
-    *("winnow.evaluation.report", "winnow.data.files"),
-    *("winnow.runs.checkpoint_upload", "winnow.runs.launch", "winnow.runs.learner_worker"),
-    *("winnow.runs.publishing", "winnow.runs.warm_start", "winnow.observe.summary"),
+    *("winnow.evaluation.report", "winnow.runs.checkpoint_upload", "winnow.runs.remote_learner"),
+    *("winnow.runs.warm_start", "winnow.observe.summary"),
 )
 """Variants that a run may do without, and what they import; a package stands for what is below."""
 

@@ -44,8 +44,7 @@ from winnow.rewards.task import (
     ScorerReply,
     late_failure,
 )
-from winnow.workers.local import LocalConnection
-from winnow.workers.wire import pack
+from winnow.workers.local import LocalConnection, pack
 
 log = logging.getLogger(__name__)
 

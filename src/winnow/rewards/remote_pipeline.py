@@ -22,7 +22,7 @@ from winnow.rewards.pipeline import RewardPipeline, ScoredAnswer
 from winnow.rewards.task import portable
 from winnow.types import Prompt, Trajectory
 from winnow.workers.array_refs import begin_fetching
-from winnow.workers.group import ThreadsafeGroup
+from winnow.workers.group import WorkerGroup
 
 MOST_CALLS = 2
 """To one worker at once: one that waits there, and one on its way with what has come since."""
@@ -56,7 +56,7 @@ class RemotePipeline:
     All methods raise WorkerError when a worker fails.
     """
 
-    def __init__(self, workers: ThreadsafeGroup) -> None:
+    def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
         self._numbers = count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -83,7 +83,7 @@ class RemotePipeline:
         return sum(each or 0 for each in self._workers.progress)
 
     def close(self) -> None:
-        self._workers.close()
+        self._workers.end()
 
     async def score(
         self, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool

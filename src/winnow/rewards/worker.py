@@ -40,7 +40,7 @@ from winnow.rewards.task import (
 )
 from winnow.types import Score
 from winnow.workers.child import die_with
-from winnow.workers.wire import pack, receive, send, unpack
+from winnow.workers.local import pack, receive, send, unpack
 
 MESSAGE_S = 0.005
 """Time after which a process goes on to no further answer of its message. It is short, because

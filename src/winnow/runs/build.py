@@ -21,7 +21,7 @@ from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import Sinks
 from winnow.rewards.pipeline import Rewards
 from winnow.rollout.engine import Engine, SamplingParams
-from winnow.runs.build_learner import needs_of
+from winnow.runs.build_learner import kl_notes, needs_of
 from winnow.runs.checkpoint import Manifest, Retention, Saver, sync
 from winnow.runs.loading import Policies, check_positions, longest_prompt
 from winnow.runs.loop import Run, Schedule
@@ -184,7 +184,7 @@ def build(
         evaluator=evaluator,
         sinks=sinks,
         publish=placed.publish,
-        throughput=Throughput(placed.passes, placed.device, peak, placed.ranks),
+        throughput=Throughput(placed.passes, policy.device, peak, placed.ranks),
         state=state,
         stop=stop,
         keep_rollouts=_rollout_writer(config, folder, policy.decode),
@@ -194,7 +194,7 @@ def build(
         checkpoints=Schedule(config.trainer.save_every, steps),
         steps=steps,
         evaluate_before=config.evaluation.before and bool(evaluator.prompts),
-        notes=(*_notes(source), *placed.notes, *notices(config)),
+        notes=(*_notes(source), *kl_notes(config), *notices(config)),
     )
 
 

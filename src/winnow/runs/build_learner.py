@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
 
 from winnow.algorithms.advantages import ESTIMATORS
 from winnow.algorithms.losses import POLICY_LOSSES
@@ -20,14 +24,17 @@ from winnow.config.algorithm import (
 )
 from winnow.config.model import NoAdapter
 from winnow.config.root import Config
-from winnow.config.trainer import OptimConfig
+from winnow.config.trainer import Fsdp2, OptimConfig
 from winnow.learning.advantage import AdvantageStage, KlPenalty
 from winnow.learning.critic import Critic, ValueObjective
 from winnow.learning.learner import Learner, LearnerSettings
 from winnow.learning.policy import KlTerm, OldSource, Policy, PolicyObjective
 from winnow.learning.strategy import Strategy, lr_at
+from winnow.models.causal_lm import load_causal_lm, torch_dtype
 from winnow.runs.metrics import Passes
-from winnow.runs.model_factory import ModelFactory
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -40,8 +47,6 @@ class Learning:
     """The passes that a step computes."""
     others: dict[str, Strategy] = field(default_factory=dict)
     """By role: what learns beside the policy, and is saved with it."""
-    notes: tuple[str, ...] = ()
-    """Lines for the user before the run starts."""
 
 
 def needs_of(config: Config) -> frozenset[str]:
@@ -61,29 +66,69 @@ def needs_start(config: Config) -> bool:
     )
 
 
-def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Learning:
-    """Everything that learns, and the reference.
+def make_learner(
+    config: Config,
+    model: nn.Module,
+    vocabulary: int,
+    start: str | None,
+    mesh: DeviceMesh | None = None,
+) -> Learning:
+    """Everything that learns, and the reference: in this process, or this rank's part of it.
 
     Args:
-        holder: of the models.
+        model: the policy's, which an engine may share; with a mesh a hollow one.
+        vocabulary: ids that the tokenizer has.
         start: folder of the model that the run began with; None where `needs_start` is not.
+        mesh: the ranks' devices, over which all models are sharded; each rank reads its own rows
+            of their folders.
 
     Raises:
         ModelError: a model of the recipe cannot be loaded.
     """
-    policy = holder.policy()
+    hold = partial(_hold, config, mesh)
+    readout = _readout_options(config, vocabulary)
+    checkpointing = config.model.gradient_checkpointing
+    policy = hold(
+        model, gradient_checkpointing=checkpointing, **readout, **_adamw_options(config.optim)
+    )
     critic, others = None, {}
     if "values" in needs_of(config):
-        path = config.critic.path or start
-        assert path is not None, "the caller was to give the start"
-        others["critic"] = holder.critic(path)
+        from winnow.models.value import load_value_model
+
+        value_model = _load(load_value_model, config, "critic", start, policy.device, mesh)
+        checkpointing = config.critic.gradient_checkpointing
+        options = _adamw_options(config.critic.optim)
+        others["critic"] = hold(value_model, gradient_checkpointing=checkpointing, **options)
         loss = config.critic.value_loss
         limit = config.rollout.max_response_tokens
-        objective = ValueObjective(loss.clip, loss.aggregation, limit)
-        critic = Critic(others["critic"], objective)
-    reference = _reference(config, start, policy, holder) if _needs_reference(config) else None
+        critic = Critic(others["critic"], ValueObjective(loss.clip, loss.aggregation, limit))
+    reference = None
+    if _needs_reference(config):
+        # With an adapter, unless another folder is named, the policy's own model without it.
+        reference = policy
+        if config.reference.path is not None or isinstance(config.model.adapter, NoAdapter):
+            frozen = _load(load_causal_lm, config, "reference", start, policy.device, mesh)
+            reference = hold(frozen.requires_grad_(False), **readout)
+    learner = Learner(
+        Policy(policy, make_objective(config)),
+        _advantage_stage(config),
+        _settings(config, critic is not None),
+        reference=reference,
+        critic=critic,
+        correction=_correction_options(config.algorithm.correction, recomputed=True),
+    )
+    passes = Passes(
+        policy.parameters,
+        config.trainer.epochs,
+        forwards=(old_source(config) == "pass") + (reference is not None),
+        critic_parameters=sum(strategy.parameters for strategy in others.values()),
+    )
+    return Learning(learner, policy, passes, others)
+
+
+def _settings(config: Config, has_critic: bool) -> LearnerSettings:
     trainer, algorithm = config.trainer, config.algorithm
-    settings = LearnerSettings(
+    return LearnerSettings(
         groups_per_update=trainer.mini_batch_groups or config.sampling.groups_per_step,
         epochs=trainer.epochs,
         microbatch_tokens=trainer.microbatch_tokens,
@@ -94,23 +139,8 @@ def make_learner(config: Config, holder: ModelFactory, start: str | None) -> Lea
         critic_lr=_rate(config, config.critic.optim),
         critic_microbatch_tokens=config.critic.microbatch_tokens,
         critic_max_skipped_updates=config.critic.optim.max_skipped_updates,
-        critic_warmup_steps=min(config.critic.warmup_steps, trainer.steps - 1) if critic else 0,
+        critic_warmup_steps=min(config.critic.warmup_steps, trainer.steps - 1) if has_critic else 0,
     )
-    learner = Learner(
-        Policy(policy, make_objective(config)),
-        _advantage_stage(config),
-        settings,
-        reference=reference,
-        critic=critic,
-        correction=_correction_options(algorithm.correction, recomputed=True),
-    )
-    passes = Passes(
-        policy.parameters,
-        trainer.epochs,
-        forwards=(old_source(config) == "pass") + (reference is not None),
-        critic_parameters=sum(strategy.parameters for strategy in others.values()),
-    )
-    return Learning(learner, policy, passes, others, tuple(_kl_notes(config)))
 
 
 def make_objective(config: Config) -> PolicyObjective:
@@ -177,16 +207,47 @@ def _needs_reference(config: Config) -> bool:
     return not (isinstance(kl.reward, NoKl) and isinstance(kl.loss, NoKl))
 
 
-def _reference(
-    config: Config, start: str | None, policy: Strategy, holder: ModelFactory
-) -> Strategy:
-    """A frozen copy; with an adapter, unless another folder is named, the policy's own model."""
-    own = config.reference
-    if own.path is None and not isinstance(config.model.adapter, NoAdapter):
-        return policy
+def _load(
+    load: Callable[..., nn.Module],
+    config: Config,
+    role: Literal["critic", "reference"],
+    start: str | None,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+) -> nn.Module:
+    """Load the model that a role names, or the one that the run began with."""
+    own, model = getattr(config, role), config.model
     path = own.path or start
     assert path is not None, "the caller was to give the start"
-    return holder.reference(path)
+    field = "model.path" if own.path is None else f"{role}.path"
+    there = device if mesh is None else torch.device("cpu")
+    dtype = torch_dtype(own.dtype or model.dtype)
+    return load(path, dtype, there, model.trust_remote_code, field, mesh is not None)
+
+
+def _hold(config: Config, mesh: DeviceMesh | None, model: nn.Module, **options: Any) -> Strategy:
+    """Hold a model whole, or sharded over a mesh."""
+    if mesh is None:
+        return Strategy(model, **options)
+    from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
+
+    chosen = config.trainer.strategy
+    assert isinstance(chosen, Fsdp2)
+    sharding = Sharding(chosen.reshard_after_forward, chosen.offload)
+    return FSDP2Strategy(model, mesh, sharding, **options)
+
+
+def _readout_options(config: Config, vocabulary: int) -> dict[str, Any]:
+    return {
+        "temperature": config.rollout.temperature,
+        "vocab_size": vocabulary,
+        "logprob_chunk_tokens": config.trainer.logprob_chunk_tokens,
+        "fp32_head": config.model.fp32_head,
+    }
+
+
+def _adamw_options(optim: OptimConfig) -> dict[str, Any]:
+    return optim.model_dump(include={"betas", "eps", "weight_decay", "grad_clip"})
 
 
 def _advantage_stage(config: Config) -> AdvantageStage:
@@ -236,7 +297,8 @@ _GRADIENT_FAULTS = {
 }
 
 
-def _kl_notes(config: Config) -> list[str]:
+def kl_notes(config: Config) -> list[str]:
+    """Return a line for the user where the loss has a KL whose gradient is not the KL's."""
     kl = config.algorithm.kl.loss
     if not isinstance(kl, LossKl) or kl.importance_weight or kl.estimator not in _GRADIENT_FAULTS:
         return []

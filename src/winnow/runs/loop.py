@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.learner import AnyLearner
@@ -22,6 +23,10 @@ from winnow.runs.metrics import Throughput, record_step, rollout_groups
 from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState
 from winnow.sampling.stream import Sampler
+
+if TYPE_CHECKING:
+    from winnow.learning.canary import Canary
+    from winnow.types import FloatArray
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +43,36 @@ class Sharing:
     async def __call__(self, version: int) -> Mapping[str, Number]:
         await self._engine.load_weights(WeightUpdate(version))
         return {}
+
+
+class Sending:
+    """Publishes weights, and has a canary check that the engine uses them.
+
+    Args:
+        weights: makes the update of a version, for an engine of this kind.
+        expected: computes the trainer's log-probs of the canary's sequences.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        weights: Callable[[int], WeightUpdate],
+        canary: Canary,
+        expected: Callable[[Canary], Sequence[FloatArray]],
+    ) -> None:
+        self._engine, self._weights = engine, weights
+        self._canary, self._expected = canary, expected
+
+    async def __call__(self, version: int) -> Mapping[str, Number]:
+        """Publish and return `publish/max_delta` in nats.
+
+        Raises:
+            PublicationError: an engine holds other weights, or does not answer with them.
+        """
+        expected = self._expected(self._canary)
+        await self._engine.load_weights(self._weights(version))
+        engines = getattr(self._engine, "engines", {"the engine": self._engine})  # of a group
+        return {"publish/max_delta": await self._canary.check(expected, version, engines)}
 
 
 @dataclass(frozen=True)

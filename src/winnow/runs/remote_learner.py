@@ -1,32 +1,252 @@
-"""The driver's end of a learning side on several ranks: groups go there, figures come back."""
+"""A learning side on several ranks: `LearnerWorker` is one of them, `RemoteLearner` asks them here.
+
+Every rank has a `Learner` over models that are sharded over all, and is asked the same at the same
+time. Rank 0 answers for all. Groups of answers go there, figures come back.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from winnow.config.root import Config
+from winnow.config.trainer import Fsdp2
+from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import CheckpointError
 from winnow.learning.canary import Canary
+from winnow.learning.fsdp2 import FSDP2Strategy, State, on_host, read_shards, write_shards
 from winnow.learning.learner import Learned
-from winnow.observe.metrics import Metrics, Stopwatch
+from winnow.learning.strategy import local
+from winnow.models.causal_lm import model_writer
+from winnow.models.lora import adapter_writer
+from winnow.observe.files import system_error
+from winnow.observe.metrics import Metrics, Number, Stopwatch
 from winnow.rollout.engine import WeightUpdate
-from winnow.rollout.weights import Bucket, tensors
-from winnow.runs.learner_worker import RANKS, RankFacts, StepReply
-from winnow.runs.state import Snapshot
+from winnow.rollout.weights import BUCKET_BYTES, Bucket, buckets, split_bucket, tensors
+from winnow.runs.build_learner import make_learner
+from winnow.runs.checkpoint import this_machine
+from winnow.runs.loading import check_finite, load_policy_model
+from winnow.runs.metrics import Passes
+from winnow.runs.state import Save, Snapshot
 from winnow.types import FloatArray, Group
-from winnow.workers.group import ThreadsafeGroup
+from winnow.workers.array_refs import SplitResult, fetch
+from winnow.workers.group import WorkerGroup
+from winnow.workers.host import RankInfo
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Facts of the learning side that the driver needs."""
+
+    passes: Passes
+    learner: Mapping[str, Any]
+    """The learner's state."""
+    machine: Mapping[str, str | int]
+    """Facts that the bits depend on."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepReply:
+    """The results of a step."""
+
+    learned: Learned
+    metrics: Metrics
+    seconds: Mapping[str, Number]
+    """By phase, on rank 0."""
+    learner: Mapping[str, Any]
+    """The learner's state."""
+
+
+RANKS = "ranks"
+"""A checkpoint's folder of the state that ranks hold."""
+
+
+class LearnerWorker:
+    """One rank of the learning side; a worker of a `WorkerGroup`.
+
+    Args:
+        rank: its place.
+        config: the recipe.
+        path: the policy's folder, a model's or a checkpoint's with an adapter.
+        start: folder of the model that the run began with; where an adapter in `path` belongs to
+            it, the model lies there now.
+        vocabulary: ids that the tokenizer has.
+        tokenizer: its folder; it is saved with the model.
+
+    Raises:
+        ModelError: a model of the recipe cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        rank: RankInfo,
+        config: Config,
+        path: str,
+        start: str | None,
+        vocabulary: int,
+        tokenizer: str,
+    ) -> None:
+        strategy = config.trainer.strategy
+        assert isinstance(strategy, Fsdp2)
+        self._is_first = rank.rank == 0
+        mesh, self._host_mesh = _join(rank, config.run.threads, strategy.replicas)
+        # Of its own, so that saving and the next step do not take each other's messages.
+        self._saving = dist.new_group(backend="gloo")
+        model = load_policy_model(
+            config.model, path, torch.device("cpu"), config.run.seed, start, hollow=True
+        )
+        self._learning = make_learner(config, model, vocabulary, start, mesh)
+        check_finite(path, ((n, local(weight)) for n, weight in model.named_parameters()))
+        strategies = {"policy": self._learning.policy, **self._learning.others}
+        self._strategies = cast("dict[str, FSDP2Strategy]", strategies)
+        self._bucket_bytes = min(strategy.bucket_mb << 20, BUCKET_BYTES)
+        self._export: Iterator[Bucket] = iter(())
+        self._copied: State = {}
+        self._model: dict[str, Tensor] = {}
+        self._save_model: Save | None = None
+        if self._is_first:
+            writer = adapter_writer if self._learning.policy.has_adapter else model_writer
+            self._save_model = writer(
+                model, load_tokenizer(tokenizer, config.model.trust_remote_code)
+            )
+
+    @property
+    def progress(self) -> int:
+        """Moves with each pass and update."""
+        return self._learning.learner.progress
+
+    def facts(self) -> RankFacts:
+        """Return what the driver needs before the first step."""
+        learning = self._learning
+        machine = this_machine(learning.policy.device)
+        return RankFacts(learning.passes, learning.learner.state_dict(), machine)
+
+    def learn(self, groups: Sequence[Group], step: int) -> StepReply | None:
+        """Train on a step's groups, as `Learner.learn` does."""
+        metrics, watch = Metrics(), Stopwatch()
+        with watch.phase("batch"):
+            fetch(groups)
+        learned = self._learning.learner.learn(groups, step, metrics, watch)
+        self._book_memory(metrics)
+        if not self._is_first:
+            return None
+        return StepReply(learned, metrics, watch.seconds(), self._learning.learner.state_dict())
+
+    def load_learner(self, state: Mapping[str, Any]) -> None:
+        """Give the learner the state that it had."""
+        self._learning.learner.load_state_dict(state)
+
+    def canary(self, canary: Canary) -> list[FloatArray]:
+        """Compute the policy's log-probs of fixed sequences; every rank runs all of them."""
+        return canary.expected(self._learning.policy)
+
+    def begin_export(self, version: int, whole: bool) -> None:
+        """Begin to hand out the policy's weights, all or those trained; `next_bucket` goes on."""
+        policy = self._strategies["policy"]
+        weights = policy.export_weights() if whole else policy.export_trained()
+        # Cut alike on every rank: all gather what is in a bucket when rank 0 is asked for it.
+        update = WeightUpdate(version, weights)
+        self._export = buckets(update, self._bucket_bytes, is_here=self._is_first)
+
+    def next_bucket(self) -> SplitResult | None:
+        """Return some of the weights on rank 0, nothing elsewhere and after the last."""
+        bucket = next(self._export, None)
+        return split_bucket(bucket) if self._is_first and bucket is not None else None
+
+    def copy(self) -> None:
+        """Copy all that learns, for `write`, so that the next step may change it."""
+        states = {role: s.state_dict() for role, s in self._strategies.items()}
+        self._copied = on_host(states, self._host_mesh)
+        policy = self._strategies["policy"]
+        for name, tensor in policy.export_weights(adapter_only=policy.has_adapter):
+            if self._is_first:
+                self._model[name] = tensor.detach().to("cpu", copy=True)
+
+    async def write(self, checkpoint: str) -> tuple[int, str] | None:
+        """Write what was copied into a checkpoint's folder, beside whatever else the ranks do.
+
+        Returns:
+            What the system said when it refused a write: its number, and the path.
+        """
+        (copied, self._copied), (model, self._model) = (self._copied, {}), (self._model, {})
+        try:
+            await asyncio.to_thread(self._write, Path(checkpoint), copied, model)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            refusal = system_error(error)
+            if refusal is None or refusal.errno is None:
+                raise
+            return refusal.errno, str(refusal.filename or checkpoint)
+        return None
+
+    def _write(self, checkpoint: Path, copied: State, model: dict[str, Tensor]) -> None:
+        # First what all ranks do together: one that failed before would leave the others waiting.
+        write_shards(copied, checkpoint / RANKS, self._saving)
+        if self._save_model is not None:
+            self._save_model(model, checkpoint / "model")
+
+    def restore(self, folder: str) -> None:
+        """Load what `write` wrote, on any number of ranks.
+
+        Raises:
+            CheckpointError: the folder is damaged, or of another model.
+        """
+        mesh, strategies = self._host_mesh, self._strategies
+        blank = {role: on_host(s.blank_state(), mesh) for role, s in strategies.items()}
+        read_shards(blank, Path(folder))
+        for role, strategy in strategies.items():
+            strategy.load_state_dict(blank[role])
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+    def _book_memory(self, metrics: Metrics) -> None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if self._learning.policy.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+        peaks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(peaks, peak)
+        metrics.max("ranks/peak_gib", max(peaks) / 2**30)
+
+
+def _join(rank: RankInfo, threads: int | None, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """Meet the other ranks; returns a mesh of their devices, and one of their hosts."""
+    if rank.device_index is not None:
+        torch.cuda.set_device(rank.device_index)
+    elif threads is not None:
+        torch.set_num_threads(threads)
+    kind = "cpu" if rank.device_index is None else "cuda"
+    dist.init_process_group(
+        "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"tcp://{rank.master_address}:{rank.master_port}",
+        rank=rank.rank,
+        world_size=rank.size,
+    )
+    shape: tuple[int, ...] = (rank.size,) if replicas == 1 else (replicas, rank.size // replicas)
+    names = None if replicas == 1 else ("replicate", "shard")
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
+    return mesh, mesh if kind == "cpu" else init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 class RemoteLearner:
-    """A `Learner` whose models lie on the ranks of a group of `LearnerWorker`s.
+    """A `Learner`, and the `Tensors` of a run, over the ranks of a group of `LearnerWorker`s.
 
     Raises:
         WinnowError: as calls of `WorkerGroup`; so do all methods that ask the ranks.
     """
 
-    def __init__(self, group: ThreadsafeGroup) -> None:
+    def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         self.facts: RankFacts = self.call("facts")
         self._state = self.facts.learner
@@ -84,15 +304,8 @@ class RemoteLearner:
         found: list[FloatArray] = self.call("canary", canary)
         return found
 
-
-class RemoteSnapshots:
-    """The `Tensors` of a checkpoint whose models lie on ranks, which write them."""
-
-    def __init__(self, learner: RemoteLearner) -> None:
-        self._learner = learner
-
     def copy(self) -> Snapshot:
-        self._learner.call("copy")
+        self.call("copy")
         return Snapshot({}, save_model=lambda folder: None, save_ranks=self._write)
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
@@ -101,10 +314,10 @@ class RemoteSnapshots:
                 f"{checkpoint} has no {RANKS}: it was saved by trainer/strategy=single; "
                 "use that, or another checkpoint"
             )
-        self._learner.call("restore", str(checkpoint / RANKS))
+        self.call("restore", str(checkpoint / RANKS))
 
     def _write(self, checkpoint: Path) -> None:
-        fault: tuple[int, str] | None = self._learner.call("write", str(checkpoint))
+        fault: tuple[int, str] | None = self.call("write", str(checkpoint))
         if fault is not None:
             number, path = fault
             raise OSError(number, os.strerror(number), path)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from winnow.rewards.model import ModelScorer
     from winnow.rewards.remote_pipeline import PipelineWorker
-    from winnow.workers.protocol import RankInfo
+    from winnow.workers.host import RankInfo
 
 
 def make_rewards(

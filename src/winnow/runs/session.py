@@ -81,8 +81,8 @@ def run_training(
         policy = load_policy(config, path, device, first, holds_no_weights(config))
         with (
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
-            other_processes(config) as others,
-            contextlib.closing(placed_rewards(config, policy, first, others)) as rewards,
+            other_processes(config, policy, first) as others,
+            contextlib.closing(placed_rewards(config, policy, others)) as rewards,
             make_saver(config, folder) as saver,  # ends before the ranks that write for it
         ):
             placed = placed_models(config, policy, first, others)

@@ -3,24 +3,33 @@
 The learning side is in the run's process, or sharded over ranks; answers are written by an engine
 in the run's process, or by several in processes of their own. Where neither is in the run's
 process, it holds no weights. What scores is in the run's process, or whole in each of several.
+Processes are started on this machine or on a Ray cluster:
+
+| role | class | groups |
+|---|---|---|
+| policy | `LearnerWorker` | one, of the ranks that train |
+| rollout | `TorchEngineWorker` | one an engine: it may die and leave the others |
+| reward | `PipelineWorker` | one, of whole reward pipelines |
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from winnow.config.judge import SequenceClassifier
+from winnow.config.judge import NoRewardModel, SequenceClassifier
 from winnow.config.rollout import CustomEngine, TorchEngineConfig
 from winnow.config.root import Config
 from winnow.config.rules import workers_of
-from winnow.config.trainer import LocalCluster
+from winnow.config.trainer import LocalCluster, PoolConfig, RayCluster
 from winnow.data.tokenizer import decoder
+from winnow.errors import ConfigError
 from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import has_adapter, model_writer
 from winnow.rewards.pipeline import Rewards
@@ -29,16 +38,28 @@ from winnow.rollout.torch_engine import TorchEngine
 from winnow.runs.build_learner import make_learner
 from winnow.runs.checkpoint import this_machine
 from winnow.runs.loading import Policies
-from winnow.runs.loop import Publish, Sharing
+from winnow.runs.loop import Publish, Sending, Sharing
 from winnow.runs.metrics import Passes
-from winnow.runs.model_factory import LocalModels
 from winnow.runs.rewarding import asked_models, make_rewards
 from winnow.runs.state import LocalTensors, Tensors
 
 if TYPE_CHECKING:
     from winnow.learning.canary import Canary
-    from winnow.runs.launch import Launch
-    from winnow.workers.group import ThreadsafeGroup, WorkerGroups
+    from winnow.workers.group import Starting, WorkerGroup, WorkerGroups
+    from winnow.workers.ray.session import Pool
+
+WorkerProcesses = Callable[[], Mapping[str, Sequence["WorkerGroup"]]]
+"""Starts a run's other processes at the first call, side by side, with their models loaded; returns
+the groups of each role. Each engine is a group: one may die and leave the others."""
+Launch = Callable[[str, Mapping[str, Any], int], "Starting"]
+"""Starts a group: its role, the arguments of its workers' class, and which engine it is."""
+CLASSES = {
+    "policy": "winnow.runs.remote_learner:LearnerWorker",
+    "rollout": "winnow.rollout.remote_engine:TorchEngineWorker",
+    "reward": "winnow.runs.rewarding:make_pipeline_worker",
+}
+_POSITIONS = 1024
+"""The number of positions of a model that does not say how many it has."""
 
 
 @dataclass(frozen=True)
@@ -50,142 +71,216 @@ class Topology:
     tensors: Tensors
     publish: Publish
     passes: Passes
-    device: torch.device
-    """This process's."""
     machine: Mapping[str, str | int]
     """Facts that the bits of the learning side depend on beside the recipe."""
     ranks: int
-    notes: tuple[str, ...]
-    """Lines for the user before it starts."""
-
-
-class WorkerProcesses:
-    """Processes of a run beside its own, all started side by side when one is wanted.
-
-    Args:
-        groups: the loop that serves them.
-        launch: starts a group.
-    """
-
-    rewards: ThreadsafeGroup | None = None
-    ranks: ThreadsafeGroup | None = None
-    engines: Sequence[ThreadsafeGroup] = ()
-    """Each a group: one may die and leave the others."""
-
-    def __init__(self, groups: WorkerGroups, launch: Launch) -> None:
-        self._groups, self._launch = groups, launch
-        self._is_started = False
-
-    def start(self, config: Config, policy: Policies, start: str | None) -> None:
-        """Start those of a recipe and load their models; a second time does nothing.
-
-        Raises:
-            WinnowError: one cannot be started.
-        """
-        if self._is_started:
-            return
-        self._is_started = True
-        common = {"config": config, "tokenizer": policy.tokenizer_folder}
-        rank = {**common, "path": policy.path, "start": start, "vocabulary": policy.vocabulary}
-        roles = ["rollout"] * config.rollout.engine.processes
-        roles += ["reward"] * bool(config.reward.processes) + ["policy"] * bool(ranks_of(config))
-        engine = _engine_arguments(config, policy, start) if "rollout" in roles else {}
-        made = {"rollout": engine, "reward": common, "policy": rank}
-        found = self._groups.start(
-            *(self._launch(role, made[role], number) for number, role in enumerate(roles))
-        )
-        self.engines = found[: config.rollout.engine.processes]
-        others = dict(zip(roles, found, strict=True))
-        self.rewards, self.ranks = others.get("reward"), others.get("policy")
 
 
 @contextlib.contextmanager
-def other_processes(config: Config) -> Iterator[WorkerProcesses | None]:
-    """Prepare for the processes that a recipe asks for, if it does; they end with the block.
-
-    Raises:
-        WinnowError: there is no room for them.
-    """
-    if not any(workers_of(config).values()):
-        yield None
-        return
-    from winnow.runs.launch import launcher
-    from winnow.workers.group import WorkerGroups
-
-    with contextlib.closing(WorkerGroups()) as groups, launcher(config, groups) as launch:
-        yield WorkerProcesses(groups, launch)
-
-
-def placed_rewards(
-    config: Config, policy: Policies, start: str | None, others: WorkerProcesses | None
-) -> Rewards:
-    """Make what scores, in processes of its own where it has any; close it.
-
-    Args:
-        start: as for `placed_models`.
-
-    Raises:
-        RewardError, ModelError: as for `make_rewards`.
-        WinnowError: a process cannot be started.
-    """
-    if others is None or not config.reward.processes:
-        return make_rewards(config, policy.device, policy.decode)
-    from winnow.rewards.remote_pipeline import RemotePipeline
-
-    others.start(config, policy, start)
-    assert others.rewards is not None
-    return Rewards(config.reward, RemotePipeline(others.rewards), asked_models(config.reward))
-
-
-def placed_models(
-    config: Config, policy: Policies, start: str | None, others: WorkerProcesses | None
-) -> Topology:
-    """Build engine and learner, in processes of their own where they have any.
+def other_processes(
+    config: Config, policy: Policies, start: str | None
+) -> Iterator[WorkerProcesses]:
+    """Prepare for the processes that a recipe asks for; they end with the block.
 
     Args:
         start: folder of the model that the run began with, where `needs_start` asks for it.
 
     Raises:
+        WinnowError: there is no room for them.
+    """
+    counts = workers_of(config)
+    if not any(counts.values()):
+        yield dict
+        return
+    from winnow.workers.group import WorkerGroups
+
+    common = {"config": config, "tokenizer": policy.tokenizer_folder}
+    model = {"path": policy.path, "start": start, "vocabulary": policy.vocabulary}
+    arguments = {
+        "policy": common | model,
+        "reward": common,
+        "rollout": _engine_arguments(config, policy, start) if counts["rollout"] else {},
+    }
+    roles = ["rollout"] * counts["rollout"]
+    roles += [role for role in ("reward", "policy") if counts[role]]
+    with contextlib.closing(WorkerGroups()) as groups, launcher(config, groups) as launch:
+
+        @functools.cache
+        def started() -> dict[str, list[WorkerGroup]]:
+            starting = (launch(role, arguments[role], i) for i, role in enumerate(roles))
+            found = list(zip(roles, groups.start(*starting), strict=True))
+            return {role: [group for own, group in found if own == role] for role in roles}
+
+        yield started
+
+
+@contextlib.contextmanager
+def launcher(config: Config, groups: WorkerGroups) -> Iterator[Launch]:
+    """Prepare this machine or the cluster for a recipe's processes, and yield what starts them.
+
+    Raises:
+        ConfigError: machine or cluster are too small, or Ray is not installed.
+        WinnowError: it cannot be reached.
+    """
+    threads, cluster = config.run.threads, config.cluster
+    environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    stall_timeout_s = config.trainer.stall_timeout_s
+    if not isinstance(cluster, RayCluster):
+        from winnow.workers.group import start_local
+
+        devices, counts = local_devices(config), workers_of(config)
+
+        def start_here(role: str, arguments: Mapping[str, Any], number: int) -> Starting:
+            size, own = counts[role], devices.get(role)
+            if role == "rollout":
+                size, own = 1, own and own[number : number + 1]
+            made = group_name(role, number), CLASSES[role], arguments, size
+            return start_local(*made, environment, stall_timeout_s, own)
+
+        yield start_here
+        return
+    from winnow.workers.ray.group import start_ray
+    from winnow.workers.ray.session import offers, ray_session, reserve
+
+    variables = environment | cluster.environment
+    with ray_session(cluster.address):
+        # Not what this process sees: it may be on a node without, or kept from them.
+        has_devices = any(node["GPU"] for node in offers().values())
+        has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
+        reserved = groups.wait(reserve(pools_of(config, has_devices)))
+
+        def start_there(role: str, arguments: Mapping[str, Any], number: int) -> Starting:
+            place = reserved.placement(role, number if role == "rollout" else None)
+            made = group_name(role, number), CLASSES[role], arguments, place
+            return start_ray(*made, variables, stall_timeout_s)
+
+        try:
+            yield start_there
+        finally:
+            groups.close()  # before Ray, which would take the actors for dead
+            reserved.release()
+
+
+def local_devices(config: Config) -> dict[str, range]:
+    """Choose a GPU of this machine for each process, by role; none on CPUs.
+
+    Ranks come first, or the run's own process where it trains, then engines, then what scores with
+    a reward model.
+
+    Raises:
+        ConfigError: there are fewer GPUs.
+    """
+    if config.run.device == "cpu" or not torch.cuda.is_available():
+        if config.run.device == "cuda":
+            raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
+        return {}
+    counts, devices = workers_of(config), torch.cuda.device_count()
+    ranks, engines, scoring = max(counts["policy"], 1), counts["rollout"], _reward_devices(config)
+    needs = ranks + engines + scoring
+    if needs > devices:
+        judging = f" and {scoring} that score (reward.processes)" if scoring else ""
+        raise ConfigError(
+            f"cluster=local gives each process a GPU of its own: {ranks} that train "
+            f"(trainer.strategy.ranks) and {engines} that write (rollout.engine.processes)"
+            f"{judging} need {needs}, this machine has {devices}; have fewer, or share them on "
+            "Ray in one pool (cluster=ray, cluster.pools), or set run.device=cpu"
+        )
+    found = {"policy": range(ranks), "rollout": range(ranks, ranks + engines)}
+    return found | ({"reward": range(ranks + engines, needs)} if scoring else {})
+
+
+def pools_of(config: Config, has_devices: bool) -> list[Pool]:
+    """Return the pools of a run on Ray: the recipe's, or one for each role."""
+    from winnow.workers.ray.session import Pool
+
+    cluster = config.cluster
+    assert isinstance(cluster, RayCluster)
+    counts = {role: count for role, count in workers_of(config).items() if count}
+    hold_models = {role for role in counts if role != "reward" or _reward_devices(config)}
+    pools, chosen = cluster.pools, cluster.roles.model_dump()
+    if not pools:
+        nodes = counts | {"policy": cluster.nodes}  # engines and scorers: wherever there is room
+        pools = {r: PoolConfig(nodes=nodes[r], per_node=n // nodes[r]) for r, n in counts.items()}
+        chosen = {role: role for role in counts}
+    found = []
+    for name, pool in pools.items():
+        roles = tuple(role for role, own in chosen.items() if own == name)
+        on_devices = has_devices and not hold_models.isdisjoint(roles)
+        cpus = pool.cpus or cluster.cpus
+        found.append(Pool(name, roles, pool.nodes, pool.per_node, on_devices, cpus))
+    return found
+
+
+def group_name(role: str, number: int) -> str:
+    """Name a group in logs and errors."""
+    return {"policy": "learner", "rollout": f"engine {number}"}.get(role, role)
+
+
+def _reward_devices(config: Config) -> int:
+    """Count the GPUs of those that score: one each for a reward model."""
+    has_model = not isinstance(config.reward.model, NoRewardModel)
+    return config.reward.processes if has_model else 0
+
+
+def placed_rewards(config: Config, policy: Policies, others: WorkerProcesses) -> Rewards:
+    """Make what scores, in processes of its own where it has any; close it.
+
+    Raises:
+        RewardError, ModelError: as for `make_rewards`.
+        WinnowError: a process cannot be started.
+    """
+    if not config.reward.processes:  # what is wrong with them is told before others start
+        return make_rewards(config, policy.device, policy.decode)
+    from winnow.rewards.remote_pipeline import RemotePipeline
+
+    (group,) = others()["reward"]
+    return Rewards(config.reward, RemotePipeline(group), asked_models(config.reward))
+
+
+def placed_models(
+    config: Config, policy: Policies, start: str | None, others: WorkerProcesses
+) -> Topology:
+    """Build engine and learner, in processes of their own where they have any.
+
+    Args:
+        start: as for `other_processes`.
+
+    Raises:
         WinnowError: a model of the recipe cannot be loaded, or a process cannot be started.
     """
-    if others is not None:
-        others.start(config, policy, start)
-    if others is None or not others.engines:
-        engine = make_engine(config, policy)
-    else:
-        engine = _remote_engines(config, others.engines)
-    if others is None or others.ranks is None:
-        return _learning_here(config, policy, start, engine)
-    from winnow.runs.publishing import Sending
-    from winnow.runs.remote_learner import RemoteLearner, RemoteSnapshots
+    groups = others()
+    engines = groups.get("rollout")
+    engine = _remote_engines(config, engines) if engines else make_engine(config, policy)
+    if "policy" not in groups:
+        return _learning_here(config, policy, start, engine, is_apart=bool(engines))
+    from winnow.runs.remote_learner import RemoteLearner
 
-    learner = RemoteLearner(others.ranks)
-    weights = learner.weights if others.engines else learner.trained
+    (ranks,) = groups["policy"]
+    learner = RemoteLearner(ranks)
+    weights = learner.weights if engines else learner.trained
     return Topology(
         engine=engine,
         learner=learner,
-        tensors=RemoteSnapshots(learner),
+        tensors=learner,
         publish=Sending(engine, weights, _canary(config, policy), learner.canary),
         passes=learner.facts.passes,
-        device=policy.device,
-        machine={**learner.facts.machine, "ranks": ranks_of(config)},
-        ranks=ranks_of(config),
-        notes=learner.facts.notes,
+        machine={**learner.facts.machine, "ranks": ranks.size},
+        ranks=ranks.size,
     )
 
 
-def _learning_here(config: Config, policy: Policies, start: str | None, engine: Engine) -> Topology:
-    """Build a learner in this process."""
-    learning = make_learner(config, LocalModels(config, policy.model, policy.vocabulary), start)
+def _learning_here(
+    config: Config, policy: Policies, start: str | None, engine: Engine, is_apart: bool
+) -> Topology:
+    """Build a learner in this process; an engine that is apart has weights of its own."""
+    learning = make_learner(config, policy.model, policy.vocabulary, start)
     writer = model_writer
     if has_adapter(policy.model):
         from winnow.models.lora import adapter_writer as writer
 
     own = learning.policy
     publish: Publish = Sharing(engine)
-    if config.rollout.engine.processes:  # the engine has weights of its own
-        from winnow.runs.publishing import Sending
-
+    if is_apart:
         publish = Sending(
             engine,
             lambda version: WeightUpdate(version, own.export_weights()),
@@ -198,10 +293,8 @@ def _learning_here(config: Config, policy: Policies, start: str | None, engine: 
         tensors=LocalTensors(own, learning.others, writer(policy.model, policy.tokenizer)),
         publish=publish,
         passes=learning.passes,
-        device=policy.device,
         machine=this_machine(policy.device),
         ranks=1,
-        notes=learning.notes,
     )
 
 
@@ -214,10 +307,6 @@ def _canary(config: Config, policy: Policies) -> Canary:
         policy.model.dtype,
         config.rollout.temperature,
     )
-
-
-_POSITIONS = 1024
-"""The number of positions of a model that does not say how many it has."""
 
 
 def make_engine(config: Config, policy: Policies) -> Engine:
@@ -265,7 +354,7 @@ def _engine_arguments(config: Config, policy: Policies, start: str | None) -> di
     }
 
 
-def _remote_engines(config: Config, groups: Sequence[ThreadsafeGroup]) -> Engine:
+def _remote_engines(config: Config, groups: Sequence[WorkerGroup]) -> Engine:
     from winnow.rollout.engine_group import EngineGroup, quantum_for
     from winnow.rollout.remote_engine import RemoteEngine
 
@@ -276,14 +365,10 @@ def _remote_engines(config: Config, groups: Sequence[ThreadsafeGroup]) -> Engine
     return EngineGroup(engines, config.run.deterministic, quantum)
 
 
-def ranks_of(config: Config) -> int:
-    """Count the processes that train; 0: the run's own does."""
-    return workers_of(config)["policy"]
-
-
 def holds_no_weights(config: Config) -> bool:
     """Return whether other processes train the policy and write its answers."""
-    return ranks_of(config) > 0 and config.rollout.engine.processes > 0
+    counts = workers_of(config)
+    return counts["policy"] > 0 and counts["rollout"] > 0
 
 
 def uses_device(config: Config) -> bool:

@@ -1,8 +1,7 @@
 """Groups of workers in other processes: calls, their outcomes, and a watch for deaths and hangs.
 
-A `WorkerConnection` is the driver's end of one worker, in whatever kind of process; `local` and
-`ray.group` make them. A `WorkerGroup` lives in one event loop: in a run that of the thread of
-`WorkerGroups`, and the run has a `ThreadsafeGroup` in its stead.
+A `WorkerConnection` is the driver's end of one worker, in whatever kind of process: `local` has the
+one for processes of this machine, `ray.group` that for actors.
 """
 
 from __future__ import annotations
@@ -11,17 +10,27 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from winnow.errors import WinnowError, WorkerError
-from winnow.workers.host import CLOSE, Call, CallFailure, Outcome, WorkerJob
+from winnow.workers.host import (
+    CLOSE,
+    Call,
+    CallFailure,
+    RankInfo,
+    WorkerJob,
+    free_port,
+    merged_environment,
+)
+from winnow.workers.local import LocalConnection, pack
 from winnow.workers.logs import LogReceiver
-from winnow.workers.protocol import RankInfo
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -37,6 +46,7 @@ _LAST_WORDS_S = 1.0
 _GRACE_S = 1.0
 """After an exception, for a death to be seen that it may come from."""
 _TICK_S = 0.1
+_THIS_MACHINE = "127.0.0.1"
 
 
 class WorkerConnection(Protocol):
@@ -47,11 +57,11 @@ class WorkerConnection(Protocol):
         """The process id."""
         ...
 
-    def send(self, number: int, payload: Any, tell: Callable[[Outcome], None]) -> None:
+    def send(self, number: int, payload: Any, tell: Callable[[Any], None]) -> None:
         """Have a call run; calls begin in the order of their numbers, from 0.
 
         Args:
-            tell: to be given the outcome; never, if the process dies.
+            tell: to be given the result or a `CallFailure`, later; never, if the process dies.
         """
         ...
 
@@ -86,6 +96,10 @@ class _Rank:
 
 class WorkerGroup:
     """Workers of one role, in processes of their own.
+
+    It lives in the event loop that it was started in; all its methods may be called from anywhere,
+    those that wait (`ask`, `end`) from other threads only. In a run that loop is the one of
+    `WorkerGroups`.
 
     The first worker that raises, dies, or hangs ends the group: calls under way on the other ranks,
     which may sit in a collective for ever, are abandoned, and all later calls raise the same error.
@@ -122,31 +136,45 @@ class WorkerGroup:
         self._is_closing = False
         self._closed: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
         self._spawn(self._watch())
 
-    async def start(self, path: str, kwargs: Mapping[str, Any], infos: Sequence[RankInfo]) -> None:
+    async def start(
+        self,
+        path: str,
+        kwargs: Mapping[str, Any],
+        master: tuple[str, int],
+        devices: Sequence[int | None],
+    ) -> None:
         """Have the workers made; on an error all processes are ended.
 
         Args:
-            path: `module:Class` of the worker (`protocol`).
+            path: `module:Class` of the worker (`host`).
             kwargs: what each is made with, beside its rank.
-            infos: by rank.
+            master: rank 0's address, and a port that is free there.
+            devices: `RankInfo.device_index` by rank.
         """
         level, paths = logging.getLogger("winnow").getEffectiveLevel(), tuple(sys.path)
-        jobs = [
-            WorkerJob(path, kwargs, info, self._stall_timeout_s, level, paths) for info in infos
-        ]
+        waiting = []
         try:
-            await self._answers("__init__", list(enumerate(jobs)))
+            for rank, device in enumerate(devices):
+                info = RankInfo(rank, self.size, *master, device)
+                job = WorkerJob(path, kwargs, info, self._stall_timeout_s, level, paths)
+                waiting += self._send([rank], "__init__", job)
+            await asyncio.gather(*waiting)
         except BaseException:
-            await self.close()
+            await self._end()
             raise
         self._limit_s = self._stall_timeout_s
 
     @property
     def progress(self) -> tuple[int | None, ...]:
-        """The workers' own, by rank, as last heard; another thread may ask."""
+        """The workers' own, by rank, as last heard."""
         return tuple(rank.listener.progress for rank in self._ranks)
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on all ranks and wait; results by rank."""
+        return _wait(self._answers(range(self.size), Call(method, args)), self._loop)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks at once; results by rank.
@@ -155,11 +183,12 @@ class WorkerGroup:
         a machine.
         """
         same = Call(method, args, kwargs)
-        return await self._answers(method, [(rank, same) for rank in range(self.size)])
+        return await _elsewhere(self._answers(range(self.size), same), self._loop)
 
     async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on one rank."""
-        return (await self._answers(method, [(rank, Call(method, args, kwargs))]))[0]
+        asked = Call(method, args, kwargs)
+        return (await _elsewhere(self._answers([rank], asked), self._loop))[0]
 
     def processes(self) -> list[int]:
         """Return process ids by rank."""
@@ -170,35 +199,42 @@ class WorkerGroup:
 
         Each worker's `close()` comes first, unless something failed. A second time does nothing.
         """
+        await _elsewhere(self._end(), self._loop)
+
+    def end(self) -> None:
+        """Do what `close` does, and wait; where the loop is closed, that is done."""
+        if not self._loop.is_closed():
+            _wait(self._end(), self._loop)
+
+    async def _end(self) -> None:
         if self._closed is None:
-            self._closed = asyncio.get_running_loop().create_task(self._close())
+            self._closed = self._loop.create_task(self._close())
         # A driver that is cancelled while it closes leaves no process behind either.
         await asyncio.shield(self._closed)
 
-    async def _answers(
-        self, method: str, asked: Sequence[tuple[int, WorkerJob | Call]]
-    ) -> list[Any]:
+    async def _answers(self, ranks: Sequence[int], asked: Call) -> list[Any]:
         if self._failure is not None:
             raise self._failure
         if self._is_closing:
             raise self._closed_error()
-        once = {id(what): what for _, what in asked}
-        payloads = {key: self._pack(what) for key, what in once.items()}
-        waiting = [self._send(rank, method, payloads[id(what)]) for rank, what in asked]
-        del payloads  # which need not be held until they are answered
-        return await asyncio.gather(*waiting)
+        return await asyncio.gather(*self._send(ranks, asked.method, asked))
 
-    def _send(self, number: int, method: str, payload: Any) -> asyncio.Future[Any]:
-        rank = self._ranks[number]
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if not rank.under_way:
-            rank.still_s = 0.0
-        call = next(rank.numbers)
-        rank.under_way[call] = method, future
-        rank.link.send(call, payload, lambda outcome: self._take(number, call, outcome))
-        return future
+    def _send(
+        self, numbers: Sequence[int], method: str, asked: WorkerJob | Call
+    ) -> list[asyncio.Future[Any]]:
+        payload = self._pack(asked)
+        waiting = []
+        for number in numbers:
+            rank, future = self._ranks[number], self._loop.create_future()
+            if not rank.under_way:
+                rank.still_s = 0.0
+            call = next(rank.numbers)
+            rank.link.send(call, payload, partial(self._take, number, call))
+            rank.under_way[call] = method, future
+            waiting.append(future)
+        return waiting
 
-    def _take(self, number: int, call: int, outcome: Outcome) -> None:
+    def _take(self, number: int, call: int, outcome: Any) -> None:
         rank = self._ranks[number]
         if call not in rank.under_way:  # abandoned
             return
@@ -209,13 +245,11 @@ class WorkerGroup:
             self._spawn(self._raised(number, method, outcome))
             return
         del rank.under_way[call]
-        if future.done():
-            return
         if isinstance(outcome, CallFailure):
             log.error("%s[%d]: %s failed: %s", self.role, number, method, outcome.traceback)
             _refuse(future, self._closed_error())
-        else:
-            future.set_result(outcome.value)
+        elif not future.done():
+            future.set_result(outcome)
 
     async def _raised(self, number: int, method: str, failure: CallFailure) -> None:
         """Find out whether a method raised on its own account or because another rank died."""
@@ -228,7 +262,7 @@ class WorkerGroup:
         if self._failure is not None:
             return
         line = f"{self.role}[{number}] failed in {method}: {failure.line}"
-        error = failure.winnow_error()
+        error = failure.error
         if error is None:
             log.error("%s[%d] failed in %s: %s", self.role, number, method, failure.traceback)
             error = WorkerError(f"{line}; the log has its traceback", self.role, number)
@@ -325,8 +359,7 @@ class WorkerGroup:
     async def _close_workers(self) -> None:
         """Have each worker's `close()` run; what it raises is logged."""
         self._is_closing = True
-        payload = self._pack(CLOSE)
-        waiting = [self._send(n, "close", payload) for n in range(self.size)]
+        waiting = self._send(range(self.size), "close", CLOSE)
         left = {future for future in waiting if not future.done()}
         give_up = time.monotonic() + min(CLOSE_TIMEOUT_S, self._stall_timeout_s)
         while left and time.monotonic() < give_up:
@@ -354,6 +387,47 @@ async def _within(work: Coroutine[Any, Any, Any], timeout_s: float) -> None:
         await asyncio.wait_for(work, timeout_s)
 
 
+async def start_local(
+    role: str,
+    path: str,
+    kwargs: Mapping[str, Any],
+    size: int,
+    environment: Mapping[str, str] | None = None,
+    stall_timeout_s: float = float("inf"),
+    devices: Sequence[int] | None = None,
+) -> WorkerGroup:
+    """Start workers in processes of this machine.
+
+    Call it from a thread that lives as long as they are to: Linux kills them when it ends.
+
+    Args:
+        path: `module:Class` of the worker (`host`).
+        kwargs: what each is made with, beside its rank.
+        environment: variables for them, over this process's own.
+        stall_timeout_s: how long a call may be under way without progress.
+        devices: `RankInfo.device_index` by rank; by default the CPU.
+
+    Raises:
+        WorkerError, WinnowError: one cannot be made; no process is left.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise WinnowError("workers in processes of their own need Linux; use cluster=local there")
+    port = free_port(_THIS_MACHINE)
+    variables = merged_environment(environment or {})
+    links: list[tuple[LocalConnection, LogReceiver]] = []
+    try:
+        for rank in range(size):
+            listener = LogReceiver(role, rank)
+            link = await LocalConnection.start("winnow.workers.child", variables, listener.follow)
+            links.append((link, listener))
+    except BaseException:
+        await WorkerGroup(role, links, pack, stall_timeout_s).close()
+        raise
+    group = WorkerGroup(role, links, pack, stall_timeout_s)
+    await group.start(path, kwargs, (_THIS_MACHINE, port), devices or [None] * size)
+    return group
+
+
 Starting = Coroutine[Any, Any, WorkerGroup]
 
 
@@ -369,7 +443,7 @@ class WorkerGroups:
         self._thread.start()
         self._groups: list[WorkerGroup] = []
 
-    def start(self, *starting: Starting) -> list[ThreadsafeGroup]:
+    def start(self, *starting: Starting) -> list[WorkerGroup]:
         """Start groups side by side.
 
         Raises:
@@ -378,71 +452,43 @@ class WorkerGroups:
 
         async def all_of_them() -> list[WorkerGroup | BaseException]:
             found = await asyncio.gather(*starting, return_exceptions=True)
-            self._groups += [each for each in found if not isinstance(each, BaseException)]
+            self._groups += [each for each in found if isinstance(each, WorkerGroup)]
             return found
 
         started = []
         for each in self.wait(all_of_them()):
             if isinstance(each, BaseException):
                 raise each
-            started.append(ThreadsafeGroup(each, self))
+            started.append(each)
         return started
+
+    def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Have the loop do some work, and wait for its result."""
+        return _wait(work, self._loop)
 
     def close(self) -> None:
         """End all groups; a second time does nothing."""
-        if self.is_closed:
+        if self._loop.is_closed():
             return
         try:
             for group in reversed(self._groups):
-                self.wait(group.close())
+                group.end()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
-    @property
-    def is_closed(self) -> bool:
-        """True if nothing can be waited for any more."""
-        return self._loop.is_closed()
 
-    def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Have the loop do some work, and wait for its result."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:  # such as Ctrl-C, while it goes on
-            future.cancel()
-            raise
-
-    async def result(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Have the loop do some work; the caller's loop goes on meanwhile."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+def _wait(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
+    """Have the loop of another thread do some work, and wait for its result."""
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return future.result()
+    except BaseException:  # such as Ctrl-C, while it goes on
+        future.cancel()
+        raise
 
 
-class ThreadsafeGroup:
-    """A worker group for callers that wait, and for callers in another loop.
-
-    All calls raise what those of `WorkerGroup` raise.
-    """
-
-    def __init__(self, group: WorkerGroup, groups: WorkerGroups) -> None:
-        self._group, self._groups = group, groups
-        self.size = group.size
-
-    @property
-    def progress(self) -> tuple[int | None, ...]:
-        """The workers' own, by rank, as last heard."""
-        return self._group.progress
-
-    def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks and wait; results by rank."""
-        return self._groups.wait(self._group.call(method, *args))
-
-    async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method on one rank."""
-        return await self._groups.result(self._group.call_rank(rank, method, *args, **kwargs))
-
-    def close(self) -> None:
-        """End the workers; a second time does nothing."""
-        if not self._groups.is_closed:
-            self._groups.wait(self._group.close())
+async def _elsewhere(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
+    """Have a loop, of whatever thread, do some work; the caller's goes on meanwhile."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))

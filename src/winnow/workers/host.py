@@ -1,28 +1,48 @@
 """The worker's end: makes the object, runs its methods, and reports the outcome of each call.
 
-It is the same in every kind of process. How calls come and outcomes go is left to `child` and
-`ray.worker`; what travels beside them, logs and progress, to `logs`.
+A worker is an object of any class, named by an import path
+(`winnow.runs.remote_learner:LearnerWorker`), and made in its process as
+`LearnerWorker(rank=RankInfo(…), **kwargs)` with keyword arguments that can be pickled. Its methods
+are plain or asynchronous. It may have
+
+- `progress`, an int property that changes whenever the worker gets on; it is read from another
+  thread, also while a plain method computes;
+- `close()`, plain or asynchronous, called before its process ends.
+
+In its process a worker has one asyncio loop. All its methods begin in that loop's thread, in the
+order of the driver's calls: a plain one has the thread to itself until it returns, an asynchronous
+one lets others in where it waits. Arrays that come to it, or from it, are read-only. A method that
+returns a `winnow.workers.array_refs.SplitResult` tells the caller a part of its result and leaves
+the rest where it is: the caller gets a handle, gives it to whoever needs what it stands for, and
+need not hold that itself.
+
+The host is the same in every kind of process. How calls come and outcomes go is left to `child` and
+`ray.group`; what travels beside them, logs and progress, to `logs`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import importlib
+import contextlib
+import faulthandler
 import inspect
 import logging
 import os
 import pickle
+import pkgutil
 import platform
 import random
 import socket
+import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from winnow import gc_tuning as heap
-from winnow.errors import ConfigError, WinnowError
-from winnow.workers.protocol import RankInfo
+from winnow.errors import WinnowError
+from winnow.workers.logs import LogSender
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +55,23 @@ DEFAULT_VARIABLES = {
 }
 _PORTS = range(20000, 32000)
 """Ports below those that systems hand out by themselves."""
+_BEAT_S = 0.1
+_DUMP_AFTER = 0.9
+"""The part of the time limit after which the log says where a worker hangs: before it is killed."""
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A worker's place in its group. Example: `RankInfo(1, 2, "127.0.0.1", 23456, None)`."""
+
+    rank: int
+    size: int
+    master_address: str
+    """Rank 0's address, which all ranks can reach."""
+    master_port: int
+    """A port that was free there, for rank 0 to listen at."""
+    device_index: int | None
+    """The worker's among the devices that its process sees; None: the CPU."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +87,7 @@ class WorkerJob:
     python_path: tuple[str, ...]
     """The driver's, so that both find the same modules."""
     folder: str = field(default_factory=os.getcwd)
-    """The driver's, at which relative paths begin."""
+    """The driver's, at which relative paths begin where the worker's machine has it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +96,7 @@ class Call:
 
     method: str
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,117 +106,105 @@ class CallFailure:
     line: str
     """`KeyError: 'x'`"""
     traceback: str
-    error: bytes | None = None
-    """The exception itself, pickled, where it is a `WinnowError`."""
-
-    def winnow_error(self) -> WinnowError | None:
-        """Return the error for the user that was raised, if it was one."""
-        if self.error is None:
-            return None
-        found = pickle.loads(self.error)
-        assert isinstance(found, WinnowError)
-        return found
+    error: WinnowError | None = None
+    """The exception itself, where it is one that the user is told."""
 
 
-@dataclass(frozen=True)
-class CallResult:
-    """The value that a method returned."""
-
-    value: Any
-
-
-Outcome = CallResult | CallFailure
 CLOSE = Call("close")
 
 
 class Host:
-    """One worker and its calls."""
+    """One worker and its calls.
 
-    def __init__(self) -> None:
+    Args:
+        sender: takes the process's log, and the worker's progress.
+        is_orphan: asked ten times a second; the process ends where the driver is gone.
+    """
+
+    def __init__(self, sender: LogSender, is_orphan: Callable[[], bool]) -> None:
+        self._sender, self._is_orphan = sender, is_orphan
         self._worker: Any = None
-        self.calls_under_way = 0
-        self.calls_ended = 0
-        self.at_call: Callable[[], None] = lambda: None
-        """Runs before each call, in the thread that runs it."""
+        self._calls_under_way = self._calls_ended = 0
+        self._dump_after_s = threading.TIMEOUT_MAX
 
-    @property
-    def progress(self) -> int | None:
-        """The worker's own count, where it has one; any thread may ask."""
-        value = getattr(self._worker, "progress", None)
-        return None if value is None else int(value)
-
-    async def run(self, asked: WorkerJob | Call) -> Any:
-        """Make the worker, or run one of its methods. Raises what that raises."""
-        self.calls_under_way += 1
-        self.at_call()
+    async def outcome(self, asked: WorkerJob | Call) -> Any:
+        """Make the worker, or run one of its methods; returns the result or a `CallFailure`."""
+        self._calls_under_way += 1
+        # From here: a call that hangs in C may let no other thread run again.
+        self._dump_when_still()
         try:
             if isinstance(asked, WorkerJob):
-                self._worker = worker_class(asked.path)(rank=asked.info, **asked.kwargs)
-                # For whoever wants to look at it, or to end it.
-                log.info("ready: process %d on %s", os.getpid(), platform.node())
+                return self._make(asked)
+            if asked == CLOSE and not hasattr(self._worker, "close"):
                 return None
-            function = getattr(self._worker, asked.method, None)
-            if function is None and asked == CLOSE:
-                return None
-            if function is None:
-                kind = type(self._worker).__name__
-                raise AttributeError(f"{kind} has no method {asked.method!r}")
-            result = function(*asked.args, **(asked.kwargs or {}))
+            result = getattr(self._worker, asked.method)(*asked.args, **asked.kwargs)
             return await result if inspect.isawaitable(result) else result
-        finally:
-            self.calls_under_way -= 1
-            self.calls_ended += 1
-
-    async def outcome(self, asked: WorkerJob | Call) -> Outcome:
-        """Make the worker, or run one of its methods; an exception is an outcome, too."""
-        try:
-            return CallResult(await self.run(asked))
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:  # SystemExit too: a worker ends when the driver says so
             return failure_of(error)
+        finally:
+            self._calls_under_way -= 1
+            self._calls_ended += 1
 
+    def _make(self, job: WorkerJob) -> None:
+        sys.path[:] = dict.fromkeys([*job.python_path, *sys.path])
+        if os.path.isdir(job.folder):  # else each path must be whole
+            os.chdir(job.folder)
+        self._sender.take_logging(job.log_level)
+        self._dump_after_s = _DUMP_AFTER * job.stall_timeout_s
+        self._dump_when_still()
+        threading.Thread(target=self._beat, name="winnow-beats", daemon=True).start()
+        with heap.growing():
+            worker_class = pkgutil.resolve_name(job.path)
+        self._worker = worker_class(rank=job.info, **job.kwargs)
+        # For those that want to look at it, or to end it.
+        log.info("ready: process %d on %s", os.getpid(), platform.node())
 
-def worker_class(path: str) -> Any:
-    """Import the class that `module:Class` names.
+    def _beat(self) -> None:
+        """Send progress while a method computes, and put off the dump of stacks with each."""
+        seen: tuple[int | None, int] = None, 0
+        while True:
+            time.sleep(_BEAT_S)
+            if self._is_orphan():
+                os._exit(1)
+            now = getattr(self._worker, "progress", None), self._calls_ended
+            if now == seen:
+                continue
+            self._dump_when_still()
+            try:
+                if now[0] is not None and now[0] != seen[0]:
+                    self._sender.beat(int(now[0]))
+            except OSError:  # nobody listens any more
+                os._exit(1)
+            seen = now
 
-    Raises:
-        ConfigError: it names none.
-    """
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise ConfigError(f"a worker's path must be module:Class, got {path!r}")
-    with heap.growing():
-        module = importlib.import_module(module_name)
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ConfigError(f"{module_name} has no class {name!r}, which the worker {path!r} names")
-    return found
+    def _dump_when_still(self) -> None:
+        """Have all stacks dumped unless this is called again in time; no Python need run for it."""
+        if self._calls_under_way == 0:
+            faulthandler.cancel_dump_traceback_later()
+        elif self._dump_after_s < threading.TIMEOUT_MAX:
+            faulthandler.dump_traceback_later(self._dump_after_s, file=2)
 
 
 def failure_of(error: BaseException) -> CallFailure:
     """Describe an exception for another process."""
     line = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
     text = "".join(traceback.format_exception(error)).rstrip()
-    return CallFailure(line, text, _pickled(error) if isinstance(error, WinnowError) else None)
+    return CallFailure(line, text, _portable(error) if isinstance(error, WinnowError) else None)
 
 
-def _pickled(error: WinnowError) -> bytes | None:
-    """Pickle an error; None for one that cannot be read back, such as one of a local class."""
+def _portable(error: WinnowError) -> WinnowError | None:
+    """Return an error as it arrives elsewhere; None where it cannot, as one of a local class."""
     try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
+        found: WinnowError = pickle.loads(pickle.dumps(error))
     except Exception:
         return None
-    return data
+    return found
 
 
 def merged_environment(user: Mapping[str, str]) -> dict[str, str]:
     """Choose variables for workers: the user's, then this process's, then the defaults."""
-    return {
-        **{name: os.environ.get(name, value) for name, value in DEFAULT_VARIABLES.items()},
-        **user,
-    }
+    own = {name: os.environ[name] for name in DEFAULT_VARIABLES if name in os.environ}
+    return {**DEFAULT_VARIABLES, **own, **user}
 
 
 def free_port(address: str = "") -> int:
@@ -189,12 +214,7 @@ def free_port(address: str = "") -> int:
     are left out, so that this is rare.
     """
     for port in random.SystemRandom().sample(_PORTS, 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind((address, port))
-            except OSError:
-                continue
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((address, port))
             return port
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    raise WinnowError(f"none of 100 ports of {address or 'this machine'} was free; end other runs")

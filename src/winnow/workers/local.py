@@ -1,4 +1,11 @@
-"""Processes of this machine: the driver's end of one, and worker groups made of them."""
+"""Processes of this machine: messages to and from one, and the driver's end of it.
+
+A message, such as a call or its outcome, is one packet of a SOCK_SEQPACKET socket: a number and a
+pickle, with the arrays' bytes beside it as they are. What is too large for a packet lies in
+anonymous shared memory whose descriptor goes with the packet, so that several receivers read the
+same pages and nobody has a file to take away: the memory is free once the last array over it is
+gone.
+"""
 
 from __future__ import annotations
 
@@ -7,76 +14,182 @@ import contextlib
 import fcntl
 import mmap
 import os
+import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from winnow.errors import WinnowError
-from winnow.workers.group import WorkerGroup
-from winnow.workers.host import failure_of, free_port, merged_environment
-from winnow.workers.logs import LogReceiver
-from winnow.workers.protocol import OnLog, RankInfo
-from winnow.workers.wire import Bytes, Channel, Packed, pack, unpack
+from winnow.workers.host import failure_of
 
+PACKET_BYTES = 1 << 15
+_NUMBER = struct.Struct("=Q")
+_ALIGNMENT = 64
 _PIPE_BYTES = 1 << 20
-_THIS_MACHINE = "127.0.0.1"
-Output = asyncio.StreamReader
-Following = Coroutine[Any, Any, None]
+Bytes = bytes | memoryview
+Follow = Callable[[asyncio.StreamReader], Coroutine[Any, Any, None]]
 
 
-async def start_local(
-    role: str,
-    path: str,
-    kwargs: Mapping[str, Any],
-    size: int,
-    environment: Mapping[str, str] | None = None,
-    stall_timeout_s: float = float("inf"),
-    on_log: OnLog | None = None,
-    devices: Sequence[int | None] | None = None,
-) -> WorkerGroup:
-    """Start workers in processes of this machine.
+@dataclass(eq=False)
+class Packed:
+    """A value ready to be sent, to one receiver or to many."""
 
-    Call it from a thread that lives as long as they are to: Linux kills them when it ends.
+    inline: bytes
+    """All of it; empty when it lies in shared memory."""
+    descriptor: int = -1
+    """The shared memory's; -1: none."""
 
-    Args:
-        path: `module:Class` of the worker (`protocol`).
-        kwargs: what each is made with, beside its rank.
-        environment: variables for them, over this process's own.
-        stall_timeout_s: how long a call may be under way without progress.
-        on_log: gets their lines; by default they go to this process's logging.
-        devices: `RankInfo.device_index` by rank; by default the CPU.
+    def __del__(self) -> None:
+        """Give back what the sender holds; receivers keep theirs."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+def pack(value: Any) -> Packed:
+    """Serialise a value once.
 
     Raises:
-        WorkerError, WinnowError: one cannot be made; no process is left.
+        Exception: whatever pickle raises for a value that it cannot take.
     """
-    if not hasattr(os, "memfd_create"):
-        raise WinnowError("workers in processes of their own need Linux; use cluster=local there")
-    indices = [None] * size if devices is None else list(devices)
-    assert len(indices) == size >= 1
-    port = free_port(_THIS_MACHINE)
-    variables = merged_environment(environment or {})
-    infos = [
-        RankInfo(rank, size, _THIS_MACHINE, port, device) for rank, device in enumerate(indices)
-    ]
-    links: list[tuple[LocalConnection, LogReceiver]] = []
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    parts: list[Bytes] = [stream, *(buffer.raw() for buffer in buffers)]
+    lengths = [len(part) for part in parts]
+    table = struct.pack(f"={1 + len(parts)}Q", len(parts), *lengths)
+    padded = [each for part in (table, *parts) for each in (part, _padding(len(part)))]
+    if sum(map(len, padded)) <= PACKET_BYTES:
+        return Packed(b"".join(padded))
+    packed = Packed(b"", os.memfd_create("winnow", os.MFD_CLOEXEC))
+    with open(packed.descriptor, "wb", closefd=False) as file:
+        file.writelines(padded)
+    return packed
+
+
+def unpack(data: Bytes | mmap.mmap) -> Any:
+    """Read a value from what `pack` laid out; its arrays are views of `data`, and read-only."""
+    view = memoryview(data)
+    (count,) = struct.unpack_from("=Q", view)
+    lengths = struct.unpack_from(f"={count}Q", view, 8)
+    parts, start = [], 8 * (1 + count)
+    for length in lengths:
+        start += len(_padding(start))
+        parts.append(view[start : start + length].toreadonly())
+        start += length
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def _padding(length: int) -> bytes:
+    """Return what comes after so many bytes, so that each part begins at a multiple of 64."""
+    return bytes(-length % _ALIGNMENT)
+
+
+def send(channel: socket.socket, number: int, packed: Packed) -> None:
+    """Send one message; it may go to several sockets.
+
+    Raises:
+        BlockingIOError: the socket takes no more for now; nothing was sent.
+        OSError: the receiver is gone.
+    """
+    message = [_NUMBER.pack(number), packed.inline]
+    if packed.descriptor < 0:
+        channel.sendmsg(message)
+    else:
+        socket.send_fds(channel, message, [packed.descriptor])
+
+
+def receive(channel: socket.socket) -> tuple[int, Bytes | mmap.mmap] | None:
+    """Take the next message: its number and what `unpack` reads; None when the sender is gone.
+
+    Raises:
+        BlockingIOError: none has come.
+    """
+    size = _NUMBER.size + PACKET_BYTES
     try:
-        for rank in range(size):
-            listener = LogReceiver(role, rank, on_log)
-            link = await LocalConnection.start("winnow.workers.child", variables, listener.follow)
-            links.append((link, listener))
-    except BaseException:
-        for link, _ in links:
-            link.kill()
-            await link.gone(1.0)
-            await link.release()
-        raise
-    group = WorkerGroup(role, links, pack, stall_timeout_s)
-    await group.start(path, kwargs, infos)
-    return group
+        data, descriptors, _, _ = socket.recv_fds(channel, size, 1, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        # Told once, of a sender that left messages unread, and before those that it sent.
+        data, descriptors, _, _ = socket.recv_fds(channel, size, 1, socket.MSG_CMSG_CLOEXEC)
+    if not data:
+        return None
+    (number,) = _NUMBER.unpack_from(data)
+    if not descriptors:
+        return number, memoryview(data)[_NUMBER.size :]
+    try:
+        return number, mmap.mmap(descriptors[0], 0, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(descriptors[0])
+
+
+class Channel:
+    """One end of a socket in an event loop; messages that do not go at once wait here.
+
+    Args:
+        on_message: gets the number of each message, and what `unpack` reads.
+        on_cut: called once the other end is closed.
+    """
+
+    def __init__(
+        self,
+        end: socket.socket,
+        on_message: Callable[[int, Bytes | mmap.mmap], None],
+        on_cut: Callable[[], None],
+    ) -> None:
+        end.setblocking(False)
+        self._socket, self._on_message, self._on_cut = end, on_message, on_cut
+        self._unsent: deque[tuple[int, Packed]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(end, self.receive)
+        self.is_cut = False
+
+    def send(self, number: int, packed: Packed) -> None:
+        """Send a message now or as soon as the socket takes it."""
+        self._unsent.append((number, packed))
+        self._flush()
+
+    def receive(self) -> None:
+        """Take in what has come."""
+        while not self.is_cut:
+            try:
+                message = receive(self._socket)
+            except BlockingIOError:
+                return
+            if message is not None:
+                self._on_message(*message)
+                continue
+            self.is_cut = True
+            self._loop.remove_reader(self._socket)
+            self._on_cut()
+
+    def hang_up(self) -> None:
+        """Take and send no more; the other end sees the socket closed."""
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        with contextlib.suppress(OSError):  # the other process is gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up, and give back what is held."""
+        self.hang_up()
+        self._socket.close()
+        self._unsent.clear()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            try:
+                send(self._socket, *self._unsent[0])
+            except BlockingIOError:
+                self._loop.add_writer(self._socket, self._flush)
+                return
+            except OSError:  # the other end is gone, which is about to be read
+                pass
+            self._unsent.popleft()
+        self._loop.remove_writer(self._socket)
 
 
 class LocalConnection:
@@ -98,7 +211,7 @@ class LocalConnection:
 
     @classmethod
     async def start(
-        cls, module: str, variables: Mapping[str, str], follow: Callable[[Output], Following]
+        cls, module: str, variables: Mapping[str, str], follow: Follow
     ) -> LocalConnection:
         """Start `python -m MODULE DESCRIPTOR PARENT`, which reads calls from the socket.
 
@@ -109,30 +222,28 @@ class LocalConnection:
             follow: reads what it prints, to the end.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        reader, writer = os.pipe()
-        with contextlib.suppress(OSError):  # more than this user may have: the usual size does
-            fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=writer,
-                stderr=writer,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env={**os.environ, **variables},
-            )
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+                    bufsize=0,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                    env={**os.environ, **variables},
+                )
         except BaseException:
             ours.close()
-            os.close(reader)
             raise
-        finally:
-            theirs.close()
-            os.close(writer)
+        assert process.stdout is not None
+        with contextlib.suppress(OSError):  # more than this user may have: the usual size does
+            fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         link = cls(process, ours)
         stream, loop = asyncio.StreamReader(), asyncio.get_running_loop()
         link._output, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reader, "rb", buffering=0)
+            lambda: asyncio.StreamReaderProtocol(stream), process.stdout
         )
         link._following = loop.create_task(follow(stream))
         return link

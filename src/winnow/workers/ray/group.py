@@ -1,18 +1,26 @@
-"""Workers in Ray actors, on the nodes that a layout's pools were given (`session.reserve`)."""
+"""Workers in Ray actors, on the slots that were reserved for them (`session.reserve`).
+
+A worker's process is an actor of `RayWorker`; `RayConnection` is the driver's end of it. Calls and
+results travel by Ray's own means, a call to several ranks by way of the object store. What a worker
+logs and prints goes to the driver by a connection of its own (`logs`), not by Ray's log files.
+Arrays that a worker keeps stay in the object store of its node; a `RayHandle` travels in their
+stead.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import re
 import secrets
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from winnow.errors import WorkerError
@@ -21,20 +29,16 @@ from winnow.workers.group import START_TIMEOUT_S, WorkerGroup
 from winnow.workers.host import (
     Call,
     CallFailure,
-    CallResult,
-    Outcome,
+    Host,
     WorkerJob,
+    free_port,
     merged_environment,
 )
-from winnow.workers.logs import LogReceiver
-from winnow.workers.protocol import OnLog, RankInfo
+from winnow.workers.logs import LogReceiver, LogSender
 from winnow.workers.ray.session import Placement, ray_module
-from winnow.workers.ray.wire import RayHandle, pack
-from winnow.workers.ray.worker import Place, RayWorker, process_namespace
-
-log = logging.getLogger(__name__)
 
 _CALLS_AT_ONCE = 1000
+_CONNECT_S = 60.0
 _COLOUR = re.compile(r"\x1b\[\d*m")
 _ASKED_S = 1.0
 """Seconds for a process to end as Ray ends one, which asks it."""
@@ -49,85 +53,78 @@ async def start_ray(
     placement: Placement,
     environment: Mapping[str, str] | None = None,
     stall_timeout_s: float = float("inf"),
-    on_log: OnLog | None = None,
 ) -> WorkerGroup:
     """Start workers in actors of the Ray that this process is connected to.
 
     Args:
-        path: `module:Class` of the worker (`protocol`); importable on the nodes.
+        path: `module:Class` of the worker (`host`); importable on the nodes.
         kwargs: what each is made with, beside its rank.
         environment: variables for them, over this process's own.
         stall_timeout_s: how long a call may be under way without progress.
-        on_log: gets their lines; by default they go to this process's logging.
 
     Raises:
         WorkerError, WinnowError: one cannot be made; no process is left.
     """
-    listeners = [LogReceiver(role, rank, on_log) for rank in range(placement.size)]
-    switchboard = await _Switchboard.open(listeners)
+    listeners = [LogReceiver(role, rank) for rank in range(len(placement.slots))]
+    logs = await _LogServer.open(listeners)
     actors: list[Any] = []
-    links: list[RayConnection] = []
+    links: list[tuple[RayConnection, LogReceiver]] = []
+    # The store pays where several read: it takes a millisecond, more than all the rest of a call.
+    pack = ray_module().put if len(listeners) > 1 else _as_it_is
     try:
-        for rank in range(placement.size):
+        for rank, token in enumerate(logs.tokens):
             options = _options(placement, rank, merged_environment(environment or {}))
             actor_class = ray_module().remote(RayWorker).options(**options)
-            actors.append(actor_class.remote(switchboard.address, switchboard.tokens[rank]))
-        for rank, actor in enumerate(actors):
-            links.append(RayConnection(actor, await _place(role, rank, actor), listeners[rank]))
+            actors.append(actor_class.remote(logs.address, token))
+        for listener, actor in zip(listeners, actors, strict=True):
+            links.append((RayConnection(actor, await _place(listener, actor), listener), listener))
     except BaseException:
         for actor in actors:
             ray_module().kill(actor)
-        for link in links:
-            await link.gone(_DETAIL_S)
-            await link.release()
-        switchboard.close()
+        await WorkerGroup(role, links, pack, stall_timeout_s, logs.close).close()
         raise
-    first = links[0].place
-    device = 0 if placement.share.devices else None  # of those that Ray lets the process see
-    size, address = placement.size, (first.address, first.free_port)
-    infos = [RankInfo(rank, size, *address, device) for rank in range(size)]
-    pairs = list(zip(links, listeners, strict=True))
-    # The store pays where several read: it takes a millisecond, more than all the rest of a call.
-    send = _for_all if placement.size > 1 else pack
-    group = WorkerGroup(role, pairs, send, stall_timeout_s, switchboard.close)
-    await group.start(path, kwargs, infos)
+    group = WorkerGroup(role, links, pack, stall_timeout_s, logs.close)
+    first = links[0][0].place
+    device = 0 if placement.share.get("GPU") else None  # of those that Ray lets the process see
+    await group.start(path, kwargs, (first.address, first.free_port), [device] * len(links))
     return group
 
 
 def _options(placement: Placement, rank: int, variables: dict[str, str]) -> dict[str, Any]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+    group, index = placement.slots[rank]
     return {
-        "num_cpus": placement.share.cpus,
-        "num_gpus": placement.share.devices,
+        "num_cpus": placement.share["CPU"],
+        "num_gpus": placement.share.get("GPU", 0),
         "max_concurrency": _CALLS_AT_ONCE,
         "max_restarts": 0,
         "runtime_env": {"env_vars": variables},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group=placement.group,
-            placement_group_bundle_index=placement.first + rank,
+            placement_group=group, placement_group_bundle_index=index
         ),
     }
 
 
-async def _place(role: str, rank: int, actor: Any) -> Place:
+async def _place(worker: LogReceiver, actor: Any) -> Place:
+    name = f"{worker.role}[{worker.rank}]"
     try:
         found = await asyncio.wait_for(actor.connect.remote(), START_TIMEOUT_S)
     except TimeoutError:
-        line = f"{role}[{rank}] did not start within {START_TIMEOUT_S:g} s; is its node reachable?"
-        raise WorkerError(line, role, rank) from None
+        line = f"{name} did not start within {START_TIMEOUT_S:g} s; is its node reachable?"
+        raise WorkerError(line, worker.role, worker.rank) from None
     except ray_module().exceptions.RayError as error:
-        line = f"{role}[{rank}] did not start: {_in_words(error)}"
-        raise WorkerError(line, role, rank) from error
+        line = f"{name} did not start: {_in_words(error)}"
+        raise WorkerError(line, worker.role, worker.rank) from error
     assert isinstance(found, Place)
     return found
 
 
-def _for_all(asked: WorkerJob | Call) -> Any:
-    return ray_module().put(pack(asked))
+def _as_it_is(asked: WorkerJob | Call) -> WorkerJob | Call:
+    return asked
 
 
-class _Switchboard:
+class _LogServer:
     """A server to which actors connect to send their logs."""
 
     def __init__(self, listeners: Sequence[LogReceiver]) -> None:
@@ -138,13 +135,13 @@ class _Switchboard:
         self.address = ("", 0)
 
     @classmethod
-    async def open(cls, listeners: Sequence[LogReceiver]) -> _Switchboard:
+    async def open(cls, listeners: Sequence[LogReceiver]) -> _LogServer:
         """Listen at this node's address, for these workers alone."""
-        board = cls(listeners)
+        made = cls(listeners)
         host = ray_module().util.get_node_ip_address()
-        board._server = await asyncio.start_server(board._connected, host, 0)
-        board.address = board._server.sockets[0].getsockname()[:2]
-        return board
+        made._server = await asyncio.start_server(made._connected, host, 0)
+        made.address = made._server.sockets[0].getsockname()[:2]
+        return made
 
     def close(self) -> None:
         """Close all connections."""
@@ -163,6 +160,79 @@ class _Switchboard:
         writer.close()
 
 
+@dataclass(frozen=True)
+class Place:
+    """The process and the node of an actor."""
+
+    pid: int
+    namespace: str
+    """Names the machine's boot and its space of process ids: two that agree see each other's."""
+    address: str
+    """The node's, as it reaches the driver."""
+    free_port: int
+
+
+class RayWorker:
+    """Hosts one worker; runs in the actor's process.
+
+    Ray delivers calls in any order; they begin in that of their numbers.
+
+    Args:
+        driver: host and port at which the driver takes logs.
+        token: tells the driver which worker this is; no other process knows it.
+    """
+
+    def __init__(self, driver: tuple[str, int], token: str) -> None:
+        self._driver, self._token = driver, token
+        self._next = 0
+        self._early: dict[int, asyncio.Future[None]] = {}
+
+    async def connect(self) -> Place:
+        """Send what is printed to the driver from now on; returns where this process is.
+
+        Raises:
+            OSError: the driver cannot be reached from this node.
+        """
+        self._stream = socket.create_connection(self._driver, timeout=_CONNECT_S)
+        self._stream.settimeout(None)
+        self._stream.sendall(f"{self._token}\n".encode())
+        sender = LogSender(self._stream.fileno())
+        sender.take_output()
+        self._host = Host(sender, self._is_orphan)
+        address = self._stream.getsockname()[0]
+        return Place(os.getpid(), process_namespace(), address, free_port(address))
+
+    async def call(self, number: int, asked: WorkerJob | Call) -> tuple[Any, Any]:
+        """Run a call when all before it have begun.
+
+        Returns:
+            The outcome, and apart from it what the result keeps here.
+        """
+        if number != self._next:
+            turn = self._early[number] = asyncio.get_running_loop().create_future()
+            await turn
+        self._next += 1
+        if self._next in self._early:
+            self._early.pop(self._next).set_result(None)
+        outcome = await self._host.outcome(asked)
+        return outcome, outcome.block.take() if isinstance(outcome, SplitResult) else None
+
+    def _is_orphan(self) -> bool:
+        """Return whether the driver has closed the connection, or is gone."""
+        try:
+            return self._stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+def process_namespace() -> str:
+    """Name the processes that this one can see: the machine's boot, and its namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
 class RayConnection:
     """The driver's end of one actor (`group.WorkerConnection`)."""
 
@@ -175,11 +245,11 @@ class RayConnection:
         self._tasks: set[asyncio.Task[None]] = set()
         self._killed = 0.0
         # A process on this machine is watched as such, and killed as such where it does not end
-        # when Ray asks it to.
+        # when Ray asks it to: Ray calls it dead before it has ended.
         is_here = place.namespace == process_namespace()
         self._process = os.pidfd_open(place.pid) if is_here else -1
 
-    def send(self, number: int, payload: Any, tell: Callable[[Outcome], None]) -> None:
+    def send(self, number: int, payload: Any, tell: Callable[[Any], None]) -> None:
         """Have a call run."""
         told, kept = self._call.remote(number, payload)
         task = asyncio.get_running_loop().create_task(self._answer(told, kept, tell))
@@ -231,13 +301,13 @@ class RayConnection:
             return bool(ends.poll(0))
         return self._listener.has_ended.is_set() or self._how is not None
 
-    async def _answer(self, told: Any, kept: Any, tell: Callable[[Outcome], None]) -> None:
+    async def _answer(self, told: Any, kept: Any, tell: Callable[[Any], None]) -> None:
         exceptions = ray_module().exceptions
         try:
-            outcome: Outcome = await told
-            if isinstance(outcome, CallResult) and isinstance(outcome.value, SplitResult):
+            outcome = await told
+            if isinstance(outcome, SplitResult):
                 handle = RayHandle(kept, self._listener.role, self._listener.rank)
-                outcome.value.block.handle = handle
+                outcome.block.handle = handle
         except exceptions.RayTaskError as error:  # a result that cannot travel
             kept.future().add_done_callback(_seen)  # the same again, which Ray would print
             outcome = CallFailure(_in_words(error.cause or error), _COLOUR.sub("", str(error)))
@@ -246,6 +316,46 @@ class RayConnection:
             self._how = f"died ({_in_words(error)})"
             return
         tell(outcome)
+
+
+class RayHandle:
+    """A `Handle` by a reference of Ray's, which frees the memory when the last one is gone.
+
+    The driver owns what it was returned, so that it outlives the worker; not the worker's node.
+
+    Args:
+        role, rank: the worker whose it was.
+    """
+
+    def __init__(self, reference: Any, role: str, rank: int) -> None:
+        self._reference, self._role, self._rank = reference, role, rank
+        self._coming: Future[Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayHandle, (self._reference, self._role, self._rank)
+
+    def begin(self) -> None:
+        self._begun()
+
+    def get(self) -> Any:
+        coming = self._begun()
+        try:
+            return coming.result()
+        except ray_module().exceptions.RayError as error:
+            whose = f"{self._role}[{self._rank}]"
+            raise WorkerError(
+                f"what {whose} wrote is lost, as its node is gone ({type(error).__name__})",
+                self._role,
+                self._rank,
+            ) from error
+        finally:
+            self._coming = None  # a future holds what came
+
+    def _begun(self) -> Future[Any]:
+        coming = self._coming  # once: another thread may be done with it
+        if coming is None:
+            self._coming = coming = self._reference.future()
+        return coming
 
 
 def _seen(future: Future[Any]) -> None:

@@ -1,4 +1,4 @@
-"""A connection to Ray for the length of a block, and reservations on its cluster."""
+"""A connection to Ray for the length of a block, and pools of slots reserved on its cluster."""
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from winnow.errors import ConfigError, WinnowError
-from winnow.workers.placement import Bundle, Layout, Node
 from winnow.workers.ray.guardian import MARK, SHUT_DOWN
 
 PRIVATE_STORE_BYTES = 512 << 20
 _REACH_S = 10.0
 _LONGEST_FOLDER = 30
 """Characters: Ray puts sockets under it, whose paths the system allows 107 bytes."""
-_NODE_LABEL = "ray.io/node-id"
-_LOOK_S = 1.0
-"""Seconds between two looks at the nodes while a reservation is awaited."""
 
 
 def ray_module() -> Any:
@@ -93,10 +89,9 @@ def ray_session(
                 # Without a dashboard nobody can look at them, and they cost part of each call.
                 "_system_config": {"task_events_report_interval_ms": 0},
             }
-        after.enter_context(_own_handlers())
         after.callback(ray.shutdown)
         try:
-            with _own_handlers(), _marked(options.get("_temp_dir")):
+            with _starting(options.get("_temp_dir")):
                 ray.init(**options)
         except Exception as error:
             what = "a private Ray did not start" if address is None else f"no Ray at {address}"
@@ -105,106 +100,164 @@ def ray_session(
         yield
 
 
+Resources = dict[str, float]
+"""As Ray names them. Example: `{"CPU": 4.0, "GPU": 1.0}`."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Slots for workers, `nodes` times `per_node` that lie on one node.
+
+    A slot has one worker of each role of the pool: those share its device (they are colocated), and
+    roles of two pools share nothing. Example: `Pool("policy", ("policy",), 2, 8, True, cpus=4)`.
+    """
+
+    name: str
+    roles: tuple[str, ...]
+    nodes: int = 1
+    per_node: int = 1
+    has_devices: bool = False
+    """Each slot is one accelerator; otherwise cores alone."""
+    cpus: float = 1.0
+    """Cores of each worker."""
+
+    @property
+    def size(self) -> int:
+        """The number of workers of each role."""
+        return self.nodes * self.per_node
+
+    @property
+    def share(self) -> Resources:
+        """The part of its slot that one worker takes."""
+        device = {"GPU": 1.0 / len(self.roles)} if self.has_devices else {}
+        return {"CPU": self.cpus, **device}
+
+    def needs(self, slots: int) -> Resources:
+        """Return the resources of so many slots."""
+        devices = {"GPU": float(slots)} if self.has_devices else {}
+        return {"CPU": self.cpus * len(self.roles) * slots, **devices}
+
+
 @dataclass(frozen=True)
 class Placement:
     """The slots of a group's workers, and the resources that each takes."""
 
-    group: Any
-    """Ray's placement group of the pool."""
-    size: int
-    share: Bundle
-    first: int = 0
-    """The slot of rank 0; the others' follow."""
+    slots: Sequence[tuple[Any, int]]
+    """By rank: a placement group of Ray's, and the bundle in it."""
+    share: Resources
 
 
 class Reserved:
-    """A cluster's resources that are held free for a layout's pools, until they are released."""
+    """A cluster's resources that are held free for pools, until they are released.
 
-    def __init__(self, layout: Layout, groups: dict[str, Any]) -> None:
-        self._layout, self._groups = layout, groups
+    Args:
+        parts: by pool: a placement group of Ray's for the slots of each node.
+    """
 
-    def placement(self, role: str) -> Placement:
-        """Place a role's workers: rank r at slot r of its pool."""
-        group = self._groups[self._layout.roles[role]]
-        return Placement(group, self._layout.size(role), self._layout.share(role))
+    def __init__(self, pools: Sequence[Pool], parts: dict[str, list[Any]]) -> None:
+        self._pools, self._parts = pools, parts
 
-    def slot(self, role: str, number: int) -> Placement:
-        """Place one worker of a role that is a group of its own: at slot `number` of its pool."""
-        assert 0 <= number < self._layout.size(role)
-        whole = self.placement(role)
-        return Placement(whole.group, 1, whole.share, first=number)
-
-    async def is_ready(self, nodes: Set[str], give_up: float) -> bool:
-        """Wait until all are held; False when one of the nodes is gone, or the time is up."""
-        for group in self._groups.values():
-            ready = asyncio.ensure_future(group.ready())
-            while not ready.done():
-                is_late = time.monotonic() > give_up
-                if is_late or not nodes <= {node.name for node in offers()}:
-                    ready.cancel()
-                    return False
-                await asyncio.wait([ready], timeout=_LOOK_S)
-            await ready
-        return True
+    def placement(self, role: str, number: int | None = None) -> Placement:
+        """Place a role's workers, rank r at slot r of its pool; or one alone, at slot `number`."""
+        pool = next(pool for pool in self._pools if role in pool.roles)
+        slots = [(part, i) for part in self._parts[pool.name] for i in range(pool.per_node)]
+        return Placement(slots if number is None else [slots[number]], pool.share)
 
     def release(self) -> None:
         """Give them back; a second time does nothing. Workers that are still there are killed."""
         from ray.util import remove_placement_group
 
-        while self._groups:
-            remove_placement_group(self._groups.popitem()[1])
+        while self._parts:
+            for part in self._parts.popitem()[1]:
+                remove_placement_group(part)
 
 
-def offers() -> list[Node]:
-    """List the living nodes of the cluster with all of their resources, in use or not."""
-    return [
-        Node(
-            node["NodeID"],
-            Bundle(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0)),
-        )
+def offers() -> dict[str, Resources]:
+    """Return the resources of the cluster's living nodes, in use or not, by the node's id."""
+    return {
+        node["NodeID"]: {kind: node["Resources"].get(kind, 0.0) for kind in ("CPU", "GPU")}
         for node in ray_module().nodes()
         if node["Alive"]
-    ]
+    }
 
 
-async def reserve(layout: Layout, timeout_s: float = 60.0) -> Reserved:
-    """Reserve a layout's pools, each part on one node; other nodes where a chosen one goes.
+async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reserved:
+    """Reserve pools, each part on one node, the largest first.
+
+    Ray is told the node of the least room, which keeps parts together; it takes another where that
+    is in use or gone.
 
     Raises:
         ConfigError: the cluster is too small, or has not enough free within the time.
     """
-    give_up = time.monotonic() + timeout_s
-    while True:
-        chosen = layout.assign(offers())
-        nodes = {node for names in chosen.values() for node in names}
-        reserved = _asked_for(layout, chosen)
-        try:
-            if await reserved.is_ready(nodes, give_up):
-                return reserved
-        except BaseException:
-            reserved.release()
-            raise
-        reserved.release()
-        if time.monotonic() > give_up:
-            raise ConfigError(
-                f"the cluster had not enough free for the pools within {timeout_s:g} s; wait for "
-                "its other work to end, or make the pools smaller"
-            )
-
-
-def _asked_for(layout: Layout, chosen: Mapping[str, Sequence[str]]) -> Reserved:
     from ray.util import placement_group
 
-    groups = {}
-    for pool in layout.pools:
-        slot = layout.slot(pool)
-        needs = {"CPU": slot.cpus} | ({"GPU": slot.devices} if slot.devices else {})
-        groups[pool.name] = placement_group(
-            [needs] * pool.slots,
-            strategy="PACK",
-            bundle_label_selector=[{_NODE_LABEL: node} for node in chosen[pool.name]],
+    left = offers()
+    nodes = list(left.values())
+    check_room(pools, nodes)
+    parts: dict[str, list[Any]] = {pool.name: [] for pool in pools}
+    for pool in sorted(pools, key=lambda pool: _rank(pool.needs(pool.per_node)), reverse=True):
+        slots, part = [pool.needs(1)] * pool.per_node, pool.needs(pool.per_node)
+        for _ in range(pool.nodes):
+            room = [node for node, free in left.items() if _fits([part], [free])]
+            node = min(room, key=lambda node: _rank(left[node]), default=None)
+            if node is not None:
+                left[node] = {kind: free - part.get(kind, 0) for kind, free in left[node].items()}
+            made = placement_group(slots, strategy="STRICT_PACK", _soft_target_node_id=node)
+            parts[pool.name].append(made)
+    reserved = Reserved(pools, parts)
+    waiting = [part.ready().future() for own in parts.values() for part in own]
+    try:
+        await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, waiting)), timeout_s)
+    except TimeoutError:
+        reserved.release()
+        raise ConfigError(
+            f"the cluster had not enough free for the pools within {timeout_s:g} s: "
+            f"{_compared(pools, nodes)}; wait for its other work to end, or make the pools smaller"
+        ) from None
+    except BaseException:
+        reserved.release()
+        raise
+    return reserved
+
+
+def check_room(pools: Sequence[Pool], nodes: Sequence[Resources]) -> None:
+    """Refuse pools that an idle cluster of these nodes could not hold.
+
+    Raises:
+        ConfigError: a part has no node that is large enough, or all together are too large.
+    """
+    needs = [pool.needs(pool.per_node) for pool in pools for _ in range(pool.nodes)]
+    has_nodes = all(any(_fits([part], [node]) for node in nodes) for part in needs)
+    if not has_nodes or not _fits(needs, nodes):
+        raise ConfigError(
+            "the cluster cannot hold the pools, node by node: "
+            f"{_compared(pools, nodes)}; make a pool smaller, put roles together, or add nodes"
         )
-    return Reserved(layout, groups)
+
+
+def _fits(needs: Sequence[Resources], nodes: Sequence[Resources]) -> bool:
+    def total(parts: Sequence[Resources], kind: str) -> float:
+        return sum(part.get(kind, 0.0) for part in parts)
+
+    return all(total(needs, kind) <= total(nodes, kind) + 1e-6 for kind in ("CPU", "GPU"))
+
+
+def _rank(resources: Resources) -> tuple[float, float]:
+    return resources.get("GPU", 0.0), resources["CPU"]
+
+
+def _compared(pools: Sequence[Pool], nodes: Sequence[Resources]) -> str:
+    """Say `they need policy 2 x (4 devices and 16 cores); it has 1 x (8 devices and 16 cores)`."""
+    needs = (f"{p.name} {p.nodes} x ({_amounts(p.needs(p.per_node))})" for p in pools)
+    kinds = Counter(map(_amounts, nodes))
+    offered = ", ".join(f"{count} x ({kind})" for kind, count in kinds.items()) or "no node"
+    return f"they need {', '.join(needs)}; it has {offered}"
+
+
+def _amounts(resources: Resources) -> str:
+    named = ((resources.get("GPU"), "device"), (resources["CPU"], "core"))
+    return " and ".join(f"{n:g} {what}{'' if n == 1 else 's'}" for n, what in named if n)
 
 
 def _reach(address: str) -> None:
@@ -240,24 +293,15 @@ def _guarded_folder() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _marked(folder: str | None) -> Iterator[None]:
-    """Mark what is started within the block, and what that starts, as the folder's."""
+def _starting(folder: str | None) -> Iterator[None]:
+    """Mark what is started within the block as the folder's, and keep this program's handler."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
     if folder is not None:
         os.environ[MARK] = folder
     try:
         yield
     finally:
         os.environ.pop(MARK, None)
-
-
-@contextlib.contextmanager
-def _own_handlers() -> Iterator[None]:
-    """Put this program's signal handlers back after a block in which Ray sets its own."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in numbers} if is_main else {}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if is_main:  # Ray has set one of its own
+            signal.signal(signal.SIGTERM, before)

@@ -12,10 +12,9 @@ from tests.recipes import recipe
 from winnow.config.root import Config
 from winnow.errors import ConfigError
 from winnow.runs.build import use_machine
-from winnow.runs.launch import LocalLauncher, layout_of
 from winnow.runs.state import _random_states, _set_random_states
-from winnow.runs.topology import uses_device
-from winnow.workers.placement import Bundle, Node
+from winnow.runs.topology import local_devices, pools_of, uses_device
+from winnow.workers.ray.session import Pool
 
 FOUR = "trainer/strategy=fsdp2", "trainer.strategy.ranks=4"
 POOL = "cluster.pools={all:{nodes:2,per_node:2,cpus:3}}"
@@ -28,53 +27,45 @@ def on_ray(*overrides: str) -> Config:
 
 
 def test_without_pools_ranks_have_one_and_each_engine_a_slot_anywhere() -> None:
-    layout = layout_of(on_ray(*FOUR, "rollout.engine.processes=3", "cluster.nodes=2"), True)
-    assert {pool.name: (pool.nodes, pool.per_node, pool.cpus) for pool in layout.pools} == {
-        "policy": (2, 2, 1.0),
-        "rollout": (3, 1, 1.0),
-    }
-    # Two nodes of 3 GPUs and one of 1: no engine needs to lie beside another.
-    chosen = layout.assign([Node(f"n{i}", Bundle(8, gpus)) for i, gpus in enumerate((3, 3, 1))])
-    assert sorted(chosen["rollout"]) == ["n0", "n1", "n2"]
-    ranks = [chosen["policy"][:2], chosen["policy"][2:]]
-    assert all(len(set(part)) == 1 for part in ranks)
+    config = on_ray(*FOUR, "rollout.engine.processes=3", "cluster.nodes=2")
+    assert pools_of(config, True) == [
+        Pool("policy", ("policy",), 2, 2, True),
+        Pool("rollout", ("rollout",), 3, 1, True),
+    ]
 
 
 def test_only_engines_apart_need_no_pool_of_ranks() -> None:
-    layout = layout_of(on_ray("rollout.engine.processes=2", "cluster.cpus=0.5"), False)
-    assert dict(layout.roles) == {"rollout": "rollout"}
-    assert layout.share("rollout") == Bundle(0.5, 0)
+    (pool,) = pools_of(on_ray("rollout.engine.processes=2", "cluster.cpus=0.5"), False)
+    assert pool == Pool("rollout", ("rollout",), nodes=2, cpus=0.5)
+    assert pool.share == {"CPU": 0.5}
 
 
 def test_roles_of_one_pool_share_the_device_of_a_slot_and_have_their_own_cores() -> None:
-    layout = layout_of(on_ray(*TOGETHER), True)
-    assert layout.share("policy") == layout.share("rollout") == Bundle(3, 0.5)
-    assert layout.part(layout.pools[0]) == Bundle(12, 2)
-    assert set(layout.assign([Node("a", Bundle(12, 2)), Node("b", Bundle(12, 2))])["all"]) == {
-        "a",
-        "b",
-    }
+    (pool,) = pools_of(on_ray(*TOGETHER), True)
+    assert pool == Pool("all", ("policy", "rollout"), 2, 2, True, 3)
+    assert pool.share == {"CPU": 3, "GPU": 0.5}
+    assert pool.needs(pool.per_node) == {"CPU": 12, "GPU": 2}
 
 
 @pytest.mark.parametrize(("judge", "device"), [((), False), (JUDGED, True)])
 def test_what_scores_has_a_device_for_a_model_alone(judge: tuple[str, ...], device: bool) -> None:
     scored = *FOUR, "reward.processes=3", *judge
     pools = "cluster.pools={t:{per_node:4},r:{per_node:3}}", "cluster.roles={policy:t,reward:r}"
-    for layout in (layout_of(on_ray(*scored), True), layout_of(on_ray(*scored, *pools), True)):
-        assert layout.pool_of("policy").has_devices
-        assert (layout.size("reward"), layout.pool_of("reward").has_devices) == (3, device)
+    for more in ((), pools):
+        found = {role: p for p in pools_of(on_ray(*scored, *more), True) for role in p.roles}
+        assert found["policy"].has_devices
+        assert (found["reward"].size, found["reward"].has_devices) == (3, device)
     beside = "cluster.pools={a:{per_node:4}}", "cluster.roles={policy:a,reward:a}"
-    layout = layout_of(on_ray(*scored, "reward.processes=4", *beside), True)
-    assert layout.share("policy").devices == 0.5
+    (pool,) = pools_of(on_ray(*scored, "reward.processes=4", *beside), True)
+    assert pool.share["GPU"] == 0.5
 
 
 def test_pools_of_a_recipe_may_be_apart() -> None:
     pools = "cluster.pools={t:{per_node:4},g:{nodes:2}}", "cluster.roles={policy:t,rollout:g}"
-    layout = layout_of(
-        on_ray(*FOUR, "rollout.engine.processes=2", *pools, "cluster.cpus=2"), has_devices=True
-    )
-    assert [layout.size(role) for role in ("policy", "rollout")] == [4, 2]
-    assert layout.share("rollout") == Bundle(2, 1)
+    config = on_ray(*FOUR, "rollout.engine.processes=2", *pools, "cluster.cpus=2")
+    train, generate = pools_of(config, has_devices=True)
+    assert (train.size, generate.size) == (4, 2)
+    assert generate.share == {"CPU": 2, "GPU": 1}
 
 
 def test_a_machine_with_too_few_gpus_is_told_before_anything_starts(
@@ -82,35 +73,33 @@ def test_a_machine_with_too_few_gpus_is_told_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    two = recipe("quickstart", *FOUR[:1], "rollout.engine.processes=2")
-    LocalLauncher(two)
+    two = recipe("quickstart", *FOUR, "trainer.strategy.ranks=2", "rollout.engine.processes=2")
+    assert local_devices(two) == {"policy": range(2), "rollout": range(2, 4)}
     with pytest.raises(ConfigError) as caught:
-        LocalLauncher(recipe("quickstart", "rollout.engine.processes=4"))
+        local_devices(recipe("quickstart", "rollout.engine.processes=4"))
     assert "1 that train (trainer.strategy.ranks) and 4 that write" in str(caught.value)
     assert "need 5, this machine has 4; have fewer" in str(caught.value)
-    LocalLauncher(recipe("quickstart", "rollout.engine.processes=4", "run.device=cpu"))
+    local_devices(recipe("quickstart", "rollout.engine.processes=4", "run.device=cpu"))
 
 
 def test_what_scores_has_a_slot_each_and_a_gpu_for_a_reward_model_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rules, judged = (on_ray("reward.processes=3", *model) for model in ((), JUDGED))
-    assert [layout_of(each, True).share("reward") for each in (rules, judged)] == [
-        Bundle(1, 0),
-        Bundle(1, 1),
-    ]
-    assert layout_of(rules, True).size("reward") == 3
+    shares = [pool.share for each in (rules, judged) for pool in pools_of(each, True)]
+    assert shares == [{"CPU": 1}, {"CPU": 1, "GPU": 1}]
+    assert [pool.size for pool in pools_of(rules, True)] == [3]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    LocalLauncher(recipe("quickstart", "reward.processes=3"))
+    assert "reward" not in local_devices(recipe("quickstart", "reward.processes=3"))
     with pytest.raises(ConfigError, match=r"3 that score \(reward\.processes\) need 4, this"):
-        LocalLauncher(recipe("quickstart", "reward.processes=3", *JUDGED))
+        local_devices(recipe("quickstart", "reward.processes=3", *JUDGED))
 
 
 def test_a_gpu_that_is_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^run\.device is cuda, but torch sees no GPU"):
-        LocalLauncher(recipe("quickstart", *FOUR, "rollout.engine.processes=1", "run.device=cuda"))
+        local_devices(recipe("quickstart", *FOUR, "rollout.engine.processes=1", "run.device=cuda"))
 
 
 @pytest.mark.parametrize(

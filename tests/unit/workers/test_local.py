@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from winnow.workers.wire import PACKET_BYTES, pack, receive, send, unpack
+from winnow.workers.local import PACKET_BYTES, pack, receive, send, unpack
 
 ARRAYS = hnp.arrays(
     st.sampled_from([np.float32, np.int64, np.bool_, np.dtype("<U3")]),
