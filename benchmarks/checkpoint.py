@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,13 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.config.model import SftWarmStart
+from winnow.config.trainer import TrainerConfig
 from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.learning.single import SingleStrategy
 from winnow.models.causal_lm import model_writer, use_layout_attention
-from winnow.runs.checkpoint import Manifest, Retention, Saver, this_machine
+from winnow.observe.jsonl import MetricsLog
+from winnow.observe.run_folder import RunFolder
+from winnow.runs.checkpoint import Manifest, Saver, this_machine
 from winnow.runs.state import LocalTensors, RunState
 from winnow.runs.warm_start import tiny_model
 
@@ -72,17 +77,18 @@ def saves(name: str, folder: Path) -> str:
     weights = sum(parameter.numel() for parameter in held.model.parameters())
     lines = [f"## {name}: {weights / 1e6:.1f} M weights", ""]
     lines += [HEAD, "|---|---|---|---|---|---|---|"]
-    with Saver(folder, Retention(1)) as saver:
+    run = RunFolder(folder)
+    with closing(MetricsLog(run.metrics)) as log, Saver(run, TrainerConfig(keep_last=1)) as saver:
         frame = Manifest(machine=this_machine(held.device))
         writer = model_writer(held.model, build_tokenizer())
-        state = RunState(LocalTensors(held, {}, writer), {}, lambda: 0, saver.save, frame)
+        state = RunState(LocalTensors(held, {}, writer), {}, log, saver, frame)
         for step in (1, 2, 3):
             began, own, both = time.perf_counter(), time.thread_time(), time.process_time()
             state.note(step, None)
             state.save()
             waited, copied = time.perf_counter() - began, time.thread_time() - own
             gap, last = 0.0, time.perf_counter()
-            while saver.is_busy:
+            while any(thread.name == "checkpoint" for thread in threading.enumerate()):
                 now = time.perf_counter()
                 gap, last = max(gap, now - last), now
             worked = time.perf_counter() - began - waited

@@ -36,11 +36,13 @@ from benchmarks.loop_scale import SavedPrompts
 from tests.engines import ScriptedEngine, uniform
 
 from winnow.config.rollout import SamplingConfig
+from winnow.config.trainer import TrainerConfig
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.learner import Learned
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metrics import Metrics
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
+from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import Sinks
 from winnow.rewards.pipeline import ScoredAnswer
 from winnow.rewards.remote_pipeline import PipelineWorker, RemotePipeline
@@ -49,7 +51,7 @@ from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
 from winnow.rollout.router import quantum_for
 from winnow.runs import loop
-from winnow.runs.checkpoint import Manifest, Retention, Saver
+from winnow.runs.checkpoint import Manifest, Saver
 from winnow.runs.learner_worker import RankFacts, StepReply
 from winnow.runs.loop import Sharing, train
 from winnow.runs.metrics import Passes, Throughput
@@ -233,7 +235,7 @@ class Run:
     def train(self, groups: Sequence[ThreadsafeGroup], steps: int) -> Cost:
         """Run it."""
         log = MetricsLog(self.folder / "metrics.jsonl")
-        with Saver(self.folder / "checkpoints", Retention(1)) as saver:
+        with Saver(RunFolder(self.folder), TrainerConfig(keep_last=1)) as saver:
             run = self._run(groups, log, saver, steps)
             gc.freeze()  # as a run does
             asyncio.run(train(run))
@@ -281,7 +283,7 @@ class Run:
             evaluator=cast(Evaluator, SimpleNamespace()),
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
-            state=RunState(RemoteSnapshots(learner), states, log.offset, saver.save, Manifest()),
+            state=RunState(RemoteSnapshots(learner), states, log, saver, Manifest()),
             stop=ShutdownSignal(),
             keep_rollouts=self._keep_rollouts,
             check_scoring=lambda: None,

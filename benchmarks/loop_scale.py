@@ -35,6 +35,7 @@ from torch import Tensor
 from winnow.algorithms.estimators import ESTIMATORS
 from winnow.algorithms.losses.registry import POLICY_LOSSES
 from winnow.config.rollout import SamplingConfig
+from winnow.config.trainer import TrainerConfig
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.advantage import AdvantageStage
 from winnow.learning.batch import MicroBatch
@@ -44,10 +45,11 @@ from winnow.learning.policy import Policy
 from winnow.learning.strategy import LossFn, Output, Stats
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
+from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.runs import loop
-from winnow.runs.checkpoint import Manifest, Retention, Saver
+from winnow.runs.checkpoint import Manifest, Saver
 from winnow.runs.loop import Sharing, train
 from winnow.runs.metrics import Passes, Throughput
 from winnow.runs.shutdown import ShutdownSignal
@@ -175,7 +177,7 @@ class Run:
     def train(self, steps: int) -> Run:
         """Run it; notes the clocks at each step's end."""
         log = MetricsLog(self.folder / "metrics.jsonl")
-        with Saver(self.folder / "checkpoints", Retention(1)) as saver:
+        with Saver(RunFolder(self.folder), TrainerConfig(keep_last=1)) as saver:
             asyncio.run(train(self._run(log, saver, steps)))
         log.close()
         return self
@@ -217,9 +219,7 @@ class Run:
             evaluator=nobody,
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
-            state=RunState(
-                LocalTensors(strategy, {}, _save_model), states, log.offset, saver.save, Manifest()
-            ),
+            state=RunState(LocalTensors(strategy, {}, _save_model), states, log, saver, Manifest()),
             stop=ShutdownSignal(),
             keep_rollouts=self._keep_rollouts,
             check_scoring=lambda: None,

@@ -308,7 +308,7 @@ def test_the_models_folder_alone_answers_a_file_of_the_problems_as_its_run_did(
             truth = {"ground_truth": solution(digits)}
             line = {"data_source": "sort_digits", "prompt": asked, "reward_model": truth}
             file.write(json.dumps(line) + "\n")
-    model = str(run.folder.checkpoint(STEPS) / "model")
+    model = str(run.folder.checkpoints / f"step-{STEPS}" / "model")
     like_the_run = [
         *(f"evaluation.n={EVALUATED}", "evaluation.greedy=true", "run.threads=1"),
         *("evaluation.max_response_tokens=128", "rollout.engine.slots=512"),

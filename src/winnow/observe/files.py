@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,19 @@ def system_error(error: Exception) -> OSError | None:
 
 
 @contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise a system's error within the block as `disk_error` of `path`.
+
+    Raises:
+        WinnowError: instead of any OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(path, error) from error
+
+
+@contextlib.contextmanager
 def refusals_told(path: Path) -> Iterator[None]:
     """Tell a system's error within the block of the file it names, or else of `path`.
 
@@ -57,11 +71,13 @@ def refusals_told(path: Path) -> Iterator[None]:
         raise WinnowError(f"cannot use {named}: {reason_and_remedy(error)}") from error
 
 
-def write_fully(descriptor: int, data: bytes) -> None:
-    """Write every byte; `os.write` may stop early when a disk fills."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk, so that it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -71,21 +87,40 @@ def write_atomic(path: Path, data: bytes) -> None:
         WinnowError: the file cannot be written; what was there before still is.
     """
     partial = path.with_name(path.name + PARTIAL)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    with writing(path):
         try:
-            write_fully(descriptor, data)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(partial, path)
-    except BaseException as error:  # Ctrl-C leaves nothing half-written either
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise disk_error(path, error) from error
-        raise
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(data)
+            sync(partial)
+            partial.replace(path)
+        except BaseException:  # Ctrl-C leaves nothing half-written either
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yield a draft that takes the place of the folder `target` when the block is done.
+
+    An error within leaves nothing. A crash may leave `.NAME.partial`, which may be deleted, or
+    `.NAME.replaced`, which is what was there before and whole.
+    """
+    draft, old = (target.with_name(f".{target.name}.{kind}") for kind in ("partial", "replaced"))
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        yield draft
+        for path in [*draft.rglob("*"), draft]:  # else the rename could outrun the contents
+            sync(path)
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        draft.rename(target)
+        sync(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 class AppendFile:
@@ -97,52 +132,38 @@ class AppendFile:
         Raises:
             WinnowError: the file cannot be written.
         """
-        self._path, self._descriptor = path, -1
-        with self._told():
+        self.path = path
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = path.open("ab", buffering=0)
 
     @property
     def size(self) -> int:
         """Bytes in the file."""
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self._file.fileno()).st_size
 
     def append(self, data: bytes) -> None:
         """Append and hand it to the system at once; of a write that fails nothing is left."""
-        before = self.size
-        with self._told():
+        before, rest = self.size, memoryview(data)
+        with writing(self.path):
             try:
-                write_fully(self._descriptor, data)
+                while rest:  # a write may stop early when a disk fills
+                    rest = rest[self._file.write(rest) :]
             except OSError:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(self._descriptor, before)
+                    self._file.truncate(before)
                 raise
 
     def sync(self) -> None:
         """Wait until all is safely on disk."""
-        with self._told():
-            os.fsync(self._descriptor)
-
-    def ends_line(self, offset: int) -> bool:
-        """Return whether a line ends at an offset, or none has begun."""
-        if offset == 0:
-            return True
-        return offset <= self.size and os.pread(self._descriptor, 1, offset - 1) == b"\n"
+        with writing(self.path):
+            os.fsync(self._file.fileno())
 
     def truncate(self, offset: int) -> None:
         """Forget everything after an offset."""
-        with self._told():
-            os.ftruncate(self._descriptor, offset)
+        with writing(self.path):
+            self._file.truncate(offset)
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise disk_error(self._path, error) from error
+        self._file.close()

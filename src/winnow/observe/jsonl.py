@@ -1,4 +1,4 @@
-"""The file metrics.jsonl: one line a step, complete or absent.
+"""The file metrics.jsonl, one line a step, complete or absent, and sums over its records.
 
 JSON has no NaN: such a figure is `null`, and the line's `non_finite` says what it was, so that
 nothing is lost and every JSON reader can read the file.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from winnow.errors import CheckpointError, WinnowError
+from winnow.observe import names
 from winnow.observe.files import AppendFile
 from winnow.observe.metrics import plain
 from winnow.observe.names import Number, Record
@@ -22,23 +25,14 @@ METRICS_FILE = "metrics.jsonl"
 _NON_FINITE = "non_finite"
 
 
-class MetricsLog:
+class MetricsLog(AppendFile):
     """The sink that appends to metrics.jsonl; resuming cuts it back to a checkpoint's offset."""
-
-    def __init__(self, path: Path) -> None:
-        """Open for appending; made if absent.
-
-        Raises:
-            WinnowError: the file cannot be written.
-        """
-        self._path, self._file = path, AppendFile(path)
-        self.close = self._file.close
 
     def start(self, info: RunInfo) -> None:
         pass  # the file holds steps alone
 
     def log(self, step: int, record: Record) -> None:
-        self._file.append(encode_line(step, record))
+        self.append(encode_line(step, record))
 
     def offset(self) -> int:
         """Return the bytes up to here, safely on disk: a checkpoint's manifest notes them.
@@ -46,8 +40,8 @@ class MetricsLog:
         Raises:
             WinnowError: the disk refuses.
         """
-        self._file.sync()
-        return self._file.size
+        self.sync()
+        return self.size
 
     def truncate(self, offset: int) -> None:
         """Forget every line after `offset`.
@@ -55,13 +49,12 @@ class MetricsLog:
         Raises:
             CheckpointError: the file is shorter, or no line ends there.
         """
-        if not self._file.ends_line(offset):
+        if offset and self.path.read_bytes()[offset - 1 : offset] != b"\n":
             raise CheckpointError(
-                f"{self._path} has {self._file.size} bytes and no line that ends at {offset}, "
-                "where the checkpoint continues: it was changed since; put it back, or start a "
-                "new run"
+                f"{self.path} has {self.size} bytes and no line that ends at {offset}, where the "
+                "checkpoint continues: it was changed since; put it back, or start a new run"
             )
-        self._file.truncate(offset)
+        super().truncate(offset)
 
 
 def encode_line(step: int, record: Record) -> bytes:
@@ -108,3 +101,96 @@ def read_metrics(path: Path) -> list[dict[str, Number]]:
                 f"{path} line {number} is not a line of metrics ({error}); delete that line"
             ) from error
     return records
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The results of a policy on the held-out prompts of one data source."""
+
+    accuracy: float
+    """pass@1, or avg@N of a scorer that gives part marks only."""
+    greedy: float | None = None
+    best_pass: tuple[int, float] | None = None
+    """The largest k > 1 and its pass@k."""
+    best_maj: tuple[int, float] | None = None
+    """The largest k > 1 and its maj@k."""
+    length: float | None = None
+    """Mean tokens of an answer."""
+    truncated: float | None = None
+    """Share of the answers cut off at the limit."""
+    prompts: int | None = None
+
+    @classmethod
+    def of(cls, figures: Record) -> Evaluation | None:
+        """Read the `eval/SOURCE/…` figures of a record; None where accuracy is not among them."""
+        accuracy = figures.get("pass@1", (_largest(figures, "avg@", 1) or (0, None))[1])
+        if accuracy is None:
+            return None
+        prompts = figures.get("prompts")
+        return cls(
+            accuracy=accuracy,
+            greedy=figures.get("greedy"),
+            best_pass=_largest(figures, "pass@", 2),
+            best_maj=_largest(figures, "maj@", 2),
+            length=figures.get("length"),
+            truncated=figures.get("truncated"),
+            prompts=None if prompts is None else int(prompts),
+        )
+
+
+def evaluations(record: Record) -> dict[str, Evaluation]:
+    """Read the evaluations in a record, by data source."""
+    found = {source: Evaluation.of(f) for source, f in names.by_source(record).items()}
+    return {source: evaluation for source, evaluation in found.items() if evaluation}
+
+
+def token_account(records: Iterable[Record]) -> dict[str, int]:
+    """Sum the tokens of a run by their use; `in_progress` as it stands at the end.
+
+    Example: `{"trained": 700, …, "failed": 0, "in_progress": 31}`.
+    """
+    account: dict[str, int] = dict.fromkeys(names.OUTCOMES, 0)
+    in_progress = 0
+    for record in records:
+        for outcome in names.OUTCOMES:
+            account[outcome] += int(record.get(names.TOKENS + outcome, 0))
+        in_progress = int(record.get(names.IN_PROGRESS_TOKENS, in_progress))
+    return {**account, "in_progress": in_progress}
+
+
+def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
+    """Sum the seconds of a run by phase: the warm-up, then the longest first, `other` included."""
+    total: dict[str, float] = {}
+    warm_up: dict[str, float] = {}
+    for record in records:
+        if names.SFT_S in record:
+            warm_up["warm-up"] = float(record[names.SFT_S])
+        for name, value in record.items():
+            phase = name.removeprefix("time/").removesuffix("_s")
+            if name == f"time/{phase}_s" and name != names.STEP_S:
+                total[phase] = total.get(phase, 0.0) + value
+    return {**warm_up, **dict(sorted(total.items(), key=lambda item: -item[1]))}
+
+
+def series(records: Sequence[Record], *candidates: str) -> tuple[list[int], list[float]]:
+    """Return steps and values of a figure, under the first of the names that any record has."""
+    for name in candidates:
+        points = [(int(r["step"]), float(r[name])) for r in records if name in r]
+        if points:
+            return [step for step, _ in points], [value for _, value in points]
+    return [], []
+
+
+def tokens_by_step(records: Sequence[Record]) -> tuple[list[int], list[float]]:
+    """Return the steps, and the tokens generated up to the end of each."""
+    steps, tokens = series(records, names.GENERATED_TOKENS)
+    return steps, list(accumulate(tokens))
+
+
+def _largest(figures: Mapping[str, float], prefix: str, least: int) -> tuple[int, float] | None:
+    found = []
+    for name, value in figures.items():
+        k = name.removeprefix(prefix)
+        if name.startswith(prefix) and k.isdecimal() and int(k) >= least and math.isfinite(value):
+            found.append((int(k), value))
+    return max(found, default=None)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from winnow.config.load import dump_config
 from winnow.config.rollout import BandFilter, VarianceFilter
 from winnow.config.root import Config
 from winnow.config.rules import notices
@@ -18,12 +17,12 @@ from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import EvaluationSettings, Evaluator
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
-from winnow.observe.run_folder import RunFolder
+from winnow.observe.run_folder import RunFolder, code_hashes
 from winnow.observe.sinks import Sinks
 from winnow.rewards.pipeline import Rewards
 from winnow.rollout.engine import Engine, SamplingParams
 from winnow.runs.build_learner import needs_of
-from winnow.runs.checkpoint import Manifest, Retention, Saver, sync
+from winnow.runs.checkpoint import Manifest, Saver
 from winnow.runs.loading import Policies, check_positions, longest_prompt
 from winnow.runs.loop import Run, Schedule
 from winnow.runs.metrics import Throughput
@@ -31,7 +30,6 @@ from winnow.runs.rewarding import TrainingScores
 from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState
 from winnow.runs.topology import Topology
-from winnow.runs.trust import code_hashes
 from winnow.sampling.report import Progress
 from winnow.sampling.stream import Sampler
 
@@ -109,24 +107,6 @@ def make_evaluator(
     )
 
 
-def make_saver(config: Config, folder: RunFolder) -> Saver:
-    """Make the writer of checkpoints into a run's folder."""
-    trainer = config.trainer
-
-    def sync_folders() -> None:
-        for path in (folder.path, folder.rollouts, folder.evaluations):
-            if path.is_dir():
-                sync(path)
-
-    retention = Retention(trainer.keep_last, trainer.keep_every, trainer.keep_best)
-    if trainer.checkpoint_url is None:
-        return Saver(folder.checkpoints, retention, before=sync_folders)
-    from winnow.runs.checkpoint_upload import CheckpointUpload
-
-    upload = CheckpointUpload(trainer.checkpoint_url, folder.path)
-    return Saver(folder.checkpoints, retention, before=sync_folders, after=upload.push)
-
-
 def build(
     config: Config,
     policy: Policies,
@@ -171,10 +151,9 @@ def build(
     state = RunState(
         placed.tensors,
         {"sampler": sampler, "loader": loader, "learner": placed.learner},
-        metrics.offset,
-        saver.save,
+        metrics,
+        saver,
         Manifest(machine=placed.machine, code=code_hashes(config)),
-        dump_config(config),
         config.trainer.keep_best,
     )
     steps, peak = config.trainer.steps, config.observe.peak_tflops

@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -36,7 +37,14 @@ from safetensors import SafetensorError
 
 from winnow import __version__
 from winnow.errors import CheckpointError
-from winnow.observe.files import reason_and_remedy, system_error
+from winnow.observe.files import (
+    atomic_folder,
+    reason_and_remedy,
+    refusals_told,
+    sync,
+    system_error,
+)
+from winnow.observe.run_folder import RunFolder
 from winnow.runs.state_file import SHARD_INDEX, check_shards, read_state, write_state
 from winnow.sampling.accounting import (
     SettledGroup,
@@ -49,10 +57,11 @@ from winnow.sampling.admission import ClosedPrefix, QualifyRate
 from winnow.sampling.ledger import AnswerState, GroupState, LiveGroups
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
+if TYPE_CHECKING:
+    from winnow.config.trainer import TrainerConfig
+
 _NAME = re.compile(r"step-(\d+)$")
-_REPLACED = re.compile(r"\.(step-\d+)\.replaced$")
 _FORMAT = 4
-_LAST_WITH_PICKLES = 3
 _ABANDON_S = 1.0
 MANIFEST = "manifest.json"
 STATE_CLASSES = (
@@ -99,17 +108,15 @@ class Manifest:
 
 
 @dataclass(frozen=True, eq=False)
-class Content:
-    """A checkpoint to be written. The writer may be a thread: nothing in it changes any more."""
+class Snapshot:
+    """Models, optimizers and state at one moment: later updates change nothing in it."""
 
-    manifest: Manifest
-    save_model: Callable[[Path], None]
-    """Writes a Hugging Face folder at the path it is given."""
     state: Mapping[str, Any]
     """State that training goes on from: tensors, arrays, dataclasses and plain values."""
+    save_model: Callable[[Path], None]
+    """Writes a Hugging Face folder at the path it is given; may be called in a thread."""
     save_ranks: Callable[[Path], None] = lambda folder: None
-    """Writes the ranks' part of it into the folder it is given."""
-    config: str = ""
+    """Writes the ranks' part into a checkpoint's folder; may be called in a thread."""
 
 
 def this_machine(device: torch.device) -> dict[str, str | int]:
@@ -129,24 +136,26 @@ def this_machine(device: torch.device) -> dict[str, str | int]:
     }
 
 
-def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
+def save_checkpoint(
+    folder: Path, manifest: Manifest, snapshot: Snapshot, recipe: str = ""
+) -> Checkpoint:
     """Write `folder/step-N` whole or not at all; a crash at any point leaves what was there.
+
+    Args:
+        manifest: without `files`, which are filled in.
+        recipe: as text in YAML.
 
     Raises:
         CheckpointError: the disk is full or not writable; nothing new is left behind.
     """
-    target = folder / f"step-{content.manifest.step}"
-    draft = folder / f".{target.name}.partial"
+    target = folder / f"step-{manifest.step}"
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        content.save_model(draft / "model")
-        content.save_ranks(draft)
-        write_state(draft, content.state)
-        (draft / CONFIG).write_text(content.config, encoding="utf-8")
-        _write_manifest(draft, content)
-        _sync_tree(draft)
-        _put_in_place(draft, target)
+        with atomic_folder(target) as draft:
+            snapshot.save_model(draft / "model")
+            snapshot.save_ranks(draft)
+            write_state(draft, snapshot.state)
+            (draft / CONFIG).write_text(recipe, encoding="utf-8")
+            _write_manifest(draft, manifest)
     except (OSError, RuntimeError, SafetensorError) as error:
         cause = system_error(error)
         if cause is None:
@@ -154,25 +163,17 @@ def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
         raise CheckpointError(
             f"cannot save the checkpoint {target}: {reason_and_remedy(cause)}"
         ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return Checkpoint(target, content.manifest.step)
+    return Checkpoint(target, manifest.step)
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
     """List the checkpoints of a run, oldest first.
 
     Raises:
-        CheckpointError: the folder cannot be read.
+        WinnowError: the folder cannot be read.
     """
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot read {folder}: {error.strerror}; make the folder readable"
-        ) from error
+    with refusals_told(folder):
+        names = os.listdir(folder) if folder.is_dir() else []
     found = [
         Checkpoint(folder / name, int(match[1])) for name in names if (match := _NAME.match(name))
     ]
@@ -233,15 +234,10 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a manifest"
         raise CheckpointError(f"{path} cannot be read: {reason}; use another checkpoint") from error
-    if version in range(1, _LAST_WITH_PICKLES + 1):
-        raise CheckpointError(
-            f"{path} has format {version}: its state.pt is a pickle, which may run code and is not "
-            "read any more; use the version of winnow that wrote it, or the model folder beside it"
-        )
     if version != _FORMAT:
         raise CheckpointError(
-            f"{path} has format {version}, this version reads {_FORMAT}; "
-            "use the version of winnow that wrote it"
+            f"{path} has format {version}, this version reads {_FORMAT}; use the version of winnow "
+            "that wrote it, or the model folder beside it"
         )
     if digest != _digest(entries):
         raise CheckpointError(f"{path} is damaged (checksum differs); use another checkpoint")
@@ -258,15 +254,13 @@ def verify(checkpoint: Checkpoint) -> Manifest:
     for name, entry in manifest.files.items():
         part = checkpoint.path / name
         try:
-            if part.stat().st_size == entry["bytes"] and _sha256(part) == entry["sha256"]:
-                continue
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{part} is missing; use another checkpoint") from error
+            is_whole = part.stat().st_size == entry["bytes"] and _sha256(part) == entry["sha256"]
         except OSError as error:
             raise CheckpointError(
                 f"{part} cannot be read: {error.strerror}; use another checkpoint"
             ) from error
-        raise CheckpointError(f"{part} is damaged (checksum differs); use another checkpoint")
+        if not is_whole:
+            raise CheckpointError(f"{part} is damaged (checksum differs); use another checkpoint")
     return manifest
 
 
@@ -274,39 +268,27 @@ def remove(checkpoints: Iterable[Checkpoint]) -> None:
     """Delete checkpoints, each as one act: a crash leaves none of them half deleted.
 
     Raises:
-        CheckpointError: the folder cannot be changed.
+        WinnowError: the folder cannot be changed.
     """
     for checkpoint in checkpoints:
         gone = checkpoint.path.with_name(f".{checkpoint.path.name}.partial")
-        try:
+        with refusals_told(checkpoint.path):
             shutil.rmtree(gone, ignore_errors=True)
             checkpoint.path.rename(gone)
             shutil.rmtree(gone)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot delete {checkpoint.path}: {error.strerror}; "
-                "make the folder writable, or delete it yourself"
-            ) from error
 
 
 def clean(folder: Path) -> None:
     """Undo what a crash, or an end at once, left half done.
 
     Raises:
-        CheckpointError: a checkpoint cannot be put back into its place.
+        OSError: a checkpoint cannot be put back into its place.
     """
     for path in folder.glob(".step-*"):
-        replaced = _REPLACED.match(path.name)
-        place = None if replaced is None else folder / replaced[1]
-        try:
-            if place is not None and not place.exists():
-                path.rename(place)
-                continue
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot rename {path} to {place}: {error.strerror}; "
-                "make the folder writable, or rename it yourself"
-            ) from error
+        place = folder / path.stem[1:]
+        if path.suffix == ".replaced" and not place.exists():
+            path.rename(place)
+            continue
         # Renamed first: a writer that is still at it then finds its folder gone.
         gone = path.with_name(f"{path.name}.gone")
         with contextlib.suppress(OSError):
@@ -314,81 +296,72 @@ def clean(folder: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class Retention:
-    """The checkpoints that stay: the last ones, every m-th, the best; the newest always."""
+def prune(
+    folder: Path, last: int | None, every: int | None = None, best: str | None = None
+) -> None:
+    """Delete checkpoints that need not stay. One that cannot be read stays for a person to see.
 
-    last: int | None
-    """Number of the newest; None keeps all."""
-    every: int | None = None
-    """Steps that are a multiple of it stay for good."""
-    best: str | None = None
-    """A figure of the evaluation, of which the largest value stays."""
+    Args:
+        last: number of the newest that stay; None keeps all.
+        every: steps that are a multiple of it stay for good.
+        best: figure of the evaluation, of which the largest value stays; of equals the later one.
 
-    def apply(self, folder: Path) -> None:
-        """Delete what need not stay. One that cannot be read stays: a person should see it.
-
-        Raises:
-            CheckpointError: the folder cannot be changed.
-        """
-        if self.last is None:
-            return
-        found = checkpoints_in(folder)
-        keep = set(found[-self.last :])
-        keep |= {c for c in found if self.every is not None and c.step % self.every == 0}
-        best: tuple[float, Checkpoint] | None = None
-        for checkpoint in found:
-            try:
-                figures = read_manifest(checkpoint).figures
-            except CheckpointError:
-                keep.add(checkpoint)
-                continue
-            value = figures.get(self.best or "", float("nan"))
-            if value == value and (best is None or value >= best[0]):
-                best = value, checkpoint
-        if best is not None:
-            keep.add(best[1])
-        remove(c for c in found if c not in keep)
+    Raises:
+        WinnowError: the folder cannot be changed.
+    """
+    if last is None:
+        return
+    found = checkpoints_in(folder)
+    keep = set(found[-last:])
+    keep |= {c for c in found if every is not None and c.step % every == 0}
+    values: dict[Checkpoint, float] = {}
+    for checkpoint in found:
+        try:
+            value = read_manifest(checkpoint).figures.get(best or "", math.nan)
+        except CheckpointError:
+            keep.add(checkpoint)
+            continue
+        if not math.isnan(value):
+            values[checkpoint] = value
+    if values:
+        keep.add(max(values, key=lambda c: (values[c], c.step)))
+    remove(c for c in found if c not in keep)
 
 
 class Saver:
-    """A thread that writes checkpoints, one at a time, while training goes on.
+    """A thread that writes a run's checkpoints, one at a time, while training goes on.
 
     The next save waits for the one before; an error comes up there, or at the end.
 
     Args:
-        before: makes durable what the checkpoint refers to.
-        after: called with a checkpoint that is in place, such as to copy it elsewhere.
+        trainer: says which checkpoints stay, and where they are copied.
+        recipe: as text in YAML, kept with each checkpoint.
+
+    Raises:
+        CheckpointError: `trainer.checkpoint_url` cannot be used.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        retention: Retention,
-        before: Callable[[], None] = lambda: None,
-        after: Callable[[Checkpoint], None] = lambda _: None,
-    ) -> None:
-        self._folder, self._retention = folder, retention
-        self._before, self._after = before, after
+    def __init__(self, folder: RunFolder, trainer: TrainerConfig, recipe: str = "") -> None:
+        self._folder, self._trainer, self._recipe = folder, trainer, recipe
+        self._upload = None
+        if trainer.checkpoint_url is not None:
+            from winnow.runs.checkpoint_upload import CheckpointUpload
+
+            self._upload = CheckpointUpload(trainer.checkpoint_url, folder.path)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, content: Content) -> None:
-        """Begin to write `content`.
+    def save(self, manifest: Manifest, snapshot: Snapshot) -> None:
+        """Begin to write a checkpoint.
 
         Raises:
             CheckpointError: the save before failed.
         """
         self.wait()
         self._thread = threading.Thread(
-            target=self._write, args=(content,), name="checkpoint", daemon=True
+            target=self._write, args=(manifest, snapshot), name="checkpoint", daemon=True
         )
         self._thread.start()
-
-    @property
-    def is_busy(self) -> bool:
-        """True while a save is under way."""
-        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait until what was begun is on disk.
@@ -416,8 +389,8 @@ class Saver:
         if isinstance(error, KeyboardInterrupt):
             if self._thread is not None:
                 self._thread.join(_ABANDON_S)
-            with contextlib.suppress(CheckpointError):  # the next start meets it, and says so
-                clean(self._folder)
+            with contextlib.suppress(OSError):  # the next start meets it, and says so
+                clean(self._folder.checkpoints)
             return
         try:
             self.wait()
@@ -427,45 +400,30 @@ class Saver:
             # What broke the run off matters more.
             log.warning("%s", failure)
 
-    def _write(self, content: Content) -> None:
+    def _write(self, manifest: Manifest, snapshot: Snapshot) -> None:
+        folder, trainer = self._folder, self._trainer
         try:
-            self._before()
-            checkpoint = save_checkpoint(self._folder, content)
-            self._retention.apply(self._folder)
-            self._after(checkpoint)
+            # A checkpoint refers to these.
+            for path in (folder.path, folder.rollouts, folder.evaluations):
+                if path.is_dir():
+                    sync(path)
+            checkpoint = save_checkpoint(folder.checkpoints, manifest, snapshot, self._recipe)
+            prune(folder.checkpoints, trainer.keep_last, trainer.keep_every, trainer.keep_best)
+            if self._upload is not None:
+                self._upload.push(checkpoint)
         except BaseException as error:  # handed over to the one that waits
             self._error = error
 
 
-def sync(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that a file renamed into it survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_manifest(draft: Path, content: Content) -> None:
+def _write_manifest(draft: Path, manifest: Manifest) -> None:
     paths = (path for path in sorted(draft.rglob("*")) if path.is_file())
     files = {
         str(path.relative_to(draft)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in paths
     }
-    entries = asdict(replace(content.manifest, files=files))
+    entries = asdict(replace(manifest, files=files))
     text = json.dumps({"format": _FORMAT, "sha256": _digest(entries), **entries}, indent=1)
     (draft / MANIFEST).write_text(text + "\n", encoding="utf-8")
-
-
-def _put_in_place(draft: Path, target: Path) -> None:
-    """Rename, and when the name is taken move that one aside first: `clean` would bring it back."""
-    old = target.with_name(f".{target.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    draft.rename(target)
-    sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _digest(entries: Mapping[str, Any]) -> str:
@@ -475,9 +433,3 @@ def _digest(entries: Mapping[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_tree(folder: Path) -> None:
-    """Flush every file and folder, so that the rename cannot outrun the contents."""
-    for path in [*folder.rglob("*"), folder]:
-        sync(path)

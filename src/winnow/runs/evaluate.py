@@ -44,7 +44,7 @@ from winnow.evaluation.report import (
     watched,
 )
 from winnow.observe.files import refusals_told, write_atomic
-from winnow.observe.run_folder import RunFolder, free_path
+from winnow.observe.run_folder import RunFolder, free_path, require_trust
 from winnow.rewards.routing import Router
 from winnow.rollout.engine import WeightUpdate
 from winnow.runs.build import make_evaluator, use_machine
@@ -60,7 +60,6 @@ from winnow.runs.loading import load_policy
 from winnow.runs.rewarding import make_rewards
 from winnow.runs.shutdown import ShutdownSignal, Stopped
 from winnow.runs.topology import make_engine
-from winnow.runs.trust import require_trust
 
 DEFAULT_RECIPE = "default"
 _FOLDERS = Path("evals")

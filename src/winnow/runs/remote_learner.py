@@ -13,8 +13,8 @@ from winnow.learning.learner import Learned
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.weights import Bucket, tensors
+from winnow.runs.checkpoint import Snapshot
 from winnow.runs.learner_worker import RANKS, RankFacts, StepReply
-from winnow.runs.state import Snapshot
 from winnow.types import FloatArray, Group
 from winnow.workers.group import ThreadsafeGroup
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from winnow import gc_tuning as heap
+from winnow.config.load import dump_config
 from winnow.config.model import SftWarmStart
 from winnow.config.rollout import VarianceFilter
 from winnow.config.root import Config
@@ -25,7 +26,7 @@ from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import CustomSinks, FirstRecord, RunInfo, Sinks
 from winnow.rewards.pipeline import Rewards
-from winnow.runs.build import build, make_saver, use_machine
+from winnow.runs.build import build, use_machine
 from winnow.runs.build_learner import needs_start
 from winnow.runs.checkpoint import Saver, checkpoints_in, load_state
 from winnow.runs.loading import load_policy
@@ -83,7 +84,9 @@ def run_training(
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             other_processes(config) as others,
             contextlib.closing(placed_rewards(config, policy, first, others)) as rewards,
-            make_saver(config, folder) as saver,  # ends before the ranks that write for it
+            Saver(
+                folder, config.trainer, dump_config(config)
+            ) as saver,  # ends before the ranks that write for it
         ):
             placed = placed_models(config, policy, first, others)
             _tell(sink, opened.differences(placed.machine))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -20,23 +20,12 @@ from torch import Tensor
 
 from winnow.errors import ConfigError
 from winnow.learning.strategy import Strategy
+from winnow.observe.jsonl import MetricsLog
 from winnow.observe.names import Record
-from winnow.runs.checkpoint import Checkpoint, Content, Manifest
+from winnow.runs.checkpoint import Checkpoint, Manifest, Saver, Snapshot
 
 Save = Callable[[dict[str, Tensor], Path], None]
 """Writes model weights, given by name, to a folder."""
-
-
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """Models and optimizers as they were at one moment: later updates change nothing in it."""
-
-    state: Mapping[str, Any]
-    """Their part of the checkpoint's state."""
-    save_model: Callable[[Path], None]
-    """Writes a Hugging Face folder at the path it is given; may be called in a thread."""
-    save_ranks: Callable[[Path], None] = lambda folder: None
-    """Writes the ranks' part into a checkpoint's folder; may be called in a thread."""
 
 
 class Tensors(Protocol):
@@ -114,10 +103,7 @@ class RunState:
     Args:
         tensors: models and optimizers.
         parts: all other objects with a state, by name.
-        offset: returns where metrics.jsonl ends.
-        write: takes a finished content; may return before it is on disk.
         frame: the manifest of each checkpoint, but for what a boundary fills in.
-        config: the recipe as text.
         required: a figure that each evaluation must have (`trainer.keep_best`).
     """
 
@@ -125,15 +111,14 @@ class RunState:
         self,
         tensors: Tensors,
         parts: Mapping[str, Stateful],
-        offset: Callable[[], int],
-        write: Callable[[Content], None],
+        metrics: MetricsLog,
+        saver: Saver,
         frame: Manifest,
-        config: str = "",
         required: str | None = None,
     ) -> None:
         self._tensors, self._parts = tensors, dict(parts)
-        self._offset, self._write = offset, write
-        self._manifest, self._config, self._required = frame, config, required
+        self._metrics, self._saver = metrics, saver
+        self._manifest, self._required = frame, required
         self._states: dict[str, Any] = {}
         self._saved: tuple[int, bool] | None = None
 
@@ -164,7 +149,7 @@ class RunState:
             self._manifest,
             step=step,
             evaluated=unfinished is None,
-            metrics_bytes=self._offset(),
+            metrics_bytes=self._metrics.offset(),
             figures=dict(figures or {}),
         )
 
@@ -180,9 +165,7 @@ class RunState:
         if self._states and key != self._saved:
             copied = self._tensors.copy()
             state = {**self._states, **copied.state}
-            self._write(
-                Content(self._manifest, copied.save_model, state, copied.save_ranks, self._config)
-            )
+            self._saver.save(self._manifest, replace(copied, state=state))
             self._saved = key
         return bool(self._states)
 

@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 from tests.unprivileged import permissions_apply
 
+from winnow.config.trainer import TrainerConfig
 from winnow.errors import CheckpointError
-from winnow.runs.checkpoint import Content, Manifest, Retention, Saver, checkpoints_in
+from winnow.observe.run_folder import RunFolder
+from winnow.runs import checkpoint as module
+from winnow.runs.checkpoint import Manifest, Saver, Snapshot, checkpoints_in
 
 
-def content(step: int, gate: threading.Event | None = None, error: str = "") -> Content:
+def saver_of(run: Path, keep_last: int | None = None) -> Saver:
+    return Saver(RunFolder(run), TrainerConfig(keep_last=keep_last))
+
+
+def content(
+    step: int, gate: threading.Event | None = None, error: str = ""
+) -> tuple[Manifest, Snapshot]:
     def save_model(folder: Path) -> None:
         folder.mkdir()
         if gate is not None:
@@ -22,64 +31,64 @@ def content(step: int, gate: threading.Event | None = None, error: str = "") -> 
         if error:
             raise OSError(28, error)
 
-    return Content(Manifest(step), save_model, {"a": step})
+    return Manifest(step), Snapshot({"a": step}, save_model)
 
 
-def steps(folder: Path) -> list[int]:
-    return [checkpoint.step for checkpoint in checkpoints_in(folder)]
+def steps(run: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in checkpoints_in(run / "checkpoints")]
 
 
 def test_saving_returns_at_once_and_the_next_save_waits(tmp_path: Path) -> None:
     gate = threading.Event()
-    with Saver(tmp_path, Retention(None)) as saver:
-        saver.save(content(1, gate))
+    with saver_of(tmp_path) as saver:
+        saver.save(*content(1, gate))
         assert steps(tmp_path) == []
         threading.Timer(0.1, gate.set).start()
-        saver.save(content(2))
+        saver.save(*content(2))
         assert 1 in steps(tmp_path)
     assert steps(tmp_path) == [1, 2]
 
 
 def test_what_is_no_longer_kept_goes_after_the_new_one_is_there(tmp_path: Path) -> None:
-    with Saver(tmp_path, Retention(1)) as saver:
+    with saver_of(tmp_path, keep_last=1) as saver:
         for step in (1, 2, 3):
-            saver.save(content(step))
+            saver.save(*content(step))
     assert steps(tmp_path) == [3]
 
 
-def test_what_the_checkpoint_refers_to_is_made_durable_first(tmp_path: Path) -> None:
-    calls: list[object] = []
-    with Saver(
-        tmp_path,
-        Retention(None),
-        before=lambda: calls.append(steps(tmp_path)),
-        after=lambda checkpoint: calls.append(checkpoint.step),
-    ) as saver:
-        saver.save(content(1))
-    assert calls == [[], 1]
+def test_what_the_checkpoint_refers_to_is_made_durable_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[str, list[int]]] = []
+    monkeypatch.setattr(module, "sync", lambda path: flushed.append((path.name, steps(tmp_path))))
+    (tmp_path / "rollouts").mkdir()
+    with saver_of(tmp_path) as saver:
+        saver.save(*content(1))
+    assert flushed == [(tmp_path.name, []), ("rollouts", [])]
+    assert steps(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("end", ["next save", "wait", "exit"])
 def test_an_error_comes_up_at_the_next_occasion(end: str, tmp_path: Path) -> None:
     def go() -> None:
-        with Saver(tmp_path, Retention(None)) as saver:
-            saver.save(content(1, error="No space left on device"))
+        with saver_of(tmp_path) as saver:
+            saver.save(*content(1, error="No space left on device"))
             if end == "next save":
-                saver.save(content(2))
+                saver.save(*content(2))
             elif end == "wait":
                 saver.wait()
 
     with pytest.raises(CheckpointError, match="step-1: No space left on device; free some space"):
         go()
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_an_error_does_not_hide_the_one_that_ended_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def go() -> None:
-        with Saver(tmp_path, Retention(None)) as saver:
-            saver.save(content(1, error="No space left on device"))
+        with saver_of(tmp_path) as saver:
+            saver.save(*content(1, error="No space left on device"))
             raise ValueError("the run's own")
 
     with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="own"):
@@ -94,28 +103,29 @@ def test_ctrl_c_twice_gives_a_save_up_and_leaves_no_draft(
     gate = threading.Event()
 
     def go() -> None:
-        with Saver(tmp_path, Retention(None)) as saver:
-            saver.save(content(1, gate))
+        with saver_of(tmp_path) as saver:
+            saver.save(*content(1, gate))
             time.sleep(0.05)
             raise KeyboardInterrupt
 
     # A save that it waited for would never end.
     with pytest.raises(KeyboardInterrupt):
         go()
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "checkpoints").iterdir()) == []
     gate.set()
 
 
 def test_ctrl_c_twice_stays_that_where_nothing_can_be_cleaned(tmp_path: Path) -> None:
-    (tmp_path / ".step-1.replaced").mkdir()
-    tmp_path.chmod(0o500)
+    folder = tmp_path / "checkpoints"
+    (folder / ".step-1.replaced").mkdir(parents=True)
+    folder.chmod(0o500)
 
     def go() -> None:
-        with Saver(tmp_path, Retention(None)):
+        with saver_of(tmp_path):
             raise KeyboardInterrupt
 
     try:
         with permissions_apply(), pytest.raises(KeyboardInterrupt):
             go()
     finally:
-        tmp_path.chmod(0o700)
+        folder.chmod(0o700)
