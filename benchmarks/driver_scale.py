@@ -55,8 +55,8 @@ from winnow.runs.checkpoint import Manifest, Saver
 from winnow.runs.learner_worker import RankFacts, StepReply
 from winnow.runs.loop import Sharing, train
 from winnow.runs.metrics import Passes, Throughput
+from winnow.runs.process import ShutdownSignal
 from winnow.runs.remote_learner import RemoteLearner, RemoteSnapshots
-from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState
 from winnow.sampling.stream import Sampler
 from winnow.types import Group, IntArray, Prompt, Score, Trajectory

@@ -52,7 +52,7 @@ from winnow.runs import loop
 from winnow.runs.checkpoint import Manifest, Saver
 from winnow.runs.loop import Sharing, train
 from winnow.runs.metrics import Passes, Throughput
-from winnow.runs.shutdown import ShutdownSignal
+from winnow.runs.process import ShutdownSignal
 from winnow.runs.state import LocalTensors, RunState
 from winnow.sampling.stream import Sampler
 from winnow.types import IntArray, Prompt, Score, Trajectory

@@ -26,8 +26,8 @@ from winnow.runs.checkpoint import Manifest, Saver
 from winnow.runs.loading import Policies, check_positions, longest_prompt
 from winnow.runs.loop import Run, Schedule
 from winnow.runs.metrics import Throughput
+from winnow.runs.process import ShutdownSignal
 from winnow.runs.rewarding import TrainingScores
-from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState
 from winnow.runs.topology import Topology
 from winnow.sampling.report import Progress

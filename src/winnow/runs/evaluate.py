@@ -57,8 +57,8 @@ from winnow.runs.checkpoint import (
     verify,
 )
 from winnow.runs.loading import load_policy
+from winnow.runs.process import ShutdownSignal, Stopped
 from winnow.runs.rewarding import make_rewards
-from winnow.runs.shutdown import ShutdownSignal, Stopped
 from winnow.runs.topology import make_engine
 
 DEFAULT_RECIPE = "default"

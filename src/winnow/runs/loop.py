@@ -20,7 +20,7 @@ from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import Engine, WeightUpdate
 from winnow.runs.metrics import Throughput, record_step, rollout_groups
-from winnow.runs.shutdown import ShutdownSignal
+from winnow.runs.process import ShutdownSignal
 from winnow.runs.state import RunState
 from winnow.sampling.stream import Sampler
 

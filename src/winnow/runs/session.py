@@ -31,10 +31,9 @@ from winnow.runs.build_learner import needs_start
 from winnow.runs.checkpoint import Saver, checkpoints_in, load_state
 from winnow.runs.loading import load_policy
 from winnow.runs.loop import Run, train
+from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped
 from winnow.runs.resume import Opened, opened_run
-from winnow.runs.shutdown import ShutdownSignal, Stopped
 from winnow.runs.state import seed_everything
-from winnow.runs.supervisor import Heartbeat
 from winnow.runs.topology import (
     holds_no_weights,
     other_processes,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from winnow.runs.shutdown import ShutdownSignal, Stopped
+from winnow.runs.process import ShutdownSignal, Stopped
 
 
 @pytest.fixture
