@@ -29,8 +29,8 @@ from winnow.config.trainer import TrainerConfig
 from winnow.data.tasks.sort_digits import build_tokenizer
 from winnow.learning.single import SingleStrategy
 from winnow.models.causal_lm import model_writer, use_layout_attention
+from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
-from winnow.observe.run_folder import RunFolder
 from winnow.runs.checkpoint import Manifest, Saver, this_machine
 from winnow.runs.state import LocalTensors, RunState
 from winnow.runs.warm_start import tiny_model

@@ -39,10 +39,10 @@ from winnow.config.rollout import SamplingConfig
 from winnow.config.trainer import TrainerConfig
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.learner import Learned
+from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metrics import Metrics
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
-from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import Sinks
 from winnow.rewards.pipeline import ScoredAnswer
 from winnow.rewards.remote_pipeline import PipelineWorker, RemotePipeline

@@ -43,9 +43,9 @@ from winnow.learning.learner import Learner, LearnerSettings, Rates, Roles
 from winnow.learning.objective import PolicyObjective
 from winnow.learning.policy import Policy
 from winnow.learning.strategy import LossFn, Output, Stats
+from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
-from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.runs import loop

@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from winnow.algorithms.schedule import lr_at
 from winnow.config.load import load_recipe
 from winnow.data.tasks.sort_digits import held_out_problems, is_held_out, prompt_text, solution
+from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.names import OUTCOMES
 from winnow.observe.rollouts import read_rollouts
-from winnow.observe.run_folder import RunFolder
 from winnow.runs.checkpoint import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

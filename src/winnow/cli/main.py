@@ -81,7 +81,7 @@ def resume(
     overrides: Overrides = None,
 ) -> None:
     """Go on with a run that was stopped or killed, from its newest checkpoint."""
-    from winnow.observe.run_folder import RunFolder, require_trust
+    from winnow.observe.files import RunFolder, require_trust
 
     recipe = str(RunFolder.open(run).config)
     config = _load(recipe, overrides)

@@ -15,9 +15,9 @@ from winnow.data.build import evaluation_prompts, training_prompts
 from winnow.data.loader import PromptLoader, PromptSource
 from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import EvaluationSettings, Evaluator
+from winnow.observe.files import RunFolder, code_hashes
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
-from winnow.observe.run_folder import RunFolder, code_hashes
 from winnow.observe.sinks import Sinks
 from winnow.rewards.pipeline import Rewards
 from winnow.rollout.engine import Engine, SamplingParams

@@ -38,13 +38,13 @@ from safetensors import SafetensorError
 from winnow import __version__
 from winnow.errors import CheckpointError
 from winnow.observe.files import (
+    RunFolder,
     atomic_folder,
     reason_and_remedy,
     refusals_told,
     sync,
     system_error,
 )
-from winnow.observe.run_folder import RunFolder
 from winnow.runs.state_file import SHARD_INDEX, check_shards, read_state, write_state
 from winnow.sampling.accounting import (
     SettledGroup,

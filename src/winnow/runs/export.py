@@ -14,7 +14,7 @@ from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import ConfigError, WinnowError
 from winnow.models.causal_lm import save_model
 from winnow.models.lora import adapter_base, merge
-from winnow.observe.run_folder import RunFolder, require_trust
+from winnow.observe.files import RunFolder, require_trust
 from winnow.runs.checkpoint import CONFIG, find_checkpoint
 from winnow.runs.loading import load_policy_model
 

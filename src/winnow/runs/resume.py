@@ -29,10 +29,9 @@ from winnow.config.load import differing_keys, dump_config, load_recipe
 from winnow.config.messages import show
 from winnow.config.root import Config
 from winnow.errors import CheckpointError, ConfigError
-from winnow.observe.files import PARTIAL, disk_error, refusals_told
+from winnow.observe.files import PARTIAL, RunFolder, code_notes, disk_error, refusals_told
 from winnow.observe.jsonl import METRICS_FILE, MetricsLog
 from winnow.observe.rollouts import drop_rollouts_after
-from winnow.observe.run_folder import RunFolder, code_notes
 from winnow.runs.checkpoint import (
     CONFIG,
     Checkpoint,

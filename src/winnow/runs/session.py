@@ -20,10 +20,10 @@ from winnow.config.root import Config
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.figures import duration
+from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.names import SFT_S, Record
 from winnow.observe.rollouts import RolloutGroup
-from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import CustomSinks, FirstRecord, RunInfo, Sinks
 from winnow.rewards.pipeline import Rewards
 from winnow.runs.build import build, use_machine

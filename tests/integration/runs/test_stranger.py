@@ -17,7 +17,7 @@ from tests.winnow_command import in_this_process
 from winnow.config.load import dump_config, load_recipe
 from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.models.causal_lm import load_causal_lm
-from winnow.observe.run_folder import code_hashes, code_notes
+from winnow.observe.files import code_hashes, code_notes
 from winnow.runs import checkpoint as module
 from winnow.runs.checkpoint import (
     MANIFEST,

@@ -13,8 +13,8 @@ import pytest
 from tests.unprivileged import permissions_apply
 
 from winnow.errors import ConfigError, WinnowError
-from winnow.observe import run_folder
-from winnow.observe.run_folder import RunFolder
+from winnow.observe import files as run_folder
+from winnow.observe.files import RunFolder
 
 
 def test_a_run_without_a_name_is_called_after_recipe_date_and_time(tmp_path: Path) -> None:

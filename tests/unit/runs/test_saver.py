@@ -12,7 +12,7 @@ from tests.unprivileged import permissions_apply
 
 from winnow.config.trainer import TrainerConfig
 from winnow.errors import CheckpointError
-from winnow.observe.run_folder import RunFolder
+from winnow.observe.files import RunFolder
 from winnow.runs import checkpoint as module
 from winnow.runs.checkpoint import Manifest, Saver, Snapshot, checkpoints_in
 
