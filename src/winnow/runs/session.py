@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -42,9 +41,6 @@ from winnow.runs.topology import (
     uses_device,
 )
 from winnow.sampling.report import Progress
-
-if TYPE_CHECKING:
-    from winnow.runs.warm_start import WarmStart
 
 log = logging.getLogger(__name__)
 
@@ -160,9 +156,11 @@ def _models(
         return str(checkpoint.model), None, {}
     began, start, figures = time.monotonic(), config.model.path, {}
     if isinstance(config.warm_start, SftWarmStart):
+        from winnow.runs.warm_start import make_warm_start
+
         fresh = fresh and checkpoint is None
-        warm = run_warm_start(config, config.warm_start, fresh, sink, heartbeat.beat)
-        start, figures = str(warm.folder), {SFT_S: time.monotonic() - began}
+        start = str(make_warm_start(config, fresh, sink, heartbeat.beat))
+        figures = {SFT_S: time.monotonic() - began}
     assert start is not None, "the configuration asks for a model or a warm start"
     if checkpoint is not None:
         return str(checkpoint.model), start, {}
@@ -223,36 +221,6 @@ def _farewell(stopped: Stopped, step: int | None, folder: RunFolder) -> str:
     return f"Stopped by {stopped.reason} {saved}. Go on with: winnow resume {folder.path}"
 
 
-def run_warm_start(
-    config: Config,
-    warm: SftWarmStart,
-    fresh: bool,
-    sink: ConsoleSink,
-    on_progress: Callable[[], None] = lambda: None,
-) -> WarmStart:
-    """Take the cached start, or make it now and show the progress."""
-    from winnow.runs.warm_start import make_warm_start
-
-    started = False
-
-    def show(step: int, record: Mapping[str, float]) -> None:
-        nonlocal started
-        if not started:
-            sink.start(RunInfo("warm-up", warm.steps, kind="warm_up"))
-            started = True
-        sink.log(step, dict(record))
-        on_progress()
-
-    try:
-        found = make_warm_start(config, warm, fresh, show)
-    finally:
-        if started:
-            sink.close()
-    if found.cached:
-        sink.note(f"Warm start: taken from {found.folder} (made before; --fresh makes it anew)")
-    return found
-
-
 def run_sft(config: Config, fresh: bool, console: Console) -> Path:
     """Make a recipe's warm start alone; returns the model's folder.
 
@@ -264,9 +232,11 @@ def run_sft(config: Config, fresh: bool, console: Console) -> Path:
             f"warm_start is {config.warm_start.name}: there is nothing to fine-tune; "
             "choose warm_start=sft"
         )
+    from winnow.runs.warm_start import make_warm_start
+
     use_machine(config)
     sink = make_console(config.observe.console, console)
-    return run_warm_start(config, config.warm_start, fresh, sink).folder
+    return make_warm_start(config, fresh, sink)
 
 
 def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
