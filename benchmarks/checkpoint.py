@@ -31,7 +31,7 @@ from winnow.learning.single import SingleStrategy
 from winnow.models.causal_lm import model_writer, use_layout_attention
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
-from winnow.runs.checkpoint import Manifest, Saver, this_machine
+from winnow.runs.checkpoint import Manifest, this_machine
 from winnow.runs.state import LocalTensors, RunState
 from winnow.runs.warm_start import tiny_model
 
@@ -78,10 +78,12 @@ def saves(name: str, folder: Path) -> str:
     lines = [f"## {name}: {weights / 1e6:.1f} M weights", ""]
     lines += [HEAD, "|---|---|---|---|---|---|---|"]
     run = RunFolder(folder)
-    with closing(MetricsLog(run.metrics)) as log, Saver(run, TrainerConfig(keep_last=1)) as saver:
-        frame = Manifest(machine=this_machine(held.device))
-        writer = model_writer(held.model, build_tokenizer())
-        state = RunState(LocalTensors(held, {}, writer), {}, log, saver, frame)
+    frame = Manifest(machine=this_machine(held.device))
+    tensors = LocalTensors(held, {}, model_writer(held.model, build_tokenizer()))
+    with (
+        closing(MetricsLog(run.metrics)) as log,
+        RunState(tensors, {}, run, log, TrainerConfig(keep_last=1), frame) as state,
+    ):
         for step in (1, 2, 3):
             began, own, both = time.perf_counter(), time.thread_time(), time.process_time()
             state.note(step, None)
@@ -93,7 +95,7 @@ def saves(name: str, folder: Path) -> str:
                 gap, last = max(gap, now - last), now
             worked = time.perf_counter() - began - waited
             beside = time.process_time() - both - (time.thread_time() - own)
-            saver.wait()
+            state.wait()
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             cells = f"{1e3 * waited:,.0f} | {1e3 * copied:,.0f} | {worked:.2f} | {beside:.2f} "
             cells += f"| {1e3 * gap:.0f} | {size / 1e6:,.1f}"

@@ -51,7 +51,7 @@ from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
 from winnow.rollout.router import quantum_for
 from winnow.runs import loop
-from winnow.runs.checkpoint import Manifest, Saver
+from winnow.runs.checkpoint import Manifest
 from winnow.runs.learner_worker import RankFacts, StepReply
 from winnow.runs.loop import Sharing, train
 from winnow.runs.metrics import Passes, Throughput
@@ -235,8 +235,8 @@ class Run:
     def train(self, groups: Sequence[ThreadsafeGroup], steps: int) -> Cost:
         """Run it."""
         log = MetricsLog(self.folder / "metrics.jsonl")
-        with Saver(RunFolder(self.folder), TrainerConfig(keep_last=1)) as saver:
-            run = self._run(groups, log, saver, steps)
+        run = self._run(groups, log, steps)
+        with run.state:
             gc.freeze()  # as a run does
             asyncio.run(train(run))
         log.close()
@@ -249,7 +249,6 @@ class Run:
         self,
         groups: Sequence[ThreadsafeGroup],
         log: MetricsLog,
-        saver: Saver,
         steps: int,
     ) -> loop.Run:
         *writing, scoring, learning = groups
@@ -283,7 +282,14 @@ class Run:
             evaluator=cast(Evaluator, SimpleNamespace()),
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
-            state=RunState(RemoteSnapshots(learner), states, log, saver, Manifest()),
+            state=RunState(
+                RemoteSnapshots(learner),
+                states,
+                RunFolder(self.folder),
+                log,
+                TrainerConfig(keep_last=1),
+                Manifest(),
+            ),
             stop=ShutdownSignal(),
             keep_rollouts=self._keep_rollouts,
             check_scoring=lambda: None,

@@ -49,7 +49,7 @@ from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_roll
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.runs import loop
-from winnow.runs.checkpoint import Manifest, Saver
+from winnow.runs.checkpoint import Manifest
 from winnow.runs.loop import Sharing, train
 from winnow.runs.metrics import Passes, Throughput
 from winnow.runs.process import ShutdownSignal
@@ -177,8 +177,9 @@ class Run:
     def train(self, steps: int) -> Run:
         """Run it; notes the clocks at each step's end."""
         log = MetricsLog(self.folder / "metrics.jsonl")
-        with Saver(RunFolder(self.folder), TrainerConfig(keep_last=1)) as saver:
-            asyncio.run(train(self._run(log, saver, steps)))
+        run = self._run(log, steps)
+        with run.state:
+            asyncio.run(train(run))
         log.close()
         return self
 
@@ -189,7 +190,7 @@ class Run:
         engine = (engine_1 - engine_0) / steps
         return (all_1 - all_0) / steps - engine, engine
 
-    def _run(self, log: MetricsLog, saver: Saver, steps: int) -> loop.Run:
+    def _run(self, log: MetricsLog, steps: int) -> loop.Run:
         groups = self.samples // ANSWERS
         prompts, strategy = SavedPrompts(), cast(Any, IdleStrategy())
         sampler = Sampler(
@@ -219,7 +220,14 @@ class Run:
             evaluator=nobody,
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
-            state=RunState(LocalTensors(strategy, {}, _save_model), states, log, saver, Manifest()),
+            state=RunState(
+                LocalTensors(strategy, {}, _save_model),
+                states,
+                RunFolder(self.folder),
+                log,
+                TrainerConfig(keep_last=1),
+                Manifest(),
+            ),
             stop=ShutdownSignal(),
             keep_rollouts=self._keep_rollouts,
             check_scoring=lambda: None,

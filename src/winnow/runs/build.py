@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from winnow.config.load import dump_config
 from winnow.config.rollout import BandFilter, VarianceFilter
 from winnow.config.root import Config
 from winnow.config.rules import notices
@@ -22,7 +23,7 @@ from winnow.observe.sinks import Sinks
 from winnow.rewards.pipeline import Rewards
 from winnow.rollout.engine import Engine, SamplingParams
 from winnow.runs.build_learner import needs_of
-from winnow.runs.checkpoint import Manifest, Saver
+from winnow.runs.checkpoint import Manifest
 from winnow.runs.loading import Policies, check_positions, longest_prompt
 from winnow.runs.loop import Run, Schedule
 from winnow.runs.metrics import Throughput
@@ -113,7 +114,6 @@ def build(
     folder: RunFolder,
     sinks: Sinks,
     metrics: MetricsLog,
-    saver: Saver,
     stop: ShutdownSignal,
     rewards: Rewards,
     placed: Topology,
@@ -151,10 +151,11 @@ def build(
     state = RunState(
         placed.tensors,
         {"sampler": sampler, "loader": loader, "learner": placed.learner},
+        folder,
         metrics,
-        saver,
+        config.trainer,
         Manifest(machine=placed.machine, code=code_hashes(config)),
-        config.trainer.keep_best,
+        dump_config(config),
     )
     steps, peak = config.trainer.steps, config.observe.peak_tflops
     return Run(

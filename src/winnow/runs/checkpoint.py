@@ -17,18 +17,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import math
 import os
 import platform
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -38,11 +35,9 @@ from safetensors import SafetensorError
 from winnow import __version__
 from winnow.errors import CheckpointError
 from winnow.observe.files import (
-    RunFolder,
     atomic_folder,
     reason_and_remedy,
     refusals_told,
-    sync,
     system_error,
 )
 from winnow.runs.state_file import SHARD_INDEX, check_shards, read_state, write_state
@@ -57,12 +52,8 @@ from winnow.sampling.admission import ClosedPrefix, QualifyRate
 from winnow.sampling.ledger import AnswerState, GroupState, LiveGroups
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
-if TYPE_CHECKING:
-    from winnow.config.trainer import TrainerConfig
-
 _NAME = re.compile(r"step-(\d+)$")
 _FORMAT = 4
-_ABANDON_S = 1.0
 MANIFEST = "manifest.json"
 STATE_CLASSES = (
     *(Prompt, VersionSpan, Segment, Trajectory, Score, Answer, Group),
@@ -71,7 +62,6 @@ STATE_CLASSES = (
 )
 """Classes of which a state holds objects."""
 
-log = logging.getLogger(__name__)
 CONFIG = "config.yaml"
 
 
@@ -326,93 +316,6 @@ def prune(
     if values:
         keep.add(max(values, key=lambda c: (values[c], c.step)))
     remove(c for c in found if c not in keep)
-
-
-class Saver:
-    """A thread that writes a run's checkpoints, one at a time, while training goes on.
-
-    The next save waits for the one before; an error comes up there, or at the end.
-
-    Args:
-        trainer: says which checkpoints stay, and where they are copied.
-        recipe: as text in YAML, kept with each checkpoint.
-
-    Raises:
-        CheckpointError: `trainer.checkpoint_url` cannot be used.
-    """
-
-    def __init__(self, folder: RunFolder, trainer: TrainerConfig, recipe: str = "") -> None:
-        self._folder, self._trainer, self._recipe = folder, trainer, recipe
-        self._upload = None
-        if trainer.checkpoint_url is not None:
-            from winnow.runs.checkpoint_upload import CheckpointUpload
-
-            self._upload = CheckpointUpload(trainer.checkpoint_url, folder.path)
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def save(self, manifest: Manifest, snapshot: Snapshot) -> None:
-        """Begin to write a checkpoint.
-
-        Raises:
-            CheckpointError: the save before failed.
-        """
-        self.wait()
-        self._thread = threading.Thread(
-            target=self._write, args=(manifest, snapshot), name="checkpoint", daemon=True
-        )
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait until what was begun is on disk.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Wait for the last save; after Ctrl-C twice give it up and leave no draft."""
-        if isinstance(error, KeyboardInterrupt):
-            if self._thread is not None:
-                self._thread.join(_ABANDON_S)
-            with contextlib.suppress(OSError):  # the next start meets it, and says so
-                clean(self._folder.checkpoints)
-            return
-        try:
-            self.wait()
-        except Exception as failure:
-            if error is None:
-                raise
-            # What broke the run off matters more.
-            log.warning("%s", failure)
-
-    def _write(self, manifest: Manifest, snapshot: Snapshot) -> None:
-        folder, trainer = self._folder, self._trainer
-        try:
-            # A checkpoint refers to these.
-            for path in (folder.path, folder.rollouts, folder.evaluations):
-                if path.is_dir():
-                    sync(path)
-            checkpoint = save_checkpoint(folder.checkpoints, manifest, snapshot, self._recipe)
-            prune(folder.checkpoints, trainer.keep_last, trainer.keep_every, trainer.keep_best)
-            if self._upload is not None:
-                self._upload.push(checkpoint)
-        except BaseException as error:  # handed over to the one that waits
-            self._error = error
 
 
 def _write_manifest(draft: Path, manifest: Manifest) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from rich.console import Console
 
 from winnow import gc_tuning as heap
-from winnow.config.load import dump_config
 from winnow.config.model import SftWarmStart
 from winnow.config.rollout import VarianceFilter
 from winnow.config.root import Config
@@ -27,7 +26,7 @@ from winnow.observe.sinks import CustomSinks, FirstRecord, RunInfo, Sinks
 from winnow.rewards.pipeline import Rewards
 from winnow.runs.build import build, use_machine
 from winnow.runs.build_learner import needs_start
-from winnow.runs.checkpoint import Saver, checkpoints_in, load_state
+from winnow.runs.checkpoint import checkpoints_in, load_state
 from winnow.runs.loading import load_policy
 from winnow.runs.loop import Run, train
 from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped
@@ -79,9 +78,6 @@ def run_training(
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             other_processes(config) as others,
             contextlib.closing(placed_rewards(config, policy, first, others)) as rewards,
-            Saver(
-                folder, config.trainer, dump_config(config)
-            ) as saver,  # ends before the ranks that write for it
         ):
             placed = placed_models(config, policy, first, others)
             _tell(sink, opened.differences(placed.machine))
@@ -93,7 +89,6 @@ def run_training(
                 folder,
                 sinks,
                 metrics,
-                saver,
                 stop,
                 rewards,
                 placed,
@@ -105,7 +100,7 @@ def run_training(
             opened.rewind(metrics)
             _watch(heartbeat, run, rewards)
             sinks.start(RunInfo(folder.name, run.steps, run.first_step))
-            stopped = _train(config, run, saver, stop)
+            stopped = _train(config, run, stop)
         if stopped is not None:
             sink.note(_farewell(stopped, run.state.step, folder))
             return stopped.exit_code
@@ -189,10 +184,10 @@ def _lag_notes(config: Config, run: Run) -> list[str]:
     ]
 
 
-def _train(config: Config, run: Run, saver: Saver, stop: ShutdownSignal) -> Stopped | None:
+def _train(config: Config, run: Run, stop: ShutdownSignal) -> Stopped | None:
     """Train, and save what was reached when it is stopped or cannot go on."""
     stopped = None
-    with stop.deferring(), heap.frozen():
+    with stop.deferring(), heap.frozen(), run.state:
         try:
             asyncio.run(train(run))
         except Stopped as request:
@@ -212,7 +207,7 @@ def _train(config: Config, run: Run, saver: Saver, stop: ShutdownSignal) -> Stop
             raise
         finally:
             run.sinks.close()
-        saver.wait()
+        run.state.wait()
     return stopped
 
 

@@ -1,11 +1,14 @@
-"""Saving in a thread: order, errors, and an end at once."""
+"""A run's state, saved in a thread: order, errors, and an end at once."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unprivileged import permissions_apply
@@ -13,25 +16,52 @@ from tests.unprivileged import permissions_apply
 from winnow.config.trainer import TrainerConfig
 from winnow.errors import CheckpointError
 from winnow.observe.files import RunFolder
-from winnow.runs import checkpoint as module
-from winnow.runs.checkpoint import Manifest, Saver, Snapshot, checkpoints_in
+from winnow.observe.jsonl import MetricsLog
+from winnow.runs import state as module
+from winnow.runs.checkpoint import Manifest, Snapshot, checkpoints_in
+from winnow.runs.state import RunState
 
 
-def saver_of(run: Path, keep_last: int | None = None) -> Saver:
-    return Saver(RunFolder(run), TrainerConfig(keep_last=keep_last))
+class Weights:
+    """The `Tensors` of a run, whose next copy is written as a test says."""
+
+    gate: threading.Event | None = None
+    error = ""
+
+    def copy(self) -> Snapshot:
+        gate, error = self.gate, self.error
+
+        def save_model(folder: Path) -> None:
+            folder.mkdir()
+            if gate is not None:
+                gate.wait(10)
+            if error:
+                raise OSError(28, error)
+
+        return Snapshot({"a": 1}, save_model)
+
+    def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        raise AssertionError
 
 
-def content(
-    step: int, gate: threading.Event | None = None, error: str = ""
-) -> tuple[Manifest, Snapshot]:
-    def save_model(folder: Path) -> None:
-        folder.mkdir()
-        if gate is not None:
-            gate.wait(10)
-        if error:
-            raise OSError(28, error)
+@contextlib.contextmanager
+def saving(run: Path, keep_last: int | None = None) -> Iterator[Callable[..., RunState]]:
+    """Saves of a run's steps; what they raise, the block raises."""
+    weights, log = Weights(), MetricsLog(run / "metrics.jsonl")
+    trainer = TrainerConfig(keep_last=keep_last)
 
-    return Manifest(step), Snapshot({"a": step}, save_model)
+    with (
+        contextlib.closing(log),
+        RunState(weights, {}, RunFolder(run), log, trainer, Manifest()) as s,
+    ):
+
+        def save(step: int, gate: threading.Event | None = None, error: str = "") -> RunState:
+            weights.gate, weights.error = gate, error
+            s.note(step, None)
+            s.save()
+            return s
+
+        yield save
 
 
 def steps(run: Path) -> list[int]:
@@ -40,19 +70,19 @@ def steps(run: Path) -> list[int]:
 
 def test_saving_returns_at_once_and_the_next_save_waits(tmp_path: Path) -> None:
     gate = threading.Event()
-    with saver_of(tmp_path) as saver:
-        saver.save(*content(1, gate))
+    with saving(tmp_path) as save:
+        save(1, gate)
         assert steps(tmp_path) == []
         threading.Timer(0.1, gate.set).start()
-        saver.save(*content(2))
+        save(2)
         assert 1 in steps(tmp_path)
     assert steps(tmp_path) == [1, 2]
 
 
 def test_what_is_no_longer_kept_goes_after_the_new_one_is_there(tmp_path: Path) -> None:
-    with saver_of(tmp_path, keep_last=1) as saver:
+    with saving(tmp_path, keep_last=1) as save:
         for step in (1, 2, 3):
-            saver.save(*content(step))
+            save(step)
     assert steps(tmp_path) == [3]
 
 
@@ -62,8 +92,8 @@ def test_what_the_checkpoint_refers_to_is_made_durable_first(
     flushed: list[tuple[str, list[int]]] = []
     monkeypatch.setattr(module, "sync", lambda path: flushed.append((path.name, steps(tmp_path))))
     (tmp_path / "rollouts").mkdir()
-    with saver_of(tmp_path) as saver:
-        saver.save(*content(1))
+    with saving(tmp_path) as save:
+        save(1)
     assert flushed == [(tmp_path.name, []), ("rollouts", [])]
     assert steps(tmp_path) == [1]
 
@@ -71,12 +101,12 @@ def test_what_the_checkpoint_refers_to_is_made_durable_first(
 @pytest.mark.parametrize("end", ["next save", "wait", "exit"])
 def test_an_error_comes_up_at_the_next_occasion(end: str, tmp_path: Path) -> None:
     def go() -> None:
-        with saver_of(tmp_path) as saver:
-            saver.save(*content(1, error="No space left on device"))
+        with saving(tmp_path) as save:
+            state = save(1, error="No space left on device")
             if end == "next save":
-                saver.save(*content(2))
+                save(2)
             elif end == "wait":
-                saver.wait()
+                state.wait()
 
     with pytest.raises(CheckpointError, match="step-1: No space left on device; free some space"):
         go()
@@ -87,8 +117,8 @@ def test_an_error_does_not_hide_the_one_that_ended_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def go() -> None:
-        with saver_of(tmp_path) as saver:
-            saver.save(*content(1, error="No space left on device"))
+        with saving(tmp_path) as save:
+            save(1, error="No space left on device")
             raise ValueError("the run's own")
 
     with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="own"):
@@ -99,12 +129,12 @@ def test_an_error_does_not_hide_the_one_that_ended_the_run(
 def test_ctrl_c_twice_gives_a_save_up_and_leaves_no_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("winnow.runs.checkpoint._ABANDON_S", 0.05)
+    monkeypatch.setattr("winnow.runs.state._ABANDON_S", 0.05)
     gate = threading.Event()
 
     def go() -> None:
-        with saver_of(tmp_path) as saver:
-            saver.save(*content(1, gate))
+        with saving(tmp_path) as save:
+            save(1, gate)
             time.sleep(0.05)
             raise KeyboardInterrupt
 
@@ -121,7 +151,7 @@ def test_ctrl_c_twice_stays_that_where_nothing_can_be_cleaned(tmp_path: Path) ->
     folder.chmod(0o500)
 
     def go() -> None:
-        with saver_of(tmp_path):
+        with saving(tmp_path):
             raise KeyboardInterrupt
 
     try:
