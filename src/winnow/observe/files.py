@@ -50,6 +50,11 @@ def reason_and_remedy(error: OSError) -> str:
     return f"{reason}; {remedy}"
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's message in one line, or its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def system_error(error: Exception) -> OSError | None:
     """Find the system's error in one; libraries written in Rust tell it as `(os error 28)`."""
     if isinstance(error, OSError):

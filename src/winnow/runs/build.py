@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ def build(
         throughput=Throughput(placed.passes, placed.device, peak, placed.ranks),
         state=state,
         stop=stop,
-        keep_rollouts=_rollout_writer(config, folder, policy.decode),
+        keep_rollouts=partial(_keep_rollouts, config, folder, policy.decode),
         check_scoring=scores.end_step,
         scoring_figures=rewards.figures,
         evaluations=Schedule(config.evaluation.every, steps),
@@ -190,26 +191,19 @@ def _check_prompts(
         rewards.require_metric(config.sampling.filter.metric, source.data_sources)
 
 
-def _rollout_writer(
-    config: Config, folder: RunFolder, decode: Decode
-) -> Callable[[int, Sequence[RolloutGroup]], None]:
-    def write(step: int, groups: Sequence[RolloutGroup]) -> None:
-        chosen = choose_text_groups(
-            [entry.group.id for entry in groups],
-            config.observe.rollout_text_groups,
-            config.run.seed,
-            step,
-        )
-        write_rollouts(
-            folder.rollout(step),
-            step,
-            groups,
-            version=step - 1,
-            text_groups=chosen,
-            decode=decode,
-        )
-
-    return write
+def _keep_rollouts(
+    config: Config, folder: RunFolder, decode: Decode, step: int, groups: Sequence[RolloutGroup]
+) -> None:
+    """Write the groups whose life ended in a step, some of them with their text."""
+    number, ids = config.observe.rollout_text_groups, [entry.group.id for entry in groups]
+    write_rollouts(
+        folder.rollout(step),
+        step,
+        groups,
+        version=step - 1,
+        text_groups=choose_text_groups(ids, number, config.run.seed, step),
+        decode=decode,
+    )
 
 
 def _notes(source: Any) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 import fsspec
 
 from winnow.errors import CheckpointError
-from winnow.observe.files import PARTIAL, atomic_folder
+from winnow.observe.files import PARTIAL, atomic_folder, one_line
 from winnow.runs.checkpoint import MANIFEST, Checkpoint, checkpoints_in
 from winnow.runs.state_file import SHARD_INDEX
 
@@ -36,7 +36,7 @@ class CheckpointUpload:
             self._files, root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"trainer.checkpoint_url={url} cannot be used: {_reason(error)}; install what it "
+                f"trainer.checkpoint_url={url} cannot be used: {one_line(error)}; install what it "
                 "asks for, or give another URL"
             ) from error
         self._root = PurePosixPath(root) / folder.name
@@ -53,7 +53,7 @@ class CheckpointUpload:
             self._push()
         except Exception as error:  # each file system has errors of its own
             self._failures += 1
-            message = f"cannot copy {checkpoint.path} to {self._url}: {_reason(error)}"
+            message = f"cannot copy {checkpoint.path} to {self._url}: {one_line(error)}"
             if self._failures >= PATIENCE:
                 raise CheckpointError(
                     f"{message}; mend the access, or set trainer.checkpoint_url=null"
@@ -81,7 +81,7 @@ class CheckpointUpload:
                     self._files.get_file(name, str(path))
         except Exception as error:
             raise CheckpointError(
-                f"cannot fetch {self._root} from {self._url}: {_reason(error)}; mend the access, "
+                f"cannot fetch {self._root} from {self._url}: {one_line(error)}; mend the access, "
                 "or set trainer.checkpoint_url=null to begin anew"
             ) from error
         return True
@@ -108,7 +108,3 @@ class CheckpointUpload:
                 if self._files.exists(manifest):  # first, so that the rest counts no more
                     self._files.rm_file(manifest)
                 self._files.rm(name, recursive=True)
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

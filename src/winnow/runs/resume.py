@@ -169,50 +169,35 @@ def opened_run(config: Config, recipe: str) -> Iterator[Opened]:
 
 
 def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
-    resume = config.run.resume
-    named = _named(config)
-    url = config.trainer.checkpoint_url
-    if resume == "auto" and url is not None and named is not None and not named.exists():
-        from winnow.runs.checkpoint_upload import CheckpointUpload
-
-        CheckpointUpload(url, named).fetch()
-    if resume not in ("auto", "never"):
-        path, wanted = _asked_for(resume)
+    run, url = config.run, config.trainer.checkpoint_url
+    if run.resume not in ("auto", "never"):
+        path, wanted = _asked_for(run.resume)
         held.enter_context(locked(path))
         return _continued(config, RunFolder.open(path), wanted)
-    if resume == "auto" and named is not None and _has_begun(named):
-        held.enter_context(locked(named))
-        return _continued(config, RunFolder(named), None)
-    folder = _created(config, recipe, named)
-    held.enter_context(locked(folder.path))
-    kept = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
-    folder.save_config(dump_config(kept))
-    return Opened(folder, kept)
+    named = None if run.name is None else RunFolder(Path(run.dir) / run.name)
+    names: set[str] = set()
+    is_begun = False
+    if named is not None:
+        if run.resume == "auto" and url is not None and not named.path.exists():
+            from winnow.runs.checkpoint_upload import CheckpointUpload
 
-
-def _named(config: Config) -> Path | None:
-    return None if config.run.name is None else Path(config.run.dir) / config.run.name
-
-
-def _has_begun(path: Path) -> bool:
-    """Return whether a run has anything to lose; else it may come with another recipe."""
-    folder = RunFolder(path)
-    if not folder.config.is_file():
-        return False
-    has_figures = folder.metrics.is_file() and folder.metrics.stat().st_size > 0
-    return has_figures or not {each.name for each in path.iterdir()} <= _BEFORE_THE_START
-
-
-def _created(config: Config, recipe: str, named: Path | None) -> RunFolder:
-    if named is not None and named.is_dir():
-        # A run that ended before its first figures holds nothing.
-        left = {path.name for path in named.iterdir()}
-        if left <= _BEFORE_THE_START and not _has_begun(named):
-            with locked(named):
-                for name in left - {LOCK_FILE}:
-                    (named / name).unlink(missing_ok=True)
-                return RunFolder(named)
-    return RunFolder.create(config.run.dir, config.run.name, recipe)
+            CheckpointUpload(url, named.path).fetch()
+        if named.path.is_dir():
+            names = {each.name for each in named.path.iterdir()}
+        # A run that ended before its first figures has nothing to lose.
+        has_figures = METRICS_FILE in names and named.metrics.stat().st_size > 0
+        is_begun = has_figures or not names <= _BEFORE_THE_START
+        if run.resume == "auto" and is_begun and CONFIG in names:
+            held.enter_context(locked(named.path))
+            return _continued(config, named, None)
+    if named is None or is_begun or not names:
+        named = RunFolder.create(run.dir, run.name, recipe)
+    held.enter_context(locked(named.path))
+    for name in names - {LOCK_FILE}:
+        (named.path / name).unlink(missing_ok=True)
+    kept = config.model_copy(update={"run": run.model_copy(update={"resume": "auto"})})
+    named.save_config(dump_config(kept))
+    return Opened(named, kept)
 
 
 def _asked_for(resume: str) -> tuple[Path, Checkpoint | None]:

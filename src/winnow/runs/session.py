@@ -23,7 +23,6 @@ from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.names import SFT_S, Record
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import CustomSinks, FirstRecord, RunInfo, Sinks
-from winnow.rewards.pipeline import Rewards
 from winnow.runs.build import build, use_machine
 from winnow.runs.build_learner import needs_start
 from winnow.runs.checkpoint import checkpoints_in, load_state
@@ -98,7 +97,9 @@ def run_training(
             _resume(config, opened, run)
             _tell(sink, _lag_notes(config, run))
             opened.rewind(metrics)
-            _watch(heartbeat, run, rewards)
+            heartbeat.watch(lambda: run.engine.status().generated_tokens)
+            heartbeat.watch(lambda: run.learner.progress)
+            heartbeat.watch(rewards.scored_apart)
             sinks.start(RunInfo(folder.name, run.steps, run.first_step))
             stopped = _train(config, run, stop)
         if stopped is not None:
@@ -114,13 +115,6 @@ def _tell(sink: ConsoleSink, lines: Iterable[str]) -> None:
     for line in lines:
         sink.note(line)
         log.log(logging.WARNING if line.startswith("Warning") else logging.INFO, "%s", line)
-
-
-def _watch(heartbeat: Heartbeat, run: Run, rewards: Rewards) -> None:
-    """Give the heartbeat the counters that move while a run is alive."""
-    heartbeat.watch(lambda: run.engine.status().generated_tokens)
-    heartbeat.watch(lambda: run.learner.progress)
-    heartbeat.watch(rewards.scored_apart)
 
 
 @contextlib.contextmanager

@@ -286,8 +286,8 @@ def begun(run: Path) -> None:
 
 
 REFUSED = {
-    "all runs": (without(0, ".."), "cannot use {run}/config.yaml"),
-    "the run": (without(0, "."), "cannot use {run}/config.yaml"),
+    "all runs": (without(0, ".."), "cannot use {run}: "),
+    "the run": (without(0, "."), "cannot use {run}: "),
     "the recipe": (without(0, "config.yaml"), "{run}/config.yaml"),
     "the checkpoints": (without(0, "checkpoints"), "cannot use {run}/checkpoints"),
     "the checkpoints' entries": (
