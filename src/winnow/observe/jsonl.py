@@ -32,7 +32,13 @@ class MetricsLog(AppendFile):
         pass  # the file holds steps alone
 
     def log(self, step: int, record: Record) -> None:
-        self.append(encode_line(step, record))
+        numbers = {name: plain(value) for name, value in record.items()}
+        odd = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
+        line: dict[str, object] = {"step": step, **numbers, **dict.fromkeys(odd)}
+        if odd:
+            line[_NON_FINITE] = odd
+        text = json.dumps(line, allow_nan=False, separators=(",", ":"))
+        self.append(text.encode() + b"\n")
 
     def offset(self) -> int:
         """Return the bytes up to here, safely on disk: a checkpoint's manifest notes them.
@@ -57,30 +63,6 @@ class MetricsLog(AppendFile):
         super().truncate(offset)
 
 
-def encode_line(step: int, record: Record) -> bytes:
-    """Write the line of a step, its newline included."""
-    numbers = {name: plain(value) for name, value in record.items()}
-    odd = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
-    line: dict[str, object] = {"step": step, **numbers, **dict.fromkeys(odd)}
-    if odd:
-        line[_NON_FINITE] = odd
-    return json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-
-
-def decode_line(line: bytes | str) -> dict[str, Number]:
-    """Read the record that `encode_line` wrote, its `step` among the figures.
-
-    Raises:
-        ValueError: not such a line.
-    """
-    record = json.loads(line)
-    if not isinstance(record, Mapping) or "step" not in record:
-        raise ValueError("no step")
-    found = dict(record)
-    odd = found.pop(_NON_FINITE, {})
-    return found | {name: float(text) for name, text in odd.items()}
-
-
 def read_metrics(path: Path) -> list[dict[str, Number]]:
     """Read the records of a run, in order; a last line without its end is still being written.
 
@@ -92,10 +74,14 @@ def read_metrics(path: Path) -> list[dict[str, Number]]:
     except OSError as error:
         reason = error.strerror or error
         raise WinnowError(f"cannot read {path}: {reason}; name the folder of a run") from error
-    records = []
+    records: list[dict[str, Number]] = []
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
-            records.append(decode_line(line))
+            record = json.loads(line)
+            if not isinstance(record, dict) or "step" not in record:
+                raise ValueError("no step")
+            odd = record.pop(_NON_FINITE, {})
+            records.append(record | {name: float(text) for name, text in odd.items()})
         except ValueError as error:
             raise WinnowError(
                 f"{path} line {number} is not a line of metrics ({error}); delete that line"

@@ -186,17 +186,28 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     return chosen[-1]
 
 
-def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Find the newest checkpoint whose files are as written, and what is wrong with newer ones."""
-    faults = []
-    for checkpoint in reversed(checkpoints_in(folder)):
+def newest_usable(run: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Find a run's newest checkpoint whose files are as written; return it with warnings of others.
+
+    Raises:
+        CheckpointError: there are some, and none of them is whole.
+    """
+    faults: list[str] = []
+    for checkpoint in reversed(checkpoints_in(run / "checkpoints")):
         try:
             verify(checkpoint)
         except CheckpointError as error:
             faults.append(str(error).partition(";")[0])
         else:
-            return checkpoint, faults
-    return None, faults
+            after = f"going on from step {checkpoint.step}"
+            return checkpoint, [f"Warning: {fault}; {after}" for fault in faults]
+    if faults:
+        more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+        raise CheckpointError(
+            f"{run} has no checkpoint that is whole: {faults[0]}{more}; put that back, or choose "
+            "another run.name for a new run"
+        )
+    return None, []
 
 
 def load_state(checkpoint: Checkpoint) -> dict[str, Any]:

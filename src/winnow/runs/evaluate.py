@@ -169,7 +169,7 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
             return await watched(evaluator, subject.step, line)
 
         with line.shown():
-            return stop.run(ask), evaluator
+            return stop.run(ask()), evaluator
 
 
 def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, Any]:

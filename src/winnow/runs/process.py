@@ -141,19 +141,15 @@ class ShutdownSignal:
         finally:
             self._task = None
 
-    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """`asyncio.run` of what `work` gives, broken off cleanly whenever a request comes, also
-        before the loop is there (where `asyncio.run` alone leaves a torn one).
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """`asyncio.run` of `work`, broken off cleanly whenever a request comes, also before the
+        loop is there (where `asyncio.run` alone leaves a torn one).
 
         Raises:
             Stopped: it was broken off.
         """
-
-        async def interruptibly() -> T:
-            return await self.interruptible(work())
-
         with self.deferring():
-            result = asyncio.run(interruptibly())
+            result = asyncio.run(self.interruptible(work))
         self.check()
         return result
 

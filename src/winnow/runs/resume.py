@@ -230,7 +230,7 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     clean(folder.checkpoints)
     for partial in folder.path.glob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
-    checkpoint, notes = (wanted, []) if wanted is not None else _newest(folder)
+    checkpoint, notes = (wanted, []) if wanted is not None else newest_usable(folder.path)
     if checkpoint is None:
         return Opened(
             folder, kept, (f"{folder.path} has no checkpoint yet: starting at the beginning",)
@@ -240,19 +240,6 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     notes += code_notes(config, folder.path, manifest.code)
     notes.append(f"Continuing {folder.path} after step {checkpoint.step} of {config.trainer.steps}")
     return Opened(folder, kept, tuple(notes), checkpoint, manifest)
-
-
-def _newest(folder: RunFolder) -> tuple[Checkpoint | None, list[str]]:
-    """Find the newest whole checkpoint, and warn of newer ones that are not."""
-    checkpoint, faults = newest_usable(folder.checkpoints)
-    if checkpoint is None and faults:
-        more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-        raise CheckpointError(
-            f"{folder.path} has no checkpoint that is whole: {faults[0]}{more}; put that back, "
-            "or choose another run.name for a new run"
-        )
-    step = None if checkpoint is None else checkpoint.step
-    return checkpoint, [f"Warning: {fault}; going on from step {step}" for fault in faults]
 
 
 def _check_same(config: Config, saved: Config, path: Path) -> None:

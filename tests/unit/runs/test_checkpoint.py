@@ -94,7 +94,10 @@ def parts() -> list[str]:
 def test_damage_of_any_kind_to_any_part_is_found_and_the_one_before_is_used(
     part: str, damage: str, tmp_path: Path
 ) -> None:
-    good, bad = save(tmp_path, 1, config="x: 1"), save(tmp_path, 2, config="x: 1")
+    good, bad = (
+        save(tmp_path / "checkpoints", 1, config="x: 1"),
+        save(tmp_path / "checkpoints", 2, config="x: 1"),
+    )
     path = bad.path / part
     content = bytearray(path.read_bytes())
     if damage == "flipped":
@@ -113,16 +116,16 @@ def test_damage_of_any_kind_to_any_part_is_found_and_the_one_before_is_used(
     assert "\n" not in str(caught.value)
     found, faults = newest_usable(tmp_path)
     assert found == good
-    assert len(faults) == 1
-    assert part in faults[0]
+    (warning,) = faults
+    assert part in warning
+    assert warning.endswith("; going on from step 1")
 
 
-def test_without_a_usable_checkpoint_none_is_found(tmp_path: Path) -> None:
+def test_without_a_usable_checkpoint_the_user_is_told(tmp_path: Path) -> None:
     for step in (1, 2):
-        (save(tmp_path, step).path / "state.json").unlink()
-    found, faults = newest_usable(tmp_path)
-    assert found is None
-    assert len(faults) == 2
+        (save(tmp_path / "checkpoints", step).path / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint that is whole: .*, and 1 more; put"):
+        newest_usable(tmp_path)
 
 
 def test_another_format_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
