@@ -13,7 +13,7 @@ import pytest
 from tests.unprivileged import permissions_apply
 
 from winnow.errors import ConfigError, WinnowError
-from winnow.observe import files as run_folder
+from winnow.observe import files as module
 from winnow.observe.files import RunFolder
 
 
@@ -30,12 +30,12 @@ def test_a_run_without_a_name_is_called_after_recipe_date_and_time(tmp_path: Pat
 def test_two_runs_within_a_second_get_two_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Noon(run_folder.datetime.datetime):
+    class Noon(module.datetime.datetime):
         @classmethod
         def now(cls, tz: object = None) -> Noon:
             return cls(2026, 1, 2, 12)
 
-    monkeypatch.setattr(run_folder.datetime, "datetime", Noon)
+    monkeypatch.setattr(module.datetime, "datetime", Noon)
     names = [RunFolder.create(tmp_path, None, "a").name for _ in range(3)]
     assert names == ["a-20260102-120000", "a-20260102-120000-2", "a-20260102-120000-3"]
 
