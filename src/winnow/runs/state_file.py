@@ -54,7 +54,7 @@ _INDEX_NAMES: dict[str, set[str]] = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }
-"""What an index of shards may name, by module, beside types of numbers."""
+"""Names that an index of shards may hold, by module, beside types of numbers."""
 _BASES: tuple[Any, ...] = (str, int, float, list, tuple)
 _SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
     "!tuple": tuple,
