@@ -17,7 +17,7 @@ from winnow.data.build import evaluation_prompts, training_prompts
 from winnow.data.loader import PromptLoader, PromptSource
 from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import EvaluationSettings, Evaluator
-from winnow.observe.files import RunFolder, code_hashes
+from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
@@ -29,6 +29,7 @@ from winnow.runs.loading import Policies, check_positions, longest_prompt
 from winnow.runs.loop import Run, Schedule
 from winnow.runs.metrics import Throughput
 from winnow.runs.process import ShutdownSignal
+from winnow.runs.resume import code_hashes
 from winnow.runs.rewarding import TrainingScores
 from winnow.runs.state import RunState
 from winnow.runs.topology import Topology

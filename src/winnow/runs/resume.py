@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -29,7 +32,7 @@ from winnow.config.load import differing_keys, dump_config, load_recipe
 from winnow.config.messages import show
 from winnow.config.root import Config
 from winnow.errors import CheckpointError, ConfigError
-from winnow.observe.files import PARTIAL, RunFolder, code_notes, disk_error, refusals_told
+from winnow.observe.files import PARTIAL, RunFolder, disk_error, refusals_told
 from winnow.observe.jsonl import METRICS_FILE, MetricsLog
 from winnow.observe.rollouts import drop_rollouts_after
 from winnow.runs.checkpoint import (
@@ -72,6 +75,7 @@ _MAY_BE_MENDED: dict[str, set[str]] = {
 }
 """Keys to change where a run stopped at its bound, at failing scorers, or at a judge that moved."""
 _NOTHING_YET = Manifest(step=-1, evaluated=False)
+_PYTHON_FILE = re.compile(r"(.+\.py)(:\w+)?")
 _SHOWN = 4
 _BEFORE_THE_START = {LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE}
 """Files of a run before there is anything to lose."""
@@ -257,3 +261,45 @@ def _check_same(config: Config, saved: Config, path: Path) -> None:
         f"{path} was trained with another recipe: {', '.join(changed[:_SHOWN])}{more}; set that "
         "back, or choose another run.name for a new run"
     )
+
+
+def code_hashes(config: Config) -> dict[str, str]:
+    """Hash the user's own Python files that a recipe names, by its keys."""
+    return {
+        key: hashlib.sha256(path.read_bytes()).hexdigest()
+        for key, path in _user_files(config.model_dump(), "")
+        if path.is_file()
+    }
+
+
+def code_notes(config: Config, folder: Path, was: Mapping[str, str]) -> list[str]:
+    """Say which of the user's files lie in the run's folder, or are not what they were.
+
+    Args:
+        was: `code_hashes` when the checkpoint was made.
+    """
+    notes, now = [], code_hashes(config)
+    for key, path in _user_files(config.model_dump(), ""):
+        if path.resolve().is_relative_to(folder.resolve()):
+            notes.append(
+                f"Warning: {key}={path} lies in the run's folder: its code runs now, with your "
+                "permissions; stop here if you do not know whose it is"
+            )
+        elif key in was and key in now and was[key] != now[key]:
+            notes.append(
+                f"Warning: {key}={path} is not what it was when the checkpoint was made: the run "
+                "goes on with what it says now"
+            )
+    return notes
+
+
+def _user_files(section: Any, key: str) -> Iterator[tuple[str, Path]]:
+    """Find the values of a recipe that name Python files, with their keys."""
+    if isinstance(section, Mapping):
+        for name, value in section.items():
+            yield from _user_files(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(section, list | tuple):
+        for index, value in enumerate(section):
+            yield from _user_files(value, f"{key}.{index}")
+    elif isinstance(section, str) and (found := _PYTHON_FILE.fullmatch(section)):
+        yield key, Path(found[1]).expanduser()

@@ -17,7 +17,6 @@ from tests.winnow_command import in_this_process
 from winnow.config.load import dump_config, load_recipe
 from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.models.causal_lm import load_causal_lm
-from winnow.observe.files import code_hashes, code_notes
 from winnow.runs import checkpoint as module
 from winnow.runs.checkpoint import (
     MANIFEST,
@@ -30,7 +29,7 @@ from winnow.runs.checkpoint import (
 )
 from winnow.runs.evaluate import EvalRequest, subject_of
 from winnow.runs.export import run_export
-from winnow.runs.resume import opened_run
+from winnow.runs.resume import code_hashes, code_notes, opened_run
 
 TRUSTING = "model.trust_remote_code=true"
 
