@@ -8,7 +8,6 @@ short script over the same objects.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,8 +22,6 @@ from winnow.runs.metrics import Throughput, record_step, rollout_groups
 from winnow.runs.process import ShutdownSignal
 from winnow.runs.state import RunState
 from winnow.sampling.stream import Sampler
-
-log = logging.getLogger(__name__)
 
 Publish = Callable[[int], Awaitable[Mapping[str, Number]]]
 """Give the engine the weights of a version; return figures of that."""
