@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import transformers
 from filelock import FileLock
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
@@ -32,7 +33,6 @@ from winnow.models.causal_lm import save_model, use_layout_attention
 from winnow.observe.console import ConsoleSink
 from winnow.observe.files import atomic_folder
 from winnow.observe.sinks import RunInfo, Sink
-from winnow.runs.checkpoint import this_machine
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 
 if TYPE_CHECKING:
@@ -51,8 +51,12 @@ def cache_folder(config: Config) -> Path:
         "task": config.data.task.model_dump(exclude={"eval_problems"}),
         "limit": config.rollout.max_response_tokens,
         "seed": _seed(config),
+        "threads": torch.get_num_threads(),
         "microbatch_tokens": config.trainer.microbatch_tokens,  # how gradients are summed
-        "machine": this_machine(torch.device("cpu")),
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": np.__version__,
         "code": _code_hash(),
     }
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
