@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,13 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.config.model import SftWarmStart
+from winnow.config.trainer import TrainerConfig
 from winnow.data.sort_digits import build_tokenizer
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import model_writer, use_layout_attention
-from winnow.runs.checkpoint import Manifest, Retention, Saver, this_machine
+from winnow.observe.files import RunFolder
+from winnow.observe.jsonl import MetricsLog
+from winnow.runs.checkpoint import Manifest, this_machine
 from winnow.runs.state import LocalTensors, RunState
 from winnow.runs.warm_start import tiny_model
 
@@ -72,22 +77,25 @@ def saves(name: str, folder: Path) -> str:
     weights = sum(parameter.numel() for parameter in held.model.parameters())
     lines = [f"## {name}: {weights / 1e6:.1f} M weights", ""]
     lines += [HEAD, "|---|---|---|---|---|---|---|"]
-    with Saver(folder, Retention(1)) as saver:
-        frame = Manifest(machine=this_machine(held.device))
-        writer = model_writer(held.model, build_tokenizer())
-        state = RunState(LocalTensors(held, {}, writer), {}, lambda: 0, saver.save, frame)
+    run = RunFolder(folder)
+    frame = Manifest(machine=this_machine(held.device))
+    tensors = LocalTensors(held, {}, model_writer(held.model, build_tokenizer()))
+    with (
+        closing(MetricsLog(run.metrics)) as log,
+        RunState(tensors, {}, run, log, TrainerConfig(keep_last=1), frame) as state,
+    ):
         for step in (1, 2, 3):
             began, own, both = time.perf_counter(), time.thread_time(), time.process_time()
             state.note(step, None)
             state.save()
             waited, copied = time.perf_counter() - began, time.thread_time() - own
             gap, last = 0.0, time.perf_counter()
-            while saver.is_busy:
+            while any(thread.name == "checkpoint" for thread in threading.enumerate()):
                 now = time.perf_counter()
                 gap, last = max(gap, now - last), now
             worked = time.perf_counter() - began - waited
             beside = time.process_time() - both - (time.thread_time() - own)
-            saver.wait()
+            state.wait()
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             cells = f"{1e3 * waited:,.0f} | {1e3 * copied:,.0f} | {worked:.2f} | {beside:.2f} "
             cells += f"| {1e3 * gap:.0f} | {size / 1e6:,.1f}"

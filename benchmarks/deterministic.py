@@ -30,9 +30,9 @@ import numpy as np
 import torch
 
 from winnow.config.load import load_recipe
-from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
 from winnow.data.loader import PromptLoader, training_prompts
+from winnow.observe.console import make_console
 from winnow.rollout.engine import WeightUpdate
 from winnow.runs.build import rollout_sampling
 from winnow.runs.loading import load_policy
@@ -128,9 +128,8 @@ async def run(
             "quickstart",
             [f"seed={seed}", "run.threads=1", f"run.dir={scratch}", *case.overrides],
         )
-        assert isinstance(config.warm_start, SftWarmStart)
-        warm = make_warm_start(config, config.warm_start, False, lambda step, record: None)
-        runners.append(Runner(config, str(warm.folder), case.scorer == "sleep"))
+        warm = make_warm_start(config, False, make_console("off"))
+        runners.append(Runner(config, str(warm), case.scorer == "sleep"))
         closing.callback(runners[-1].rewards.close)
     for step in range(1, steps + 1):
         turn = [(step + i) % len(cases) for i in range(len(cases))]

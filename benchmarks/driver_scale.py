@@ -36,8 +36,10 @@ from benchmarks.loop_scale import SavedPrompts
 from tests.engines import ScriptedEngine, uniform
 
 from winnow.config.rollout import SamplingConfig
+from winnow.config.trainer import TrainerConfig
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.learner import Learned
+from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metrics import Metrics
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
@@ -48,11 +50,11 @@ from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup, quantum_for
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
 from winnow.runs import loop
-from winnow.runs.checkpoint import Manifest, Retention, Saver
+from winnow.runs.checkpoint import Manifest
 from winnow.runs.loop import Sharing, train
 from winnow.runs.metrics import Passes, Throughput
+from winnow.runs.process import ShutdownSignal
 from winnow.runs.remote_learner import RankFacts, RemoteLearner, StepReply
-from winnow.runs.shutdown import ShutdownSignal
 from winnow.runs.state import RunState
 from winnow.sampling.stream import Sampler
 from winnow.types import Group, IntArray, Prompt, Score, Trajectory
@@ -237,8 +239,8 @@ class Run:
     def train(self, groups: Sequence[WorkerGroup], steps: int) -> Cost:
         """Run it."""
         log = MetricsLog(self.folder / "metrics.jsonl")
-        with Saver(self.folder / "checkpoints", Retention(1)) as saver:
-            run = self._run(groups, log, saver, steps)
+        run = self._run(groups, log, steps)
+        with run.state:
             gc.freeze()  # as a run does
             asyncio.run(train(run))
         log.close()
@@ -251,7 +253,6 @@ class Run:
         self,
         groups: Sequence[WorkerGroup],
         log: MetricsLog,
-        saver: Saver,
         steps: int,
     ) -> loop.Run:
         *writing, scoring, learning = groups
@@ -285,7 +286,14 @@ class Run:
             evaluator=cast(Evaluator, SimpleNamespace()),
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
-            state=RunState(learner, states, log.offset, saver.save, Manifest()),
+            state=RunState(
+                learner,
+                states,
+                RunFolder(self.folder),
+                log,
+                TrainerConfig(keep_last=1),
+                Manifest(),
+            ),
             stop=ShutdownSignal(),
             keep_rollouts=self._keep_rollouts,
             check_scoring=lambda: None,

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from winnow.config.load import load_recipe
-from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
 from winnow.data.loader import PromptLoader, training_prompts
+from winnow.observe.console import make_console
 from winnow.rewards.pipeline import RewardPipeline, Rewards
 from winnow.rollout.engine import WeightUpdate, generate, group_request
 from winnow.runs.build import rollout_sampling, use_machine
@@ -129,9 +129,8 @@ def table(steps: int) -> list[str]:
     for rule, settings in RULES.items():
         config = load_recipe("quickstart", [*SETTINGS, *settings])
         device = use_machine(config)
-        assert isinstance(config.warm_start, SftWarmStart)
-        start = make_warm_start(config, config.warm_start, False, lambda step, record: None)
-        policy = load_policy(config, str(start.folder), device)
+        start = make_warm_start(config, False, make_console("off"))
+        policy = load_policy(config, str(start), device)
         lines.append(asyncio.run(measure(config, policy, steps)).row(rule))
         print(lines[-1], flush=True)
     return lines

@@ -35,21 +35,23 @@ from torch import Tensor
 from winnow.algorithms.advantages import ESTIMATORS
 from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.rollout import SamplingConfig
+from winnow.config.trainer import TrainerConfig
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.advantage import AdvantageStage
 from winnow.learning.batch import NO_SHARDING, MicroBatch
 from winnow.learning.learner import Learner, LearnerSettings
 from winnow.learning.policy import Policy, PolicyObjective
 from winnow.learning.strategy import LossFn, Output, Stats
+from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.runs import loop
-from winnow.runs.checkpoint import Manifest, Retention, Saver
+from winnow.runs.checkpoint import Manifest
 from winnow.runs.loop import Sharing, train
 from winnow.runs.metrics import Passes, Throughput
-from winnow.runs.shutdown import ShutdownSignal
+from winnow.runs.process import ShutdownSignal
 from winnow.runs.state import LocalTensors, RunState
 from winnow.sampling.stream import Sampler
 from winnow.types import IntArray, Prompt, Score, Trajectory
@@ -175,8 +177,9 @@ class Run:
     def train(self, steps: int) -> Run:
         """Run it; notes the clocks at each step's end."""
         log = MetricsLog(self.folder / "metrics.jsonl")
-        with Saver(self.folder / "checkpoints", Retention(1)) as saver:
-            asyncio.run(train(self._run(log, saver, steps)))
+        run = self._run(log, steps)
+        with run.state:
+            asyncio.run(train(run))
         log.close()
         return self
 
@@ -187,7 +190,7 @@ class Run:
         engine = (engine_1 - engine_0) / steps
         return (all_1 - all_0) / steps - engine, engine
 
-    def _run(self, log: MetricsLog, saver: Saver, steps: int) -> loop.Run:
+    def _run(self, log: MetricsLog, steps: int) -> loop.Run:
         groups = self.samples // ANSWERS
         prompts, strategy = SavedPrompts(), cast(Any, IdleStrategy())
         sampler = Sampler(
@@ -219,7 +222,12 @@ class Run:
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
             state=RunState(
-                LocalTensors(strategy, {}, _save_model), states, log.offset, saver.save, Manifest()
+                LocalTensors(strategy, {}, _save_model),
+                states,
+                RunFolder(self.folder),
+                log,
+                TrainerConfig(keep_last=1),
+                Manifest(),
             ),
             stop=ShutdownSignal(),
             keep_rollouts=self._keep_rollouts,

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from winnow.algorithms.advantages import ESTIMATORS
 from winnow.config.load import load_recipe
-from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
 from winnow.learning.advantage import AdvantageStage
 from winnow.learning.learner import Learner, LearnerSettings
@@ -39,7 +38,7 @@ from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.runs.build import use_machine
 from winnow.runs.build_learner import make_learner, make_objective
 from winnow.runs.loading import load_policy
-from winnow.runs.session import run_warm_start
+from winnow.runs.warm_start import make_warm_start
 from winnow.types import Group
 
 SOURCES: tuple[OldSource, ...] = ("current", "pass")
@@ -81,8 +80,7 @@ def measure(steps: int, rounds: int) -> str:
     config = load_recipe("quickstart", ["trainer.mini_batch_groups=null"])
     use_machine(config)
     console = make_console("plain", Console(stderr=True))
-    assert isinstance(config.warm_start, SftWarmStart)
-    path = str(run_warm_start(config, config.warm_start, False, console).folder)
+    path = str(make_warm_start(config, False, console))
     with tempfile.TemporaryDirectory() as scratch:
         sampled = rollouts(config.sampling.groups_per_step, Path(scratch))
     groups = groups_of(arrays(sampled))

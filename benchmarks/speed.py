@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 
 from winnow.config.load import load_recipe
-from winnow.config.model import SftWarmStart
 from winnow.data.loader import PromptLoader, training_prompts
+from winnow.observe.console import make_console
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.rollout.engine import WeightUpdate
 from winnow.runs.build import rollout_sampling
@@ -49,9 +49,8 @@ class Quickstart:
     def __init__(self, scratch: str, overrides: Sequence[str] = ()) -> None:
         given = ["run.threads=1", f"run.dir={scratch}", *overrides]
         config = load_recipe("quickstart", given)
-        assert isinstance(config.warm_start, SftWarmStart)
-        warm = make_warm_start(config, config.warm_start, False, lambda step, record: None)
-        policy = load_policy(config, str(warm.folder), torch.device("cpu"))
+        warm = make_warm_start(config, False, make_console("off"))
+        policy = load_policy(config, str(warm), torch.device("cpu"))
         rewards = make_rewards(config, policy.device, policy.decode)
         source = training_prompts(config.data, policy.tokenizer, config.run.seed)
         loader = PromptLoader(source, config.run.seed, config.data.shuffle)

@@ -484,8 +484,8 @@ FOLDERS = [
     ),
     bad(
         "file-in-the-way", "run.dir=a-file",
-        says=plain("cannot make the run's folder a-file/file-in-the-way: a file is in the way; "
-        "choose another run.dir or run.name"),
+        says=plain("cannot write a-file/file-in-the-way: Not a directory; check the path, or "
+        "choose another folder with run.dir=FOLDER"),
     ),
     bad(
         "name-with-slash", "run.name=a/b",

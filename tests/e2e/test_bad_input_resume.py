@@ -472,10 +472,11 @@ def test_a_user_without_privileges_is_told_the_same(place: Path) -> None:
 
 def reason(file: str, damage: str) -> str:
     """What is said of a damaged file."""
-    if file == MANIFEST and damage != "flipped":
-        why = {"cut": "not a manifest", "missing": "No such file or directory"}[damage]
-        return f"cannot be read: {why}"
-    return "is missing" if damage == "missing" else "is damaged (checksum differs)"
+    if damage == "missing":
+        return "cannot be read: No such file or directory"
+    if file == MANIFEST and damage == "cut":
+        return "cannot be read: not a manifest"
+    return "is damaged (checksum differs)"
 
 
 EACH_DAMAGE = [(file, damage) for file in PARTS.values() for damage in DAMAGES]

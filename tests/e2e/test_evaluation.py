@@ -232,11 +232,11 @@ WRONG = {
     ),
     "an evaluation in the way": (
         ["eval", "model", "--data", "easy.jsonl", "--out", "both"],
-        "--out both holds an evaluation already; name another folder",
+        "both/answers.parquet is there already; name another folder with --out",
     ),
     "a file in the way": (
         ["eval", "model", "--data", "easy.jsonl", "--out", "reward.py"],
-        "--out reward.py is a file; name a folder",
+        "reward.py is there already; name another folder with --out",
     ),
     "a step of a model": (
         ["eval", "model", "--data", "easy.jsonl", "--step", "3"],
@@ -325,7 +325,7 @@ def test_an_evaluation_of_a_checkpoint_is_not_written_over(place: Path, run: str
     said = winnow(place, *command, "--data", "easy.jsonl", "evaluation.n=2")
     assert (said.code, said.out) == (2, "")
     (line,) = said.err.splitlines()
-    assert "holds an evaluation of this checkpoint already; give --out FOLDER" in line
+    assert "is there already; name another folder with --out" in line
     assert [file.read_bytes() for file in files] == before
 
 

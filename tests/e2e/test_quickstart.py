@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from winnow.config.load import load_recipe
 from winnow.data.sort_digits import held_out_problems, is_held_out, prompt_text, solution
 from winnow.learning.strategy import lr_at
+from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.metrics import OUTCOMES
 from winnow.observe.rollouts import read_rollouts
-from winnow.observe.run_folder import RunFolder
 from winnow.runs.checkpoint import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -308,7 +308,7 @@ def test_the_models_folder_alone_answers_a_file_of_the_problems_as_its_run_did(
             truth = {"ground_truth": solution(digits)}
             line = {"data_source": "sort_digits", "prompt": asked, "reward_model": truth}
             file.write(json.dumps(line) + "\n")
-    model = str(run.folder.checkpoint(STEPS) / "model")
+    model = str(run.folder.checkpoints / f"step-{STEPS}" / "model")
     like_the_run = [
         *(f"evaluation.n={EVALUATED}", "evaluation.greedy=true", "run.threads=1"),
         *("evaluation.max_response_tokens=128", "rollout.engine.slots=512"),

@@ -21,9 +21,9 @@ from tests.small_models import qwen_folder
 from tests.winnow_command import Outcome, in_own_process, in_this_process
 
 from winnow.config.load import load_recipe
+from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts
-from winnow.observe.run_folder import RunFolder
 from winnow.runs.checkpoint import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

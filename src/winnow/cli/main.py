@@ -81,8 +81,7 @@ def resume(
     overrides: Overrides = None,
 ) -> None:
     """Go on with a run that was stopped or killed, from its newest checkpoint."""
-    from winnow.observe.run_folder import RunFolder
-    from winnow.runs.trust import require_trust
+    from winnow.observe.files import RunFolder, require_trust
 
     recipe = str(RunFolder.open(run).config)
     config = _load(recipe, overrides)
@@ -131,7 +130,7 @@ def eval_command(
     """Ask a model held-out prompts: avg@N, pass@k, maj@k by source, all answers in a file."""
     with heap.growing():
         from winnow.runs.evaluate import EvalRequest, run_evaluation
-        from winnow.runs.shutdown import EXIT_INTERRUPTED, Stopped
+        from winnow.runs.process import EXIT_INTERRUPTED, Stopped
 
     request = EvalRequest(model, tuple(overrides or ()), tuple(data or ()), recipe, out, step)
     try:
@@ -207,8 +206,7 @@ def _continuing(config: Config, folder: str) -> Config:
 
 def _supervise(config: Config, words: list[str], folder: str | None) -> NoReturn:
     """Train in a child that is started again when it fails."""
-    from winnow.runs.shutdown import outlive_readers
-    from winnow.runs.supervisor import Supervisor, winnow_command
+    from winnow.runs.process import Supervisor, outlive_readers, winnow_command
 
     outlive_readers()
     trainer = config.trainer
@@ -220,8 +218,7 @@ def _supervise(config: Config, words: list[str], folder: str | None) -> NoReturn
 
 def _train(config: Config, recipe: str, fresh: bool, heartbeat: int | None) -> None:
     """Train in this process, and end with the exit code of what stopped it."""
-    from winnow.runs.shutdown import ShutdownSignal, Stopped, outlive_readers
-    from winnow.runs.supervisor import Heartbeat
+    from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped, outlive_readers
 
     outlive_readers()
     stop = ShutdownSignal()

@@ -31,8 +31,8 @@ from winnow.errors import DataError, WinnowError
 from winnow.evaluation.report import ALL, ANSWERS, REPORT, SCORED
 from winnow.evaluation.statistics import LEVEL, two_sided_bound, two_sided_p
 from winnow.observe.figures import WIDTH, figure_table, print_table, share
+from winnow.observe.files import RunFolder
 from winnow.observe.rollouts import read_rollouts
-from winnow.observe.run_folder import RunFolder
 
 _COLUMNS = ("problem", "data_source", "outcome", "accuracy", "scorer_error")
 _OF_STEP = re.compile(r"(step|checkpoint)-([0-9]+)\.parquet")

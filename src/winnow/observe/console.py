@@ -21,7 +21,7 @@ from rich.text import Text
 
 from winnow.observe import metrics
 from winnow.observe.figures import count, duration, number, share
-from winnow.observe.history import Evaluation, evaluations
+from winnow.observe.jsonl import Evaluation, evaluations
 from winnow.observe.metrics import Record
 from winnow.observe.sinks import RunInfo
 

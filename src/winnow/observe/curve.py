@@ -12,8 +12,13 @@ import numpy as np
 from winnow.errors import WinnowError
 from winnow.observe import metrics
 from winnow.observe.files import write_atomic
-from winnow.observe.history import evaluations, series, tokens_by_step
-from winnow.observe.jsonl import METRICS_FILE, read_metrics
+from winnow.observe.jsonl import (
+    METRICS_FILE,
+    evaluations,
+    read_metrics,
+    series,
+    tokens_by_step,
+)
 from winnow.observe.metrics import Record
 
 SIZE_INCHES = (8.6, 5.4)

@@ -1,19 +1,30 @@
-"""Writing files so that a full disk or a crash leaves the old content or the new, never half."""
+"""Files of a run: its folder runs/NAME/, its log, and writing that leaves the old or the new whole.
+
+`config.yaml`, `metrics.jsonl`, `rollouts/`, `checkpoints/`, `eval/`, `log.txt`, `curve.png`.
+
+The folder may be a stranger's: `require_trust` asks before the model's own Python runs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
+import logging
 import os
 import re
-from collections.abc import Iterator
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from winnow.errors import WinnowError
+from winnow.config.root import Config
+from winnow.errors import ConfigError, WinnowError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _TOLD = re.compile(r"\(os error (\d+)\)")
+_TRUST = "model.trust_remote_code"
 PARTIAL = ".partial"
 """Ending of a file that is being written; one left by a crash may be deleted."""
 
@@ -35,12 +46,30 @@ def reason_and_remedy(error: OSError) -> str:
     return f"{reason}; {remedy}"
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's message in one line, or its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def system_error(error: Exception) -> OSError | None:
     """Find the system's error in one; libraries written in Rust tell it as `(os error 28)`."""
     if isinstance(error, OSError):
         return error
     told = _TOLD.search(str(error))
     return None if told is None else OSError(int(told[1]), os.strerror(int(told[1])))
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise a system's error within the block as `disk_error` of `path`.
+
+    Raises:
+        WinnowError: instead of any OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(path, error) from error
 
 
 @contextlib.contextmanager
@@ -57,11 +86,13 @@ def refusals_told(path: Path) -> Iterator[None]:
         raise WinnowError(f"cannot use {named}: {reason_and_remedy(error)}") from error
 
 
-def write_fully(descriptor: int, data: bytes) -> None:
-    """Write every byte; `os.write` may stop early when a disk fills."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk, so that it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -71,21 +102,40 @@ def write_atomic(path: Path, data: bytes) -> None:
         WinnowError: the file cannot be written; what was there before still is.
     """
     partial = path.with_name(path.name + PARTIAL)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    with writing(path):
         try:
-            write_fully(descriptor, data)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(partial, path)
-    except BaseException as error:  # Ctrl-C leaves nothing half-written either
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise disk_error(path, error) from error
-        raise
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(data)
+            sync(partial)
+            partial.replace(path)
+        except BaseException:  # Ctrl-C leaves nothing half-written either
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yield a draft that takes the place of the folder `target` when the block is done.
+
+    An error within leaves nothing. A crash may leave `.NAME.partial`, which may be deleted, or
+    `.NAME.replaced`, which is what was there before and whole.
+    """
+    draft, old = (target.with_name(f".{target.name}.{kind}") for kind in ("partial", "replaced"))
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        yield draft
+        for path in [*draft.rglob("*"), draft]:  # else the rename could outrun the contents
+            sync(path)
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        draft.rename(target)
+        sync(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 class AppendFile:
@@ -97,52 +147,182 @@ class AppendFile:
         Raises:
             WinnowError: the file cannot be written.
         """
-        self._path, self._descriptor = path, -1
-        with self._told():
+        self.path = path
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = path.open("ab", buffering=0)
 
     @property
     def size(self) -> int:
         """Bytes in the file."""
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self._file.fileno()).st_size
 
     def append(self, data: bytes) -> None:
         """Append and hand it to the system at once; of a write that fails nothing is left."""
-        before = self.size
-        with self._told():
+        before, rest = self.size, memoryview(data)
+        with writing(self.path):
             try:
-                write_fully(self._descriptor, data)
+                while rest:  # a write may stop early when a disk fills
+                    rest = rest[self._file.write(rest) :]
             except OSError:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(self._descriptor, before)
+                    self._file.truncate(before)
                 raise
 
     def sync(self) -> None:
         """Wait until all is safely on disk."""
-        with self._told():
-            os.fsync(self._descriptor)
-
-    def ends_line(self, offset: int) -> bool:
-        """Return whether a line ends at an offset, or none has begun."""
-        if offset == 0:
-            return True
-        return offset <= self.size and os.pread(self._descriptor, 1, offset - 1) == b"\n"
+        with writing(self.path):
+            os.fsync(self._file.fileno())
 
     def truncate(self, offset: int) -> None:
         """Forget everything after an offset."""
-        with self._told():
-            os.ftruncate(self._descriptor, offset)
+        with writing(self.path):
+            self._file.truncate(offset)
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        self._file.close()
+
+
+class RunFolder:
+    """The folder of one run. Example: `RunFolder.create("runs", None, "quickstart")`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name
+        self.config = path / "config.yaml"  # the resolved recipe
+        self.metrics = path / "metrics.jsonl"
+        self.rollouts = path / "rollouts"
+        self.checkpoints = path / "checkpoints"
+        self.evaluations = path / "eval"  # answers to held-out prompts
+        self.log = path / "log.txt"
+        self.curve = path / "curve.png"
+
+    @classmethod
+    def create(cls, runs: str | Path, name: str | None, recipe: str) -> RunFolder:
+        """Make the folder of a new run; without a name it is RECIPE-DATE-TIME.
+
+        Raises:
+            ConfigError: another run has that name.
+            WinnowError: the folder cannot be made or written to.
+        """
+        stem = re.sub(r"\.ya?ml$", "", Path(recipe).name)
+        path = free_path(Path(runs), stem) if name is None else Path(runs) / name
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            is_taken = any(path.iterdir())
+        if is_taken:
+            raise ConfigError(
+                f"run.name={path.name}: {path} holds a run already; "
+                "choose another run.name, or delete that folder"
+            )
+        write_atomic(cls(path).log, b"")  # says now, not after the first step, that it can
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """Open an existing run's folder.
+
+        Raises:
+            WinnowError: there is no run, or it may not be looked at.
+        """
+        folder = cls(Path(path))
+        with refusals_told(folder.path):
+            is_run = folder.config.is_file()
+        if not is_run:
+            raise WinnowError(f"{path} is not a run's folder (no config.yaml); look in runs/")
+        return folder
+
+    def rollout(self, step: int) -> Path:
+        """Return the file of the answers whose groups closed in a step."""
+        return self.rollouts / f"step-{step}.parquet"
+
+    def evaluation(self, step: int) -> Path:
+        """Return the file of the held-out answers after a step."""
+        return self.evaluations / f"step-{step}.parquet"
+
+    def save_config(self, text: str) -> None:
+        """Keep the resolved recipe.
+
+        Raises:
+            WinnowError: it cannot be written.
+        """
+        write_atomic(self.config, text.encode())
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def logging_to_file(self) -> Iterator[None]:
+        """Send what the package logs, and Python's warnings, to log.txt while the block runs.
+
+        Raises:
+            WinnowError: log.txt cannot be opened.
+        """
+        handler = _LogFile(self.log)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        own, warnings = logging.getLogger("winnow"), logging.getLogger("py.warnings")
+        level_before = own.level
+        own.setLevel(logging.INFO)
+        for logger in (own, warnings):
+            logger.addHandler(handler)
+        logging.captureWarnings(True)
         try:
             yield
-        except OSError as error:
-            raise disk_error(self._path, error) from error
+            # A run that fails has something else to tell.
+            if handler.refused is not None:
+                print(f"{handler.refused} (no log)", file=sys.stderr)
+        finally:
+            logging.captureWarnings(False)
+            for logger in (own, warnings):
+                logger.removeHandler(handler)
+            own.setLevel(level_before)
+            handler.close()
+
+
+class _LogFile(logging.Handler):
+    """A log that a full disk silences: the figures, not the log, decide whether a run goes on."""
+
+    refused: WinnowError | None = None
+    """The first line's error of those that could not be written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = AppendFile(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._file.append(f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
+        except WinnowError as error:
+            self.refused = self.refused or error
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+
+def free_path(folder: Path, name: str) -> Path:
+    """Name a folder NAME-DATE-TIME that is not there yet."""
+    stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    path, number = folder / stem, 1
+    while path.exists():  # two within a second
+        number += 1
+        path = folder / f"{stem}-{number}"
+    return path
+
+
+def require_trust(config: Config, overrides: Sequence[str], run: str | Path, say: str) -> None:
+    """Refuse a run's recipe that trusts a model's own code, unless the user says so, too.
+
+    Args:
+        config: the run's recipe under the overrides.
+        say: what the user would type, for the message.
+
+    Raises:
+        ConfigError: only the recipe says so.
+    """
+    if config.model.trust_remote_code and not any(
+        word.lstrip("+").partition("=")[0] == _TRUST for word in overrides
+    ):
+        raise ConfigError(
+            f"{run} has {_TRUST}=true in its recipe, which runs Python code that comes with the "
+            f"model; if you trust whoever made it, say so with {say}"
+        )

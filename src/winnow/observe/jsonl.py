@@ -1,4 +1,4 @@
-"""The file metrics.jsonl: one line a step, complete or absent.
+"""The file metrics.jsonl, one line a step, complete or absent, and sums over its records.
 
 JSON has no NaN: such a figure is `null`, and the line's `non_finite` says what it was, so that
 nothing is lost and every JSON reader can read the file.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from winnow.errors import CheckpointError, WinnowError
+from winnow.observe import metrics
 from winnow.observe.files import AppendFile
 from winnow.observe.metrics import Number, Record, plain
 from winnow.observe.sinks import RunInfo
@@ -21,23 +24,20 @@ METRICS_FILE = "metrics.jsonl"
 _NON_FINITE = "non_finite"
 
 
-class MetricsLog:
+class MetricsLog(AppendFile):
     """The sink that appends to metrics.jsonl; resuming cuts it back to a checkpoint's offset."""
-
-    def __init__(self, path: Path) -> None:
-        """Open for appending; made if absent.
-
-        Raises:
-            WinnowError: the file cannot be written.
-        """
-        self._path, self._file = path, AppendFile(path)
-        self.close = self._file.close
 
     def start(self, info: RunInfo) -> None:
         pass  # the file holds steps alone
 
     def log(self, step: int, record: Record) -> None:
-        self._file.append(encode_line(step, record))
+        numbers = {name: plain(value) for name, value in record.items()}
+        odd = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
+        line: dict[str, object] = {"step": step, **numbers, **dict.fromkeys(odd)}
+        if odd:
+            line[_NON_FINITE] = odd
+        text = json.dumps(line, allow_nan=False, separators=(",", ":"))
+        self.append(text.encode() + b"\n")
 
     def offset(self) -> int:
         """Return the bytes up to here, safely on disk: a checkpoint's manifest notes them.
@@ -45,8 +45,8 @@ class MetricsLog:
         Raises:
             WinnowError: the disk refuses.
         """
-        self._file.sync()
-        return self._file.size
+        self.sync()
+        return self.size
 
     def truncate(self, offset: int) -> None:
         """Forget every line after `offset`.
@@ -54,37 +54,12 @@ class MetricsLog:
         Raises:
             CheckpointError: the file is shorter, or no line ends there.
         """
-        if not self._file.ends_line(offset):
+        if offset and self.path.read_bytes()[offset - 1 : offset] != b"\n":
             raise CheckpointError(
-                f"{self._path} has {self._file.size} bytes and no line that ends at {offset}, "
-                "where the checkpoint continues: it was changed since; put it back, or start a "
-                "new run"
+                f"{self.path} has {self.size} bytes and no line that ends at {offset}, where the "
+                "checkpoint continues: it was changed since; put it back, or start a new run"
             )
-        self._file.truncate(offset)
-
-
-def encode_line(step: int, record: Record) -> bytes:
-    """Write the line of a step, its newline included."""
-    numbers = {name: plain(value) for name, value in record.items()}
-    odd = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
-    line: dict[str, object] = {"step": step, **numbers, **dict.fromkeys(odd)}
-    if odd:
-        line[_NON_FINITE] = odd
-    return json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-
-
-def decode_line(line: bytes | str) -> dict[str, Number]:
-    """Read the record that `encode_line` wrote, its `step` among the figures.
-
-    Raises:
-        ValueError: not such a line.
-    """
-    record = json.loads(line)
-    if not isinstance(record, Mapping) or "step" not in record:
-        raise ValueError("no step")
-    found = dict(record)
-    odd = found.pop(_NON_FINITE, {})
-    return found | {name: float(text) for name, text in odd.items()}
+        super().truncate(offset)
 
 
 def read_metrics(path: Path) -> list[dict[str, Number]]:
@@ -98,12 +73,109 @@ def read_metrics(path: Path) -> list[dict[str, Number]]:
     except OSError as error:
         reason = error.strerror or error
         raise WinnowError(f"cannot read {path}: {reason}; name the folder of a run") from error
-    records = []
+    records: list[dict[str, Number]] = []
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
-            records.append(decode_line(line))
+            record = json.loads(line)
+            if not isinstance(record, dict) or "step" not in record:
+                raise ValueError("no step")
+            odd = record.pop(_NON_FINITE, {})
+            records.append(record | {name: float(text) for name, text in odd.items()})
         except ValueError as error:
             raise WinnowError(
                 f"{path} line {number} is not a line of metrics ({error}); delete that line"
             ) from error
     return records
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The results of a policy on the held-out prompts of one data source."""
+
+    accuracy: float
+    """pass@1, or avg@N of a scorer that gives part marks only."""
+    greedy: float | None = None
+    best_pass: tuple[int, float] | None = None
+    """The largest k > 1 and its pass@k."""
+    best_maj: tuple[int, float] | None = None
+    """The largest k > 1 and its maj@k."""
+    length: float | None = None
+    """Mean tokens of an answer."""
+    truncated: float | None = None
+    """Share of the answers cut off at the limit."""
+    prompts: int | None = None
+
+    @classmethod
+    def of(cls, figures: Record) -> Evaluation | None:
+        """Read the `eval/SOURCE/…` figures of a record; None where accuracy is not among them."""
+        accuracy = figures.get("pass@1", (_largest(figures, "avg@", 1) or (0, None))[1])
+        if accuracy is None:
+            return None
+        prompts = figures.get("prompts")
+        return cls(
+            accuracy=accuracy,
+            greedy=figures.get("greedy"),
+            best_pass=_largest(figures, "pass@", 2),
+            best_maj=_largest(figures, "maj@", 2),
+            length=figures.get("length"),
+            truncated=figures.get("truncated"),
+            prompts=None if prompts is None else int(prompts),
+        )
+
+
+def evaluations(record: Record) -> dict[str, Evaluation]:
+    """Read the evaluations in a record, by data source."""
+    found = {source: Evaluation.of(f) for source, f in metrics.by_source(record).items()}
+    return {source: evaluation for source, evaluation in found.items() if evaluation}
+
+
+def token_account(records: Iterable[Record]) -> dict[str, int]:
+    """Sum the tokens of a run by their use; `in_progress` as it stands at the end.
+
+    Example: `{"trained": 700, …, "failed": 0, "in_progress": 31}`.
+    """
+    account: dict[str, int] = dict.fromkeys(metrics.OUTCOMES, 0)
+    in_progress = 0
+    for record in records:
+        for outcome in metrics.OUTCOMES:
+            account[outcome] += int(record.get(metrics.TOKENS + outcome, 0))
+        in_progress = int(record.get(metrics.IN_PROGRESS_TOKENS, in_progress))
+    return {**account, "in_progress": in_progress}
+
+
+def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
+    """Sum the seconds of a run by phase: the warm-up, then the longest first, `other` included."""
+    total: dict[str, float] = {}
+    warm_up: dict[str, float] = {}
+    for record in records:
+        if metrics.SFT_S in record:
+            warm_up["warm-up"] = float(record[metrics.SFT_S])
+        for name, value in record.items():
+            phase = name.removeprefix("time/").removesuffix("_s")
+            if name == f"time/{phase}_s" and name != metrics.STEP_S:
+                total[phase] = total.get(phase, 0.0) + value
+    return {**warm_up, **dict(sorted(total.items(), key=lambda item: -item[1]))}
+
+
+def series(records: Sequence[Record], *candidates: str) -> tuple[list[int], list[float]]:
+    """Return steps and values of a figure, under the first of the names that any record has."""
+    for name in candidates:
+        points = [(int(r["step"]), float(r[name])) for r in records if name in r]
+        if points:
+            return [step for step, _ in points], [value for _, value in points]
+    return [], []
+
+
+def tokens_by_step(records: Sequence[Record]) -> tuple[list[int], list[float]]:
+    """Return the steps, and the tokens generated up to the end of each."""
+    steps, tokens = series(records, metrics.GENERATED_TOKENS)
+    return steps, list(accumulate(tokens))
+
+
+def _largest(figures: Mapping[str, float], prefix: str, least: int) -> tuple[int, float] | None:
+    found = []
+    for name, value in figures.items():
+        k = name.removeprefix(prefix)
+        if name.startswith(prefix) and k.isdecimal() and int(k) >= least and math.isfinite(value):
+            found.append((int(k), value))
+    return max(found, default=None)

@@ -25,7 +25,7 @@ from winnow.observe.figures import (
     shorten,
     spaced,
 )
-from winnow.observe.history import Evaluation, evaluations, phase_seconds, token_account
+from winnow.observe.jsonl import Evaluation, evaluations, phase_seconds, token_account
 from winnow.observe.metrics import Record
 from winnow.observe.rollouts import read_rollouts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,21 +16,21 @@ from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts, t
 from winnow.data.prompts import PromptSet
 from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import Evaluator
+from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
-from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import Sinks
 from winnow.rewards.pipeline import Rewards
 from winnow.rollout.engine import Engine, SamplingParams
 from winnow.runs.build_learner import kl_notes, needs_of
-from winnow.runs.checkpoint import Manifest, Retention, Saver, sync
+from winnow.runs.checkpoint import Manifest
 from winnow.runs.loading import Policies, check_positions, longest_prompt
 from winnow.runs.loop import Run, Schedule
 from winnow.runs.metrics import Throughput
-from winnow.runs.shutdown import ShutdownSignal
+from winnow.runs.process import ShutdownSignal
+from winnow.runs.resume import code_hashes
 from winnow.runs.state import RunState
 from winnow.runs.topology import Topology
-from winnow.runs.trust import code_hashes
 from winnow.sampling.ledger import Ledger
 from winnow.sampling.stream import Sampler
 
@@ -108,31 +109,12 @@ def make_evaluator(
     )
 
 
-def make_saver(config: Config, folder: RunFolder) -> Saver:
-    """Make the writer of checkpoints into a run's folder."""
-    trainer = config.trainer
-
-    def sync_folders() -> None:
-        for path in (folder.path, folder.rollouts, folder.evaluations):
-            if path.is_dir():
-                sync(path)
-
-    retention = Retention(trainer.keep_last, trainer.keep_every, trainer.keep_best)
-    if trainer.checkpoint_url is None:
-        return Saver(folder.checkpoints, retention, before=sync_folders)
-    from winnow.runs.checkpoint_upload import CheckpointUpload
-
-    upload = CheckpointUpload(trainer.checkpoint_url, folder.path)
-    return Saver(folder.checkpoints, retention, before=sync_folders, after=upload.push)
-
-
 def build(
     config: Config,
     policy: Policies,
     folder: RunFolder,
     sinks: Sinks,
     metrics: MetricsLog,
-    saver: Saver,
     stop: ShutdownSignal,
     rewards: Rewards,
     placed: Topology,
@@ -170,11 +152,11 @@ def build(
     state = RunState(
         placed.tensors,
         {"sampler": sampler, "loader": loader, "learner": placed.learner},
-        metrics.offset,
-        saver.save,
+        folder,
+        metrics,
+        config.trainer,
         Manifest(machine=placed.machine, code=code_hashes(config)),
         dump_config(config),
-        config.trainer.keep_best,
     )
     steps, peak = config.trainer.steps, config.observe.peak_tflops
     return Run(
@@ -187,7 +169,7 @@ def build(
         throughput=Throughput(placed.passes, policy.device, peak, placed.ranks),
         state=state,
         stop=stop,
-        keep_rollouts=_rollout_writer(config, folder, policy.decode),
+        keep_rollouts=partial(_keep_rollouts, config, folder, policy.decode),
         check_scoring=rewards.end_step,
         scoring_figures=rewards.figures,
         evaluations=Schedule(config.evaluation.every, steps),
@@ -209,26 +191,19 @@ def _check_prompts(
         rewards.require_metric(config.sampling.filter.metric, source.data_sources)
 
 
-def _rollout_writer(
-    config: Config, folder: RunFolder, decode: Decode
-) -> Callable[[int, Sequence[RolloutGroup]], None]:
-    def write(step: int, groups: Sequence[RolloutGroup]) -> None:
-        chosen = choose_text_groups(
-            [entry.group.id for entry in groups],
-            config.observe.rollout_text_groups,
-            config.run.seed,
-            step,
-        )
-        write_rollouts(
-            folder.rollout(step),
-            step,
-            groups,
-            version=step - 1,
-            text_groups=chosen,
-            decode=decode,
-        )
-
-    return write
+def _keep_rollouts(
+    config: Config, folder: RunFolder, decode: Decode, step: int, groups: Sequence[RolloutGroup]
+) -> None:
+    """Write the groups whose life ended in a step, some of them with their text."""
+    number, ids = config.observe.rollout_text_groups, [entry.group.id for entry in groups]
+    write_rollouts(
+        folder.rollout(step),
+        step,
+        groups,
+        version=step - 1,
+        text_groups=choose_text_groups(ids, number, config.run.seed, step),
+        decode=decode,
+    )
 
 
 def _notes(source: PromptSource) -> list[str]:

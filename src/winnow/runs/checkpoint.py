@@ -17,16 +17,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
+import math
 import os
 import platform
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy
@@ -36,7 +34,12 @@ from safetensors import SafetensorError
 
 from winnow import __version__
 from winnow.errors import CheckpointError
-from winnow.observe.files import reason_and_remedy, system_error
+from winnow.observe.files import (
+    atomic_folder,
+    reason_and_remedy,
+    refusals_told,
+    system_error,
+)
 from winnow.runs.state_file import SHARD_INDEX, check_shards, read_state, write_state
 from winnow.sampling.accounting import (
     SettledGroup,
@@ -50,10 +53,7 @@ from winnow.sampling.ledger import AnswerState, GroupState, LiveGroups
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
 _NAME = re.compile(r"step-(\d+)$")
-_REPLACED = re.compile(r"\.(step-\d+)\.replaced$")
 _FORMAT = 4
-_LAST_WITH_PICKLES = 3
-_ABANDON_S = 1.0
 MANIFEST = "manifest.json"
 STATE_CLASSES = (
     *(Prompt, VersionSpan, Segment, Trajectory, Score, Answer, Group),
@@ -62,7 +62,6 @@ STATE_CLASSES = (
 )
 """Classes of which a state holds objects."""
 
-log = logging.getLogger(__name__)
 CONFIG = "config.yaml"
 
 
@@ -99,17 +98,15 @@ class Manifest:
 
 
 @dataclass(frozen=True, eq=False)
-class Content:
-    """A checkpoint to be written. The writer may be a thread: nothing in it changes any more."""
+class Snapshot:
+    """Models, optimizers and state at one moment: later updates change nothing in it."""
 
-    manifest: Manifest
-    save_model: Callable[[Path], None]
-    """Writes a Hugging Face folder at the path it is given."""
     state: Mapping[str, Any]
     """State that training goes on from: tensors, arrays, dataclasses and plain values."""
+    save_model: Callable[[Path], None]
+    """Writes a Hugging Face folder at the path it is given; may be called in a thread."""
     save_ranks: Callable[[Path], None] = lambda folder: None
-    """Writes the ranks' part of it into the folder it is given."""
-    config: str = ""
+    """Writes the ranks' part into a checkpoint's folder; may be called in a thread."""
 
 
 def this_machine(device: torch.device) -> dict[str, str | int]:
@@ -129,24 +126,26 @@ def this_machine(device: torch.device) -> dict[str, str | int]:
     }
 
 
-def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
+def save_checkpoint(
+    folder: Path, manifest: Manifest, snapshot: Snapshot, recipe: str = ""
+) -> Checkpoint:
     """Write `folder/step-N` whole or not at all; a crash at any point leaves what was there.
+
+    Args:
+        manifest: without `files`, which are filled in.
+        recipe: as text in YAML.
 
     Raises:
         CheckpointError: the disk is full or not writable; nothing new is left behind.
     """
-    target = folder / f"step-{content.manifest.step}"
-    draft = folder / f".{target.name}.partial"
+    target = folder / f"step-{manifest.step}"
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        content.save_model(draft / "model")
-        content.save_ranks(draft)
-        write_state(draft, content.state)
-        (draft / CONFIG).write_text(content.config, encoding="utf-8")
-        _write_manifest(draft, content)
-        _sync_tree(draft)
-        _put_in_place(draft, target)
+        with atomic_folder(target) as draft:
+            snapshot.save_model(draft / "model")
+            snapshot.save_ranks(draft)
+            write_state(draft, snapshot.state)
+            (draft / CONFIG).write_text(recipe, encoding="utf-8")
+            _write_manifest(draft, manifest)
     except (OSError, RuntimeError, SafetensorError) as error:
         cause = system_error(error)
         if cause is None:
@@ -154,25 +153,17 @@ def save_checkpoint(folder: Path, content: Content) -> Checkpoint:
         raise CheckpointError(
             f"cannot save the checkpoint {target}: {reason_and_remedy(cause)}"
         ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return Checkpoint(target, content.manifest.step)
+    return Checkpoint(target, manifest.step)
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
     """List the checkpoints of a run, oldest first.
 
     Raises:
-        CheckpointError: the folder cannot be read.
+        WinnowError: the folder cannot be read.
     """
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot read {folder}: {error.strerror}; make the folder readable"
-        ) from error
+    with refusals_told(folder):
+        names = os.listdir(folder) if folder.is_dir() else []
     found = [
         Checkpoint(folder / name, int(match[1])) for name in names if (match := _NAME.match(name))
     ]
@@ -195,17 +186,28 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     return chosen[-1]
 
 
-def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Find the newest checkpoint whose files are as written, and what is wrong with newer ones."""
-    faults = []
-    for checkpoint in reversed(checkpoints_in(folder)):
+def newest_usable(run: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Find a run's newest checkpoint whose files are as written; return it with warnings of others.
+
+    Raises:
+        CheckpointError: there are some, and none of them is whole.
+    """
+    faults: list[str] = []
+    for checkpoint in reversed(checkpoints_in(run / "checkpoints")):
         try:
             verify(checkpoint)
         except CheckpointError as error:
             faults.append(str(error).partition(";")[0])
         else:
-            return checkpoint, faults
-    return None, faults
+            after = f"going on from step {checkpoint.step}"
+            return checkpoint, [f"Warning: {fault}; {after}" for fault in faults]
+    if faults:
+        more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+        raise CheckpointError(
+            f"{run} has no checkpoint that is whole: {faults[0]}{more}; put that back, or choose "
+            "another run.name for a new run"
+        )
+    return None, []
 
 
 def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -233,15 +235,10 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a manifest"
         raise CheckpointError(f"{path} cannot be read: {reason}; use another checkpoint") from error
-    if version in range(1, _LAST_WITH_PICKLES + 1):
-        raise CheckpointError(
-            f"{path} has format {version}: its state.pt is a pickle, which may run code and is not "
-            "read any more; use the version of winnow that wrote it, or the model folder beside it"
-        )
     if version != _FORMAT:
         raise CheckpointError(
-            f"{path} has format {version}, this version reads {_FORMAT}; "
-            "use the version of winnow that wrote it"
+            f"{path} has format {version}, this version reads {_FORMAT}; use the version of winnow "
+            "that wrote it, or the model folder beside it"
         )
     if digest != _digest(entries):
         raise CheckpointError(f"{path} is damaged (checksum differs); use another checkpoint")
@@ -258,15 +255,13 @@ def verify(checkpoint: Checkpoint) -> Manifest:
     for name, entry in manifest.files.items():
         part = checkpoint.path / name
         try:
-            if part.stat().st_size == entry["bytes"] and _sha256(part) == entry["sha256"]:
-                continue
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{part} is missing; use another checkpoint") from error
+            is_whole = part.stat().st_size == entry["bytes"] and _sha256(part) == entry["sha256"]
         except OSError as error:
             raise CheckpointError(
                 f"{part} cannot be read: {error.strerror}; use another checkpoint"
             ) from error
-        raise CheckpointError(f"{part} is damaged (checksum differs); use another checkpoint")
+        if not is_whole:
+            raise CheckpointError(f"{part} is damaged (checksum differs); use another checkpoint")
     return manifest
 
 
@@ -274,39 +269,27 @@ def remove(checkpoints: Iterable[Checkpoint]) -> None:
     """Delete checkpoints, each as one act: a crash leaves none of them half deleted.
 
     Raises:
-        CheckpointError: the folder cannot be changed.
+        WinnowError: the folder cannot be changed.
     """
     for checkpoint in checkpoints:
         gone = checkpoint.path.with_name(f".{checkpoint.path.name}.partial")
-        try:
+        with refusals_told(checkpoint.path):
             shutil.rmtree(gone, ignore_errors=True)
             checkpoint.path.rename(gone)
             shutil.rmtree(gone)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot delete {checkpoint.path}: {error.strerror}; "
-                "make the folder writable, or delete it yourself"
-            ) from error
 
 
 def clean(folder: Path) -> None:
     """Undo what a crash, or an end at once, left half done.
 
     Raises:
-        CheckpointError: a checkpoint cannot be put back into its place.
+        OSError: a checkpoint cannot be put back into its place.
     """
     for path in folder.glob(".step-*"):
-        replaced = _REPLACED.match(path.name)
-        place = None if replaced is None else folder / replaced[1]
-        try:
-            if place is not None and not place.exists():
-                path.rename(place)
-                continue
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot rename {path} to {place}: {error.strerror}; "
-                "make the folder writable, or rename it yourself"
-            ) from error
+        place = folder / path.stem[1:]
+        if path.suffix == ".replaced" and not place.exists():
+            path.rename(place)
+            continue
         # Renamed first: a writer that is still at it then finds its folder gone.
         gone = path.with_name(f"{path.name}.gone")
         with contextlib.suppress(OSError):
@@ -314,158 +297,47 @@ def clean(folder: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class Retention:
-    """The checkpoints that stay: the last ones, every m-th, the best; the newest always."""
-
-    last: int | None
-    """Number of the newest; None keeps all."""
-    every: int | None = None
-    """Steps that are a multiple of it stay for good."""
-    best: str | None = None
-    """A figure of the evaluation, of which the largest value stays."""
-
-    def apply(self, folder: Path) -> None:
-        """Delete what need not stay. One that cannot be read stays: a person should see it.
-
-        Raises:
-            CheckpointError: the folder cannot be changed.
-        """
-        if self.last is None:
-            return
-        found = checkpoints_in(folder)
-        keep = set(found[-self.last :])
-        keep |= {c for c in found if self.every is not None and c.step % self.every == 0}
-        best: tuple[float, Checkpoint] | None = None
-        for checkpoint in found:
-            try:
-                figures = read_manifest(checkpoint).figures
-            except CheckpointError:
-                keep.add(checkpoint)
-                continue
-            value = figures.get(self.best or "", float("nan"))
-            if value == value and (best is None or value >= best[0]):
-                best = value, checkpoint
-        if best is not None:
-            keep.add(best[1])
-        remove(c for c in found if c not in keep)
-
-
-class Saver:
-    """A thread that writes checkpoints, one at a time, while training goes on.
-
-    The next save waits for the one before; an error comes up there, or at the end.
+def prune(
+    folder: Path, last: int | None, every: int | None = None, best: str | None = None
+) -> None:
+    """Delete checkpoints that need not stay. One that cannot be read stays for a person to see.
 
     Args:
-        before: makes durable what the checkpoint refers to.
-        after: called with a checkpoint that is in place, such as to copy it elsewhere.
+        last: number of the newest that stay; None keeps all.
+        every: steps that are a multiple of it stay for good.
+        best: figure of the evaluation, of which the largest value stays; of equals the later one.
+
+    Raises:
+        WinnowError: the folder cannot be changed.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        retention: Retention,
-        before: Callable[[], None] = lambda: None,
-        after: Callable[[Checkpoint], None] = lambda _: None,
-    ) -> None:
-        self._folder, self._retention = folder, retention
-        self._before, self._after = before, after
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def save(self, content: Content) -> None:
-        """Begin to write `content`.
-
-        Raises:
-            CheckpointError: the save before failed.
-        """
-        self.wait()
-        self._thread = threading.Thread(
-            target=self._write, args=(content,), name="checkpoint", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def is_busy(self) -> bool:
-        """True while a save is under way."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until what was begun is on disk.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Wait for the last save; after Ctrl-C twice give it up and leave no draft."""
-        if isinstance(error, KeyboardInterrupt):
-            if self._thread is not None:
-                self._thread.join(_ABANDON_S)
-            with contextlib.suppress(CheckpointError):  # the next start meets it, and says so
-                clean(self._folder)
-            return
+    if last is None:
+        return
+    found = checkpoints_in(folder)
+    keep = set(found[-last:])
+    keep |= {c for c in found if every is not None and c.step % every == 0}
+    values: dict[Checkpoint, float] = {}
+    for checkpoint in found:
         try:
-            self.wait()
-        except Exception as failure:
-            if error is None:
-                raise
-            # What broke the run off matters more.
-            log.warning("%s", failure)
-
-    def _write(self, content: Content) -> None:
-        try:
-            self._before()
-            checkpoint = save_checkpoint(self._folder, content)
-            self._retention.apply(self._folder)
-            self._after(checkpoint)
-        except BaseException as error:  # handed over to the one that waits
-            self._error = error
+            value = read_manifest(checkpoint).figures.get(best or "", math.nan)
+        except CheckpointError:
+            keep.add(checkpoint)
+            continue
+        if not math.isnan(value):
+            values[checkpoint] = value
+    if values:
+        keep.add(max(values, key=lambda c: (values[c], c.step)))
+    remove(c for c in found if c not in keep)
 
 
-def sync(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that a file renamed into it survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_manifest(draft: Path, content: Content) -> None:
+def _write_manifest(draft: Path, manifest: Manifest) -> None:
     paths = (path for path in sorted(draft.rglob("*")) if path.is_file())
     files = {
         str(path.relative_to(draft)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in paths
     }
-    entries = asdict(replace(content.manifest, files=files))
+    entries = asdict(replace(manifest, files=files))
     text = json.dumps({"format": _FORMAT, "sha256": _digest(entries), **entries}, indent=1)
     (draft / MANIFEST).write_text(text + "\n", encoding="utf-8")
-
-
-def _put_in_place(draft: Path, target: Path) -> None:
-    """Rename, and when the name is taken move that one aside first: `clean` would bring it back."""
-    old = target.with_name(f".{target.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    draft.rename(target)
-    sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _digest(entries: Mapping[str, Any]) -> str:
@@ -475,9 +347,3 @@ def _digest(entries: Mapping[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_tree(folder: Path) -> None:
-    """Flush every file and folder, so that the rename cannot outrun the contents."""
-    for path in [*folder.rglob("*"), folder]:
-        sync(path)

@@ -8,12 +8,12 @@ fetches it from there and goes on.
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path, PurePosixPath
-from typing import Any
+
+import fsspec
 
 from winnow.errors import CheckpointError
-from winnow.observe.files import PARTIAL
+from winnow.observe.files import PARTIAL, atomic_folder, one_line
 from winnow.runs.checkpoint import MANIFEST, Checkpoint, checkpoints_in
 from winnow.runs.state_file import SHARD_INDEX
 
@@ -32,7 +32,13 @@ class CheckpointUpload:
 
     def __init__(self, url: str, folder: Path) -> None:
         self._url, self._folder = url, folder
-        self._files, root = _file_system(url)
+        try:
+            self._files, root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(
+                f"trainer.checkpoint_url={url} cannot be used: {one_line(error)}; install what it "
+                "asks for, or give another URL"
+            ) from error
         self._root = PurePosixPath(root) / folder.name
         self._sent: dict[Path, tuple[int, int]] = {}
         self._failures = 0
@@ -47,7 +53,7 @@ class CheckpointUpload:
             self._push()
         except Exception as error:  # each file system has errors of its own
             self._failures += 1
-            message = f"cannot copy {checkpoint.path} to {self._url}: {_reason(error)}"
+            message = f"cannot copy {checkpoint.path} to {self._url}: {one_line(error)}"
             if self._failures >= PATIENCE:
                 raise CheckpointError(
                     f"{message}; mend the access, or set trainer.checkpoint_url=null"
@@ -62,26 +68,22 @@ class CheckpointUpload:
         Raises:
             CheckpointError: the copy cannot be read.
         """
-        draft = self._folder.with_name(f".{self._folder.name}{PARTIAL}")
         try:
             if not self._files.exists(str(self._root / "config.yaml")):
                 return False
-            shutil.rmtree(draft, ignore_errors=True)
-            for name in self._files.find(str(self._root)):
-                place = PurePosixPath(name).relative_to(self._root)
-                if ".." in place.parts:
-                    raise ValueError(f"the key {name} leads out of the run's folder")
-                path = draft / place
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._files.get_file(name, str(path))
-            draft.rename(self._folder)
+            with atomic_folder(self._folder) as draft:
+                for name in self._files.find(str(self._root)):
+                    place = PurePosixPath(name).relative_to(self._root)
+                    if ".." in place.parts:
+                        raise ValueError(f"the key {name} leads out of the run's folder")
+                    path = draft / place
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    self._files.get_file(name, str(path))
         except Exception as error:
             raise CheckpointError(
-                f"cannot fetch {self._root} from {self._url}: {_reason(error)}; mend the access, "
+                f"cannot fetch {self._root} from {self._url}: {one_line(error)}; mend the access, "
                 "or set trainer.checkpoint_url=null to begin anew"
             ) from error
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
         return True
 
     def _push(self) -> None:
@@ -106,20 +108,3 @@ class CheckpointUpload:
                 if self._files.exists(manifest):  # first, so that the rest counts no more
                     self._files.rm_file(manifest)
                 self._files.rm(name, recursive=True)
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    import fsspec
-
-    try:
-        files, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise CheckpointError(
-            f"trainer.checkpoint_url={url} cannot be used: {_reason(error)}; install what it asks "
-            "for, or give another URL"
-        ) from error
-    return files, root
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

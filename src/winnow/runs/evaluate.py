@@ -9,11 +9,12 @@ figures of a part would flatter.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -22,8 +23,9 @@ import winnow
 from winnow.config.data import DataConfig, NoTask
 from winnow.config.files import evaluation_recipe
 from winnow.config.load import load_recipe, resolve_recipe
+from winnow.config.model import ModelConfig
+from winnow.config.reward import RewardConfig
 from winnow.config.root import Config
-from winnow.config.trainer import EvaluationConfig
 from winnow.data.tokenizer import may_be_hub_name
 from winnow.errors import (
     CheckpointError,
@@ -42,8 +44,7 @@ from winnow.evaluation.report import (
     print_report,
     watched,
 )
-from winnow.observe.files import refusals_told, write_atomic
-from winnow.observe.run_folder import RunFolder, free_path
+from winnow.observe.files import RunFolder, free_path, refusals_told, require_trust, write_atomic
 from winnow.rewards.routing import Router
 from winnow.rollout.engine import WeightUpdate
 from winnow.runs.build import make_evaluator, use_machine
@@ -52,20 +53,19 @@ from winnow.runs.checkpoint import (
     MANIFEST,
     Checkpoint,
     find_checkpoint,
-    read_manifest,
     verify,
 )
 from winnow.runs.loading import load_policy
+from winnow.runs.process import ShutdownSignal, Stopped
 from winnow.runs.rewarding import make_rewards
-from winnow.runs.shutdown import ShutdownSignal, Stopped
 from winnow.runs.topology import make_engine
-from winnow.runs.trust import require_trust
 
 DEFAULT_RECIPE = "default"
 _FOLDERS = Path("evals")
 """Folder of the evaluations of models that belong to no run."""
 _LONG = 20
 """Characters from which on the words of a template are an instruction."""
+_NO_PROMPTS = "no held-out prompts: give --data FILE, data.eval_files=[FILE] or a task"
 
 
 @dataclass(frozen=True)
@@ -107,18 +107,29 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
     """
     stop = ShutdownSignal(notice="")
     with stop.listening():
-        return _evaluation(request, console, stop)
+        subject = subject_of(request)
+        folder = subject.answers.parent
+        had_folder = folder.exists()
+        try:
+            return _evaluation(subject, console, stop)
+        except (KeyboardInterrupt, Stopped):
+            for file in (subject.answers, subject.report):
+                file.unlink(missing_ok=True)
+            if not had_folder and folder.exists():
+                folder.rmdir()
+            raise
+        except RewardError as error:
+            if not subject.answers.exists():
+                raise
+            raise RewardError(f"{error}; the answers are kept in {subject.answers}") from error
 
 
-def _evaluation(request: EvalRequest, console: Console, stop: ShutdownSignal) -> Report:
-    subject = subject_of(request)
+def _evaluation(subject: Subject, console: Console, stop: ShutdownSignal) -> Report:
     began = time.monotonic()
-    with _nothing_left_of(subject):
-        found, evaluator = _ask(subject, console, stop)
-        seconds = time.monotonic() - began
-        report = Report.of(found)
-        about = _about(subject, evaluator, seconds)
-        write_atomic(subject.report, report.as_json(about))
+    found, evaluator = _ask(subject, console, stop)
+    report = Report.of(found)
+    about = _about(subject, evaluator, time.monotonic() - began)
+    write_atomic(subject.report, report.as_json(about))
     print_report(report, console)
     if evaluator.left_out:
         console.print(
@@ -130,64 +141,32 @@ def _evaluation(request: EvalRequest, console: Console, stop: ShutdownSignal) ->
     return report
 
 
-@contextlib.contextmanager
-def _nothing_left_of(subject: Subject) -> Iterator[None]:
-    """Take the answers away after a stop; where scoring fails too often, say where they are."""
-    had_folder = subject.answers.parent.exists()
-    try:
-        yield
-    except (KeyboardInterrupt, Stopped):
-        for file in (subject.answers, subject.report):
-            file.unlink(missing_ok=True)
-        if not had_folder and subject.answers.parent.exists():
-            subject.answers.parent.rmdir()
-        raise
-    except RewardError as error:
-        if not subject.answers.exists():
-            raise
-        raise RewardError(f"{error}; the answers are kept in {subject.answers}") from error
-
-
 def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Evaluated, Evaluator]:
     config = subject.config
     device = use_machine(config)
-    with _limits_named_as_given(config.evaluation):
-        policy = load_policy(config, subject.model, device)
-    engine = make_engine(config, policy)
-
-    async def ask(evaluator: Evaluator) -> Evaluated:
-        await engine.load_weights(WeightUpdate(version=subject.step))
-        return await watched(evaluator, subject.step, console, config.observe.console)
-
-    with contextlib.closing(make_rewards(config, device, policy.decode, False)) as rewards:
-        with _limits_named_as_given(config.evaluation):
-            evaluator = make_evaluator(
-                _with_all_texts(config), policy, engine, lambda _: subject.answers, rewards
-            )
+    with contextlib.ExitStack() as held:
+        try:
+            policy = load_policy(config, subject.model, device)
+            engine = make_engine(config, policy)
+            rewards = make_rewards(config, device, policy.decode, False)
+            held.callback(rewards.close)
+            evaluator = make_evaluator(config, policy, engine, lambda _: subject.answers, rewards)
+        except ModelError as error:
+            if config.evaluation.max_response_tokens is None:
+                raise
+            # The limit that does not fit was set by this key.
+            own = "evaluation.max_response_tokens"
+            raise ModelError(str(error).replace("rollout.max_response_tokens", own)) from error
         if not evaluator.prompts:
-            raise DataError("no held-out prompts: give --data FILE, or data.eval_files=[FILE]")
-        check_not_asked_twice(config.data, [(p.uid, p.text) for p in evaluator.prompts])
+            raise DataError(_NO_PROMPTS)
+        _check_not_asked_twice(config.data, evaluator)
         console.print(Text(_title(subject, evaluator), style="bold"), soft_wrap=True)
-        return stop.run(lambda: ask(evaluator)), evaluator
 
+        async def ask() -> Evaluated:
+            await engine.load_weights(WeightUpdate(version=subject.step))
+            return await watched(evaluator, subject.step, console, config.observe.console)
 
-def _with_all_texts(config: Config) -> Config:
-    """Have every answer kept with its text; in a run only some are."""
-    rows = 2**63 - 1
-    observe = config.observe.model_copy(update={"rollout_text_groups": rows})
-    return config.model_copy(update={"observe": observe})
-
-
-@contextlib.contextmanager
-def _limits_named_as_given(config: EvaluationConfig) -> Iterator[None]:
-    """Name a limit that does not fit by the key that set it."""
-    try:
-        yield
-    except ModelError as error:
-        if config.max_response_tokens is None:
-            raise
-        own = "evaluation.max_response_tokens"
-        raise ModelError(str(error).replace("rollout.max_response_tokens", own)) from error
+        return stop.run(ask()), evaluator
 
 
 def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, Any]:
@@ -207,7 +186,13 @@ def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, 
             "max_response_tokens": config.rollout.max_response_tokens,
             "seed": config.run.seed,
             "chat_template": config.data.chat_template,
-            **_scoring(config, sorted({prompt.data_source for prompt in evaluator.prompts})),
+            # For comparisons to see a change of them.
+            f"{SCORED}manager": config.reward.manager.name,
+            f"{SCORED}judge": config.reward.judge.name,
+            **{
+                f"{SCORED}scorer of {source}": _scorer(config.reward, source)
+                for source in sorted({prompt.data_source for prompt in evaluator.prompts})
+            },
         },
         "rows_left_out": evaluator.left_out,
         "generated_tokens": evaluator.progress.tokens,
@@ -215,24 +200,13 @@ def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, 
     }
 
 
-def _scoring(config: Config, sources: Sequence[str]) -> dict[str, str]:
-    """Say what scored the answers: for each source a scorer, so that comparisons see a change."""
-    reward = config.reward
-    function = reward.function
-    found: dict[str, str] = {
-        f"{SCORED}manager": reward.manager.name,
-        f"{SCORED}judge": reward.judge.name,
-    }
-    for source in sources:
-        if function.path is not None:
-            name = f"{function.path}:{function.name}"
-        else:
-            try:
-                name = Router(reward.scorers).scorer(source).name
-            except RewardError:  # a manager that scores by itself needs none
-                name = reward.manager.name
-        found[f"{SCORED}scorer of {source}"] = name
-    return found
+def _scorer(reward: RewardConfig, source: str) -> str:
+    if reward.function.path is not None:
+        return f"{reward.function.path}:{reward.function.name}"
+    try:
+        return Router(reward.scorers).scorer(source).name
+    except RewardError:  # a manager that scores by itself needs none
+        return reward.manager.name
 
 
 def _title(subject: Subject, evaluator: Evaluator) -> str:
@@ -244,6 +218,18 @@ def _title(subject: Subject, evaluator: Evaluator) -> str:
     return f"{subject.title}: {', '.join(how)}, at most {limit:,} tokens"
 
 
+def _check_not_asked_twice(data: DataConfig, evaluator: Evaluator) -> None:
+    """Refuse a template around rows that hold its instruction already, as published files do."""
+    starts = {text.partition("{prompt}")[0].strip() for text in data.prompt_template.values()}
+    for prompt in evaluator.prompts:
+        if any(len(start) >= _LONG and prompt.text.count(start) > 1 for start in starts):
+            raise DataError(
+                f"{prompt.uid}: the row holds the instruction of data.prompt_template already, so "
+                "it would be given twice; add 'data.prompt_template={*:\"{prompt}\"}', or take "
+                "the bare questions of winnow data prepare"
+            )
+
+
 def subject_of(request: EvalRequest) -> Subject:
     """Find the model and settle the recipe; reads no weights.
 
@@ -253,97 +239,60 @@ def subject_of(request: EvalRequest) -> Subject:
     """
     path = Path(request.model).expanduser()
     with refusals_told(path):
-        kind = _kind_of(path, request.model)
-    if kind == "checkpoint":
-        checkpoint = Checkpoint(path, read_manifest(Checkpoint(path, 0)).step)
-        verify(checkpoint)
-        run = RunFolder(path.absolute().parent.parent)
-        return _of_run(request, run, checkpoint, str(path / CONFIG))
-    if kind == "model":
-        return _of_model(request)
-    folder = RunFolder.open(path)
-    return _of_run(request, folder, find_checkpoint(folder.path, request.step), str(folder.config))
-
-
-def _kind_of(path: Path, name: str) -> Literal["checkpoint", "model", "run"]:
-    """Tell what lies there; a missing path is a model on the hub, or else taken for a run."""
-    if (path / MANIFEST).is_file():
-        return "checkpoint"
-    if not path.exists():
-        is_ours = name.endswith("/") or name.partition("/")[0] in ("runs", "evals")
-        return "model" if may_be_hub_name(name) and not is_ours else "run"
-    if (path / "config.json").is_file():
-        return "model"
-    if not (path / CONFIG).is_file():
-        raise WinnowError(
-            f"{path} is neither a run's folder (no config.yaml) nor a model's (no config.json); "
-            "give runs/NAME, a Hugging Face folder or a hub name"
-        )
-    return "run"
-
-
-def check_not_asked_twice(data: DataConfig, questions: Sequence[tuple[str, str]]) -> None:
-    """Refuse a template around rows that hold its instruction already, as published files do.
-
-    Args:
-        questions: uid and rendered text of each prompt.
-
-    Raises:
-        DataError: names the row.
-    """
-    starts = {text.partition("{prompt}")[0].strip() for text in data.prompt_template.values()}
-    for uid, text in questions:
-        if any(len(start) >= _LONG and text.count(start) > 1 for start in starts):
-            raise DataError(
-                f"{uid}: the row holds the instruction of data.prompt_template already, so it "
-                "would be given twice; add 'data.prompt_template={*:\"{prompt}\"}', or take the "
-                "bare questions of winnow data prepare"
+        is_checkpoint, is_run = (path / MANIFEST).is_file(), _is_run(path, request.model)
+    if is_checkpoint:
+        checkpoint = Checkpoint(path, verify(Checkpoint(path, 0)).step)
+        if request.step not in (None, checkpoint.step):
+            raise CheckpointError(
+                f"--step is {request.step}, but {path} is of step {checkpoint.step}; leave one of "
+                "them out"
             )
-
-
-def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, recipe: str) -> Subject:
-    if request.step is not None and request.step != checkpoint.step:
-        raise CheckpointError(
-            f"--step is {request.step}, but {checkpoint.path} is of step {checkpoint.step}; "
-            "leave one of them out"
-        )
-    overrides = request.overrides
-    if request.recipe is None:
-        config = load_recipe(recipe, overrides)
-    else:
-        # The run says which model, the recipe how to ask it.
-        own = load_recipe(recipe, [o for o in overrides if _is_of_model(o)])
-        config = _recipe(request.recipe, [o for o in overrides if not _is_of_model(o)])
-        config = config.model_copy(update={"model": own.model})
-    require_trust(config, overrides, run.path, "model.trust_remote_code=true")
-    name = f"checkpoint-{checkpoint.step}"
-    answers, report = run.evaluations / f"{name}.parquet", run.evaluations / f"{name}.json"
-    if request.out is not None or not run.config.is_file():
-        answers, report = _in_folder(request.out or str(free_path(_FOLDERS, name)))
-    elif answers.exists() or report.exists():
-        raise WinnowError(
-            f"{answers} holds an evaluation of this checkpoint already; give --out FOLDER, or "
-            "delete it and the .json beside it"
-        )
-    title = f"{run.name}, step {checkpoint.step}"
-    asked = _asking(request, config)
-    return Subject(title, str(checkpoint.model), asked, checkpoint.step, answers, report)
-
-
-def _of_model(request: EvalRequest) -> Subject:
+        return _of_run(request, RunFolder(path.absolute().parent.parent), checkpoint, path)
+    if is_run:
+        run = RunFolder.open(path)
+        return _of_run(request, run, find_checkpoint(run.path, request.step), path)
     if request.step is not None:
         raise ConfigError(
             f"--step is {request.step}, but {request.model} is a model, not a run; leave it out"
         )
     config = _recipe(request.recipe or DEFAULT_RECIPE, request.overrides)
     model = config.model.model_copy(update={"path": request.model})
-    config = _asking(request, config.model_copy(update={"model": model}))
-    if request.out is None:
-        name = Path(request.model).expanduser().absolute().name
-        answers, report = _in_folder(str(free_path(_FOLDERS, name)))
-    else:
-        answers, report = _in_folder(request.out)
+    config = _asking(request, config, model)
+    answers, report = _places(request.out, None, path.absolute().name)
     return Subject(request.model, request.model, config, 0, answers, report)
+
+
+def _is_run(path: Path, name: str) -> bool:
+    """Tell a run from a model; a missing path is a model on the hub, or else taken for a run."""
+    if not path.exists():
+        is_ours = name.endswith("/") or name.partition("/")[0] in ("runs", "evals")
+        return is_ours or not may_be_hub_name(name)
+    if (path / "config.json").is_file():
+        return False
+    if not (path / CONFIG).is_file():
+        raise WinnowError(
+            f"{path} is neither a run's folder (no config.yaml) nor a model's (no config.json); "
+            "give runs/NAME, a Hugging Face folder or a hub name"
+        )
+    return True
+
+
+def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, given: Path) -> Subject:
+    """Settle the asking of a run's model; the recipe lies in the folder that was given."""
+    recipe, overrides = str(given / CONFIG), request.overrides
+    if request.recipe is None:
+        config = load_recipe(recipe, overrides)
+        model = config.model
+    else:
+        # The run says which model, the recipe how to ask it.
+        model = load_recipe(recipe, [o for o in overrides if _is_of_model(o)]).model
+        config = _recipe(request.recipe, [o for o in overrides if not _is_of_model(o)])
+    config = _asking(request, config, model)
+    require_trust(config, overrides, run.path, "model.trust_remote_code=true")
+    name = f"checkpoint-{checkpoint.step}"
+    answers, report = _places(request.out, run if run.config.is_file() else None, name)
+    title = f"{run.name}, step {checkpoint.step}"
+    return Subject(title, str(checkpoint.model), config, checkpoint.step, answers, report)
 
 
 def _recipe(name: str, overrides: Sequence[str]) -> Config:
@@ -351,33 +300,40 @@ def _recipe(name: str, overrides: Sequence[str]) -> Config:
     return resolve_recipe(evaluation_recipe(name), overrides)
 
 
-def _asking(request: EvalRequest, config: Config) -> Config:
-    """Settle the data of the command line, and room for the answers that are asked for."""
-    data = config.data
-    if request.data:
-        data = data.model_copy(update={"eval_files": request.data})
-    if not data.eval_files and isinstance(data.task, NoTask):
-        raise DataError("no held-out prompts: give --data FILE, data.eval_files=[FILE] or a task")
+def _asking(request: EvalRequest, config: Config, model: ModelConfig) -> Config:
+    """Settle model and data, room for the answers that are asked for, and that all are kept."""
+    files = request.data or config.data.eval_files
+    if not files and isinstance(config.data.task, NoTask):
+        raise DataError(_NO_PROMPTS)
     known = config.evaluation.data_set
-    missing = [f for f in data.eval_files if "://" not in f and not Path(f).expanduser().exists()]
+    missing = [f for f in files if "://" not in f and not Path(f).expanduser().exists()]
     if known is not None and missing and not request.data:
         raise DataError(
             f"{missing[0]}: no such file; get it by `winnow data prepare {known}`, or give "
             "--data FILE"
         )
     limit = config.evaluation.max_response_tokens or config.rollout.max_response_tokens
-    rollout = config.rollout.model_copy(update={"max_response_tokens": limit})
-    return config.model_copy(update={"data": data, "rollout": rollout})
+    return config.model_copy(
+        update={
+            "model": model,
+            "data": config.data.model_copy(update={"eval_files": files}),
+            "rollout": config.rollout.model_copy(update={"max_response_tokens": limit}),
+            "observe": config.observe.model_copy(update={"rollout_text_groups": sys.maxsize}),
+        }
+    )
 
 
-def _in_folder(out: str) -> tuple[Path, Path]:
-    folder = Path(out).expanduser()
-    if folder.is_file():
-        raise WinnowError(f"--out {out} is a file; name a folder")
-    taken = [folder / name for name in (ANSWERS, REPORT) if (folder / name).exists()]
-    if taken:
-        raise WinnowError(f"--out {out} holds an evaluation already; name another folder")
-    return folder / ANSWERS, folder / REPORT
+def _places(out: str | None, run: RunFolder | None, name: str) -> tuple[Path, Path]:
+    """Say where answers and report go: to `--out`, among a run's evaluations, or to evals/."""
+    if out is None and run is not None:
+        answers, report = (run.evaluations / f"{name}{kind}" for kind in (".parquet", ".json"))
+    else:
+        folder = free_path(_FOLDERS, name) if out is None else Path(out).expanduser()
+        answers, report = folder / ANSWERS, folder / REPORT
+    for file in (answers.parent, answers, report):
+        if file.is_file():
+            raise WinnowError(f"{file} is there already; name another folder with --out")
+    return answers, report
 
 
 def _is_of_model(override: str) -> bool:

@@ -9,15 +9,13 @@ from pathlib import Path
 import torch
 
 from winnow.config.load import load_recipe
-from winnow.config.model import ModelConfig
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import ConfigError, WinnowError
 from winnow.models.causal_lm import save_model
 from winnow.models.lora import adapter_base, merge
-from winnow.observe.run_folder import RunFolder
+from winnow.observe.files import RunFolder, atomic_folder, require_trust
 from winnow.runs.checkpoint import CONFIG, find_checkpoint
 from winnow.runs.loading import load_policy_model
-from winnow.runs.trust import require_trust
 
 
 def run_export(
@@ -44,24 +42,18 @@ def run_export(
     base = adapter_base(checkpoint.model)
     if adapter and base is None:
         raise ConfigError(f"{run} was trained without an adapter; leave --adapter out")
-    draft = path.with_name(f".{path.name}.partial")
     try:
-        if base is None or adapter:
-            shutil.copytree(checkpoint.model, draft)
-        else:
-            config = load_recipe(str(checkpoint.path / CONFIG), list(overrides))
-            require_trust(config, overrides, run, "--trust-remote-code")
-            _write_merged(config.model, checkpoint.model, draft)
-        draft.rename(path)
+        with atomic_folder(path) as draft:
+            if base is None or adapter:
+                shutil.copytree(checkpoint.model, draft, dirs_exist_ok=True)
+            else:
+                config = load_recipe(str(checkpoint.path / CONFIG), list(overrides))
+                require_trust(config, overrides, run, "--trust-remote-code")
+                folder = str(checkpoint.model)
+                model = load_policy_model(config.model, folder, torch.device("cpu"), seed=0)
+                merge(model)
+                tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
+                save_model(model, tokenizer, draft)
     except OSError as error:
         raise WinnowError(f"cannot write {target}: {error}; choose another folder") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return path
-
-
-def _write_merged(config: ModelConfig, folder: Path, target: Path) -> None:
-    """The base model with the adapter of `folder` in its weights."""
-    model = load_policy_model(config, str(folder), torch.device("cpu"), seed=0)
-    merge(model)
-    save_model(model, load_tokenizer(str(folder), config.trust_remote_code), target)

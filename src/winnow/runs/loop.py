@@ -8,7 +8,6 @@ short script over the same objects.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,15 +19,13 @@ from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import Engine, WeightUpdate
 from winnow.runs.metrics import Throughput, record_step, rollout_groups
-from winnow.runs.shutdown import ShutdownSignal
+from winnow.runs.process import ShutdownSignal
 from winnow.runs.state import RunState
 from winnow.sampling.stream import Sampler
 
 if TYPE_CHECKING:
     from winnow.learning.canary import Canary
     from winnow.types import FloatArray
-
-log = logging.getLogger(__name__)
 
 Publish = Callable[[int], Awaitable[Mapping[str, Number]]]
 """Give the engine the weights of a version; return figures of that."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,7 +18,7 @@ from winnow.sampling.accounting import StepGroups
 from winnow.types import Score
 
 _GIB = 2**30
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+_KIB = 2**10
 
 
 def record_step(
@@ -170,4 +169,4 @@ class Throughput:
     def _peak_gib(self) -> float:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / _GIB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / _GIB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB / _GIB

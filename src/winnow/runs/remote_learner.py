@@ -35,10 +35,10 @@ from winnow.observe.metrics import Metrics, Number, Stopwatch
 from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.weights import BUCKET_BYTES, Bucket, buckets, split_bucket, tensors
 from winnow.runs.build_learner import make_learner
-from winnow.runs.checkpoint import this_machine
+from winnow.runs.checkpoint import Snapshot, this_machine
 from winnow.runs.loading import check_finite, load_policy_model
 from winnow.runs.metrics import Passes
-from winnow.runs.state import Save, Snapshot
+from winnow.runs.state import Save
 from winnow.types import FloatArray, Group
 from winnow.workers.array_refs import SplitResult, fetch
 from winnow.workers.group import WorkerGroup

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -29,10 +32,9 @@ from winnow.config.load import differing_keys, dump_config, load_recipe
 from winnow.config.root import Config
 from winnow.config.schema import show
 from winnow.errors import CheckpointError, ConfigError
-from winnow.observe.files import PARTIAL, disk_error, refusals_told
+from winnow.observe.files import PARTIAL, RunFolder, disk_error, refusals_told
 from winnow.observe.jsonl import METRICS_FILE, MetricsLog
 from winnow.observe.rollouts import drop_rollouts_after
-from winnow.observe.run_folder import RunFolder
 from winnow.runs.checkpoint import (
     CONFIG,
     Checkpoint,
@@ -43,58 +45,37 @@ from winnow.runs.checkpoint import (
     remove,
     verify,
 )
-from winnow.runs.trust import code_notes
 
 LOCK_FILE = ".lock"
 """Its name in a run's folder. It stays there: a lock file that comes and goes can be held twice."""
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-HARMLESS = frozenset(
-    {
-        "run.name",
-        "run.description",
-        "run.dir",
-        "run.resume",
-        "run.threads",  # a difference warns: see `Opened.differences`
-        "run.device",
-        "warm_start.cache_dir",
-        "reward.workers",
-        "reward.processes",
-        *(
-            f"reward.judge.{key}"  # who asks, how fast, and where replies are kept
-            for key in ("api_key_env", "cache", "max_concurrent", "retries", "timeout_s")
-        ),
-        "reward.judge.requests_per_minute",
-        "reward.judge.tokens_per_minute",
-        "sampling.stall_timeout_s",
-        "trainer.save_every",
-        "trainer.keep_last",
-        "trainer.keep_every",
-        "trainer.keep_best",
-        "trainer.checkpoint_url",
-        "trainer.max_restarts",
-        "trainer.stall_timeout_s",
-        *(
-            f"trainer.strategy.{key}"  # the number of ranks as that of threads
-            for key in ("ranks", "replicas", "reshard_after_forward", "offload", "bucket_mb")
-        ),
-        "observe.console",
-        "observe.peak_tflops",
-    }
-)
-"""Keys that no figure but times depends on."""
-HARMLESS_SECTION = "cluster"
-"""Nor on any key of it: where processes are."""
-REMEDIES = frozenset(
-    {
-        "reward.judge.base_url",
-        "reward.memory_mb",
-        "reward.timeout_s",
-        "sampling.max_groups_per_step",
-        "sampling.on_bound",
-    }
-)
-"""Keys that may change because a run that stopped at its bound, at failing scorers, or at a judge
-that has moved, asks for it."""
+_MAY_DIFFER: dict[str, set[str]] = {
+    "run": {"name", "description", "dir", "resume", "threads", "device"},
+    "warm_start": {"cache_dir"},
+    "reward": {"workers", "processes"},
+    # Who asks the judge, how fast, and where replies are kept.
+    "reward.judge": {
+        *("api_key_env", "cache", "max_concurrent", "retries", "timeout_s"),
+        *("requests_per_minute", "tokens_per_minute"),
+    },
+    "sampling": {"stall_timeout_s"},
+    "trainer": {
+        *("save_every", "keep_last", "keep_every", "keep_best", "checkpoint_url"),
+        *("max_restarts", "stall_timeout_s"),
+    },
+    # A difference in ranks, as in threads, warns: `Opened.differences`.
+    "trainer.strategy": {"ranks", "replicas", "reshard_after_forward", "offload", "bucket_mb"},
+    "observe": {"console", "peak_tflops"},
+}
+"""Keys by section, beside those of `cluster`, on which no figure but times depends."""
+_MAY_BE_MENDED: dict[str, set[str]] = {
+    "reward": {"memory_mb", "timeout_s"},
+    "reward.judge": {"base_url"},
+    "sampling": {"max_groups_per_step", "on_bound"},
+}
+"""Keys to change where a run stopped at its bound, at failing scorers, or at a judge that moved."""
+_NOTHING_YET = Manifest(step=-1, evaluated=False)
+_PYTHON_FILE = re.compile(r"(.+\.py)(:\w+)?")
 _SHOWN = 4
 _BEFORE_THE_START = {LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE}
 """Files of a run before there is anything to lose."""
@@ -109,20 +90,19 @@ class Opened:
     folder: RunFolder
     config: Config
     """The recipe as the folder keeps it."""
-    checkpoint: Checkpoint | None
-    """The checkpoint to go on from; None starts at the beginning."""
-    manifest: Manifest | None
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     """Lines for the user."""
+    checkpoint: Checkpoint | None = None
+    """The checkpoint to go on from; None starts at the beginning."""
+    manifest: Manifest = _NOTHING_YET
 
     def is_finished(self, steps: int) -> bool:
         """Return whether nothing is left to do."""
-        manifest = self.manifest
-        return manifest is not None and manifest.step >= steps and manifest.evaluated
+        return self.manifest.step >= steps and self.manifest.evaluated
 
     def differences(self, machine: Mapping[str, str | int]) -> list[str]:
         """Say what of the machine is not as it was when the checkpoint was made."""
-        was = {} if self.manifest is None else self.manifest.machine
+        was = self.manifest.machine
         return [
             f"Warning: {name} was {was[name]} and is {now}: the bits may differ from an "
             "undisturbed run's"
@@ -138,13 +118,11 @@ class Opened:
         Raises:
             WinnowError: the folder cannot be changed, or metrics.jsonl was.
         """
-        step = -1 if self.checkpoint is None else self.checkpoint.step
-        manifest, folder = self.manifest, self.folder
+        folder, step = self.folder, self.manifest.step
         remove(c for c in reversed(checkpoints_in(folder.checkpoints)) if c.step > step)
         drop_rollouts_after(folder.rollouts, step)
-        done = manifest is not None and manifest.evaluated
-        drop_rollouts_after(folder.evaluations, step if done else step - 1)
-        metrics.truncate(0 if manifest is None else manifest.metrics_bytes)
+        drop_rollouts_after(folder.evaluations, step if self.manifest.evaluated else step - 1)
+        metrics.truncate(self.manifest.metrics_bytes)
         folder.save_config(dump_config(self.config))
 
 
@@ -195,50 +173,35 @@ def opened_run(config: Config, recipe: str) -> Iterator[Opened]:
 
 
 def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
-    resume = config.run.resume
-    named = _named(config)
-    url = config.trainer.checkpoint_url
-    if resume == "auto" and url is not None and named is not None and not named.exists():
-        from winnow.runs.checkpoint_upload import CheckpointUpload
-
-        CheckpointUpload(url, named).fetch()
-    if resume not in ("auto", "never"):
-        path, wanted = _asked_for(resume)
+    run, url = config.run, config.trainer.checkpoint_url
+    if run.resume not in ("auto", "never"):
+        path, wanted = _asked_for(run.resume)
         held.enter_context(locked(path))
         return _continued(config, RunFolder.open(path), wanted)
-    if resume == "auto" and named is not None and _has_begun(named):
-        held.enter_context(locked(named))
-        return _continued(config, RunFolder(named), None)
-    folder = _created(config, recipe, named)
-    held.enter_context(locked(folder.path))
-    kept = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
-    folder.save_config(dump_config(kept))
-    return Opened(folder, kept, None, None, notes=())
+    named = None if run.name is None else RunFolder(Path(run.dir) / run.name)
+    names: set[str] = set()
+    is_begun = False
+    if named is not None:
+        if run.resume == "auto" and url is not None and not named.path.exists():
+            from winnow.runs.checkpoint_upload import CheckpointUpload
 
-
-def _named(config: Config) -> Path | None:
-    return None if config.run.name is None else Path(config.run.dir) / config.run.name
-
-
-def _has_begun(path: Path) -> bool:
-    """Return whether a run has anything to lose; else it may come with another recipe."""
-    folder = RunFolder(path)
-    if not folder.config.is_file():
-        return False
-    has_figures = folder.metrics.is_file() and folder.metrics.stat().st_size > 0
-    return has_figures or not {each.name for each in path.iterdir()} <= _BEFORE_THE_START
-
-
-def _created(config: Config, recipe: str, named: Path | None) -> RunFolder:
-    if named is not None and named.is_dir():
-        # A run that ended before its first figures holds nothing.
-        left = {path.name for path in named.iterdir()}
-        if left <= _BEFORE_THE_START and not _has_begun(named):
-            with locked(named):
-                for name in left - {LOCK_FILE}:
-                    (named / name).unlink(missing_ok=True)
-                return RunFolder(named)
-    return RunFolder.create(config.run.dir, config.run.name, recipe)
+            CheckpointUpload(url, named.path).fetch()
+        if named.path.is_dir():
+            names = {each.name for each in named.path.iterdir()}
+        # A run that ended before its first figures has nothing to lose.
+        has_figures = METRICS_FILE in names and named.metrics.stat().st_size > 0
+        is_begun = has_figures or not names <= _BEFORE_THE_START
+        if run.resume == "auto" and is_begun and CONFIG in names:
+            held.enter_context(locked(named.path))
+            return _continued(config, named, None)
+    if named is None or is_begun or not names:
+        named = RunFolder.create(run.dir, run.name, recipe)
+    held.enter_context(locked(named.path))
+    for name in names - {LOCK_FILE}:
+        (named.path / name).unlink(missing_ok=True)
+    kept = config.model_copy(update={"run": run.model_copy(update={"resume": "auto"})})
+    named.save_config(dump_config(kept))
+    return Opened(named, kept)
 
 
 def _asked_for(resume: str) -> tuple[Path, Checkpoint | None]:
@@ -258,71 +221,85 @@ def _asked_for(resume: str) -> tuple[Path, Checkpoint | None]:
 
 
 def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> Opened:
-    saved = _saved_recipe(folder)
-    _check_recipe(config, saved, folder.path)
-    kept = config.model_copy(update={"run": saved.run})
-    clean(folder.checkpoints)
-    for partial in folder.path.glob(f"*{PARTIAL}"):
-        partial.unlink(missing_ok=True)
-    notes = []
-    if wanted is None:
-        checkpoint, faults = newest_usable(folder.checkpoints)
-        if checkpoint is None and faults:
-            more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-            raise CheckpointError(
-                f"{folder.path} has no checkpoint that is whole: {faults[0]}{more}; put that back, "
-                "or choose another run.name for a new run"
-            )
-        if checkpoint is not None:
-            after = f"step {checkpoint.step}"
-            notes += [f"Warning: {fault}; going on from {after}" for fault in faults]
-    else:
-        checkpoint = wanted
-    if checkpoint is None:
-        notes.append(f"{folder.path} has no checkpoint yet: starting at the beginning")
-        return Opened(folder, kept, None, None, tuple(notes))
-    manifest = verify(checkpoint)
-    made_with = checkpoint.path / CONFIG
-    if made_with.read_bytes() != folder.config.read_bytes():
-        _check_checkpoint(config, load_recipe(str(made_with)), checkpoint)
-    notes += code_notes(config, folder.path, manifest.code)
-    notes.append(f"Continuing {folder.path} after step {checkpoint.step} of {config.trainer.steps}")
-    return Opened(folder, kept, checkpoint, manifest, tuple(notes))
-
-
-def _saved_recipe(folder: RunFolder) -> Config:
-    """Read the recipe that a run was begun with."""
     try:
-        return load_recipe(str(folder.config))
+        saved = load_recipe(str(folder.config))
     except ConfigError as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
             f"{folder.config} is damaged ({reason}); put back the config.yaml of one of the run's "
             "checkpoints"
         ) from error
-
-
-def _check_recipe(config: Config, saved: Config, folder: Path) -> None:
-    if faults := _changed(saved, config):
-        raise ConfigError(
-            f"{folder} was trained with another recipe: {faults}; set that back, or choose "
-            "another run.name for a new run"
+    _check_same(config, saved, folder.path)
+    kept = config.model_copy(update={"run": saved.run})
+    clean(folder.checkpoints)
+    for partial in folder.path.glob(f"*{PARTIAL}"):
+        partial.unlink(missing_ok=True)
+    checkpoint, notes = (wanted, []) if wanted is not None else newest_usable(folder.path)
+    if checkpoint is None:
+        return Opened(
+            folder, kept, (f"{folder.path} has no checkpoint yet: starting at the beginning",)
         )
+    manifest = verify(checkpoint)
+    _check_same(config, load_recipe(str(checkpoint.path / CONFIG)), checkpoint.path)
+    notes += code_notes(config, folder.path, manifest.code)
+    notes.append(f"Continuing {folder.path} after step {checkpoint.step} of {config.trainer.steps}")
+    return Opened(folder, kept, tuple(notes), checkpoint, manifest)
 
 
-def _check_checkpoint(config: Config, saved: Config, checkpoint: Checkpoint) -> None:
-    if faults := _changed(saved, config):
-        raise CheckpointError(
-            f"{checkpoint.path} was made with another recipe: {faults}; delete it, or put back "
-            "the one that belongs to this run"
-        )
-
-
-def _changed(saved: Config, config: Config) -> str:
-    changed = [
-        f"{key} was {show(was)} and is {show(now)}"
-        for key, was, now in differing_keys(saved, config)
-        if key.replace("/", ".") not in HARMLESS | REMEDIES and not key.startswith(HARMLESS_SECTION)
-    ]
+def _check_same(config: Config, saved: Config, path: Path) -> None:
+    """Refuse to go on from what lies at `path` with a recipe that gives other figures."""
+    changed = []
+    for key, was, now in differing_keys(saved, config):
+        section, _, name = key.replace("/", ".").rpartition(".")
+        allowed = _MAY_DIFFER.get(section, set()) | _MAY_BE_MENDED.get(section, set())
+        if name not in allowed and section.partition(".")[0] != "cluster":
+            changed.append(f"{key} was {show(was)} and is {show(now)}")
+    if not changed:
+        return
     more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-    return ", ".join(changed[:_SHOWN]) + more
+    raise ConfigError(
+        f"{path} was trained with another recipe: {', '.join(changed[:_SHOWN])}{more}; set that "
+        "back, or choose another run.name for a new run"
+    )
+
+
+def code_hashes(config: Config) -> dict[str, str]:
+    """Hash the user's own Python files that a recipe names, by its keys."""
+    return {
+        key: hashlib.sha256(path.read_bytes()).hexdigest()
+        for key, path in _user_files(config.model_dump(), "")
+        if path.is_file()
+    }
+
+
+def code_notes(config: Config, folder: Path, was: Mapping[str, str]) -> list[str]:
+    """Say which of the user's files lie in the run's folder, or are not what they were.
+
+    Args:
+        was: `code_hashes` when the checkpoint was made.
+    """
+    notes, now = [], code_hashes(config)
+    for key, path in _user_files(config.model_dump(), ""):
+        if path.resolve().is_relative_to(folder.resolve()):
+            notes.append(
+                f"Warning: {key}={path} lies in the run's folder: its code runs now, with your "
+                "permissions; stop here if you do not know whose it is"
+            )
+        elif key in was and key in now and was[key] != now[key]:
+            notes.append(
+                f"Warning: {key}={path} is not what it was when the checkpoint was made: the run "
+                "goes on with what it says now"
+            )
+    return notes
+
+
+def _user_files(section: Any, key: str) -> Iterator[tuple[str, Path]]:
+    """Find the values of a recipe that name Python files, with their keys."""
+    if isinstance(section, Mapping):
+        for name, value in section.items():
+            yield from _user_files(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(section, list | tuple):
+        for index, value in enumerate(section):
+            yield from _user_files(value, f"{key}.{index}")
+    elif isinstance(section, str) and (found := _PYTHON_FILE.fullmatch(section)):
+        yield key, Path(found[1]).expanduser()

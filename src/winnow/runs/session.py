@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -19,21 +18,19 @@ from winnow.config.root import Config
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.figures import duration
+from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.metrics import SFT_S, Record
 from winnow.observe.rollouts import RolloutGroup
-from winnow.observe.run_folder import RunFolder
 from winnow.observe.sinks import RunInfo, Sinks, UserSink
-from winnow.rewards.pipeline import Rewards
-from winnow.runs.build import build, make_saver, use_machine
+from winnow.runs.build import build, use_machine
 from winnow.runs.build_learner import needs_start
-from winnow.runs.checkpoint import Saver, checkpoints_in, load_state
+from winnow.runs.checkpoint import checkpoints_in, load_state
 from winnow.runs.loading import load_policy
 from winnow.runs.loop import Run, train
+from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped
 from winnow.runs.resume import Opened, opened_run
-from winnow.runs.shutdown import ShutdownSignal, Stopped
 from winnow.runs.state import seed_everything
-from winnow.runs.supervisor import Heartbeat
 from winnow.runs.topology import (
     holds_no_weights,
     other_processes,
@@ -42,9 +39,6 @@ from winnow.runs.topology import (
     uses_device,
 )
 from winnow.sampling.ledger import Ledger
-
-if TYPE_CHECKING:
-    from winnow.runs.warm_start import WarmStart
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +77,6 @@ def run_training(
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             other_processes(config, policy, first) as others,
             contextlib.closing(placed_rewards(config, policy, others)) as rewards,
-            make_saver(config, folder) as saver,  # ends before the ranks that write for it
         ):
             placed = placed_models(config, policy, first, others)
             _tell(sink, opened.differences(placed.machine))
@@ -98,7 +91,6 @@ def run_training(
                 folder,
                 sinks,
                 metrics,
-                saver,
                 stop,
                 rewards,
                 placed,
@@ -108,9 +100,11 @@ def run_training(
             _resume(config, opened, run)
             _tell(sink, _lag_notes(config, run))
             opened.rewind(metrics)
-            _watch(heartbeat, run, rewards)
+            heartbeat.watch(lambda: run.engine.status().generated_tokens)
+            heartbeat.watch(lambda: run.learner.progress)
+            heartbeat.watch(rewards.scored_apart)
             sinks.start(RunInfo(folder.name, run.steps, run.first_step))
-            stopped = _train(config, run, saver, stop)
+            stopped = _train(config, run, stop)
         if stopped is not None:
             sink.note(_farewell(stopped, run.state.step, folder))
             return stopped.exit_code
@@ -124,13 +118,6 @@ def _tell(sink: ConsoleSink, lines: Iterable[str]) -> None:
     for line in lines:
         sink.note(line)
         log.log(logging.WARNING if line.startswith("Warning") else logging.INFO, "%s", line)
-
-
-def _watch(heartbeat: Heartbeat, run: Run, rewards: Rewards) -> None:
-    """Give the heartbeat the counters that move while a run is alive."""
-    heartbeat.watch(lambda: run.engine.status().generated_tokens)
-    heartbeat.watch(lambda: run.learner.progress)
-    heartbeat.watch(rewards.scored_apart)
 
 
 @contextlib.contextmanager
@@ -161,9 +148,11 @@ def _models(
         return str(checkpoint.model), None, {}
     began, start, figures = time.monotonic(), config.model.path, {}
     if isinstance(config.warm_start, SftWarmStart):
+        from winnow.runs.warm_start import make_warm_start
+
         fresh = fresh and checkpoint is None
-        warm = run_warm_start(config, config.warm_start, fresh, sink, heartbeat.beat)
-        start, figures = str(warm.folder), {SFT_S: time.monotonic() - began}
+        start = str(make_warm_start(config, fresh, sink, heartbeat.beat))
+        figures = {SFT_S: time.monotonic() - began}
     assert start is not None, "the configuration asks for a model or a warm start"
     if checkpoint is not None:
         return str(checkpoint.model), start, {}
@@ -192,10 +181,10 @@ def _lag_notes(config: Config, run: Run) -> list[str]:
     ]
 
 
-def _train(config: Config, run: Run, saver: Saver, stop: ShutdownSignal) -> Stopped | None:
+def _train(config: Config, run: Run, stop: ShutdownSignal) -> Stopped | None:
     """Train, and save what was reached when it is stopped or cannot go on."""
     stopped = None
-    with stop.deferring(), heap.frozen():
+    with stop.deferring(), heap.frozen(), run.state:
         try:
             asyncio.run(train(run))
         except Stopped as request:
@@ -215,43 +204,13 @@ def _train(config: Config, run: Run, saver: Saver, stop: ShutdownSignal) -> Stop
             raise
         finally:
             run.sinks.close()
-        saver.wait()
+        run.state.wait()
     return stopped
 
 
 def _farewell(stopped: Stopped, step: int | None, folder: RunFolder) -> str:
     saved = "before anything was to be saved" if step is None else f"after step {step}, saved"
     return f"Stopped by {stopped.reason} {saved}. Go on with: winnow resume {folder.path}"
-
-
-def run_warm_start(
-    config: Config,
-    warm: SftWarmStart,
-    fresh: bool,
-    sink: ConsoleSink,
-    on_progress: Callable[[], None] = lambda: None,
-) -> WarmStart:
-    """Take the cached start, or make it now and show the progress."""
-    from winnow.runs.warm_start import make_warm_start
-
-    started = False
-
-    def show(step: int, record: Mapping[str, float]) -> None:
-        nonlocal started
-        if not started:
-            sink.start(RunInfo("warm-up", warm.steps, kind="warm_up"))
-            started = True
-        sink.log(step, dict(record))
-        on_progress()
-
-    try:
-        found = make_warm_start(config, warm, fresh, show)
-    finally:
-        if started:
-            sink.close()
-    if found.cached:
-        sink.note(f"Warm start: taken from {found.folder} (made before; --fresh makes it anew)")
-    return found
 
 
 def run_sft(config: Config, fresh: bool, console: Console) -> Path:
@@ -265,9 +224,11 @@ def run_sft(config: Config, fresh: bool, console: Console) -> Path:
             f"warm_start is {config.warm_start.name}: there is nothing to fine-tune; "
             "choose warm_start=sft"
         )
+    from winnow.runs.warm_start import make_warm_start
+
     use_machine(config)
     sink = make_console(config.observe.console, console)
-    return run_warm_start(config, config.warm_start, fresh, sink).folder
+    return make_warm_start(config, fresh, sink)
 
 
 def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:

@@ -8,35 +8,34 @@ change until the next update, so a boundary can be saved as long as the next ste
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import random
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from winnow.config.trainer import TrainerConfig
 from winnow.errors import ConfigError
 from winnow.learning.strategy import Strategy
+from winnow.observe.files import RunFolder, sync
+from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metrics import Record
-from winnow.runs.checkpoint import Checkpoint, Content, Manifest
+from winnow.runs.checkpoint import Checkpoint, Manifest, Snapshot, clean, prune, save_checkpoint
+
+log = logging.getLogger(__name__)
+
+_ABANDON_S = 1.0
 
 Save = Callable[[dict[str, Tensor], Path], None]
 """Writes model weights, given by name, to a folder."""
-
-
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """Models and optimizers as they were at one moment: later updates change nothing in it."""
-
-    state: Mapping[str, Any]
-    """Their part of the checkpoint's state."""
-    save_model: Callable[[Path], None]
-    """Writes a Hugging Face folder at the path it is given; may be called in a thread."""
-    save_ranks: Callable[[Path], None] = lambda folder: None
-    """Writes the ranks' part into a checkpoint's folder; may be called in a thread."""
 
 
 class Tensors(Protocol):
@@ -109,33 +108,43 @@ class Stateful(Protocol):
 
 
 class RunState:
-    """The notes of boundaries, of which checkpoints are made.
+    """The notes of boundaries, and a thread that writes checkpoints of them while training goes on.
+
+    A save waits for the one before; an error comes up there, or at the end of the `with` block.
 
     Args:
         tensors: models and optimizers.
         parts: all other objects with a state, by name.
-        offset: returns where metrics.jsonl ends.
-        write: takes a finished content; may return before it is on disk.
+        trainer: says which checkpoints stay, and where they are copied.
         frame: the manifest of each checkpoint, but for what a boundary fills in.
-        config: the recipe as text.
-        required: a figure that each evaluation must have (`trainer.keep_best`).
+        recipe: as text in YAML, kept with each checkpoint.
+
+    Raises:
+        CheckpointError: `trainer.checkpoint_url` cannot be used.
     """
 
     def __init__(
         self,
         tensors: Tensors,
         parts: Mapping[str, Stateful],
-        offset: Callable[[], int],
-        write: Callable[[Content], None],
+        folder: RunFolder,
+        metrics: MetricsLog,
+        trainer: TrainerConfig,
         frame: Manifest,
-        config: str = "",
-        required: str | None = None,
+        recipe: str = "",
     ) -> None:
         self._tensors, self._parts = tensors, dict(parts)
-        self._offset, self._write = offset, write
-        self._manifest, self._config, self._required = frame, config, required
+        self._folder, self._metrics, self._trainer = folder, metrics, trainer
+        self._manifest, self._recipe = frame, recipe
         self._states: dict[str, Any] = {}
         self._saved: tuple[int, bool] | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._upload = None
+        if trainer.checkpoint_url is not None:
+            from winnow.runs.checkpoint_upload import CheckpointUpload
+
+            self._upload = CheckpointUpload(trainer.checkpoint_url, folder.path)
 
     @property
     def step(self) -> int | None:
@@ -152,11 +161,11 @@ class RunState:
         Raises:
             ConfigError: they lack the required one.
         """
-        if figures and self._required is not None and self._required not in figures:
+        best = self._trainer.keep_best
+        if figures and best is not None and best not in figures:
             names = ", ".join(sorted(figures))
             raise ConfigError(
-                f"trainer.keep_best={self._required} is no figure of the evaluation; "
-                f"there are {names}"
+                f"trainer.keep_best={best} is no figure of the evaluation; there are {names}"
             )
         states: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
         self._states = {**states, "random": _random_states(), "unfinished": unfinished}
@@ -164,7 +173,7 @@ class RunState:
             self._manifest,
             step=step,
             evaluated=unfinished is None,
-            metrics_bytes=self._offset(),
+            metrics_bytes=self._metrics.offset(),
             figures=dict(figures or {}),
         )
 
@@ -175,16 +184,73 @@ class RunState:
         self._saved = None
 
     def save(self) -> bool:
-        """Save the last boundary unless that is done; return False when there is none yet."""
+        """Begin to save the last boundary unless that is done; False when there is none yet.
+
+        Raises:
+            CheckpointError: the save before failed.
+        """
         key = self._manifest.step, self._manifest.evaluated
         if self._states and key != self._saved:
             copied = self._tensors.copy()
-            state = {**self._states, **copied.state}
-            self._write(
-                Content(self._manifest, copied.save_model, state, copied.save_ranks, self._config)
+            snapshot = replace(copied, state={**self._states, **copied.state})
+            self.wait()
+            self._thread = threading.Thread(
+                target=self._write, args=(self._manifest, snapshot), name="checkpoint", daemon=True
             )
+            self._thread.start()
             self._saved = key
         return bool(self._states)
+
+    def wait(self) -> None:
+        """Wait until what was begun is on disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> RunState:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for the last save; after Ctrl-C twice give it up and leave no draft."""
+        if isinstance(error, KeyboardInterrupt):
+            if self._thread is not None:
+                self._thread.join(_ABANDON_S)
+            with contextlib.suppress(OSError):  # the next start meets it, and says so
+                clean(self._folder.checkpoints)
+            return
+        try:
+            self.wait()
+        except Exception as failure:
+            if error is None:
+                raise
+            # What broke the run off matters more.
+            log.warning("%s", failure)
+
+    def _write(self, manifest: Manifest, snapshot: Snapshot) -> None:
+        folder, trainer = self._folder, self._trainer
+        try:
+            # A checkpoint refers to these.
+            for path in (folder.path, folder.rollouts, folder.evaluations):
+                if path.is_dir():
+                    sync(path)
+            checkpoint = save_checkpoint(folder.checkpoints, manifest, snapshot, self._recipe)
+            prune(folder.checkpoints, trainer.keep_last, trainer.keep_every, trainer.keep_best)
+            if self._upload is not None:
+                self._upload.push(checkpoint)
+        except BaseException as error:  # handed over to the one that waits
+            self._error = error
 
     def restore(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> Record | None:
         """Become what the checkpoint of a step holds, its model being loaded already.

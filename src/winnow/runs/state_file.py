@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path, PosixPath, PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from winnow.errors import CheckpointError
+from winnow.observe.files import one_line
 from winnow.types import Score
 from winnow.workers.array_refs import ArrayRef
 
@@ -42,15 +43,18 @@ _ARRAYS = "!arrays"
 SHARD_INDEX = ".metadata"
 """Name of the index in a folder of shards."""
 _DCP = "torch.distributed.checkpoint"
-_INDEX_CLASSES = {
-    *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
-    *("TensorProperties", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+_INDEX_NAMES: dict[str, set[str]] = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    f"{_DCP}.filesystem": {"_StorageInfo"},
+    f"{_DCP}.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
+        *("TensorProperties", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
 }
-_INDEX_GLOBALS = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-}
+"""Names that an index of shards may hold, by module, beside types of numbers."""
 _BASES: tuple[Any, ...] = (str, int, float, list, tuple)
 _SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
     "!tuple": tuple,
@@ -66,6 +70,12 @@ _TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "!decimal": (Decimal, str, Decimal),
     "!fraction": (Fraction, str, Fraction),
     "!complex": (complex, repr, complex),
+    # What JSON has no word for: NaN and infinities.
+    "!float": (
+        float,
+        lambda v: struct.pack(">d", v).hex(),
+        lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    ),
     "!bytes": (bytes, lambda v: base64.b64encode(v).decode(), base64.b64decode),
 }
 
@@ -106,8 +116,9 @@ def read_state(folder: Path, classes: Iterable[type]) -> dict[str, Any]:
         *(OSError, SafetensorError, ValueError, TypeError, KeyError, IndexError),
         *(ArithmeticError, AttributeError, RecursionError),
     ) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"{path} cannot be read: {reason}; use another checkpoint") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {one_line(error)}; use another checkpoint"
+        ) from error
     return state
 
 
@@ -129,8 +140,9 @@ def check_shards(folder: Path) -> None:
         if any(name != PurePosixPath(name).name for name in names):
             raise ValueError("it names files elsewhere")
     except Exception as error:  # a pickle may fail in any way
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"{path} cannot be read: {reason}; use another checkpoint") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {one_line(error)}; use another checkpoint"
+        ) from error
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -139,12 +151,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Find a class that the pickle names."""
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (
-            is_type
-            or (module == f"{_DCP}.metadata" and name in _INDEX_CLASSES)
-            or (module, name) in _INDEX_GLOBALS
-            or (module.startswith("pathlib") and name == PosixPath.__name__)
-        ):
+        if is_type or name in _INDEX_NAMES.get(module, ()):
             return super().find_class(module, name)
         raise ValueError(f"it asks for {module}.{name}")
 
@@ -161,10 +168,8 @@ class _StateWriter:
     def encode(self, value: Any, place: str) -> Any:
         """Encode a value; `place` names it in messages, and names tensors."""
         kind = type(value)
-        if value is None or kind in (bool, int, str):
+        if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
             return value
-        if kind is float:
-            return value if math.isfinite(value) else {"!float": struct.pack(">d", value).hex()}
         if kind is list:
             return [self.encode(each, f"{place}.{i}") for i, each in enumerate(value)]
         if isinstance(value, Mapping):
@@ -251,8 +256,6 @@ class _Reader:
         if tag[:1] != "!":
             return {key: self.decode(each) for key, each in value.items()}
         match tag:
-            case "!float":
-                return struct.unpack(">d", bytes.fromhex(content))[0]
             case "!dict":
                 return {self.decode(key): self.decode(each) for key, each in content}
             case "!tensor":

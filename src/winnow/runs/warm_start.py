@@ -6,13 +6,10 @@ seed, threads, versions, and the source code that makes them.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,28 +27,24 @@ from winnow.errors import WinnowError
 from winnow.learning.batch import MicroBatch, micro_batches, pack
 from winnow.learning.strategy import LossResult, Outputs, Strategy, lr_at
 from winnow.models.causal_lm import save_model, use_layout_attention
+from winnow.observe.console import ConsoleSink
+from winnow.observe.files import atomic_folder
+from winnow.observe.sinks import RunInfo, Sink
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 
 _CODE = ("algorithms", "data", "learning", "models", "runs/warm_start.py")
 _SEED_STREAM = 0x5F7
 
 
-@dataclass(frozen=True)
-class WarmStart:
-    """The place of a start, and whether it was there already."""
-
-    folder: Path
-    cached: bool
-
-
-def cache_folder(config: Config, warm: SftWarmStart) -> Path:
+def cache_folder(config: Config) -> Path:
     """Return the place of this configuration's start in the cache."""
+    warm = _section(config)
     root = warm.cache_dir or os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow"
     decides = {
         "warm_start": warm.model_dump(exclude={"cache_dir", "seed"}),
         "task": config.data.task.model_dump(exclude={"eval_problems"}),
         "limit": config.rollout.max_response_tokens,
-        "seed": _seed(config, warm),
+        "seed": _seed(config),
         "threads": torch.get_num_threads(),
         "microbatch_tokens": config.trainer.microbatch_tokens,  # how gradients are summed
         "instruction set": torch.backends.cpu.get_cpu_capability(),
@@ -66,58 +59,41 @@ def cache_folder(config: Config, warm: SftWarmStart) -> Path:
 
 def make_warm_start(
     config: Config,
-    warm: SftWarmStart,
     fresh: bool,
-    log: Callable[[int, dict[str, float]], None],
-) -> WarmStart:
-    """Find a warm start in the cache, or train it now.
+    sink: ConsoleSink,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Path:
+    """Find the folder of a warm start in the cache, or train it now and show that.
 
     Args:
         fresh: train even if the cache has it.
-        log: called after each step with its number and loss.
+        on_progress: called after each step.
 
     Raises:
         WinnowError: the cache cannot be written to.
     """
-    target = cache_folder(config, warm)
-    if _is_whole(target) and not fresh:
-        return WarmStart(target, cached=True)
-    draft, old = (target.with_name(f".{target.name}.{kind}") for kind in ("partial", "replaced"))
-    # A disk that cannot be written to is met before the minute of training, not after it.
-    with contextlib.ExitStack() as held:
-        with _writing_to(target.parent):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            # Whoever comes second waits, and then finds the start in the cache.
-            held.enter_context(FileLock(f"{draft}.lock"))
-            for path in (draft, old):  # left by a process that died
-                shutil.rmtree(path, ignore_errors=True)
-            if _is_whole(target) and not fresh:
-                return WarmStart(target, cached=True)
-            draft.mkdir()
-        held.callback(shutil.rmtree, draft, ignore_errors=True)
-        model, tokenizer = _train(config, warm, log)
-        with _writing_to(target.parent):
-            save_model(model, tokenizer, draft)
-            with contextlib.suppress(FileNotFoundError):
-                target.rename(old)
-            draft.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
-    return WarmStart(target, cached=False)
-
-
-def _is_whole(target: Path) -> bool:
-    return (target / "config.json").is_file()
-
-
-@contextlib.contextmanager
-def _writing_to(cache: Path) -> Iterator[None]:
+    target = cache_folder(config)
     try:
-        yield
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Whoever comes second waits, and then finds the start in the cache.
+        with FileLock(target.with_name(f".{target.name}.partial.lock")):
+            if (target / "config.json").is_file() and not fresh:
+                sink.note(f"Warm start: taken from {target} (made before; --fresh makes it anew)")
+                return target
+            # A disk that cannot be written to is met before the minute of training, not after it.
+            with atomic_folder(target) as draft:
+                sink.start(RunInfo("warm-up", _section(config).steps, kind="warm_up"))
+                try:
+                    model, tokenizer = _train(config, sink, on_progress)
+                finally:
+                    sink.close()
+                save_model(model, tokenizer, draft)
     except OSError as error:
         raise WinnowError(
-            f"cannot keep the warm start in {cache}: {error.strerror or error}; "
+            f"cannot keep the warm start in {target.parent}: {error.strerror or error}; "
             "choose another folder in warm_start.cache_dir or WINNOW_CACHE"
         ) from error
+    return target
 
 
 def tiny_model(warm: SftWarmStart, vocabulary: int, positions: int, seed: int) -> PreTrainedModel:
@@ -146,11 +122,10 @@ def tiny_model(warm: SftWarmStart, vocabulary: int, positions: int, seed: int) -
 
 
 def _train(
-    config: Config, warm: SftWarmStart, log: Callable[[int, dict[str, float]], None]
+    config: Config, sink: Sink, on_progress: Callable[[], None]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     assert isinstance(config.data.task, SortDigitsTask)
-    limit = config.rollout.max_response_tokens
-    seed = _seed(config, warm)
+    warm, limit, seed = _section(config), config.rollout.max_response_tokens, _seed(config)
     tokenizer = build_tokenizer()
     positions = 1 << (limit + config.data.task.max_digits + 1).bit_length()
     model = tiny_model(warm, len(tokenizer), positions, seed)
@@ -173,7 +148,8 @@ def _train(
             schedule="cosine",
         )
         strategy.optimizer_step(lr)
-        log(step, {"sft/loss": stats["loss"]})
+        sink.log(step, {"sft/loss": stats["loss"]})
+        on_progress()
     return model, tokenizer
 
 
@@ -202,8 +178,14 @@ def _demonstrated(demo: Demonstration) -> Trajectory:
     return Trajectory((Segment(demo.response_ids, logprobs, ()),), "stop")
 
 
-def _seed(config: Config, warm: SftWarmStart) -> int:
-    return config.run.seed if warm.seed is None else warm.seed
+def _section(config: Config) -> SftWarmStart:
+    assert isinstance(config.warm_start, SftWarmStart)
+    return config.warm_start
+
+
+def _seed(config: Config) -> int:
+    seed = _section(config).seed
+    return config.run.seed if seed is None else seed
 
 
 def _code_hash() -> str:

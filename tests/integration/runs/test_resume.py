@@ -13,7 +13,7 @@ from winnow.config.load import dump_config, load_recipe
 from winnow.config.root import Config
 from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.observe.jsonl import MetricsLog
-from winnow.runs.checkpoint import Checkpoint, Content, Manifest, checkpoints_in, save_checkpoint
+from winnow.runs.checkpoint import Checkpoint, Manifest, Snapshot, checkpoints_in, save_checkpoint
 from winnow.runs.resume import Opened, opened_run
 
 STEPS = 8
@@ -44,8 +44,8 @@ def run_to(folder: Path, step: int, *overrides: str) -> Path:
 
 def save(run: Path, step: int, *, config: str, offset: int, evaluated: bool = True) -> Checkpoint:
     manifest = Manifest(step, evaluated, metrics_bytes=offset, machine={"threads": 1})
-    content = Content(manifest, lambda model: model.mkdir(), {}, config=config)
-    return save_checkpoint(run / "checkpoints", content)
+    snapshot = Snapshot({}, lambda model: model.mkdir())
+    return save_checkpoint(run / "checkpoints", manifest, snapshot, config)
 
 
 def open_again(config: Config) -> Opened:
@@ -198,7 +198,7 @@ def test_a_path_to_nothing_is_refused(path: str, tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_asked_for_by_name_is_refused(tmp_path: Path) -> None:
     run = run_to(tmp_path, 6)
     (run / "checkpoints/step-4/state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"step-4/state.json is missing"):
+    with pytest.raises(CheckpointError, match=r"step-4/state.json cannot be read: No such file"):
         open_again(recipe(tmp_path, f"run.resume={run}/checkpoints/step-4"))
 
 
@@ -206,7 +206,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path) -> None:
     run = run_to(tmp_path, 2)
     other = dump_config(recipe(tmp_path, "warm_start.model.layers=3"))
     save(run, 6, config=other, offset=0)
-    with pytest.raises(CheckpointError, match=r"step-6 was made with another recipe: warm_start"):
+    with pytest.raises(ConfigError, match=r"step-6 was trained with another recipe: warm_start"):
         open_again(recipe(tmp_path))
 
 
@@ -286,10 +286,10 @@ def begun(run: Path) -> None:
 
 
 REFUSED = {
-    "all runs": (without(0, ".."), "cannot use {run}/config.yaml"),
-    "the run": (without(0, "."), "cannot use {run}/config.yaml"),
+    "all runs": (without(0, ".."), "cannot use {run}: "),
+    "the run": (without(0, "."), "cannot use {run}: "),
     "the recipe": (without(0, "config.yaml"), "{run}/config.yaml"),
-    "the checkpoints": (without(0, "checkpoints"), "cannot read {run}/checkpoints"),
+    "the checkpoints": (without(0, "checkpoints"), "cannot use {run}/checkpoints"),
     "the checkpoints' entries": (
         without(0o400, "checkpoints"),
         "{run} has no checkpoint that is whole: {run}/checkpoints/step-4/manifest.json",
@@ -300,7 +300,7 @@ REFUSED = {
     ),
     "a checkpoint to be put back": (
         half_replaced,
-        "cannot rename {run}/checkpoints/.step-4.replaced to {run}/checkpoints/step-4",
+        "cannot use {run}/checkpoints/.step-4.replaced",
     ),
     "a file half written": (
         without(0o500, ".", left=("curve.png.partial",)),

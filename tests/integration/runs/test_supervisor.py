@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from winnow.runs.supervisor import Supervisor
+from winnow.runs.process import Supervisor
 
 CHILD = """
 import os, signal, sys, time
@@ -156,5 +156,5 @@ def test_what_the_child_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_the_parent_needs_no_torch() -> None:
-    code = "import sys, winnow.runs.supervisor; assert 'torch' not in sys.modules"
+    code = "import sys, winnow.runs.process; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from winnow.observe.figures import count, duration, number, printable, share, shorten
-from winnow.observe.history import (
+from winnow.observe.jsonl import (
     Evaluation,
     evaluations,
     phase_seconds,

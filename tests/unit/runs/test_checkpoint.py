@@ -15,17 +15,17 @@ import pytest
 import torch
 from tests.unprivileged import permissions_apply
 
-from winnow.errors import CheckpointError
+from winnow.errors import CheckpointError, WinnowError
 from winnow.runs import checkpoint as module
 from winnow.runs.checkpoint import (
     Checkpoint,
-    Content,
     Manifest,
-    Retention,
+    Snapshot,
     checkpoints_in,
     clean,
     load_state,
     newest_usable,
+    prune,
     read_manifest,
     save_checkpoint,
     this_machine,
@@ -45,12 +45,8 @@ def write_model(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * 16)
 
 
-def content(step: int, config: str = "", **more: Any) -> Content:
-    return Content(Manifest(step, **more), write_model, STATE, config=config)
-
-
-def save(folder: Path, step: int, **more: Any) -> Checkpoint:
-    return save_checkpoint(folder, content(step, **more))
+def save(folder: Path, step: int, config: str = "", **more: Any) -> Checkpoint:
+    return save_checkpoint(folder, Manifest(step, **more), Snapshot(STATE, write_model), config)
 
 
 def steps(folder: Path) -> list[int]:
@@ -98,7 +94,10 @@ def parts() -> list[str]:
 def test_damage_of_any_kind_to_any_part_is_found_and_the_one_before_is_used(
     part: str, damage: str, tmp_path: Path
 ) -> None:
-    good, bad = save(tmp_path, 1, config="x: 1"), save(tmp_path, 2, config="x: 1")
+    good, bad = (
+        save(tmp_path / "checkpoints", 1, config="x: 1"),
+        save(tmp_path / "checkpoints", 2, config="x: 1"),
+    )
     path = bad.path / part
     content = bytearray(path.read_bytes())
     if damage == "flipped":
@@ -117,16 +116,16 @@ def test_damage_of_any_kind_to_any_part_is_found_and_the_one_before_is_used(
     assert "\n" not in str(caught.value)
     found, faults = newest_usable(tmp_path)
     assert found == good
-    assert len(faults) == 1
-    assert part in faults[0]
+    (warning,) = faults
+    assert part in warning
+    assert warning.endswith("; going on from step 1")
 
 
-def test_without_a_usable_checkpoint_none_is_found(tmp_path: Path) -> None:
+def test_without_a_usable_checkpoint_the_user_is_told(tmp_path: Path) -> None:
     for step in (1, 2):
-        (save(tmp_path, step).path / "state.json").unlink()
-    found, faults = newest_usable(tmp_path)
-    assert found is None
-    assert len(faults) == 2
+        (save(tmp_path / "checkpoints", step).path / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint that is whole: .*, and 1 more; put"):
+        newest_usable(tmp_path)
 
 
 def test_another_format_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,10 +213,10 @@ def test_a_full_disk_is_said_in_one_line_and_nothing_stays(tmp_path: Path) -> No
     save(tmp_path, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    big = Content(Manifest(2), write_model, {"big": torch.zeros(100_000)})
+    big = Snapshot({"big": torch.zeros(100_000)}, write_model)
     try:
         with pytest.raises(CheckpointError, match=r"step-2: .*too large; free some") as caught:
-            save_checkpoint(tmp_path, big)
+            save_checkpoint(tmp_path, Manifest(2), big)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "\n" not in str(caught.value)
@@ -226,22 +225,22 @@ def test_a_full_disk_is_said_in_one_line_and_nothing_stays(tmp_path: Path) -> No
 
 ACCURACY = {1: 0.2, 2: 0.7, 4: 0.7, 6: float("nan")}
 CASES = [
-    (Retention(None), [1, 2, 3, 4, 5, 6]),
-    (Retention(1), [6]),
-    (Retention(2), [5, 6]),
-    (Retention(1, every=2), [2, 4, 6]),
+    ((None,), [1, 2, 3, 4, 5, 6]),
+    ((1,), [6]),
+    ((2,), [5, 6]),
+    ((1, 2), [2, 4, 6]),
     # Of equals the later one, which has learnt more.
-    (Retention(1, best="acc"), [4, 6]),
-    (Retention(2, every=3, best="acc"), [3, 4, 5, 6]),
-    (Retention(1, best="other"), [6]),
+    ((1, None, "acc"), [4, 6]),
+    ((2, 3, "acc"), [3, 4, 5, 6]),
+    ((1, None, "other"), [6]),
 ]
 
 
 @pytest.mark.parametrize(("retention", "kept"), CASES)
-def test_what_is_kept(retention: Retention, kept: list[int], tmp_path: Path) -> None:
+def test_what_is_kept(retention: tuple[Any, ...], kept: list[int], tmp_path: Path) -> None:
     for step in range(1, 7):
         save(tmp_path, step, figures={"acc": ACCURACY[step]} if step in ACCURACY else {})
-    retention.apply(tmp_path)
+    prune(tmp_path, *retention)
     assert steps(tmp_path) == kept
     assert [path for path in tmp_path.iterdir() if path.name[0] == "."] == []
 
@@ -250,7 +249,7 @@ def test_a_checkpoint_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     (tmp_path / "step-1" / "manifest.json").write_text("{")
-    Retention(1).apply(tmp_path)
+    prune(tmp_path, 1)
     assert steps(tmp_path) == [1, 3]
 
 
@@ -258,10 +257,11 @@ def test_a_folder_that_may_not_be_read_is_named_in_one_line(tmp_path: Path) -> N
     save(tmp_path, 1)
     tmp_path.chmod(0)
     try:
-        with permissions_apply(), pytest.raises(CheckpointError) as caught:
+        with permissions_apply(), pytest.raises(WinnowError) as caught:
             checkpoints_in(tmp_path)
     finally:
         tmp_path.chmod(0o700)
     assert str(caught.value) == (
-        f"cannot read {tmp_path}: Permission denied; make the folder readable"
+        f"cannot use {tmp_path}: Permission denied; "
+        "choose a folder that you may write to with run.dir=FOLDER"
     )

@@ -13,8 +13,8 @@ import pytest
 from winnow.errors import CheckpointError
 from winnow.runs.checkpoint import (
     Checkpoint,
-    Content,
     Manifest,
+    Snapshot,
     checkpoints_in,
     save_checkpoint,
     verify,
@@ -34,8 +34,8 @@ def save(run: Path, step: int) -> Checkpoint:
         (draft / "ranks").mkdir()
         (draft / "ranks" / ".metadata").write_text("the index of the shards")
 
-    content = Content(Manifest(step), lambda model: model.mkdir(), {"step": step}, save_ranks)
-    return save_checkpoint(run / "checkpoints", content)
+    snapshot = Snapshot({"step": step}, lambda model: model.mkdir(), save_ranks)
+    return save_checkpoint(run / "checkpoints", Manifest(step), snapshot)
 
 
 @pytest.fixture(params=["file", "memory"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from winnow.observe.sinks import RunInfo
-from winnow.runs.supervisor import Heartbeat
+from winnow.runs.process import Heartbeat
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def lines(reader: int) -> list[str]:
 def test_it_beats_while_something_moves_and_only_then(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("winnow.runs.supervisor._BEAT_S", 0.01)
+    monkeypatch.setattr("winnow.runs.process._BEAT_S", 0.01)
     reader, writer = pipe
     count = 0
     heartbeat = Heartbeat(writer)
@@ -63,7 +63,7 @@ def test_it_names_the_folder_and_each_step(pipe: tuple[int, int], tmp_path: Path
 def test_without_a_supervisor_it_writes_nowhere_and_watches_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("winnow.runs.supervisor._BEAT_S", 0.01)
+    monkeypatch.setattr("winnow.runs.process._BEAT_S", 0.01)
     asked = []
     threads = threading.active_count()
     heartbeat = Heartbeat(None)

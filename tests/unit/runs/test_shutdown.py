@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from winnow.runs.shutdown import ShutdownSignal, Stopped
+from winnow.runs.process import ShutdownSignal, Stopped
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_a_stop_while_the_loop_is_made_leaves_no_torn_one(
     torn: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", torn.append)
     with pytest.raises(Stopped) as caught:
-        stop.run(_never)
+        stop.run(_never())
     assert caught.value.reason == "SIGTERM"
     del caught  # its traceback would keep a torn loop
     gc.collect()
@@ -184,9 +184,9 @@ def test_what_ran_to_its_end_before_a_stop_was_seen_is_not_returned(stop: Shutdo
         return 1
 
     with pytest.raises(Stopped) as caught:
-        stop.run(ends_as_asked)
+        stop.run(ends_as_asked())
     assert caught.value.reason == "Ctrl-C"
 
 
 def test_work_runs_to_its_value(stop: ShutdownSignal) -> None:
-    assert stop.run(lambda: asyncio.sleep(0, 7)) == 7
+    assert stop.run(asyncio.sleep(0, 7)) == 7

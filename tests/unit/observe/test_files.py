@@ -13,8 +13,8 @@ import pytest
 from tests.unprivileged import permissions_apply
 
 from winnow.errors import ConfigError, WinnowError
-from winnow.observe import run_folder
-from winnow.observe.run_folder import RunFolder
+from winnow.observe import files as module
+from winnow.observe.files import RunFolder
 
 
 def test_a_run_without_a_name_is_called_after_recipe_date_and_time(tmp_path: Path) -> None:
@@ -30,12 +30,12 @@ def test_a_run_without_a_name_is_called_after_recipe_date_and_time(tmp_path: Pat
 def test_two_runs_within_a_second_get_two_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Noon(run_folder.datetime.datetime):
+    class Noon(module.datetime.datetime):
         @classmethod
         def now(cls, tz: object = None) -> Noon:
             return cls(2026, 1, 2, 12)
 
-    monkeypatch.setattr(run_folder.datetime, "datetime", Noon)
+    monkeypatch.setattr(module.datetime, "datetime", Noon)
     names = [RunFolder.create(tmp_path, None, "a").name for _ in range(3)]
     assert names == ["a-20260102-120000", "a-20260102-120000-2", "a-20260102-120000-3"]
 
@@ -55,9 +55,9 @@ def test_an_empty_folder_may_be_used(tmp_path: Path) -> None:
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
-    with pytest.raises(WinnowError, match="a file is in the way"):
+    with pytest.raises(WinnowError, match=r"cannot write .*/runs/mine: Not a directory; check the"):
         RunFolder.create(tmp_path / "runs", "mine", "quickstart")
-    with pytest.raises(WinnowError, match="a file is in the way"):
+    with pytest.raises(WinnowError, match=r"cannot write .*/runs: File exists; check the path, or"):
         RunFolder.create(tmp_path, "runs", "quickstart")
 
 
@@ -101,13 +101,13 @@ def test_everything_of_a_run_lies_in_its_folder(tmp_path: Path) -> None:
         folder.config,
         folder.metrics,
         folder.rollout(3),
-        folder.checkpoint(3),
+        folder.checkpoints,
         folder.evaluation(3),
         folder.log,
         folder.curve,
     }
     assert sorted(str(path.relative_to(tmp_path)) for path in found) == [
-        "checkpoints/step-3",
+        "checkpoints",
         "config.yaml",
         "curve.png",
         "eval/step-3.parquet",

@@ -1,0 +1,379 @@
+"""A run's process: requests to stop it, output that nothing takes, and a parent that restarts it.
+
+While a run trains, the first request (Ctrl-C, SIGTERM, a closed terminal) is noted: an update under
+way is finished, sampling and evaluation are broken off, and the run saves and ends. Before and
+after, when there is nothing to lose, it ends the process at once. Ctrl-C while it is stopping ends
+it at once, too.
+
+| request | exit code |
+|---|---|
+| Ctrl-C (SIGINT) | 130 |
+| SIGTERM, SIGHUP | 75, "try again" in sysexits.h: what a batch system may start again |
+
+A reader of stdout or stderr that goes (`| head`, a `tee` that dies), a full disk behind `> FILE`
+and a terminal that is gone are no requests: the run goes on without them, and log.txt says so.
+
+With `trainer.max_restarts` a parent without torch starts the run, and starts it again when it dies
+or hangs. The child is the same command with a pipe on which it tells of progress (`Heartbeat`), a
+line when something has moved since the last one: tokens, updates, steps. A run that hangs writes
+nothing, however busy it looks. The lines are `folder PATH`, `step N`, `beat`. It has a process
+group of its own, so that Ctrl-C reaches it once, through the parent, and that whatever it started
+can be ended with it.
+
+| the child | the parent |
+|---|---|
+| ends with 0, 2, 75 or 130: done, a user's mistake, stopped | ends with the same code |
+| is killed by a signal, or ends with another code: crashed | starts it again, after a pause |
+| tells of no progress for `trainer.stall_timeout_s` | kills it and starts it again |
+| fails three times without a step in between | gives up with its code |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO, TypeVar
+
+from winnow.observe.metrics import Record
+from winnow.observe.sinks import RunInfo
+
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 75
+ENDS = frozenset({0, 2, EXIT_TERMINATED, EXIT_INTERRUPTED})
+"""Exit codes after which there is nothing to restart."""
+SAME_STEP_FAILURES = 3
+_LONGEST_PAUSE_S = 60.0
+_END_S = 5.0
+"""Patience with a child that has closed its pipe."""
+_BEAT_S = 0.5
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+def _heeded() -> list[signal.Signals]:
+    """List the signals that ask a process to end, without those that it ignores (nohup)."""
+    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+class Stopped(BaseException):
+    """The run was asked to stop. Not an `Exception`, for the reason KeyboardInterrupt is none:
+    nothing that deals with errors, a scorer's for instance, may take it for one."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.reason = (
+            "Ctrl-C" if signal_number == signal.SIGINT else signal.Signals(signal_number).name
+        )
+        self.exit_code = EXIT_INTERRUPTED if signal_number == signal.SIGINT else EXIT_TERMINATED
+
+
+class ShutdownSignal:
+    """Takes the signals of a process and passes a request on where it does no harm.
+
+    Args:
+        notice: what the terminal is told at a Ctrl-C that is only noted; "" for nothing.
+    """
+
+    def __init__(
+        self, notice: str = "\nwinnow: stopping; saving first (Ctrl-C again ends at once)\n"
+    ) -> None:
+        self._notice = notice
+        self._signal: int | None = None
+        self._is_deferring = False
+        self._task: asyncio.Task[Any] | None = None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the signals while the block runs; those that are ignored (nohup) stay so."""
+        before = {number: signal.signal(number, self._handle) for number in _heeded()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Only note a request while the block runs; `check` and `interruptible` act on it."""
+        self._is_deferring = True
+        try:
+            yield
+        finally:
+            self._is_deferring = False
+
+    def check(self) -> None:
+        """Stop here if that was asked for.
+
+        Raises:
+            Stopped: it was.
+        """
+        if self._signal is not None:
+            raise Stopped(self._signal)
+
+    async def interruptible(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, and break it off when a request comes.
+
+        Raises:
+            Stopped: it was broken off; what it works on is in no defined state.
+        """
+        task: asyncio.Task[T] = asyncio.ensure_future(work)
+        self._task = task
+        if self._signal is not None:
+            task.cancel()
+        try:
+            return await task
+        except asyncio.CancelledError:
+            self.check()
+            raise
+        finally:
+            self._task = None
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """`asyncio.run` of `work`, broken off cleanly whenever a request comes, also before the
+        loop is there (where `asyncio.run` alone leaves a torn one).
+
+        Raises:
+            Stopped: it was broken off.
+        """
+        with self.deferring():
+            result = asyncio.run(self.interruptible(work))
+        self.check()
+        return result
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self._signal = number
+        if not self._is_deferring:
+            raise Stopped(number)
+        if number == signal.SIGINT:
+            # Not through the console: a handler may interrupt it halfway through a line.
+            with contextlib.suppress(OSError):
+                os.write(2, self._notice.encode())
+        if self._task is not None:
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+
+def outlive_readers() -> None:
+    """Let this process go on where stdout or stderr can no longer be written to."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _LossyStream):
+            setattr(sys, name, _LossyStream(stream, name))
+
+
+class _LossyStream:
+    """A stream that leaves out what the system refuses to write, from then on all of it."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream, self._name = stream, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, if that is possible."""
+        with self._refusals_taken():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, if that is possible."""
+        with self._refusals_taken():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _refusals_taken(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+            log.warning(
+                "%s can no longer be written to (%s): the run goes on without it, and this log and "
+                "the run's folder have the rest",
+                self._name,
+                error.strerror or error,
+            )
+
+
+@dataclass
+class Supervisor:
+    """One run and its restarts.
+
+    Args:
+        command: starts the run, given the descriptor of the pipe and the folder to continue.
+        max_restarts: in all.
+        stall_timeout_s: without a line on the pipe.
+        first_pause_s: before the first restart; doubles with each failure at the same step.
+        say: tells the user a line.
+        folder: the run to continue; None begins with what the command says.
+    """
+
+    command: Callable[[int, str | None], Sequence[str]]
+    max_restarts: int
+    stall_timeout_s: float
+    first_pause_s: float = 1.0
+    say: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr))
+    folder: str | None = None
+    _child: asyncio.subprocess.Process | None = None
+    _step: int = -1
+    _asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def run(self) -> int:
+        """Run to the end; return the exit code, 128 + N for a run that signal N killed."""
+        return asyncio.run(self._run())
+
+    async def _run(self) -> int:
+        for number in _heeded():
+            asyncio.get_running_loop().add_signal_handler(number, self._forward, number)
+        restarts = failures = 0
+        while True:
+            before = self._step
+            code, why = await self._run_once()
+            if self._asked.is_set() or code in ENDS:
+                return code
+            failures = failures + 1 if self._step == before else 1
+            where = f"after step {self._step}" if self._step >= 0 else "before its first step"
+            said = f"winnow: the run {why} {where}"
+            if failures >= SAME_STEP_FAILURES:
+                self.say(
+                    f"{said}, {failures} times in a row; see log.txt in its folder for the reason"
+                )
+                return code
+            if restarts >= self.max_restarts:
+                self.say(f"{said}, and trainer.max_restarts={self.max_restarts} is used up")
+                return code
+            restarts += 1
+            pause = min(self.first_pause_s * 2 ** (failures - 1), _LONGEST_PAUSE_S)
+            self.say(f"{said}; restart {restarts} of {self.max_restarts} in {pause:g} s")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), pause)
+                return code
+
+    async def _run_once(self) -> tuple[int, str]:
+        """Run the child once; return its exit code, and in words how it ended."""
+        reader, writer = os.pipe()
+        lines = asyncio.StreamReader()
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(reader, "rb")
+        )
+        try:
+            child = self._child = await asyncio.create_subprocess_exec(
+                *self.command(writer, self.folder), pass_fds=(writer,), process_group=0
+            )
+        finally:
+            os.close(writer)
+        if self._asked.is_set():  # while there was no child to tell
+            child.terminate()
+        try:
+            while line := await asyncio.wait_for(lines.readline(), self.stall_timeout_s):
+                self._take(line.decode().rstrip("\n"))
+            await asyncio.wait_for(child.wait(), _END_S)
+        except TimeoutError:
+            pass
+        finally:
+            has_hung = not lines.at_eof()
+            pipe.close()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+        status = await child.wait()
+        self._child = None
+        if has_hung:
+            return 128 + signal.SIGKILL, f"made no progress for {self.stall_timeout_s:g} s"
+        if status < 0:
+            return 128 - status, f"was killed by {signal.Signals(-status).name}"
+        return status, f"ended with exit code {status}"
+
+    def _take(self, line: str) -> None:
+        kind, _, value = line.partition(" ")
+        if kind == "folder":
+            self.folder = value
+        elif kind == "step":
+            self._step = max(self._step, int(value))
+
+    def _forward(self, number: int) -> None:
+        self._asked.set()
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.send_signal(number)
+
+
+def winnow_command(arguments: Sequence[str]) -> Callable[[int, str | None], list[str]]:
+    """Make the command line of a child from the words after `winnow train`."""
+
+    def command(pipe: int, folder: str | None) -> list[str]:
+        more = [] if folder is None else ["--continued", folder]
+        start = [sys.executable, "-m", "winnow.cli.main", "train", "--heartbeat", str(pipe), *more]
+        return [*start, *arguments]
+
+    return command
+
+
+class Heartbeat:
+    """The sink that tells a supervising parent of progress; without a pipe it does nothing."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+        self._readings: list[Callable[[], object]] = []
+        self._beats = 0
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
+            threading.Thread(target=self._run, args=(os.getppid(),), daemon=True).start()
+
+    def folder(self, path: Path) -> None:
+        """Tell the run's folder, which a restart continues."""
+        self._write(f"folder {path.absolute()}")
+
+    def watch(self, reading: Callable[[], object]) -> None:
+        """Count a change of what `reading` returns as progress; called from another thread."""
+        self._readings.append(reading)
+
+    def beat(self) -> None:
+        """Note that something moved."""
+        self._beats += 1
+
+    def start(self, info: RunInfo) -> None:
+        """Tell the step before the first."""
+        self._write(f"step {info.first_step - 1}")
+
+    def log(self, step: int, record: Record) -> None:
+        """Tell a step that is done."""
+        self._write(f"step {step}")
+
+    def close(self) -> None:
+        """Do nothing: counters are watched to the end of the process."""
+
+    def _run(self, parent: int) -> None:
+        seen: list[object] = []
+        while True:
+            time.sleep(_BEAT_S)
+            if os.getppid() != parent:
+                # Nobody is left to restart or to end this run: it ends as if asked to.
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            now = [self._beats, *(reading() for reading in self._readings)]
+            if now != seen:
+                seen = now
+                self._write("beat")
+
+    def _write(self, line: str) -> None:
+        if self._descriptor is None:
+            return
+        with contextlib.suppress(OSError):  # the parent is gone, which `_run` notices
+            os.write(self._descriptor, f"{line}\n".encode())

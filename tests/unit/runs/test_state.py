@@ -1,0 +1,161 @@
+"""A run's state, saved in a thread: order, errors, and an end at once."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unprivileged import permissions_apply
+
+from winnow.config.trainer import TrainerConfig
+from winnow.errors import CheckpointError
+from winnow.observe.files import RunFolder
+from winnow.observe.jsonl import MetricsLog
+from winnow.runs import state as module
+from winnow.runs.checkpoint import Manifest, Snapshot, checkpoints_in
+from winnow.runs.state import RunState
+
+
+class Weights:
+    """The `Tensors` of a run, whose next copy is written as a test says."""
+
+    gate: threading.Event | None = None
+    error = ""
+
+    def copy(self) -> Snapshot:
+        gate, error = self.gate, self.error
+
+        def save_model(folder: Path) -> None:
+            folder.mkdir()
+            if gate is not None:
+                gate.wait(10)
+            if error:
+                raise OSError(28, error)
+
+        return Snapshot({"a": 1}, save_model)
+
+    def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        raise AssertionError
+
+
+@contextlib.contextmanager
+def saving(run: Path, keep_last: int | None = None) -> Iterator[Callable[..., RunState]]:
+    """Saves of a run's steps; what they raise, the block raises."""
+    weights, log = Weights(), MetricsLog(run / "metrics.jsonl")
+    trainer = TrainerConfig(keep_last=keep_last)
+
+    with (
+        contextlib.closing(log),
+        RunState(weights, {}, RunFolder(run), log, trainer, Manifest()) as s,
+    ):
+
+        def save(step: int, gate: threading.Event | None = None, error: str = "") -> RunState:
+            weights.gate, weights.error = gate, error
+            s.note(step, None)
+            s.save()
+            return s
+
+        yield save
+
+
+def steps(run: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in checkpoints_in(run / "checkpoints")]
+
+
+def test_saving_returns_at_once_and_the_next_save_waits(tmp_path: Path) -> None:
+    gate = threading.Event()
+    with saving(tmp_path) as save:
+        save(1, gate)
+        assert steps(tmp_path) == []
+        threading.Timer(0.1, gate.set).start()
+        save(2)
+        assert 1 in steps(tmp_path)
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_what_is_no_longer_kept_goes_after_the_new_one_is_there(tmp_path: Path) -> None:
+    with saving(tmp_path, keep_last=1) as save:
+        for step in (1, 2, 3):
+            save(step)
+    assert steps(tmp_path) == [3]
+
+
+def test_what_the_checkpoint_refers_to_is_made_durable_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[str, list[int]]] = []
+    monkeypatch.setattr(module, "sync", lambda path: flushed.append((path.name, steps(tmp_path))))
+    (tmp_path / "rollouts").mkdir()
+    with saving(tmp_path) as save:
+        save(1)
+    assert flushed == [(tmp_path.name, []), ("rollouts", [])]
+    assert steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("end", ["next save", "wait", "exit"])
+def test_an_error_comes_up_at_the_next_occasion(end: str, tmp_path: Path) -> None:
+    def go() -> None:
+        with saving(tmp_path) as save:
+            state = save(1, error="No space left on device")
+            if end == "next save":
+                save(2)
+            elif end == "wait":
+                state.wait()
+
+    with pytest.raises(CheckpointError, match="step-1: No space left on device; free some space"):
+        go()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_an_error_does_not_hide_the_one_that_ended_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def go() -> None:
+        with saving(tmp_path) as save:
+            save(1, error="No space left on device")
+            raise ValueError("the run's own")
+
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="own"):
+        go()
+    assert "No space left" in caplog.text
+
+
+def test_ctrl_c_twice_gives_a_save_up_and_leaves_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("winnow.runs.state._ABANDON_S", 0.05)
+    gate = threading.Event()
+
+    def go() -> None:
+        with saving(tmp_path) as save:
+            save(1, gate)
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    # A save that it waited for would never end.
+    with pytest.raises(KeyboardInterrupt):
+        go()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    gate.set()
+
+
+def test_ctrl_c_twice_stays_that_where_nothing_can_be_cleaned(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (folder / ".step-1.replaced").mkdir(parents=True)
+    folder.chmod(0o500)
+
+    def go() -> None:
+        with saving(tmp_path):
+            raise KeyboardInterrupt
+
+    try:
+        with permissions_apply(), pytest.raises(KeyboardInterrupt):
+            go()
+    finally:
+        folder.chmod(0o700)
