@@ -422,12 +422,8 @@ def test_what_is_no_number_is_refused(
     assert "\n" not in str(caught.value)
 
 
-INPUTS = {
-    "components": ["components"],
-    "greedy": ["greedy_rewards"],
-    "values": ["values"],
-    "probs": ["prob", "prob_square_sum"],
-}
+OPTIONAL = {"components", "greedy_rewards", "values", "prob", "prob_square_sum"}
+"""What a step computes only where its estimator needs it."""
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -440,8 +436,8 @@ def test_an_estimator_needs_what_it_says_and_no_more(name: str) -> None:
     absent: dict[str, Any] = {f.name: f.default for f in fields(full) if f.default is None}
     del absent["weights"]  # which there are where the recipe weighs
     absent["components"] = {}
-    assert set(absent) == {field for names in INPUTS.values() for field in names}
-    needed = [field for need in ESTIMATORS[name].needs for field in INPUTS[need]]
+    assert set(absent) == OPTIONAL
+    needed = ESTIMATORS[name].needs
     enough = {field: value for field, value in absent.items() if field not in needed}
     assert torch.equal(
         estimate(name, replace(full, **enough), {}).tokens, estimate(name, full, {}).tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shlex
 from collections.abc import Callable
 from fractions import Fraction
@@ -161,7 +160,7 @@ def test_a_full_disk_is_told_with_a_remedy_that_fits(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = write_jsonl([GSM8K])
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(DataError) as caught:
         prepare_file("gsm8k", path)
     monkeypatch.undo()
