@@ -15,7 +15,7 @@ from tests.contract.test_engine import groups_of, model_of, use_layout_attention
 from winnow.errors import ConfigError
 from winnow.rollout.engine import SamplingParams, generate, load_custom_engine
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ENGINE = """
 from winnow.rollout.torch_engine import TorchEngine
 
