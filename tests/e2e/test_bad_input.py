@@ -135,7 +135,8 @@ DOCUMENTED = {
 """By kind of bad input, the lines that the table in the docs promises."""
 _UNSTABLE = (
     # What libraries say changes with their versions, and sizes of files with times in them.
-    (r"not (valid JSON|a readable parquet file) \(.*\);", r"not \1 (…);"),
+    (r"(not valid JSON in UTF-8|not a readable parquet file) \(.*\);", r"\1 (…);"),
+    (r"of type (\w+) cannot be read \(.*\);", r"of type \1 cannot be read (…);"),
     (r"(cannot load its tokenizer|cannot load its weights): .*;", r"\1: (…);"),
     (r"(chat template fails|fails with SyntaxError): .*;", r"\1: (…);"),
     (r"cannot be called with (.*?) \(.*\);", r"cannot be called with \1 (…);"),
@@ -293,7 +294,7 @@ DATA = [
     ),
     bad(
         "cut-jsonl", "data.train_files=[good.jsonl,cut.jsonl]",
-        says=plain("cut.jsonl row 2: not valid JSON (") + r".*\); write one JSON object a line",
+        says=plain("cut.jsonl row 2: not valid JSON in UTF-8 (") + r".*\); write one JSON object a line",
     ),
     bad(
         "cut-parquet", "data.train_files=[cut.parquet]",

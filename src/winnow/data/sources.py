@@ -210,10 +210,11 @@ def _read(path: str) -> bytes:
         raise DataError(f"{path}: its protocol needs a package: {said(error)}") from error
     # Each file system has a family of errors of its own (botocore's, aiohttp's, httpx's).
     except Exception as error:
+        reason = getattr(error, "strerror", None) or said(error)
         remedy = "check the path, the network and your permission to read it"
         if path.startswith("hdfs://"):
             remedy = "install Java and a Hadoop client; set JAVA_HOME, HADOOP_HOME and CLASSPATH"
-        raise DataError(f"{path}: cannot be read: {said(error)}; {remedy}") from error
+        raise DataError(f"{path}: cannot be read: {reason}; {remedy}") from error
 
 
 def _lines(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
