@@ -294,7 +294,8 @@ DATA = [
     ),
     bad(
         "cut-jsonl", "data.train_files=[good.jsonl,cut.jsonl]",
-        says=plain("cut.jsonl row 2: not valid JSON in UTF-8 (") + r".*\); write one JSON object a line",
+        says=plain("cut.jsonl row 2: not valid JSON in UTF-8 (")
+        + r".*\); write one JSON object a line",
     ),
     bad(
         "cut-parquet", "data.train_files=[cut.parquet]",
