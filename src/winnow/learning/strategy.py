@@ -414,7 +414,11 @@ def run_pass(
     sharder = strategy.sharder
     micro = sharder.everything(batch, max_tokens)
     found = strategy.forward(micro, outputs)
-    return {n: sharder.gather(batch, micro, [values[n] for values in found]) for n in outputs}
+    # Sorted: ranks gather in step, and the order of a set is another one in each process.
+    return {
+        name: sharder.gather(batch, micro, [values[name] for values in found])
+        for name in sorted(outputs)
+    }
 
 
 def score_sequences(strategy: Strategy, sequences: Sequence[IntArray], max_tokens: int) -> Tensor:
