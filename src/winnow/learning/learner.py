@@ -154,8 +154,7 @@ class Learner:
         policy, reference, critic = self._policy, self._reference, self._critic
         tokens = self._settings.microbatch_tokens
         with watch.phase("old_logprobs" if policy.has_pass else "batch"):
-            with_squares = "prob_square_sum" in self._advantage.needs
-            metrics.merge(policy.old_logprobs(batch, tokens, with_squares))
+            metrics.merge(policy.old_logprobs(batch, tokens, "prob" in self._advantage.needs))
         self.progress += 1
         if reference is not None:
             is_policy = reference is policy.strategy
