@@ -83,7 +83,7 @@ class Trajectory:
     """One attempt at a prompt: one or more segments.
 
     A single-turn answer is the case of one segment. `extras` are named, typed arrays that
-    travel with the sample (pixels, grids, routed experts); packing carries them unread.
+    travel with the sample (pixels, grids, routed experts); nothing in Winnow reads them.
     """
 
     segments: tuple[Segment, ...]

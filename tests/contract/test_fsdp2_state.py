@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -326,11 +327,15 @@ def lose_file(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def lose_part(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
+def break_index(folder: Path) -> None:
     lose_file(folder)
-    del weights["model.norm.weight"]
-    save_file(weights, folder / "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def lose_part(folder: Path) -> None:
+    lose_file(folder)
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def lose_weight(folder: Path) -> None:
@@ -352,7 +357,8 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     [
         (break_file, "cannot read model.safetensors"),
         (lose_file, "has no model.safetensors"),
-        (lose_part, r"weights are missing \(1, such as model.norm.weight\)"),
+        (break_index, "cannot read model.safetensors.index.json: 'weight_map'"),
+        (lose_part, "cannot read model-00001-of-00002.safetensors"),
         (lose_weight, r"weights are missing \(1, such as model.norm.weight\)"),
         (misshape, r"weights are of another shape \(1, such as model.norm.weight\)"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),

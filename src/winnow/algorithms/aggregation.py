@@ -41,7 +41,7 @@ def aggregate(
         values: [T]; tokens outside the mask are never read, be they infinite or NaN.
         mask: [T] bool, the counted tokens.
         sample_index: [T] int64, each token's sample in [0, B).
-        name: a key of `AGGREGATIONS`.
+        name: one of `AGGREGATIONS`.
         group_tokens: [B] int64, counted tokens of each sample's group, over the update.
         tokens, samples, groups: counts of the update.
         norm_tokens: the constant length of seq-mean-token-sum-norm.

@@ -272,16 +272,16 @@ def figures_of(members: Sequence[tuple[int, PromptAnswers]], seed: int) -> Sourc
 def two_sided_p(t: float, degrees: int) -> float:
     """Return the chance of a |T| as large as |t|, for `degrees` of freedom, at least 1.
 
-    With t = tan(x) * sqrt(degrees) the density of x goes as cos(x)^(degrees - 1), which
+    With t = sqrt(degrees) / tan(x) the density of x goes as sin(x)^(degrees - 1), which
     Gauss-Legendre integrates over the 12 standard deviations that hold all but e^-72 of it.
 
     Example: `two_sided_p(12.7062, 1)` is about 0.05.
     """
     assert degrees >= 1, "a t distribution has at least one degree of freedom"
     nodes, weights = _gauss_legendre()
-    low = math.atan(abs(t) / math.sqrt(degrees))
-    half = min(12 / math.sqrt(degrees), math.pi / 2 - low) / 2
-    integral = half * float(weights @ np.cos(low + half * (1 + nodes)) ** (degrees - 1))
+    high = math.atan2(math.sqrt(degrees), abs(t))  # exact for a large t, as pi/2 - atan(t) is not
+    half = min(12 / math.sqrt(degrees), high) / 2
+    integral = half * float(weights @ np.sin(high - half * (1 + nodes)) ** (degrees - 1))
     log_front = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
     return min(2 * math.exp(log_front) / math.sqrt(math.pi) * integral, 1.0)
 

@@ -30,7 +30,7 @@ class ValueObjective:
     clip: float | None
     """The distance from its old value up to which a value may move and still lower the loss."""
     aggregation: str
-    """A key of `AGGREGATIONS`."""
+    """One of `AGGREGATIONS`."""
     norm_tokens: float | None = None
     """The constant length of seq-mean-token-sum-norm."""
 

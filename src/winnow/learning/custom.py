@@ -172,7 +172,9 @@ def _try_loss(loss: PolicyLoss, where: str, options: Mapping[str, Any]) -> None:
         leaf = logp[at].requires_grad_()
         tokens = LossTokens(mask[at], own, int(own[-1]) + 1)
         loss_T, figures = loss(leaf, old[at], advantage[at], tokens, options)
-        (gradient,) = torch.autograd.grad(loss_T.sum(), leaf)
+        (gradient,) = torch.autograd.grad(loss_T.sum(), leaf, allow_unused=True)
+        if gradient is None:
+            raise TrainingError(f"{where}: the loss has no gradient in logp; compute it from logp")
         return loss_T.detach(), gradient, {name: float(x) for name, x in figures.items()}
 
     whole, halves = run(slice(None)), (run(slice(0, 2)), run(slice(2, 4)))

@@ -55,7 +55,7 @@ class PolicyObjective:
     options: Mapping[str, Any]
     """The loss's own, by keyword."""
     aggregation: str
-    """A key of `AGGREGATIONS`."""
+    """One of `AGGREGATIONS`."""
     norm_tokens: float | None = None
     """The constant length of seq-mean-token-sum-norm."""
     entropy_coef: float = 0.0

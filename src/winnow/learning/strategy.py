@@ -414,7 +414,8 @@ def run_pass(
     sharder = strategy.sharder
     micro = sharder.everything(batch, max_tokens)
     found = strategy.forward(micro, outputs)
-    return {n: sharder.gather(batch, micro, [values[n] for values in found]) for n in outputs}
+    names = sorted(outputs)  # ranks gather in step, and a set's order differs between processes
+    return {n: sharder.gather(batch, micro, [values[n] for values in found]) for n in names}
 
 
 def score_sequences(strategy: Strategy, sequences: Sequence[IntArray], max_tokens: int) -> Tensor:

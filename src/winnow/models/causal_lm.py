@@ -193,7 +193,7 @@ def failures_told(
     """Turn failures to read a folder into a ModelError of one line."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = shorten(str(error), 200, placeholder=" …") or type(error).__name__
         raise ModelError(f"{fault}: {reason.rstrip('.')}; {remedy}") from error
 

@@ -7,6 +7,7 @@ folder's safetensors. The loaders of `winnow.models` make one when they are aske
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -137,11 +138,14 @@ def _files(where: Source) -> list[Path]:
             f"{where} is no folder of this machine, as loading in shards needs it; "
             "download the model, and give its folder"
         )
-    # In this order a file that has all weights comes after parts of them, and so before them.
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():  # which transformers takes first, too
+        return [single]
+    if not index.is_file():
         raise ModelError(
-            f"{where}: the folder has no model.safetensors, whole or in parts; "
+            f"{where}: the folder has no {single.name} and no {index.name}; "
             "save the model as safetensors"
         )
-    return files
+    with failures_told(f"{where}: cannot read {index.name}"):
+        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return [folder / name for name in sorted(set(file_of.values()))]

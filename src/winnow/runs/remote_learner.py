@@ -148,7 +148,7 @@ class LearnerWorker:
         self._learning.learner.load_state_dict(state)
 
     def canary(self, canary: Canary) -> list[FloatArray]:
-        """Compute the policy's log-probs of fixed sequences; every rank runs all of them."""
+        """Compute the policy's log-probs of fixed sequences, shared out over the ranks."""
         return canary.expected(self._learning.policy)
 
     def begin_export(self, version: int, whole: bool) -> None:

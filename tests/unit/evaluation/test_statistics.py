@@ -300,3 +300,4 @@ def test_the_ends_of_students_distribution() -> None:
     assert two_sided_p(0, 3) == pytest.approx(1, abs=1e-12)
     assert two_sided_p(math.inf, 3) == 0
     assert 0 < two_sided_p(50, 29) < 1e-25
+    assert two_sided_p(1e10, 1) == pytest.approx(2e-10 / math.pi, rel=1e-12, abs=0)

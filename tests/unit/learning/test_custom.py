@@ -88,6 +88,10 @@ def test_a_built_in_loss_copied_to_a_file_passes_and_gives_the_same(tmp_path: Pa
         ),
         ("def f(logp, *a, **o):\n    return logp > 0, {}", r"loss of each token.*got bool \["),
         ("def f(logp, *a, **o):\n    return -logp.detach(), {}", "no gradient in logp"),
+        (
+            "def f(logp, *a, **o):\n    return logp.detach().clone().requires_grad_(), {}",
+            "no gradient in logp",
+        ),
         ("def f(logp, *a, **o):\n    return logp / 0, {}", "is NaN or infinite for finite log"),
         ("def f(logp, *a, **o):\n    return -logp, {'lr': 1}", "called 'lr'; give it a name"),
         ("def f(logp, *a, **o):\n    return -logp, {'x': logp}", "figure x must be one number"),

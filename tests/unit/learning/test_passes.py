@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from winnow.learning.batch import NO_SHARDING, Batch, MicroBatch, pack
+from winnow.learning.batch import NO_SHARDING, Batch, MicroBatch, MicroBatchSharder, pack
 from winnow.learning.strategy import run_pass, score_sequences
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
@@ -21,8 +21,7 @@ class Reader:
     sharder = NO_SHARDING
 
     def forward(self, microbatches: Sequence[MicroBatch], outputs: Any) -> list[dict[Any, Tensor]]:
-        (name,) = outputs
-        return [{name: self.read(name, micro)} for micro in microbatches]
+        return [{name: self.read(name, micro) for name in outputs} for micro in microbatches]
 
     def read(self, name: str, micro: MicroBatch) -> Tensor:
         if name == "logprob":
@@ -58,6 +57,23 @@ def test_values_come_back_in_the_order_of_the_batch(budget: int) -> None:
     found = run_pass(Reader(), batch, frozenset({"logprob"}), budget)["logprob"]  # type: ignore[arg-type]
     assert found[batch.gen_mask].tolist() == [-1, -2, -3, -4, -5, -6]
     assert not found[~batch.gen_mask].any()
+
+
+def test_outputs_are_gathered_in_one_order_whatever_the_order_of_a_set() -> None:
+    gathered: list[float] = []
+
+    class Ranks(MicroBatchSharder):
+        def gather(
+            self, batch: Batch, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]
+        ) -> Tensor:
+            gathered.append(float(values[0][-1]))
+            return super().gather(batch, microbatches, values)
+
+    reader = Reader()
+    reader.sharder = Ranks()
+    for outputs in (("score", "logprob"), ("logprob", "score")):
+        run_pass(reader, batch_of([7]), cast(Any, dict.fromkeys(outputs)), 100)  # type: ignore[arg-type]
+    assert gathered == [-7.0, 703.0, -7.0, 703.0]
 
 
 @pytest.mark.parametrize("budget", [1, 7, 100])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.small_models import digits_model
+from torch import Tensor
 
 from winnow.config.model import LoraAdapter
 from winnow.data.sort_digits import build_tokenizer
@@ -57,6 +61,25 @@ def test_a_hollow_model_is_the_whole_one_without_its_weights(tmp_path: Path) -> 
     assert {p.untyped_storage().nbytes() for p in hollow.parameters()} == {2}
     for name, buffer in whole.named_buffers():
         assert torch.equal(hollow.get_buffer(name), buffer)
+
+
+def test_a_hollow_model_reads_the_files_that_its_folder_names_and_no_others(tmp_path: Path) -> None:
+    name = "model.embed_tokens.weight"
+    made = digits_model()
+    made.save_pretrained(tmp_path)
+    weights = {n: tensor.clone() for n, tensor in made.named_parameters()}
+    save_file({n: tensor + 1 for n, tensor in weights.items()}, tmp_path / "model_ema.safetensors")
+
+    def first_row() -> Tensor:
+        hollow = load_causal_lm(str(tmp_path), torch.float32, torch.device("cpu"), hollow=True)
+        rows: Tensor = cast(Any, hollow).saved_weights.rows(name, slice(0, 1))
+        return rows
+
+    assert torch.equal(first_row(), weights[name][:1])
+    (tmp_path / "model.safetensors").rename(tmp_path / "part-1.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "part-1.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(first_row(), weights[name][:1])
 
 
 @pytest.mark.parametrize("adapter", [False, True])
