@@ -45,7 +45,7 @@ and in a step's first update its sign, which is the penalty's gradient, would be
 FLAT_TOLERANCE = 1e-12
 """A variance below this share of the mean square is float noise: values equal to 1e-6."""
 DISTANCE_FIGURES = frozenset({"approx_kl", "clip_share", "clip_high_share", "dual_clip_share"})
-"""Figures that tell how far the policy is from `old`, and say nothing where it is `old` itself."""
+"""Figures of the distance from `old` to the policy."""
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 """The loss of each token [T], and figures: scalars, sums over the counted tokens."""
@@ -312,6 +312,8 @@ class PolicyLoss:
     update; for `LossTokens.selected` where the option `selection` is "update"."""
     uses_old: bool = True
     """False if `old` does not enter the loss; the figure `approx_kl` reads it in any case."""
+    distances: frozenset[str] = DISTANCE_FIGURES
+    """Its figures that say nothing where `old` is the current policy, and are left out there."""
 
     def __call__(
         self,

@@ -41,7 +41,7 @@ def load_policy_loss(section: CustomPolicyLoss) -> PolicyLoss:
     """
     field = "algorithm.policy_loss.path"
     function, where = load_user_object(section.path, field, ConfigError), f"{field} {section.path}"
-    loss = PolicyLoss(partial(_call_loss, function, where))
+    loss = PolicyLoss(partial(_call_loss, function, where), distances=frozenset())
     with _refused_before_the_start():
         _try_loss(loss, where, section.options)
     return loss

@@ -20,7 +20,7 @@ from winnow.algorithms.aggregation import aggregate
 from winnow.algorithms.correction import correct, max_delta, mismatch_figures, mismatch_sums
 from winnow.algorithms.covariance import keyed_draws
 from winnow.algorithms.kl import token_kl
-from winnow.algorithms.losses import DISTANCE_FIGURES, LossTokens, PolicyLoss
+from winnow.algorithms.losses import LossTokens, PolicyLoss
 from winnow.learning.advantage import book_correction
 from winnow.learning.batch import Batch, MicroBatch
 from winnow.learning.strategy import LossFn, LossResult, Output, Outputs, Stats, Strategy, run_pass
@@ -109,7 +109,7 @@ class PolicyObjective:
         )
         loss_T, figures = self.loss(logp, old, columns["advantages"], tokens, self.options)
         if self.old == "current":  # which is never far from itself
-            figures = {n: total for n, total in figures.items() if n not in DISTANCE_FIGURES}
+            figures = {n: total for n, total in figures.items() if n not in self.loss.distances}
         if weight is not None:
             loss_T = loss_T * weight
         policy_loss = loss = self._mean(loss_T, mask, micro)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from tests.objectives import policy_objective
 from torch import Tensor
 
+from winnow.algorithms.losses import Loss, LossTerms, PolicyLoss
 from winnow.learning.batch import NO_SHARDING, Batch, MicroBatch, all_micro_batches, pack
 from winnow.learning.policy import KlTerm, Policy
 from winnow.learning.strategy import LossFn, Outputs
@@ -106,6 +108,17 @@ def test_without_a_pass_the_updates_tell_how_far_the_sampler_was() -> None:
     assert "actor/approx_kl" not in found, "the policy is not far from itself"
     # The ratio is 1, so the loss is -A whatever the log-probs.
     assert found["actor/policy_loss"] == pytest.approx(-1.0)
+
+
+def test_a_users_figure_is_kept_whatever_it_is_called() -> None:
+    def loss(terms: LossTerms) -> Loss:
+        return -terms.advantage * terms.logp, {"approx_kl": torch.tensor(3.0)}
+
+    objective = policy_objective("ppo_clip", old="current")
+    own = replace(objective, loss=PolicyLoss(loss, distances=frozenset()), options={})
+    batch = batch_of([[1], [2, 3, 4]], advantages=1.0)
+    found = record(Policy(FakeStrategy(), own), batch)  # type: ignore[arg-type]
+    assert found["actor/approx_kl"] == pytest.approx(3.0 / 4)
 
 
 def test_in_bypass_mode_the_sampler_is_the_old_policy() -> None:
