@@ -146,6 +146,12 @@ def test_weights_of_another_shape_or_dtype_are_refused() -> None:
             asyncio.run(publish(WeightUpdate(1, source.tensors().items()), a=Model(target)))
 
 
+def test_an_update_of_nothing_is_refused() -> None:
+    for update in (WeightUpdate(1, []), WeightUpdate(1, buckets=iter(()))):
+        with pytest.raises(PublicationError, match="version 1: the update has no tensors"):
+            asyncio.run(publish(update, a=Model(Holder([], 1))))
+
+
 def test_a_tensor_that_the_engine_does_not_have_is_refused() -> None:
     tensors = [*Holder([], 0).tensors().items(), ("ghost", torch.zeros(3))]
     with pytest.raises(PublicationError, match=r"ghost \[3\] float32 came.*none of that name"):
