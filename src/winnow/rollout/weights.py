@@ -251,12 +251,17 @@ class WeightReceiver:
         self._filled[piece.name] += len(piece.array)
         return replace(piece, array=array_of(here))
 
-    def finish(self) -> None:
-        """Let the model be used again, now that all its tensors have come.
+    def finish(self, version: int) -> None:
+        """Let the model be used again, now that all its tensors of this version have come.
 
         Raises:
-            PublicationError: one did not.
+            PublicationError: one did not, or they are of another version.
         """
+        if version != self.version:
+            raise PublicationError(
+                f"weights of version {version}: buckets of version {self.version} came; publish "
+                "the weights again"
+            )
         missing = [name for name, own in self._own.items() if self._filled[name] < own.numel()]
         if missing:
             raise PublicationError(

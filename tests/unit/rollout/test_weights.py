@@ -66,7 +66,7 @@ class Model:
         return self.arriving.take(bucket)
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        self.arriving.finish()
+        self.arriving.finish(update.version)
 
 
 async def publish(
@@ -203,6 +203,18 @@ def test_no_token_is_drawn_between_the_first_bucket_and_the_last() -> None:
         await engine.load_weights(WeightUpdate(3))
         (event,) = await waiting
         assert [(s.version, s.stop) for s in event.segment.spans] == [(0, 5), (3, 20)]
+
+    asyncio.run(run())
+
+
+def test_weights_are_not_taken_for_those_of_another_version() -> None:
+    async def run() -> None:
+        engine = engine_of(live_updates=True)
+        for bucket in buckets(WeightUpdate(3, list(digits_model().named_parameters()))):
+            await engine.take_bucket(bucket)
+        with pytest.raises(PublicationError, match="weights of version 4: buckets of version 3"):
+            await engine.load_weights(WeightUpdate(4))
+        assert engine.status().weight_version == 0
 
     asyncio.run(run())
 
