@@ -271,7 +271,7 @@ class Slots:
         """[count] each: place of the newest token; the last place allowed; where the answer
         begins; key of its random numbers; place of its settings among `kinds`."""
         self.kinds: list[SamplingParams] = []
-        """Settings of the answers here; forgotten when the last answer has left."""
+        """Settings of the answers here, and no others: what none asks for is not computed."""
         self.lengths = np.zeros(count, np.int64)
         """`at` + 1, known to the host without asking the device."""
         self.with_stop_strings: list[int] = []
@@ -300,20 +300,24 @@ class Slots:
             begun = slice(len(context) - len(answer.prefix), len(context))
             self.logprobs[row, begun] = torch.tensor(answer.prefix.logprobs)
         seeds = np.array([a.request.seed for a in answers], np.uint64).astype(np.int64)
-        sampling = [a.group.sampling_of(a.request) for a in answers]
-        self.kinds += [each for each in dict.fromkeys(sampling) if each not in self.kinds]
-        kinds = np.array([self.kinds.index(each) for each in sampling])
-        numbers = np.stack([lengths - 1, limits, starts, seeds, kinds])
-        self._numbers[:, here] = torch.from_numpy(numbers).to(self.device)
+        numbers = np.stack([lengths - 1, limits, starts, seeds])
+        self._numbers[:4, here] = torch.from_numpy(numbers).to(self.device)
         self.lengths[here] = lengths
         # The newest token of a context has no keys yet.
         self.cache.fill(block, [a.block_row for a in answers], here, lengths - 1)
         for answer in answers:
             answer.block = None
         self.answers.extend(answers)
-        self._refresh()
+        self._number_kinds()
+        self._find_stop_strings()
 
-    def _refresh(self) -> None:
+    def _number_kinds(self) -> None:
+        sampling = [a.group.sampling_of(a.request) for a in self.answers]
+        self.kinds = list(dict.fromkeys(sampling))
+        numbers = torch.tensor([self.kinds.index(each) for each in sampling], dtype=torch.long)
+        self.kind[: len(sampling)] = numbers.to(self.device)
+
+    def _find_stop_strings(self) -> None:
         self.with_stop_strings = [r for r, a in enumerate(self.answers) if a.group.sampling.stop]
 
     def _reserve(self, length: int) -> None:
@@ -385,6 +389,6 @@ class Slots:
             for old, new in zip(source, target, strict=True):
                 self.answers[new] = self.answers[old]
         del self.answers[live:]
-        self._refresh()
-        if not self.answers:
-            self.kinds.clear()
+        if len(self.kinds) > 1:
+            self._number_kinds()
+        self._find_stop_strings()

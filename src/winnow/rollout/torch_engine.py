@@ -161,7 +161,8 @@ class TorchEngine:
         Raises:
             ValueError: answers are still running in an engine without live updates, or a tensor
                 has no place or another shape.
-            PublicationError: a tensor is missing in the buckets; nothing is decoded then.
+            PublicationError: a tensor is missing in the buckets, or they are of another version;
+                nothing is decoded then.
         """
         self._check_may_change()
         if update.tensors is not None:
@@ -171,7 +172,7 @@ class TorchEngine:
                     raise ValueError(f"weight update: {name} {tuple(tensor.shape)} does not fit")
                 own[name].data.copy_(tensor)
         if self._arriving is not None:
-            self._arriving.finish()
+            self._arriving.finish(update.version)
             self._arriving = None
         self._slots.close_spans(self._version)
         for answer in self._queue:

@@ -5,10 +5,9 @@
 
 The checksum (CRC-32 of a bucket's names, shapes and bytes) is taken of the engine's own memory
 after copying, so that one reading covers transport and copy; the engine counts buckets, and tensors
-that did not come. A bucket's arrays are views of the
-trainer's tensors where those lie on the host; two buckets are alive at a time. Ranks pack buckets
-themselves and keep the arrays (`winnow.workers.array_refs`), so that only names and checksums pass
-through the driver.
+that did not come. A bucket's arrays are views of the trainer's tensors where those lie on the host;
+two buckets are alive at a time. Ranks pack buckets themselves and keep the arrays
+(`winnow.workers.array_refs`), so that only names and checksums pass through the driver.
 """
 
 from __future__ import annotations
@@ -168,8 +167,10 @@ async def send(update: WeightUpdate, take: Take, bucket_bytes: int = BUCKET_BYTE
 
     Raises:
         PublicationError: an engine holds other bytes than were sent. It draws no more tokens.
+            Or there is nothing to send, which no engine would notice.
     """
     under_way: list[asyncio.Task[None]] = []
+    bucket = None
     try:
         for bucket in update.buckets or buckets(update, bucket_bytes):
             if len(under_way) == _UNDER_WAY:
@@ -182,6 +183,10 @@ async def send(update: WeightUpdate, take: Take, bucket_bytes: int = BUCKET_BYTE
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
+    if bucket is None:
+        raise PublicationError(
+            f"weights of version {update.version}: the update has no tensors; export all of them"
+        )
 
 
 async def _deliver(bucket: Bucket, take: Take) -> None:
@@ -246,12 +251,17 @@ class WeightReceiver:
         self._filled[piece.name] += len(piece.array)
         return replace(piece, array=array_of(here))
 
-    def finish(self) -> None:
-        """Let the model be used again, now that all its tensors have come.
+    def finish(self, version: int) -> None:
+        """Let the model be used again, now that all its tensors of this version have come.
 
         Raises:
-            PublicationError: one did not.
+            PublicationError: one did not, or they are of another version.
         """
+        if version != self.version:
+            raise PublicationError(
+                f"weights of version {version}: buckets of version {self.version} came; publish "
+                "the weights again"
+            )
         missing = [name for name, own in self._own.items() if self._filled[name] < own.numel()]
         if missing:
             raise PublicationError(

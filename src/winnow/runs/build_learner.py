@@ -73,7 +73,7 @@ def make_learner(
     start: str | None,
     mesh: DeviceMesh | None = None,
 ) -> Learning:
-    """Everything that learns, and the reference: in this process, or this rank's part of it.
+    """Make all that learns, and the reference: in this process, or this rank's part of it.
 
     Args:
         model: the policy's, which an engine may share; with a mesh a hollow one.

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.learner import AnyLearner
 from winnow.observe.metrics import Metrics, Number, Stopwatch
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
-from winnow.rollout.engine import Engine, WeightUpdate
+from winnow.rollout.engine import Engine, PublishedEngine, WeightUpdate
+from winnow.rollout.engine_group import EngineGroup
 from winnow.runs.metrics import Throughput, record_step, rollout_groups
 from winnow.runs.process import ShutdownSignal
 from winnow.runs.state import RunState
@@ -67,9 +68,11 @@ class Sending:
             PublicationError: an engine holds other weights, or does not answer with them.
         """
         expected = self._expected(self._canary)
-        await self._engine.load_weights(self._weights(version))
-        engines = getattr(self._engine, "engines", {"the engine": self._engine})  # of a group
-        return {"publish/max_delta": await self._canary.check(expected, version, engines)}
+        engine = self._engine
+        await engine.load_weights(self._weights(version))
+        members = engine.engines if isinstance(engine, EngineGroup) else {"the engine": engine}
+        asked = cast("Mapping[str, PublishedEngine]", members)
+        return {"publish/max_delta": await self._canary.check(expected, version, asked)}
 
 
 @dataclass(frozen=True)

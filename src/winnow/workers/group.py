@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import sys
@@ -86,7 +85,8 @@ class WorkerConnection(Protocol):
 class _Rank:
     link: WorkerConnection
     listener: LogReceiver
-    numbers: itertools.count[int] = field(default_factory=itertools.count)
+    calls: int = 0
+    """Sent so far, which is the number of the next one."""
     under_way: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)
     """Calls without an outcome: each one's method, and the future that waits for it."""
     still_s: float = 0.0
@@ -228,8 +228,9 @@ class WorkerGroup:
             rank, future = self._ranks[number], self._loop.create_future()
             if not rank.under_way:
                 rank.still_s = 0.0
-            call = next(rank.numbers)
+            call = rank.calls
             rank.link.send(call, payload, partial(self._take, number, call))
+            rank.calls += 1  # now: the worker would wait for one that could not be sent
             rank.under_way[call] = method, future
             waiting.append(future)
         return waiting

@@ -161,18 +161,19 @@ class Host:
 
     def _beat(self) -> None:
         """Send progress while a method computes, and put off the dump of stacks with each."""
-        seen: tuple[int | None, int] = None, 0
+        seen: tuple[int | None, int, int] = None, 0, 0
         while True:
             time.sleep(_BEAT_S)
             if self._is_orphan():
                 os._exit(1)
-            now = getattr(self._worker, "progress", None), self._calls_ended
+            progress = getattr(self._worker, "progress", None)
+            now = progress, self._calls_ended, self._calls_under_way
             if now == seen:
                 continue
             self._dump_when_still()
             try:
-                if now[0] is not None and now[0] != seen[0]:
-                    self._sender.beat(int(now[0]))
+                if progress is not None and progress != seen[0]:
+                    self._sender.beat(int(progress))
             except OSError:  # nobody listens any more
                 os._exit(1)
             seen = now

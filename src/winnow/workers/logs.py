@@ -22,6 +22,8 @@ from typing import Any, TextIO, cast
 RECORD = b"\x1e"
 _RECORD_CHARACTERS = 300
 """As JSON at most 3,600 bytes, which the system writes at once even where others write too."""
+_RECORD_BYTES = 1 << 12
+"""More than a record has."""
 _RECORDS = ({"more"}, {"progress"}, {"level", "logger", "text"})
 _PRINTED = logging.getLogger("winnow.workers.worker")
 
@@ -152,7 +154,9 @@ async def _next_line(reader: asyncio.StreamReader) -> bytes:
     except asyncio.IncompleteReadError as error:
         return error.partial
     except asyncio.LimitOverrunError as error:
-        return await reader.readexactly(error.consumed)
+        line = await reader.readexactly(error.consumed)
+        # A record that has begun in it is not cut.
+        return line + await _next_line(reader) if RECORD in line[-_RECORD_BYTES:] else line
 
 
 def _record(data: bytes) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.engines import Prompts, ScriptedEngine, uniform, written
 from tests.examples import examples
@@ -465,6 +465,7 @@ def test_no_answer_is_lost_or_doubled_and_the_account_agrees(
     st.lists(st.tuples(st.integers(0, 14), st.integers(0, 2)), min_size=1, max_size=4),
     st.integers(2, 3),
 )
+@example([("submit", 0), ("submit", 0), ("submit", 2), ("abort", 0)], [(4, 1)], 2)
 def test_deaths_lose_no_answer_while_an_engine_lives(
     steps: list[Step], deaths: list[tuple[int, int]], engines: int
 ) -> None:

@@ -66,7 +66,7 @@ class Model:
         return self.arriving.take(bucket)
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        self.arriving.finish()
+        self.arriving.finish(update.version)
 
 
 async def publish(
@@ -146,6 +146,12 @@ def test_weights_of_another_shape_or_dtype_are_refused() -> None:
             asyncio.run(publish(WeightUpdate(1, source.tensors().items()), a=Model(target)))
 
 
+def test_an_update_of_nothing_is_refused() -> None:
+    for update in (WeightUpdate(1, []), WeightUpdate(1, buckets=iter(()))):
+        with pytest.raises(PublicationError, match="version 1: the update has no tensors"):
+            asyncio.run(publish(update, a=Model(Holder([], 1))))
+
+
 def test_a_tensor_that_the_engine_does_not_have_is_refused() -> None:
     tensors = [*Holder([], 0).tensors().items(), ("ghost", torch.zeros(3))]
     with pytest.raises(PublicationError, match=r"ghost \[3\] float32 came.*none of that name"):
@@ -197,6 +203,18 @@ def test_no_token_is_drawn_between_the_first_bucket_and_the_last() -> None:
         await engine.load_weights(WeightUpdate(3))
         (event,) = await waiting
         assert [(s.version, s.stop) for s in event.segment.spans] == [(0, 5), (3, 20)]
+
+    asyncio.run(run())
+
+
+def test_weights_are_not_taken_for_those_of_another_version() -> None:
+    async def run() -> None:
+        engine = engine_of(live_updates=True)
+        for bucket in buckets(WeightUpdate(3, list(digits_model().named_parameters()))):
+            await engine.take_bucket(bucket)
+        with pytest.raises(PublicationError, match="weights of version 4: buckets of version 3"):
+            await engine.load_weights(WeightUpdate(4))
+        assert engine.status().weight_version == 0
 
     asyncio.run(run())
 

@@ -123,6 +123,14 @@ def test_a_line_without_an_end_is_not_kept_for_ever() -> None:
     assert sum(len(text) for _, _, text in said) == 1000 * len(pieces)
 
 
+def test_a_record_behind_a_line_without_an_end_is_not_cut(tmp_path: Path) -> None:
+    stream = told([7, ("winnow", 30, "news")], tmp_path)
+    for at in (1, 5, stream.index(b"\n"), stream.index(b"news")):
+        said, progress = heard(b"bar\r" * 17000 + stream[:at], stream[at:])
+        assert sorted(said) == [("", 20, "bar"), ("winnow", 30, "news")]
+        assert progress == 7
+
+
 @pytest.mark.parametrize(
     ("logger", "to"),
     [

@@ -66,3 +66,5 @@ def test_a_cluster_that_is_too_small_is_told_what_is_missing() -> None:
     )
     with pytest.raises(ConfigError, match="it has no node"):
         check_room([JUDGE], [])
+    with pytest.raises(ConfigError, match=r"it has 1 x \(no core\); make"):
+        check_room([JUDGE], [node(0)])

@@ -196,11 +196,11 @@ async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reserved:
     nodes = list(left.values())
     check_room(pools, nodes)
     parts: dict[str, list[Any]] = {pool.name: [] for pool in pools}
-    for pool in sorted(pools, key=lambda pool: _rank(pool.needs(pool.per_node)), reverse=True):
+    for pool in sorted(pools, key=lambda pool: _by_size(pool.needs(pool.per_node)), reverse=True):
         slots, part = [pool.needs(1)] * pool.per_node, pool.needs(pool.per_node)
         for _ in range(pool.nodes):
             room = [node for node, free in left.items() if _fits([part], [free])]
-            node = min(room, key=lambda node: _rank(left[node]), default=None)
+            node = min(room, key=lambda node: _by_size(left[node]), default=None)
             if node is not None:
                 left[node] = {kind: free - part.get(kind, 0) for kind, free in left[node].items()}
             made = placement_group(slots, strategy="STRICT_PACK", _soft_target_node_id=node)
@@ -243,7 +243,7 @@ def _fits(needs: Sequence[Resources], nodes: Sequence[Resources]) -> bool:
     return all(total(needs, kind) <= total(nodes, kind) + 1e-6 for kind in ("CPU", "GPU"))
 
 
-def _rank(resources: Resources) -> tuple[float, float]:
+def _by_size(resources: Resources) -> tuple[float, float]:
     return resources.get("GPU", 0.0), resources["CPU"]
 
 
@@ -257,7 +257,8 @@ def _compared(pools: Sequence[Pool], nodes: Sequence[Resources]) -> str:
 
 def _amounts(resources: Resources) -> str:
     named = ((resources.get("GPU"), "device"), (resources["CPU"], "core"))
-    return " and ".join(f"{n:g} {what}{'' if n == 1 else 's'}" for n, what in named if n)
+    amounts = [f"{n:g} {what}{'' if n == 1 else 's'}" for n, what in named if n]
+    return " and ".join(amounts) or "no core"
 
 
 def _reach(address: str) -> None:
