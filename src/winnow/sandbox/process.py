@@ -96,7 +96,7 @@ class Confined:
             except subprocess.TimeoutExpired:
                 ending = "time_limit"
             finally:
-                if ending != "finished":
+                if process.returncode is None:
                     self._end(process)
         code = process.returncode
         if code > 128:  # as a shell reports that its child died by a signal
