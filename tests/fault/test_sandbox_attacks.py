@@ -20,6 +20,7 @@ from tests.processes import descendants
 from tests.sandboxes import BACKENDS, USERS, Host, host, need_bubblewrap
 
 from winnow.config.reward import SandboxConfig
+from winnow.sandbox import harness
 
 COMBINATIONS = [(backend, user) for backend in BACKENDS for user in USERS]
 MIB = 1 << 20
@@ -438,6 +439,43 @@ time.sleep(1000)  # {mark}
         "import subprocess, sys; quiet = subprocess.DEVNULL; subprocess.Popen("
         f"[sys.executable, '-c', {child!r}], stdin=quiet, stdout=quiet, stderr=quiet)\n"
     )
+
+
+def test_what_a_parent_prints_cannot_be_opened_anew(box: Host) -> None:
+    opened = told(
+        box,
+        "parent, opened = os.getpid(), []\n"
+        "ours, theirs = os.pipe()\n"
+        "if os.fork() == 0:\n"
+        "    for number in (1, 2):\n"
+        "        for mode in (os.O_RDONLY, os.O_WRONLY):\n"
+        "            try:\n"
+        "                os.open(f'/proc/{parent}/fd/{number}', mode)\n"
+        "                opened.append([number, mode])\n"
+        "            except OSError:\n"
+        "                pass\n"
+        "    os.write(theirs, json.dumps(opened).encode())\n"
+        "    os._exit(0)\n"
+        "print(os.read(ours, 999).decode())",
+    )
+    assert opened == []
+
+
+def test_a_solution_cannot_open_its_tests(box: Host) -> None:
+    code = (
+        "import os\n"
+        "def f(x):\n"
+        "    try:\n"
+        "        return os.read(os.open('/proc/%d/fd/0' % os.getppid(), 0), 9999).decode()\n"
+        "    except OSError:\n"
+        "        return ''\n"
+    )
+    solution = json.dumps({"prompt": "", "code": code, "entry_point": "f"}).encode()
+    tests = {"kind": "calls", "cases": [[[1], ""]], "entry_point": "f", "prompt": ""}
+    tests |= {"call_s": 60, "stop_early": True}
+    stdin = b"%010d" % len(solution) + solution + json.dumps(tests).encode()
+    result = box.run(Path(harness.__file__).read_text(), stdin)
+    assert harness.decode(json.loads(result.stdout))["outcome"] == "pass", result
 
 
 def test_no_process_is_left_behind_when_a_program_ends(box: Host) -> None:

@@ -67,7 +67,9 @@ class RemoteManager(Section):
     @field_validator("url")
     @classmethod
     def _is_http(cls, value: str) -> str:
-        web_address(value, "reward.manager.token_env is for tokens")
+        url = web_address(value, "reward.manager.token_env is for tokens")
+        if (url.query or url.fragment) and not url.path:
+            raise ValueError("must have a path, such as /, before ? and #")
         return value
 
 

@@ -348,14 +348,16 @@ def serve(service: JsonService, listener: socket.socket, said: str) -> int:
         said: printed when the service can be asked.
     """
     arrived: list[int] = []
+    server = Server(service, lambda: print(said, flush=True))
 
     def note(number: int, _: FrameType | None) -> None:
         arrived.append(number)
+        server.should_exit = True  # it may not have begun to run
 
     # The server takes these signals while it runs, and raises those that came at its end.
     before = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
-        Server(service, lambda: print(said, flush=True)).run([listener])
+        server.run([listener])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -44,6 +44,7 @@ from winnow.rewards.task import (
     ScorerReply,
     late_failure,
 )
+from winnow.workers.host import CallFailure
 from winnow.workers.local import LocalConnection, pack
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,6 @@ _LOAD_ATTEMPTS = 3
 _TICK_S = 0.05
 _CLOSING_S = 1.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_CLOSED = RuntimeError("the scorer pool is closed")
 # One core a process; and sets of strings are in the same order in each of them.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -230,13 +230,16 @@ class ScorerPool:
 
     def _hand_over(self) -> None:
         asks, self._new = self._new, []
-        self._loop.call_soon_threadsafe(self._take_in, asks)
+        with contextlib.suppress(RuntimeError):  # the pool was closed in the meantime
+            self._loop.call_soon_threadsafe(self._take_in, asks)
+        if self._broken is not None:  # the thread may have taken in its last
+            _set_all([(asked, self._broken) for asked in asks])
 
     # The rest runs in the thread.
 
     async def _serve(self) -> None:
         """Feed, time, weigh, end and replace the processes, to the end of the last one."""
-        error: Exception = _CLOSED
+        error: Exception = RuntimeError("the scorer pool is closed")
         next_look = 0.0
         try:
             while not self._is_closing:
@@ -299,9 +302,13 @@ class ScorerPool:
             self._lost_loading = 0
             self._loaded.set()
 
-    def _take(self, scorer: _Scorer, message: _Message, said: ScorerReply) -> None:
+    def _take(self, scorer: _Scorer, message: _Message, said: ScorerReply | CallFailure) -> None:
         self._news.set()
         scorer.held.remove(message)
+        if isinstance(said, CallFailure):  # it cannot be read here
+            failure = Failure(said.line, said.traceback)
+            self._blame(message.asks, failure, len(message.asks) == 1)
+            return
         scorer.is_leaving |= said.is_last
         done, rest = len(said.outcomes), message.asks[len(said.outcomes) :]
         scorer.quick = done if rest else max(scorer.quick, 2 * done)

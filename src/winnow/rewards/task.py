@@ -280,9 +280,9 @@ def _is_plain(value: Any, depth: int = 20) -> bool:
         return all(_is_plain(each, depth - 1) for each in value)
     if depth and kind is dict:
         return all(_is_plain(each, depth - 1) for pair in value.items() for each in pair)
-    if kind is np.ndarray:
-        return bool(value.dtype != object)
-    return kind in _ATOMS or isinstance(value, np.generic)
+    if kind is np.ndarray or isinstance(value, np.generic):
+        return not value.dtype.hasobject
+    return kind in _ATOMS
 
 
 def _as_text(value: object) -> str:

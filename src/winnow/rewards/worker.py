@@ -67,9 +67,9 @@ class ScorerRuntime:
         if self.user is None:
             (item,) = asked
             return self._reply([score_by_rule(SCORERS[item.scorer], item.arguments)], 1)
-        _seed(asked)
         found: list[Outcome] | Failure
         try:
+            _seed(asked)
             said = self.user.call([item.arguments for item in asked])
             found = self.user.read(_awaited(said), len(asked))
         except BaseException as error:  # KeyboardInterrupt, CancelledError: the scorer raised it
@@ -79,9 +79,9 @@ class ScorerRuntime:
     async def call(self, asked: Sequence[ScoreItem]) -> ScorerReply:
         """Score answers in one call that may wait beside others."""
         assert self.user is not None
-        _seed(asked)
         found: list[Outcome] | Failure
         try:
+            _seed(asked)
             found = await score_by_call(self.user, [item.arguments for item in asked])
         except BaseException as error:
             found = failure_of(error, self.user.file)

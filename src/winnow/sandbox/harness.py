@@ -187,7 +187,9 @@ NAMES = frozenset(" ".join(_NAMES_OF.values()).split())
 
 
 def serve(solution: dict[str, Any]) -> None:
-    """Load the solution, then answer calls until the tests end."""
+    """Load the solution once the tests are out of its reach, then answer calls until they end."""
+    read = reader(REQUESTS)
+    next(read)
     try:
         space = load(solution)
     except SyntaxError as error:
@@ -197,7 +199,6 @@ def serve(solution: dict[str, Any]) -> None:
         send(REPLIES, {"failed": "runtime_error", "text": describe(error)})
         return
     send(REPLIES, {"names": [name for name, value in space.items() if callable(value)]})
-    read = reader(REQUESTS)
     while True:
         request = next(read)
         args = request["args"]
@@ -550,6 +551,9 @@ def main() -> None:
     verdict = os.dup(1)
     nothing = os.open("/dev/null", os.O_RDWR)
     os.dup2(nothing, 1)  # tests may print
+    # Where /proc is in view, a solution could open this process's standard input anew.
+    os.dup2(nothing, 0)
+    send(requests, None)
     try:
         report = judge(Solution(requests, replies, tests["call_s"]), tests)
     except Failed as failed:

@@ -9,6 +9,7 @@ import re
 import resource
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,19 @@ COMMANDS: dict[str, tuple[list[str], str, dict[str, Any]]] = {
     "sandbox": (["--max-concurrent", "1"], "run_code", {"code": "print(1)"}),
 }
 NO_PROXY: dict[str, Any] = {"trust_env": False, "timeout": 30}
+EARLY_SIGNAL = """
+import signal
+from winnow.http import service
+
+class Late(service.Server):
+    def run(self, sockets):
+        signal.raise_signal(signal.SIGTERM)
+        super().run(sockets)
+
+service.Server = Late
+made = service.JsonService("/", None, dict, 1, 1, None, "error")
+raise SystemExit(service.serve(made, service.listen("127.0.0.1", 0, None), ""))
+"""
 
 
 @contextlib.contextmanager
@@ -169,3 +183,8 @@ def test_without_a_token_every_connection_that_is_refused_ends(
             one.settimeout(20)
             assert one.recv(4096).startswith(b"HTTP/1.1 401 ")
         assert httpx.post(url, json=1, headers=headers, **NO_PROXY).json() == {"said": 1}
+
+
+def test_a_signal_before_the_server_runs_ends_it() -> None:
+    told = subprocess.run([sys.executable, "-c", EARLY_SIGNAL], timeout=60, capture_output=True)
+    assert (told.returncode, told.stderr) == (0, b"winnow: stopped by SIGTERM\n")

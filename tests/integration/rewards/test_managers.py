@@ -412,6 +412,11 @@ def test_what_is_no_address_is_refused(url: str) -> None:
         RemoteManager(url=url)
 
 
+def test_an_address_without_a_path_has_no_query() -> None:
+    with pytest.raises(ValueError, match="must have a path"):
+        RemoteManager(url="http://h:8?key=1")
+
+
 @pytest.mark.parametrize(
     "setting",
     [

@@ -224,12 +224,42 @@ def test_objects_of_the_users_own_come_back_as_text(user_service: UserRewards) -
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    ring = {}\n    ring['ring'] = ring\n"
         "    return dict(score=1, own=Own(), ring=ring, row=[1, {'a': None}], "
-        "n=numpy.float32(0.5), v=numpy.arange(2))\n"
+        "n=numpy.float32(0.5), v=numpy.arange(2), "
+        "rows=numpy.array([(Own(),)], [('own', object)]))\n"
     )
     (score,) = ask_all(user_service(body, workers=1), ["x"])
     assert (score.extra["own"], score.extra["ring"]) == ("own", "{'ring': {...}}")
     assert (score.extra["row"], score.extra["n"]) == ([1, {"a": None}], 0.5)
     assert score.extra["v"].tolist() == [0, 1]
+    assert type(score.extra["rows"]) is str
+
+
+def test_a_score_that_cannot_be_read_here_costs_its_own_sample_alone(
+    user_service: UserRewards,
+) -> None:
+    body = (
+        "class Text(str): pass\nclass Own:\n    def __str__(self): return Text('own')\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return dict(score=1, own=Own() if solution_str == 'own' else '')\n"
+    )
+    service = user_service(body, workers=1)
+    ask_all(service, ["x"] * 100)  # so that several answers go in a message
+    scores = ask_all(service, ["x", "x", "own", *["x"] * 20])
+    assert [place for place, score in enumerate(scores) if score.error] == [2]
+    assert scores[2].error.startswith("ModuleNotFoundError: ")
+
+
+def test_an_answer_asked_for_as_the_pool_is_closed_is_refused(user_service: UserRewards) -> None:
+    service = user_service("return 1.0", workers=1)
+
+    async def run() -> None:
+        asked = asyncio.ensure_future(service.score(PROMPT, answer(3), "x", training=True))
+        await asyncio.sleep(0)  # it has asked, and the pool does not know of it yet
+        service.close()
+        await asyncio.wait_for(asked, 5)
+
+    with pytest.raises(RuntimeError, match="the scorer pool is closed"):
+        asyncio.run(run())
 
 
 def test_signals_work_in_a_worker_so_math_verify_does(user_service: UserRewards) -> None:
