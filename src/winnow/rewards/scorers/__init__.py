@@ -1,7 +1,7 @@
 """The table of built-in scorers.
 
 A scorer is a pure function of (data source, answer's text, ground truth, other columns). It may
-raise: `winnow.rewards.service` decides what a failed scoring means. Its module is imported when
+raise: `winnow.rewards.pipeline` decides what a failed scoring means. Its module is imported when
 it first scores.
 """
 
