@@ -228,7 +228,7 @@ FILES = [
     (
         "run: {{name: \x07}}\n",
         "recipe {file} is not text in UTF-8 (position 12: special characters are not allowed); "
-        "save it as UTF-8",
+        "save it as UTF-8, without control characters",
     ),
     ("- optim\n", "recipe {file} must hold sections (`optim:` …), got a list"),
     (
@@ -333,7 +333,8 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"run: {name: \xff}")
     wanted = (
-        f"recipe {path} is not text in UTF-8 (position 12: invalid start byte); save it as UTF-8"
+        f"recipe {path} is not text in UTF-8 (position 12: invalid start byte); save it as UTF-8, "
+        "without control characters"
     )
     assert message(str(path), []) == wanted
 
