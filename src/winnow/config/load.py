@@ -346,7 +346,11 @@ class _References:
         dots = len(key) - len(key.lstrip("."))
         around = path[: len(path) - dots] if dots else ()
         wanted = (*around, *re.findall(r"[^.\[\]]+", key))
-        node = lookup(self._values, wanted, _PENDING)
+        node: Any = self._values
+        for stop, name in enumerate(wanted):
+            if isinstance(node, str):  # a table that is a reference itself
+                node = self.resolved(wanted[:stop], node)
+            node = lookup(node, (name,), _PENDING)
         if node is _PENDING:
             raise KeyError(f"interpolation key {'.'.join(wanted)!r} not found")
         value = self.resolved(wanted, node)
