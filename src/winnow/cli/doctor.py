@@ -280,10 +280,10 @@ def _runs_folder(folder: Path) -> Finding:
 def _caches() -> Iterator[Finding]:
     """Measure what is kept between runs."""
     caches = Path.home() / ".cache"
-    hub = Path(os.environ.get("HF_HOME", caches / "huggingface")) / "hub"
+    hub = Path(os.environ.get("HF_HOME") or caches / "huggingface") / "hub"
     places = {
-        "cache": Path(os.environ.get("WINNOW_CACHE", caches / "winnow")),
-        "model cache": Path(os.environ.get("HF_HUB_CACHE", hub)),
+        "cache": Path(os.environ.get("WINNOW_CACHE") or caches / "winnow"),
+        "model cache": Path(os.environ.get("HF_HUB_CACHE") or hub),
     }
     for name, folder in places.items():
         if not folder.is_dir():

@@ -123,7 +123,9 @@ def _layers(path: Path, around: tuple[Path, ...], read: list[Path]) -> Iterator[
         if entry == "_self_":
             yield own
         elif isinstance(entry, str):
-            files = [path.parent / f"{entry}{suffix}" for suffix in ("", ".yaml", ".yml")]
+            names = [f"{entry}.yaml", f"{entry}.yml"]
+            names = [entry] if entry.endswith((".yaml", ".yml")) else names
+            files = [path.parent / name for name in names]
             files += [RECIPES / f"{entry}.yaml"] if entry in available_recipes() else []
             included = _existing(entry, files, f" to include ({where})")
             yield from _layers(included, (*around, resolved), read)
@@ -158,7 +160,7 @@ def _read(path: Path) -> Layer:
     except yaml.reader.ReaderError as error:
         raise ConfigError(
             f"recipe {path} is not text in UTF-8 (position {error.position}: {error.reason}); save "
-            "it as UTF-8"
+            "it as UTF-8, without control characters"
         ) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

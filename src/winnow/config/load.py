@@ -81,10 +81,23 @@ def resolve_recipe(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
     if tree.faults:
         raise ConfigError("\n".join(tree.faults))
     values = _References(tree.values).resolved((), tree.values)
+    faults = list(_truth_values(values, tree))
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(validation_lines(error, values, tree.place))) from None
+        faults += validation_lines(error, values, tree.place)
+    if faults:
+        raise ConfigError("\n".join(dict.fromkeys(faults)))
+    return config
+
+
+def _truth_values(values: Mapping[str, Any], tree: Tree) -> Iterator[str]:
+    """Report true and false given for numbers: Python, and so pydantic, counts them as 1 and 0."""
+    for path, value in _leaves(values):
+        field = find(values, path).field if isinstance(value, bool) else None
+        if field and takes_number(field):
+            got = f"got {show(value)} (set by {tree.place(path)})"
+            yield f"{spell(path)} must be {allowed(field)}, {got}"
 
 
 def dump_config(config: Config) -> str:
@@ -219,7 +232,7 @@ class Tree:
             self.faults.append(fault)
         elif value == {} and isinstance(held, dict):
             pass  # adds nothing to a section or a table
-        elif is_section(field) or (isinstance(value, bool) and takes_number(field)):
+        elif is_section(field):
             got = f"got {show(value)} (set by {place})"
             self.faults.append(f"{spell(key)} must be {allowed(field)}, {got}")
         else:
@@ -333,7 +346,11 @@ class _References:
         dots = len(key) - len(key.lstrip("."))
         around = path[: len(path) - dots] if dots else ()
         wanted = (*around, *re.findall(r"[^.\[\]]+", key))
-        node = lookup(self._values, wanted, _PENDING)
+        node: Any = self._values
+        for stop, name in enumerate(wanted):
+            if isinstance(node, str):  # a table that is a reference itself
+                node = self.resolved(wanted[:stop], node)
+            node = lookup(node, (name,), _PENDING)
         if node is _PENDING:
             raise KeyError(f"interpolation key {'.'.join(wanted)!r} not found")
         value = self.resolved(wanted, node)

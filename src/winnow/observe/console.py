@@ -113,8 +113,10 @@ class ConsoleSink:
         self._print_row(Text(f"{f'{step}/{self._info.steps}':>{width}}{cells}  {left:>8}"))
 
     def _print_row(self, row: Text) -> None:
-        is_log = not self._console.is_terminal
-        self._console.print(row, soft_wrap=is_log, no_wrap=True, overflow="crop")
+        if self._console.is_terminal:
+            self._console.print(row, no_wrap=True, overflow="crop")
+        else:
+            self._console.print(row, soft_wrap=True)
 
     def _seconds_left(self, step: int) -> float | None:
         done = step - self._info.first_step + 1

@@ -73,12 +73,16 @@ def make_warm_start(
         WinnowError: the cache cannot be written to.
     """
     target = cache_folder(config)
+    made_before = f"Warm start: taken from {target} (made before; --fresh makes it anew)"
+    if not fresh and _is_whole(target):  # no lock: a shared cache may be read-only
+        sink.note(made_before)
+        return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Whoever comes second waits, and then finds the start in the cache.
         with FileLock(target.with_name(f".{target.name}.partial.lock")):
-            if (target / "config.json").is_file() and not fresh:
-                sink.note(f"Warm start: taken from {target} (made before; --fresh makes it anew)")
+            if not fresh and _is_whole(target):
+                sink.note(made_before)
                 return target
             # A disk that cannot be written to is met before the minute of training, not after it.
             with atomic_folder(target) as draft:
@@ -94,6 +98,10 @@ def make_warm_start(
             "choose another folder in warm_start.cache_dir or WINNOW_CACHE"
         ) from error
     return target
+
+
+def _is_whole(target: Path) -> bool:
+    return (target / "config.json").is_file()
 
 
 def tiny_model(warm: SftWarmStart, vocabulary: int, positions: int, seed: int) -> PreTrainedModel:

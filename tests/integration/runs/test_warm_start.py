@@ -20,6 +20,7 @@ from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
 from winnow.observe.metrics import Record
 from winnow.observe.sinks import RunInfo
+from winnow.runs import warm_start
 from winnow.runs.warm_start import cache_folder, make_warm_start, tiny_model
 
 
@@ -80,6 +81,18 @@ def test_a_start_is_made_once_and_then_taken_from_the_cache(tmp_path: Path) -> N
     assert losses[-1] < losses[0]
     assert first == again
     assert folders(first.parent) == [first]
+
+
+def test_a_start_in_a_cache_that_may_not_be_written_to_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = make(config_of(tmp_path))
+
+    def refused(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(warm_start, "FileLock", refused)
+    assert make(config_of(tmp_path)) == (first, [])
 
 
 def test_fresh_ignores_the_cache_and_gives_the_same_bits(tmp_path: Path) -> None:

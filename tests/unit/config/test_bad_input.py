@@ -23,6 +23,10 @@ OVERRIDES = [
     (["rollout.top_p=1.7"], f"rollout.top_p must be a number in (0, 1], got 1.7 {SHELL}"),
     (["rollout.n=1.5"], f"rollout.n must be a whole number of at least 1, got 1.5 {SHELL}"),
     (["rollout.n=true"], f"rollout.n must be a whole number of at least 1, got true {SHELL}"),
+    (
+        ["optim.lr=${run.deterministic}"],
+        f"optim.lr must be a number greater than 0, got true {SHELL}",
+    ),
     (["rollout.n=[1]"], f"rollout.n must be a whole number of at least 1, got [1] {SHELL}"),
     (["rollout.n=null"], f"rollout.n must be a whole number of at least 1, got null {SHELL}"),
     (["data.shuffle=perhaps"], f"data.shuffle must be true or false, got 'perhaps' {SHELL}"),
@@ -224,7 +228,7 @@ FILES = [
     (
         "run: {{name: \x07}}\n",
         "recipe {file} is not text in UTF-8 (position 12: special characters are not allowed); "
-        "save it as UTF-8",
+        "save it as UTF-8, without control characters",
     ),
     ("- optim\n", "recipe {file} must hold sections (`optim:` …), got a list"),
     (
@@ -281,14 +285,14 @@ def test_a_wrong_file_is_answered_in_one_line(text: str, expected: str, tmp_path
 
 
 def test_each_of_several_faults_has_its_line() -> None:
-    keys = message("quickstart", ["optim.lrr=1", "optim.lr=-1", "rollout.n=true", "warm_start=x"])
-    assert [line.split()[0] for line in keys.splitlines()] == [
-        "optim.lrr",
+    keys = message("quickstart", ["optim.lrr=1", "optim.lr=-1", "warm_start=x"])
+    assert [line.split()[0] for line in keys.splitlines()] == ["optim.lrr", "warm_start"]
+    values = message("quickstart", ["optim.lr=-1", "trainer.steps=0", "rollout.n=true"])
+    assert sorted(line.split()[0] for line in values.splitlines()) == [
+        "optim.lr",
         "rollout.n",
-        "warm_start",
+        "trainer.steps",
     ]
-    values = message("quickstart", ["optim.lr=-1", "trainer.steps=0"])
-    assert sorted(line.split()[0] for line in values.splitlines()) == ["optim.lr", "trainer.steps"]
 
 
 def test_the_circle_of_an_include_is_shown(tmp_path: Path) -> None:
@@ -329,7 +333,8 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"run: {name: \xff}")
     wanted = (
-        f"recipe {path} is not text in UTF-8 (position 12: invalid start byte); save it as UTF-8"
+        f"recipe {path} is not text in UTF-8 (position 12: invalid start byte); save it as UTF-8, "
+        "without control characters"
     )
     assert message(str(path), []) == wanted
 

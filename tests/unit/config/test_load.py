@@ -322,6 +322,19 @@ def test_a_recipe_includes_shipped_ones_and_files_beside_it(write: Write, tmp_pa
     assert config.optim.schedule == "linear"
 
 
+def test_a_reference_leads_through_a_table_that_is_one_itself(write: Write) -> None:
+    tables = (
+        "data: {prompt_template: {a: '{prompt}'}}\nreward: {scorers: '${data.prompt_template}'}"
+    )
+    recipe = write(f"defaults: [quickstart]\n{tables}\nrun: {{dir: '${{reward.scorers.a}}'}}\n")
+    assert resolve_recipe(recipe).run.dir == "{prompt}"
+
+
+def test_a_file_without_the_ending_of_yaml_is_no_include(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "quickstart").write_text("not: a recipe", encoding="utf-8")
+    assert load_recipe(write("defaults: [quickstart]")) == load_recipe("quickstart")
+
+
 def test_own_keys_come_last_unless_self_says_otherwise(write: Write) -> None:
     write(TOY + "optim: {lr: 0.1}", "base.yaml")
     last = write("defaults: [base]\noptim: {lr: 0.2}", "last.yaml")

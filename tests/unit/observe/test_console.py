@@ -68,6 +68,13 @@ def test_a_log_gets_one_line_a_step_and_the_heads_once(quickstart_records: Recor
     assert max(map(len, lines)) <= 100
 
 
+def test_a_log_is_not_cut_at_the_width_that_rich_supposes(quickstart_records: Records) -> None:
+    file = io.StringIO()
+    run(make_console("auto", console_to(file, False, width=80)), quickstart_records)
+    heads = next(line for line in file.getvalue().splitlines() if "accuracy" in line)
+    assert heads.endswith("s/step      left")
+
+
 def test_a_line_shows_the_figures_under_their_heads(quickstart_records: Records) -> None:
     file = io.StringIO()
     run(ConsoleSink(console_to(file, False), Clock()), quickstart_records[1:2])
