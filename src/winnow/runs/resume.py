@@ -229,7 +229,8 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
             f"{folder.config} is damaged ({reason}); put back the config.yaml of one of the run's "
             "checkpoints"
         ) from error
-    _check_same(config, saved, folder.path)
+    remedy = "set that back, or choose another run.name for a new run"
+    _check_same(config, saved, folder.path, remedy)
     kept = config.model_copy(update={"run": saved.run})
     clean(folder.checkpoints)
     for partial in folder.path.glob(f"*{PARTIAL}"):
@@ -240,13 +241,14 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
             folder, kept, (f"{folder.path} has no checkpoint yet: starting at the beginning",)
         )
     manifest = verify(checkpoint)
-    _check_same(config, load_recipe(str(checkpoint.path / CONFIG)), checkpoint.path)
+    made_with = load_recipe(str(checkpoint.path / CONFIG))
+    _check_same(config, made_with, checkpoint.path, "delete it, or put back this run's own")
     notes += code_notes(config, folder.path, manifest.code)
     notes.append(f"Continuing {folder.path} after step {checkpoint.step} of {config.trainer.steps}")
     return Opened(folder, kept, tuple(notes), checkpoint, manifest)
 
 
-def _check_same(config: Config, saved: Config, path: Path) -> None:
+def _check_same(config: Config, saved: Config, path: Path, remedy: str) -> None:
     """Refuse to go on from what lies at `path` with a recipe that gives other figures."""
     changed = []
     for key, was, now in differing_keys(saved, config):
@@ -258,8 +260,7 @@ def _check_same(config: Config, saved: Config, path: Path) -> None:
         return
     more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
     raise ConfigError(
-        f"{path} was trained with another recipe: {', '.join(changed[:_SHOWN])}{more}; set that "
-        "back, or choose another run.name for a new run"
+        f"{path} was trained with another recipe: {', '.join(changed[:_SHOWN])}{more}; {remedy}"
     )
 
 
