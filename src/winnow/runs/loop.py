@@ -18,7 +18,6 @@ from winnow.observe.metrics import Metrics, Number, Stopwatch
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import Engine, PublishedEngine, WeightUpdate
-from winnow.rollout.engine_group import EngineGroup
 from winnow.runs.metrics import Throughput, record_step, rollout_groups
 from winnow.runs.process import ShutdownSignal
 from winnow.runs.state import RunState
@@ -67,6 +66,8 @@ class Sending:
         Raises:
             PublicationError: an engine holds other weights, or does not answer with them.
         """
+        from winnow.rollout.engine_group import EngineGroup
+
         expected = self._expected(self._canary)
         engine = self._engine
         await engine.load_weights(self._weights(version))
