@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 from speed import WARM_UP_STEPS, Quickstart, measure
-from winnow.rewards.scorers.sort_digits import score
 
 from winnow.config.load import load_recipe
-from winnow.config.model import SftWarmStart
 from winnow.data.sort_digits import SortDigitsStream, prompt_text, solution
+from winnow.observe.console import make_console
+from winnow.rewards.scorers.marks import score_sort_digits
 from winnow.runs.warm_start import make_warm_start
 
 PROMPTS, ANSWERS, UPDATES, TOKENS = 64, 8, 4, 128
@@ -42,7 +42,7 @@ WITHOUT_SAMPLING = ["sampling/filter=none"]
 def rewards_of(completions: list[str], ground_truth: list[str], **_: Any) -> list[float]:
     """Score decoded answers, as TRL asks for it."""
     pairs = zip(completions, ground_truth, strict=True)
-    return [score("sort_digits", text, truth, {}).reward for text, truth in pairs]
+    return [score_sort_digits("sort_digits", text, truth, {}).reward for text, truth in pairs]
 
 
 def step_ends(trainer_callback: type) -> tuple[list[float], Any]:
@@ -64,8 +64,7 @@ def trl_step(steps: int, scratch: str, micro_batch: int) -> float:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
     config = load_recipe("quickstart", ["run.threads=1", f"run.dir={scratch}"])
-    assert isinstance(config.warm_start, SftWarmStart)
-    start = make_warm_start(config, config.warm_start, False, lambda step, record: None).folder
+    start = make_warm_start(config, False, make_console("off"))
     tokenizer = AutoTokenizer.from_pretrained(start, padding_side="left")
     stream = SortDigitsStream(config.data.task, config.run.seed)
     problems = [stream.digits(i) for i in range(PROMPTS * steps)]
