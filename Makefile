@@ -65,6 +65,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --explicit-package-bases benchmarks
 	$(BIN)/lint-imports
 
 format: $(DEV)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.console import Console
 
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
@@ -128,7 +129,7 @@ async def run(
             "quickstart",
             [f"seed={seed}", "run.threads=1", f"run.dir={scratch}", *case.overrides],
         )
-        warm = make_warm_start(config, False, make_console("off"))
+        warm = make_warm_start(config, False, make_console("off", Console()))
         runners.append(Runner(config, str(warm), case.scorer == "sleep"))
         closing.callback(runners[-1].rewards.close)
     for step in range(1, steps + 1):

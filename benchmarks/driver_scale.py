@@ -324,7 +324,7 @@ def counting(run: Run) -> Iterator[None]:
         run.fetched += not block.is_fetched
         return original(block, index)
 
-    ArrayBlock.array = array  # type: ignore[method-assign]
+    ArrayBlock.array = array  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -363,7 +363,7 @@ def main() -> None:
     parser.add_argument("--one", type=int, nargs=2, help="samples and limit: in this process")
     given = parser.parse_args()
     if given.one:
-        print(json.dumps(asdict(measure(given.cluster, *given.one, given.steps))))
+        print(json.dumps(asdict(measure(given.cluster, given.one[0], given.one[1], given.steps))))
         return
     costs = []
     for samples, limit in SIZES:

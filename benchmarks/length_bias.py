@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
@@ -129,7 +130,7 @@ def table(steps: int) -> list[str]:
     for rule, settings in RULES.items():
         config = load_recipe("quickstart", [*SETTINGS, *settings])
         device = use_machine(config)
-        start = make_warm_start(config, False, make_console("off"))
+        start = make_warm_start(config, False, make_console("off", Console()))
         policy = load_policy(config, str(start), device)
         lines.append(asyncio.run(measure(config, policy, steps)).row(rule))
         print(lines[-1], flush=True)

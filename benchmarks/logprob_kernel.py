@@ -117,16 +117,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
         logprob = logp.gather(1, labels[:, None])[:, 0]
         entropy = -(logp.exp() * logp).sum(-1)
     else:
-        found = token_logprobs(
+        read = token_logprobs(
             states,
             weight,
             labels,
             chunk_tokens=chunk,
             head_dtype=torch.float32 if head == "fp32-head" else None,
         )
-        logprob, entropy = found.logprob, found.entropy
-        assert entropy is not None
-    (logprob.mean() + 0.01 * entropy.mean()).backward()
+        assert read.entropy is not None
+        logprob, entropy = read.logprob, read.entropy
+    torch.autograd.backward(logprob.mean() + 0.01 * entropy.mean())
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert weight.grad is not None

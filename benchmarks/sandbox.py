@@ -19,7 +19,7 @@ import resource
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ def in_sandbox() -> object:
     return result
 
 
-def scored(answer: str, tests: dict[str, object]) -> Call:
+def scored(answer: str, tests: Mapping[str, object]) -> Call:
     """An answer that passes all its tests."""
 
     def call() -> object:

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from winnow.config.load import load_recipe
 from winnow.data.loader import PromptLoader, training_prompts
@@ -49,7 +50,7 @@ class Quickstart:
     def __init__(self, scratch: str, overrides: Sequence[str] = ()) -> None:
         given = ["run.threads=1", f"run.dir={scratch}", *overrides]
         config = load_recipe("quickstart", given)
-        warm = make_warm_start(config, False, make_console("off"))
+        warm = make_warm_start(config, False, make_console("off", Console()))
         policy = load_policy(config, str(warm), torch.device("cpu"))
         rewards = make_rewards(config, policy.device, policy.decode)
         source = training_prompts(config.data, policy.tokenizer, config.run.seed)

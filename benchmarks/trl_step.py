@@ -27,10 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from speed import WARM_UP_STEPS, Quickstart, measure
 
+from winnow.config.data import SortDigitsTask
 from winnow.config.load import load_recipe
-from winnow.data.sort_digits import SortDigitsStream, prompt_text, solution
+from winnow.data.sort_digits import SortDigitsRows, prompt_text, solution
 from winnow.observe.console import make_console
 from winnow.rewards.scorers.marks import score_sort_digits
 from winnow.runs.warm_start import make_warm_start
@@ -49,7 +51,7 @@ def step_ends(trainer_callback: type) -> tuple[list[float], Any]:
     """Return the CPU times at which TRL ended its steps, and the callback that notes them."""
     ends: list[float] = []
 
-    class Clock(trainer_callback):  # type: ignore[misc, valid-type]
+    class Clock(trainer_callback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step % UPDATES == 0:
                 ends.append(time.process_time())
@@ -64,9 +66,10 @@ def trl_step(steps: int, scratch: str, micro_batch: int) -> float:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
     config = load_recipe("quickstart", ["run.threads=1", f"run.dir={scratch}"])
-    start = make_warm_start(config, False, make_console("off"))
+    start = make_warm_start(config, False, make_console("off", Console()))
     tokenizer = AutoTokenizer.from_pretrained(start, padding_side="left")
-    stream = SortDigitsStream(config.data.task, config.run.seed)
+    assert isinstance(config.data.task, SortDigitsTask)
+    stream = SortDigitsRows(config.data.task, config.run.seed)
     problems = [stream.digits(i) for i in range(PROMPTS * steps)]
     rows = [{"prompt": prompt_text(d), "ground_truth": solution(d)} for d in problems]
     per_update = PROMPTS * ANSWERS // UPDATES
@@ -111,7 +114,7 @@ def trl_step(steps: int, scratch: str, micro_batch: int) -> float:
 
 def winnow_step(steps: int, scratch: str, *overrides: str) -> float:
     """CPU seconds of a step here."""
-    return asyncio.run(measure(steps, Quickstart(scratch, overrides)))["step"]
+    return float(asyncio.run(measure(steps, Quickstart(scratch, overrides)))["step"])
 
 
 SIDES: dict[str, Callable[[int, str], float]] = {
