@@ -29,8 +29,8 @@ class Fsdp2(Section):
     pass; false keeps them: faster, more memory."""
     offload: bool = False
     """Keep weights, gradients and optimizer state in the host's memory, and step there."""
-    bucket_mb: int = Field(64, ge=1, le=64)
-    """MiB of weights that are whole at once while they are sent to the engine."""
+    bucket_mb: int = Field(64, ge=1)
+    """MiB of weights that are whole at once while they are sent to the engine; at most 64 are."""
 
     def conflicts(self) -> Iterator[str]:
         if self.ranks % self.replicas:

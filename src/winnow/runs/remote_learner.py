@@ -33,7 +33,7 @@ from winnow.models.lora import adapter_writer
 from winnow.observe.files import system_error
 from winnow.observe.metrics import Metrics, Number, Stopwatch
 from winnow.rollout.engine import WeightUpdate
-from winnow.rollout.weights import Bucket, buckets, split_bucket, tensors
+from winnow.rollout.weights import BUCKET_BYTES, Bucket, buckets, split_bucket, tensors
 from winnow.runs.build_learner import make_learner
 from winnow.runs.checkpoint import Snapshot, this_machine
 from winnow.runs.loading import check_finite, load_policy_model
@@ -110,7 +110,7 @@ class LearnerWorker:
         check_finite(path, ((n, local(weight)) for n, weight in model.named_parameters()))
         strategies = {"policy": self._learning.policy, **self._learning.others}
         self._strategies = cast("dict[str, FSDP2Strategy]", strategies)
-        self._bucket_bytes = strategy.bucket_mb << 20
+        self._bucket_bytes = min(strategy.bucket_mb << 20, BUCKET_BYTES)
         self._export: Iterator[Bucket] = iter(())
         self._copied: State = {}
         self._model: dict[str, Tensor] = {}
