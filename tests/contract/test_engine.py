@@ -189,6 +189,43 @@ def test_logprobs_equal_an_eager_forward_pass(
         np.testing.assert_allclose(event.segment.logprobs, want, atol=1e-5)
 
 
+def test_the_ends_of_fixed_sequences_are_scored_while_answers_run(
+    make_engine: Callable[..., Engine],
+) -> None:
+    engine = make_engine(model_of("qwen3"), vocab_size=30, live_updates=True)
+    each: Any = engine.engines.values() if isinstance(engine, EngineGroup) else [engine]
+    if not all(hasattr(one, "logprobs_of") for one in each):
+        pytest.skip("needed only of an engine with weights of its own")
+    rng = np.random.default_rng(1)
+    sequences = [rng.integers(0, 30, length) for length in (2, 5, 6, 7, 120)]
+    groups = groups_of(sampling=SamplingParams(max_tokens=24))
+
+    async def run() -> tuple[list[CompletionEvent], list[list[np.ndarray]]]:
+        await engine.submit(groups)
+        out = list(await engine.events(until=9))
+        found = [await one.logprobs_of(sequences, 0.7, 5) for one in each]
+        while events := await engine.events():
+            out += events
+        return out, found
+
+    events, found = asyncio.run(run())
+    reference = model_of("qwen3")
+    ids = [torch.from_numpy(sequence)[None] for sequence in sequences]
+    with torch.no_grad():
+        logits = [reference(input_ids=row, use_cache=False).logits[0, :-1, :30] for row in ids]
+    for scored in found:
+        for row, values, got in zip(ids, logits, scored, strict=True):
+            want = torch.log_softmax(values / 0.7, -1).gather(1, row[0, 1:, None])[-5:, 0]
+            np.testing.assert_allclose(got, want.numpy(), atol=1e-5)
+    # Answers under way wrote what they would have written, and nothing else was counted.
+    undisturbed = drain(make_engine(model_of("qwen3"), vocab_size=30), groups)
+    for event in events:
+        want_ids = undisturbed[event.key].segment.token_ids
+        np.testing.assert_array_equal(event.segment.token_ids, want_ids)
+    assert len(events) == len(undisturbed)
+    assert engine.status().generated_tokens == sum(len(e.segment) for e in events)
+
+
 def test_greedy_answers_equal_hugging_face_generate(make_engine: Callable[..., Engine]) -> None:
     sampling = SamplingParams(max_tokens=20, temperature=0.0, stop_token_ids=(STOP,))
     groups = groups_of(sampling=sampling, n=1)

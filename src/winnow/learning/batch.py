@@ -195,17 +195,22 @@ def pack(groups: Sequence[Group], overlong_filtering: bool = False) -> Batch:
     )
 
 
-def pack_sequences(sequences: Iterable[IntArray]) -> Batch:
-    """Pack bare sequences, each as a prompt of one token with the rest as its answer.
+def pack_sequences(sequences: Iterable[IntArray], last: int | None = None) -> Batch:
+    """Pack bare sequences, each as a prompt with its last tokens as the answer.
+
+    Args:
+        sequences: token ids [L] each.
+        last: the most tokens of an answer; None leaves one token to the prompt.
 
     Raises:
         ValueError: a sequence without a token.
     """
     groups = []
     for place, ids in enumerate(sequences):
-        rest = Segment(ids[1:], np.zeros(len(ids[1:]), np.float32), ())
+        start = 1 if last is None else max(1, len(ids) - last)
+        rest = Segment(ids[start:], np.zeros(len(ids[start:]), np.float32), ())
         answer = Answer(Trajectory((rest,), "stop"), Score(0.0, 0.0))
-        groups.append(Group(place, Prompt(str(place), ids[:1], "", "", None), (answer,)))
+        groups.append(Group(place, Prompt(str(place), ids[:start], "", "", None), (answer,)))
     return pack(groups)
 
 

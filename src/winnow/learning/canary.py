@@ -38,6 +38,9 @@ class CanaryLimits:
 LENGTHS = (2, 16, 64, 512)
 """Tokens of the sequences, as far as the model has positions: faults of attention and rotary
 embeddings far from the start do not show near it. 594 tokens in all."""
+SCORED = 32
+"""Tokens at the end of each sequence that are compared. An engine that scores a token by drawing it
+pays a tick for each; the context before them costs one prefill."""
 TOLERANCE: Mapping[torch.dtype, CanaryLimits] = {
     torch.float64: CanaryLimits(1e-5, 1e-6),  # log-probs are fp32 in any case
     torch.float32: CanaryLimits(5e-4, 5e-5),
@@ -83,12 +86,15 @@ class Canary:
         return cls(sequences, temperature, TOLERANCE[dtype])
 
     def expected(self, strategy: Strategy) -> list[FloatArray]:
-        """Compute the trainer's log-probs [L - 1] of each sequence [L]; all ranks call it."""
-        batch = pack_sequences(self.sequences)
+        """Compute the trainer's log-probs of the last `SCORED` tokens of each sequence.
+
+        All ranks call it.
+        """
+        batch = pack_sequences(self.sequences, SCORED)
         found = run_pass(strategy, batch, frozenset({"logprob"}), _MICROBATCH_TOKENS)
         ends = np.cumsum([len(s) for s in self.sequences])
         parts = np.split(found["logprob"].float().numpy(), ends)
-        return [part[1:] for part in parts[:-1]]
+        return [part[1:][-SCORED:] for part in parts[:-1]]
 
     async def check(
         self, expected: Sequence[FloatArray], version: int, engines: Mapping[str, PublishedEngine]
@@ -105,7 +111,7 @@ class Canary:
             WorkerError: no engine answers. Of several, one that died is left out: its next call
                 tells of it.
         """
-        asked = [e.logprobs_of(self.sequences, self.temperature) for e in engines.values()]
+        asked = [e.logprobs_of(self.sequences, self.temperature, SCORED) for e in engines.values()]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         serious = [error for error in errors if not isinstance(error, WorkerError)]

@@ -188,9 +188,21 @@ class PublishedEngine(Engine, Protocol):
         ...
 
     async def logprobs_of(
-        self, sequences: Sequence[IntArray], temperature: float = 1.0
+        self, sequences: Sequence[IntArray], temperature: float, last: int
     ) -> list[FloatArray]:
-        """Return log-probs in nats of each token given those before it, [L - 1] a sequence [L]."""
+        """Return log-probs in nats of the last tokens, each given all those before it.
+
+        Under softmax(logits / temperature) over the ids that may be drawn, by the engine's own
+        code. Answers may be running; they go on unchanged, and no token counts as generated.
+
+        Args:
+            sequences: token ids [L] each.
+            temperature: above 0.
+            last: the most tokens of a sequence to score; the first one never is.
+
+        Returns:
+            [min(last, L - 1)] for each sequence.
+        """
         ...
 
 

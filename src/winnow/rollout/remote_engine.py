@@ -280,9 +280,9 @@ class RemoteEngine:
             raise ValueError("abort what runs before new weights: its cache is of the old ones")
 
     async def logprobs_of(
-        self, sequences: Sequence[IntArray], temperature: float = 1.0
+        self, sequences: Sequence[IntArray], temperature: float, last: int
     ) -> list[FloatArray]:
-        found = await self._ask("logprobs_of", list(sequences), temperature)
+        found = await self._ask("logprobs_of", list(sequences), temperature, last)
         return cast("list[FloatArray]", found)
 
     def status(self) -> EngineStatus:

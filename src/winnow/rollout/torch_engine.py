@@ -201,18 +201,16 @@ class TorchEngine:
         return self._arriving.take(bucket)
 
     async def logprobs_of(
-        self, sequences: Sequence[IntArray], temperature: float = 1.0
+        self, sequences: Sequence[IntArray], temperature: float, last: int
     ) -> list[FloatArray]:
-        """Return log-probs in nats of each token given those before it, [L - 1] a sequence [L].
-
-        Under softmax(logits / temperature), by the engine's own prefill and output layer.
-        """
+        """Score the last tokens of sequences by the engine's own prefill and output layer."""
         found = []
         for ids in sequences:
             with torch.inference_mode():
                 hidden, _ = self._run_prefill([ids])
-                following = torch.from_numpy(ids[1:]).to(self._device)
-                found.append(logprobs_along(self._logits, hidden[0], following, temperature))
+                following = torch.from_numpy(ids[1:][-last:]).to(self._device)
+                states = hidden[0, -len(following) :]
+                found.append(logprobs_along(self._logits, states, following, temperature))
             await asyncio.sleep(0)
         return found
 

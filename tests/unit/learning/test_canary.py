@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from winnow.errors import PublicationError, WorkerError
-from winnow.learning.canary import LENGTHS, TOLERANCE, Canary
+from winnow.learning.canary import LENGTHS, SCORED, TOLERANCE, Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import WeightUpdate
@@ -315,6 +315,6 @@ def test_sequences_are_the_same_each_time_short_and_long_and_of_known_ids() -> N
 
 def test_scoring_disturbs_no_answer_and_counts_no_token() -> None:
     engine = engine_of(model_of(torch.float32))
-    asyncio.run(engine.logprobs_of(canary_of(torch.float32).sequences, TEMPERATURE))
+    asyncio.run(engine.logprobs_of(canary_of(torch.float32).sequences, TEMPERATURE, SCORED))
     status = engine.status()
     assert (status.tick, status.generated_tokens) == (0, 0)

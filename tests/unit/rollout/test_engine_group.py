@@ -98,7 +98,7 @@ class Mortal:
     async def take_bucket(self, bucket: Any) -> int:
         raise NotImplementedError
 
-    async def logprobs_of(self, sequences: Any, temperature: float = 1.0) -> Any:
+    async def logprobs_of(self, sequences: Any, temperature: float, last: int) -> Any:
         raise NotImplementedError
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
