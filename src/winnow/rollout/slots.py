@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from winnow.errors import ConfigError
-from winnow.rollout.engine import EMPTY, AnswerRequest, GroupRequest, SamplingParams
-from winnow.types import IntArray, Segment, VersionSpan
+from winnow.rollout.engine import SamplingParams
+from winnow.rollout.tick_engine import PendingAnswer
+from winnow.types import IntArray, Segment
 
 log = logging.getLogger(__name__)
 
@@ -217,36 +218,12 @@ class DecodeLayout:
 
 
 @dataclass(eq=False)
-class PendingAnswer:
-    """An answer on its way: queued, or in a row."""
+class PrefilledAnswer(PendingAnswer):
+    """A pending answer with the place of its prefilled context."""
 
-    group: GroupRequest
-    request: AnswerRequest
     block: PromptBlock | None = None
     """The block in which its context was prefilled, until it has a row."""
     block_row: int = 0
-    spans: tuple[VersionSpan, ...] = field(init=False)
-    """Spans of tokens that earlier weights wrote."""
-
-    def __post_init__(self) -> None:
-        self.spans = self.prefix.spans
-
-    @property
-    def prefix(self) -> Segment:
-        """Tokens that were written before."""
-        return self.request.prefix or EMPTY
-
-    @property
-    def order(self) -> tuple[bool, int, int]:
-        """Its place in the queue: prefixes first, then by priority."""
-        return not len(self.prefix), self.group.priority, self.request.index
-
-    @property
-    def context(self) -> IntArray:
-        """Prompt and prefix, from which the next token is drawn."""
-        if self.request.prefix is None:
-            return self.group.prompt_ids
-        return np.concatenate([self.group.prompt_ids, self.prefix.token_ids])
 
 
 class Slots:
@@ -261,7 +238,7 @@ class Slots:
     ) -> None:
         self.count, self.device = count, device
         self.cache = SlotCache(count, dtype, device, longest)
-        self.answers: list[PendingAnswer] = []
+        self.answers: list[PrefilledAnswer] = []
         self.ids = torch.zeros(count, 0, dtype=torch.long, device=device)
         """[count, S] context and answer."""
         self.logprobs = torch.zeros(count, 0, device=device)
@@ -286,7 +263,7 @@ class Slots:
         """Rows without an answer."""
         return self.count - len(self.answers)
 
-    def place(self, answers: Sequence[PendingAnswer], block: PromptBlock) -> None:
+    def place(self, answers: Sequence[PrefilledAnswer], block: PromptBlock) -> None:
         """Give answers the next rows; their contexts were prefilled in `block`."""
         first = len(self.answers)
         here = slice(first, first + len(answers))
@@ -355,23 +332,9 @@ class Slots:
             end = int(self.lengths[row])
             part = place, slice(end - self._answer_length(row), end)
             # Copies: a view would keep the whole block alive.
-            spans = self._spans(row, version)
+            spans = self.answers[row].spans_to(self._answer_length(row), version)
             segments.append(Segment(ids[part].copy(), logprobs[part].copy(), spans))
         return segments
-
-    def close_spans(self, version: int) -> None:
-        """Book all tokens written so far as `version`'s, before another version follows."""
-        for row, answer in enumerate(self.answers):
-            answer.spans = self._spans(row, version)
-
-    def _spans(self, row: int, version: int) -> tuple[VersionSpan, ...]:
-        answer, length = self.answers[row], self._answer_length(row)
-        spans = answer.spans
-        if length <= (spans[-1].stop if spans else len(answer.prefix)):
-            return spans
-        if spans and spans[-1].version == version:
-            spans = spans[:-1]
-        return (*spans, VersionSpan(version, length))
 
     def leave(self, rows: Sequence[int]) -> None:
         """Free rows and move the last ones into the holes."""

@@ -6,14 +6,14 @@ import numpy as np
 import torch
 
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
-from winnow.rollout.slots import PendingAnswer, PromptBlock, Slots
+from winnow.rollout.slots import PrefilledAnswer, PromptBlock, Slots
 
 PLAIN, NUCLEUS = SamplingParams(5), SamplingParams(5, top_p=0.5)
 
 
-def pending(number: int, sampling: SamplingParams, greedy: bool = False) -> PendingAnswer:
+def pending(number: int, sampling: SamplingParams, greedy: bool = False) -> PrefilledAnswer:
     answer = AnswerRequest(0, number, greedy=greedy)
-    return PendingAnswer(GroupRequest(number, np.arange(3), (answer,), sampling, number), answer)
+    return PrefilledAnswer(GroupRequest(number, np.arange(3), (answer,), sampling, number), answer)
 
 
 def test_settings_that_no_row_has_any_more_are_forgotten() -> None:

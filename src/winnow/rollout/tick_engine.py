@@ -1,0 +1,282 @@
+"""Queue, events and gates for new weights, which engines with decode ticks have in common.
+
+    submit ──► queue (prefixes first, then by priority) ──► rows ── tick: one token a row ──► events
+
+Time is the decode tick. Nothing here depends on a clock, so the same submissions give the same
+tokens at the same ticks. Answers under way must be aborted before weights change, unless the engine
+was made for live updates: then answers go on with the keys and values that the older weights left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from bisect import insort
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+import numpy as np
+
+from winnow.rollout.engine import (
+    EMPTY,
+    AnswerRequest,
+    CompletionEvent,
+    EngineStatus,
+    GroupRequest,
+    WeightUpdate,
+)
+from winnow.types import FinishReason, IntArray, Segment, VersionSpan
+
+if TYPE_CHECKING:
+    from winnow.rollout.weights import Bucket, WeightReceiver
+
+
+@dataclass(eq=False)
+class PendingAnswer:
+    """An answer on its way: queued, or in a row."""
+
+    group: GroupRequest
+    request: AnswerRequest
+    spans: tuple[VersionSpan, ...] = field(init=False)
+    """Spans of tokens that earlier weights wrote."""
+
+    def __post_init__(self) -> None:
+        self.spans = self.prefix.spans
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Group and answer."""
+        return self.group.group_id, self.request.index
+
+    @property
+    def prefix(self) -> Segment:
+        """Tokens that were written before."""
+        return self.request.prefix or EMPTY
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """Its place in the queue: prefixes first, then by priority."""
+        return not len(self.prefix), self.group.priority, self.request.index
+
+    @property
+    def context(self) -> IntArray:
+        """Prompt and prefix, from which the next token is drawn."""
+        if self.request.prefix is None:
+            return self.group.prompt_ids
+        return np.concatenate([self.group.prompt_ids, self.prefix.token_ids])
+
+    def spans_to(self, length: int, version: int) -> tuple[VersionSpan, ...]:
+        """Return spans of an answer of so many tokens, the newest of which `version` wrote."""
+        spans = self.spans
+        if length <= (spans[-1].stop if spans else len(self.prefix)):
+            return spans
+        if spans and spans[-1].version == version:
+            spans = spans[:-1]
+        return (*spans, VersionSpan(version, length))
+
+
+Answer = TypeVar("Answer", bound=PendingAnswer)
+
+
+class TickEngine(ABC, Generic[Answer]):
+    """Implements `PublishedEngine`, but for rows, ticks and weights.
+
+    Args:
+        make_answer: makes what the queue holds.
+        decode: token ids to text; needed only where requests carry stop strings.
+        live_updates: take new weights while answers run.
+    """
+
+    def __init__(
+        self,
+        make_answer: Callable[[GroupRequest, AnswerRequest], Answer],
+        decode: Callable[[Sequence[int]], str] | None,
+        live_updates: bool,
+    ) -> None:
+        self._make_answer, self._decode, self._live_updates = make_answer, decode, live_updates
+        self._queue: list[Answer] = []
+        self._events: list[CompletionEvent] = []  # that nobody has taken yet
+        self._arriving: WeightReceiver | None = None
+        self._version = self._tick = self._generated = 0
+
+    # -- left to each engine --------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _slot_count(self) -> int:
+        """Answers that it writes at once."""
+
+    @property
+    @abstractmethod
+    def _running(self) -> Sequence[Answer]:
+        """Answers of the rows."""
+
+    @abstractmethod
+    def _advance(self) -> list[CompletionEvent]:
+        """Fill free rows and run one tick; returns what that finished, by group and answer."""
+
+    @abstractmethod
+    def _written(self, rows: Sequence[int]) -> list[Segment]:
+        """Return answers so far, prefixes included; new tokens are of the version in use."""
+
+    @abstractmethod
+    def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
+        """Return the newest ids of answers, at most `width` of each and none of the prompt."""
+
+    @abstractmethod
+    def _leave(self, rows: Sequence[int]) -> None:
+        """Free rows."""
+
+    @abstractmethod
+    def _receiver(self, version: int) -> WeightReceiver:
+        """Begin an update."""
+
+    @abstractmethod
+    async def _take_tensors(self, update: WeightUpdate) -> None:
+        """Take an update's tensors, all of them."""
+
+    @abstractmethod
+    def _renew(self) -> None:
+        """Prepare for the next version: nothing is used of which older weights made the keys."""
+
+    def _check(self, group: GroupRequest) -> None:
+        """Refuse what this engine cannot write, by a ValueError."""
+        if group.sampling.stop and self._decode is None:
+            raise ValueError("stop strings need a tokenizer: give the engine `decode`")
+
+    # -- the protocol ---------------------------------------------------------------------------
+
+    async def submit(self, groups: Sequence[GroupRequest]) -> None:
+        """Queue groups.
+
+        Raises:
+            ValueError: the engine cannot write one, there are stop strings without `decode`, or a
+                prefix leaves nothing to write.
+        """
+        for group in groups:
+            self._check(group)
+            for request in group.answers:
+                answer = self._make_answer(group, request)
+                if len(answer.prefix) >= group.sampling.max_tokens:
+                    raise ValueError(
+                        f"group {group.group_id}: a prefix of {len(answer.prefix)} tokens leaves "
+                        f"nothing to write within max_tokens {group.sampling.max_tokens}"
+                    )
+                insort(self._queue, answer, key=attrgetter("order"))
+
+    async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
+        """Tick until an answer is finished; returns the events since the last call."""
+        while not self._events and (self._running or self._queue):
+            if until is not None and self._tick >= until:
+                break
+            if self._arriving is not None:
+                await asyncio.shield(self._arriving.settled)
+                continue
+            self._events += self._advance()
+            # Scorers and other coroutines get their turn between ticks.
+            await asyncio.sleep(0)
+        events, self._events = self._events, []
+        return events
+
+    async def progress(self) -> Sequence[CompletionEvent]:
+        events, self._events = self._events, []
+        return [*events, *self._events_of(range(len(self._running)), "running")]
+
+    async def abort(self, group_ids: Collection[int]) -> None:
+        wanted = set(group_ids)
+        running = [r for r, a in enumerate(self._running) if a.group.group_id in wanted]
+        queued = [answer for answer in self._queue if answer.group.group_id in wanted]
+        events = self._events_of(running, "aborted")
+        for answer in queued:
+            event = CompletionEvent(*answer.key, "aborted", answer.prefix, "aborted", self._tick)
+            insort(events, event, key=attrgetter("key"))
+        self._leave(running)
+        self._queue = [a for a in self._queue if a.group.group_id not in wanted]
+        self._events += events
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Take new weights: tensors by name, or those of which all buckets came before.
+
+        Raises:
+            ValueError: answers are still running in an engine without live updates, or a tensor
+                has no place or another shape.
+            PublicationError: a tensor is missing in the buckets, or they are of another version;
+                nothing is decoded then.
+        """
+        self._check_may_change()
+        if update.tensors is not None:
+            await self._take_tensors(update)
+        if self._arriving is not None:
+            self._arriving.finish(update.version)
+            self._arriving = None
+        rows = range(len(self._running))
+        for answer, segment in zip(self._running, self._written(rows), strict=True):
+            answer.spans = segment.spans
+        self._renew()
+        self._version = update.version
+
+    def _check_may_change(self) -> None:
+        if (self._running or self._queue) and not self._live_updates:
+            raise ValueError("abort what runs before new weights: its cache is of the old ones")
+
+    async def take_bucket(self, bucket: Bucket) -> int:
+        """Copy a bucket into the model; answers under way wait until all have come.
+
+        Raises:
+            ValueError: there are some, in an engine without live updates.
+            PublicationError: it does not fit.
+        """
+        if bucket.index == 0:
+            self._check_may_change()
+            before, self._arriving = self._arriving, self._receiver(bucket.version)
+            if before is not None:  # it never came to an end
+                before.settled.set_result(None)
+        assert self._arriving is not None, "bucket 0 comes first"
+        return self._arriving.take(bucket)
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            slots=self._slot_count,
+            running=len(self._running),
+            queued=len(self._queue),
+            weight_version=self._version,
+            generated_tokens=self._generated,
+            tick=self._tick,
+            live_updates=self._live_updates,
+        )
+
+    async def close(self) -> None:
+        """Drop queue and rows."""
+        self._queue.clear()
+        self._events.clear()
+        self._leave(range(len(self._running)))
+
+    # -- for each engine ------------------------------------------------------------------------
+
+    def _with_stop_string(self, rows: Sequence[int]) -> list[int]:
+        """Return those of rows whose newest tokens complete one of their stop strings."""
+        if not rows:
+            return []
+        assert self._decode is not None
+        stops = [self._running[row].group.sampling.stop for row in rows]
+        # A character takes at most four byte-level tokens.
+        width = 4 * max(len(stop) for each in stops for stop in each) + 4
+        texts = map(self._decode, self._tails(rows, width))
+        found = zip(rows, stops, texts, strict=True)
+        return [row for row, each, text in found if any(stop in text for stop in each)]
+
+    def _events_of(
+        self,
+        rows: Sequence[int],
+        kind: Literal["finished", "aborted", "running"],
+        reasons: Mapping[int, FinishReason] | None = None,
+    ) -> list[CompletionEvent]:
+        """Return what happened to the answers of rows, by group and answer."""
+        events = []
+        for row, segment in zip(rows, self._written(rows), strict=True):
+            reason = "aborted" if reasons is None else reasons[row]
+            key = self._running[row].key
+            events.append(CompletionEvent(*key, kind, segment, reason, self._tick))
+        return sorted(events, key=attrgetter("key"))
