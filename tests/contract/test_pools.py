@@ -12,7 +12,7 @@ from tests.recipes import recipe
 
 from winnow.config.root import Config
 from winnow.errors import ConfigError
-from winnow.runs.topology import CLASSES, launcher, pools_of
+from winnow.runs.topology import CLASSES, ENGINES, launcher, pools_of
 from winnow.workers.group import WorkerGroups
 from winnow.workers.ray.session import ray_session, reserve
 
@@ -41,8 +41,8 @@ Place = tuple[int, str | None]
 
 def places(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Place], list[Place]]:
     """Where a recipe's ranks and engines come to lie; others answer in their place."""
-    for role in ("policy", "rollout"):
-        monkeypatch.setitem(CLASSES, role, PROBE)
+    monkeypatch.setitem(CLASSES, "policy", PROBE)
+    monkeypatch.setitem(ENGINES, config.rollout.engine.name, PROBE)
     with closing(WorkerGroups()) as crew, launcher(config, crew) as launch:
         engines = range(config.rollout.engine.processes)
         groups = crew.start(launch("policy", {}, 0), *(launch("rollout", {}, i) for i in engines))

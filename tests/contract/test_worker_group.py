@@ -512,7 +512,7 @@ def test_a_session_leaves_signals_and_an_outer_session_alone(ray: Any) -> None:
 
 
 def test_pools_that_a_cluster_lacks_are_refused(ray: Any, run: Any) -> None:
-    large = [Pool("all", ("policy",), has_devices=True)]
+    large = [Pool("all", ("policy",), devices=1)]
     with pytest.raises(ConfigError, match=r"they need all 1 x \(1 device and 1 core\); it has 1 x"):
         run(reserve(large))
     taken = [Pool("all", ("policy",), per_node=2)]

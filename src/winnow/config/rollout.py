@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,8 +14,9 @@ class TorchEngineConfig(Section):
     """The embedded engine: static KV cache, continuous batching, weights shared in process."""
 
     name: Literal["torch"] = "torch"
-    processes: int = Field(0, ge=0)
-    """Engines in processes of their own; 0 writes in the run's process, with its own weights."""
+    processes: int | None = Field(None, ge=0)
+    """Engines in processes of their own; 0 writes in the run's process, with its own weights. null:
+    0 where that is possible, else 1."""
     slots: int = Field(256, ge=1)
     """Answers that an engine writes at once."""
     prefill_tokens: int = Field(8192, ge=1)
@@ -25,6 +26,72 @@ class TorchEngineConfig(Section):
     response need more, it writes fewer at once. null sets no bound."""
 
 
+VLLM_CPU_CACHE_GIB = 2.0
+"""Cache of a vLLM engine on a CPU where the recipe names none: vLLM itself would take half of the
+machine's memory, for each engine."""
+_OWN_KEYS = {
+    "tensor_parallel_size": "rollout.engine.tensor_parallel",
+    "max_num_seqs": "rollout.engine.slots",
+    "max_num_batched_tokens": "rollout.engine.prefill_tokens",
+    "kv_cache_memory_bytes": "rollout.engine.cache_gib",
+    "enable_prefix_caching": "rollout.engine.prefix_caching",
+    "enable_chunked_prefill": "rollout.engine.chunked_prefill",
+    "max_model_len": "data.max_prompt_tokens and rollout.max_response_tokens",
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+}
+"""Keys of a recipe that set an option of vLLM's."""
+_FIXED = {
+    *("additional_config", "async_scheduling", "logits_processors", "logprobs_mode"),
+    *("max_logprobs", "skip_tokenizer_init", "tokenizer", "weight_transfer_config"),
+    *("worker_extension_cls", "data_parallel_size", "distributed_executor_backend"),
+}
+"""Options of vLLM's on which the engine's draws and its weights rest."""
+
+
+class VllmEngineConfig(Section):
+    """vLLM in processes of its own (winnow-rl[vllm]): its scheduler and kernels, Winnow's draws."""
+
+    name: Literal["vllm"] = "vllm"
+    processes: int | None = Field(None, ge=0)
+    """Engines, each in a process of its own; null: 1. 0 is refused, because vLLM sets random
+    numbers, threads and memory of the whole process it is in."""
+    slots: int = Field(256, ge=1)
+    """Answers that an engine writes at once, as far as its cache holds them."""
+    prefill_tokens: int = Field(8192, ge=1)
+    """Most tokens of a step of vLLM's scheduler, prompts and answers together."""
+    cache_gib: float | None = Field(None, gt=0)
+    """GiB of keys and values of an engine, on each of its GPUs. null: 2 on a CPU; on GPUs what
+    vLLM finds free there (extra.gpu_memory_utilization)."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs of one node, or processes of a CPU, that an engine is split over; a divisor of the
+    model's attention heads."""
+    prefix_caching: bool = True
+    """Keep the keys and values of prompts: the answers to a prompt share one prefill."""
+    chunked_prefill: bool = True
+    """Cut long prompts, so that answers under way go on while one is prefilled."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Further options of vLLM's `EngineArgs`, by its names, such as
+    {gpu_memory_utilization: 0.5, enforce_eager: true}."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.processes == 0:
+            yield (
+                "rollout.engine.processes=0 and rollout/engine=vllm exclude each other, as vLLM "
+                "sets random numbers, threads and memory of the run's process; set "
+                "rollout.engine.processes=1 or more (null is 1), or choose rollout/engine=torch"
+            )
+        for name in self.extra:
+            if name in _OWN_KEYS:
+                yield f"rollout.engine.extra.{name} has a key of its own: set {_OWN_KEYS[name]}"
+            elif name in _FIXED:
+                yield (
+                    f"rollout.engine.extra.{name} is not free, as Winnow's draws and weights rest "
+                    "on it; leave it out"
+                )
+
+
 class CustomEngine(UserCode):
     """An engine of your own, given by its place; docs/rollouts.md shows its protocol."""
 
@@ -32,7 +99,7 @@ class CustomEngine(UserCode):
     """It runs in the run's process."""
 
 
-Engine = Annotated[TorchEngineConfig | CustomEngine, Field(discriminator="name")]
+Engine = Annotated[TorchEngineConfig | VllmEngineConfig | CustomEngine, Field(discriminator="name")]
 
 
 class RolloutConfig(Section):

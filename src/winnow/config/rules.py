@@ -18,7 +18,7 @@ from winnow.config.algorithm import (
 )
 from winnow.config.data import NoTask, SortDigitsTask
 from winnow.config.model import SftWarmStart
-from winnow.config.rollout import BandFilter, VarianceFilter
+from winnow.config.rollout import BandFilter, VarianceFilter, VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2, RayCluster
 from winnow.errors import ConfigError
@@ -30,7 +30,10 @@ def check_config(config: Config) -> None:
     Raises:
         ConfigError: a rule is broken; one line each.
     """
-    rules = (_start, _groups, _admission, _updates, _lengths, _scores, _evaluation, _placement)
+    rules = (
+        *(_start, _groups, _admission, _updates, _lengths, _scores, _evaluation, _engine),
+        _placement,
+    )
     if faults := [fault for rule in rules for fault in rule(config)]:
         raise ConfigError("\n".join(faults))
 
@@ -63,9 +66,23 @@ def workers_of(config: Config) -> dict[str, int]:
     strategy = config.trainer.strategy
     return {
         "policy": strategy.ranks if isinstance(strategy, Fsdp2) else 0,
-        "rollout": config.rollout.engine.processes,
+        "rollout": _engines(config),
         "reward": config.reward.processes,
     }
+
+
+def _engines(config: Config) -> int:
+    """Return the number of engines apart; null is 1 where none can be in the run's process."""
+    engine = config.rollout.engine
+    if engine.processes is None:
+        return int(isinstance(engine, VllmEngineConfig))
+    return engine.processes
+
+
+def longest_tokens(config: Config) -> int:
+    """Return the most tokens that an answer has with its prompt, in training and evaluation."""
+    evaluated = config.evaluation.max_response_tokens or 0
+    return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, evaluated)
 
 
 def _value(config: Config, key: str) -> Any:
@@ -82,6 +99,7 @@ def _given(config: Config, *keys: str) -> str:
     for key in keys:
         value = _value(config, key)
         shown = f"{value:g}" if isinstance(value, float) else str(value)
+        shown = shown.lower() if isinstance(value, bool) else shown
         words.append(f"{key}={'null' if value is None else shown}")
     return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
 
@@ -220,6 +238,21 @@ def _evaluation(c: Config) -> Iterator[str]:
         )
 
 
+def _engine(c: Config) -> Iterator[str]:
+    engine = c.rollout.engine
+    longest = longest_tokens(c)
+    if (
+        isinstance(engine, VllmEngineConfig)
+        and not engine.chunked_prefill
+        and engine.prefill_tokens < longest
+    ):
+        given = _given(c, "rollout.engine.chunked_prefill", "rollout.engine.prefill_tokens")
+        yield (
+            f"{given} prefill no answer that goes on behind {longest} tokens, the longest prompt "
+            f"and response; set prefill_tokens to {longest} or more, or chunked_prefill=true"
+        )
+
+
 _COUNTS = {
     "policy": "trainer.strategy.ranks",
     "rollout": "rollout.engine.processes",
@@ -236,8 +269,8 @@ def _placement(c: Config) -> Iterator[str]:
     names = ", ".join(pools)
     if not any(workers.values()):
         yield (
-            "cluster=ray has nothing to place: trainer/strategy=single, rollout.engine.processes=0 "
-            "and reward.processes=0 keep everything in the run's process; set "
+            "cluster=ray has nothing to place: trainer/strategy=single, no engine apart and "
+            "reward.processes=0 keep everything in the run's process; set "
             "trainer/strategy=fsdp2, rollout.engine.processes=1 or cluster=local"
         )
     if cluster.nodes > 1 and pools:
@@ -257,6 +290,13 @@ def _placement(c: Config) -> Iterator[str]:
                 f"cluster.roles.{role}={name or 'null'} has {slots} slots in cluster.pools "
                 f"({names}), and {_COUNTS[role]} asks for {workers[role]}; name a pool whose nodes "
                 f"x per_node is {workers[role]} (null for 0), or change {_COUNTS[role]}"
+            )
+    engine, shared = c.rollout.engine, roles["rollout"]
+    if isinstance(engine, VllmEngineConfig) and engine.tensor_parallel > 1 and shared:
+        for role in (role for role in ("policy", "reward") if roles[role] == shared):
+            yield (
+                f"{_given(c, 'rollout.engine.tensor_parallel')} takes several GPUs a slot, which "
+                f"cluster.roles.rollout={shared} shares with {role}; give it a pool of its own"
             )
     for name in [name for name in pools if name not in roles.values()]:
         yield f"cluster.pools.{name} has no role; name it in cluster.roles, or leave it out"

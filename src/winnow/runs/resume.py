@@ -30,6 +30,7 @@ from filelock import FileLock, Timeout
 
 from winnow.config.load import differing_keys, dump_config, load_recipe
 from winnow.config.root import Config
+from winnow.config.rules import workers_of
 from winnow.config.schema import show
 from winnow.errors import CheckpointError, ConfigError
 from winnow.observe.files import PARTIAL, RunFolder, disk_error, refusals_told
@@ -251,7 +252,10 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
 def _check_same(config: Config, saved: Config, path: Path, remedy: str) -> None:
     """Refuse to go on from what lies at `path` with a recipe that gives other figures."""
     changed = []
+    same_engines = workers_of(saved)["rollout"] == workers_of(config)["rollout"]
     for key, was, now in differing_keys(saved, config):
+        if key == "rollout.engine.processes" and same_engines:
+            continue  # null, and the number that it stands for
         section, _, name = key.replace("/", ".").rpartition(".")
         allowed = _MAY_DIFFER.get(section, set()) | _MAY_BE_MENDED.get(section, set())
         if name not in allowed and section.partition(".")[0] != "cluster":

@@ -8,7 +8,7 @@ Processes are started on this machine or on a Ray cluster:
 | role | class | groups |
 |---|---|---|
 | policy | `LearnerWorker` | one, of the ranks that train |
-| rollout | `TorchEngineWorker` | one an engine: it may die and leave the others |
+| rollout | of `ENGINES` | one an engine: it may die and leave the others |
 | reward | `PipelineWorker` | one, of whole reward pipelines |
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from winnow.config.judge import NoRewardModel, SequenceClassifier
-from winnow.config.rollout import CustomEngine, TorchEngineConfig
+from winnow.config.rollout import CustomEngine, TorchEngineConfig, VllmEngineConfig
 from winnow.config.root import Config
-from winnow.config.rules import workers_of
+from winnow.config.rules import longest_tokens, workers_of
 from winnow.config.trainer import LocalCluster, PoolConfig, RayCluster
 from winnow.data.tokenizer import decoder
 from winnow.errors import ConfigError
@@ -55,9 +56,13 @@ Launch = Callable[[str, Mapping[str, Any], int], "Starting"]
 """Starts a group: its role, the arguments of its workers' class, and which engine it is."""
 CLASSES = {
     "policy": "winnow.runs.remote_learner:LearnerWorker",
-    "rollout": "winnow.rollout.remote_engine:TorchEngineWorker",
     "reward": "winnow.runs.rewarding:make_pipeline_worker",
 }
+ENGINES = {
+    "torch": "winnow.rollout.remote_engine:TorchEngineWorker",
+    "vllm": "winnow.rollout.vllm_engine:VllmEngineWorker",
+}
+"""Worker's class of each engine that may be in a process of its own."""
 _POSITIONS = 1024
 """The number of positions of a model that does not say how many it has."""
 
@@ -128,14 +133,18 @@ def launcher(config: Config, groups: WorkerGroups) -> Iterator[Launch]:
     if not isinstance(cluster, RayCluster):
         from winnow.workers.group import start_local
 
-        devices, counts = local_devices(config), workers_of(config)
+        devices, counts, width = local_devices(config), workers_of(config), devices_each(config)
 
         def start_here(role: str, arguments: Mapping[str, Any], number: int) -> Starting:
             size, own = counts[role], devices.get(role)
+            variables = environment
             if role == "rollout":
-                size, own = 1, own and own[number : number + 1]
-            made = group_name(role, number), CLASSES[role], arguments, size
-            return start_local(*made, environment, stall_timeout_s, own)
+                size, own = 1, own and own[number * width : (number + 1) * width]
+                if own and isinstance(config.rollout.engine, VllmEngineConfig):
+                    # It takes the first ones that it sees.
+                    variables, own = environment | visible_devices(own), range(1)
+            made = group_name(role, number), worker_class(config, role), arguments, size
+            return start_local(*made, variables, stall_timeout_s, own)
 
         yield start_here
         return
@@ -151,7 +160,7 @@ def launcher(config: Config, groups: WorkerGroups) -> Iterator[Launch]:
 
         def start_there(role: str, arguments: Mapping[str, Any], number: int) -> Starting:
             place = reserved.placement(role, number if role == "rollout" else None)
-            made = group_name(role, number), CLASSES[role], arguments, place
+            made = group_name(role, number), worker_class(config, role), arguments, place
             return start_ray(*made, variables, stall_timeout_s)
 
         try:
@@ -175,18 +184,34 @@ def local_devices(config: Config) -> dict[str, range]:
             raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
         return {}
     counts, devices = workers_of(config), torch.cuda.device_count()
-    ranks, engines, scoring = max(counts["policy"], 1), counts["rollout"], _reward_devices(config)
+    ranks, width, scoring = max(counts["policy"], 1), devices_each(config), _reward_devices(config)
+    engines = counts["rollout"] * width
     needs = ranks + engines + scoring
     if needs > devices:
         judging = f" and {scoring} that score (reward.processes)" if scoring else ""
+        times = f" x tensor_parallel={width}" if width > 1 else ""
         raise ConfigError(
             f"cluster=local gives each process a GPU of its own: {ranks} that train "
-            f"(trainer.strategy.ranks) and {engines} that write (rollout.engine.processes)"
+            f"(trainer.strategy.ranks) and {engines} that write (rollout.engine.processes{times})"
             f"{judging} need {needs}, this machine has {devices}; have fewer, or share them on "
             "Ray in one pool (cluster=ray, cluster.pools), or set run.device=cpu"
         )
     found = {"policy": range(ranks), "rollout": range(ranks, ranks + engines)}
     return found | ({"reward": range(ranks + engines, needs)} if scoring else {})
+
+
+def devices_each(config: Config) -> int:
+    """Return the number of GPUs of an engine, or of its processes on a CPU."""
+    engine = config.rollout.engine
+    return engine.tensor_parallel if isinstance(engine, VllmEngineConfig) else 1
+
+
+def visible_devices(own: Sequence[int]) -> dict[str, str]:
+    """Return the variable that shows a process these of the GPUs that this one sees."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else None
+    shown = (str(index) if names is None else names[index].strip() for index in own)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(shown)}
 
 
 def pools_of(config: Config, has_devices: bool) -> list[Pool]:
@@ -202,13 +227,19 @@ def pools_of(config: Config, has_devices: bool) -> list[Pool]:
         nodes = counts | {"policy": cluster.nodes}  # engines and scorers: wherever there is room
         pools = {r: PoolConfig(nodes=nodes[r], per_node=n // nodes[r]) for r, n in counts.items()}
         chosen = {role: role for role in counts}
-    found = []
+    found, widths = [], {"rollout": devices_each(config)}
     for name, pool in pools.items():
         roles = tuple(role for role, own in chosen.items() if own == name)
-        on_devices = has_devices and not hold_models.isdisjoint(roles)
+        devices = max((widths.get(role, 1) for role in roles if role in hold_models), default=0)
         cpus = pool.cpus or cluster.cpus
-        found.append(Pool(name, roles, pool.nodes, pool.per_node, on_devices, cpus))
+        size = pool.nodes, pool.per_node
+        found.append(Pool(name, roles, *size, devices if has_devices else 0, cpus))
     return found
+
+
+def worker_class(config: Config, role: str) -> str:
+    """Return the import path of a role's workers."""
+    return ENGINES[config.rollout.engine.name] if role == "rollout" else CLASSES[role]
 
 
 def group_name(role: str, number: int) -> str:
@@ -327,15 +358,14 @@ def make_engine(config: Config, policy: Policies) -> Engine:
 
 def _engine_options(config: Config, policy: Policies) -> dict[str, Any]:
     engine = config.rollout.engine
-    assert isinstance(engine, TorchEngineConfig)
+    assert isinstance(engine, TorchEngineConfig | VllmEngineConfig)
     return {
         "slots": engine.slots,
         "prefill_tokens": engine.prefill_tokens,
         "vocab_size": policy.vocabulary,
         "live_updates": not config.run.deterministic,
         "fp32_head": config.model.fp32_head,
-        "longest": config.data.max_prompt_tokens
-        + max(config.rollout.max_response_tokens, config.evaluation.max_response_tokens or 0),
+        "longest": longest_tokens(config),
         "cache_gib": engine.cache_gib,
     }
 
@@ -351,7 +381,17 @@ def _engine_arguments(config: Config, policy: Policies, start: str | None) -> di
         "tokenizer": policy.tokenizer_folder if config.rollout.stop else None,
         "trust_remote_code": config.model.trust_remote_code,
         **_engine_options(config, policy),
+        **_vllm_options(config),
     }
+
+
+def _vllm_options(config: Config) -> dict[str, Any]:
+    """Return the arguments that vLLM's worker has beyond the embedded engine's."""
+    engine = config.rollout.engine
+    if not isinstance(engine, VllmEngineConfig):
+        return {}
+    names = {"tensor_parallel", "prefix_caching", "chunked_prefill", "extra"}
+    return engine.model_dump(include=names)
 
 
 def _remote_engines(config: Config, groups: Sequence[WorkerGroup]) -> Engine:

@@ -128,6 +128,13 @@ def test_where_processes_are_and_how_many_train_may_change(tmp_path: Path) -> No
         open_again(recipe(tmp_path, *on_ranks, "rollout.engine.processes=2"))
 
 
+def test_a_run_that_kept_the_number_of_engines_goes_on_where_the_recipe_leaves_it_open(
+    tmp_path: Path,
+) -> None:
+    run_to(tmp_path, 5, "rollout.engine.processes=0")
+    assert open_again(recipe(tmp_path)).checkpoint is not None
+
+
 def test_never_refuses_a_name_that_is_taken(tmp_path: Path) -> None:
     run_to(tmp_path, 5)
     with pytest.raises(ConfigError, match="holds a run already"):

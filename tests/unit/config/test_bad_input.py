@@ -135,7 +135,10 @@ OVERRIDES = [
         ["algorithm.policy_loss=null"],
         f"algorithm.policy_loss must be one of {LOSSES}, got null {SHELL}",
     ),
-    (["rollout.engine=vllm"], f"rollout.engine must be one of torch, custom, got 'vllm' {SHELL}"),
+    (
+        ["rollout.engine=tgi"],
+        f"rollout.engine must be one of torch, vllm, custom, got 'tgi' {SHELL}",
+    ),
     (
         ["algorithm/policy_loss=reinforce", "algorithm.policy_loss.dual_clip=4"],
         f"algorithm.policy_loss.dual_clip is no key of algorithm/policy_loss=reinforce {SHELL}; "

@@ -13,6 +13,8 @@ JUDGED = ["reward/model=sequence_classifier", "reward.model.path=R"]
 ASKED = ["reward/judge=openai", "reward.judge.base_url=http://h/v1", "reward.judge.model=M"]
 FUSED = ["algorithm.correction.mode=fused", "trainer.mini_batch_groups=null"]
 POOLED = ["cluster=ray", "trainer/strategy=fsdp2", "cluster.roles.policy=a"]
+UNCHUNKED = ["rollout/engine=vllm", "rollout.engine.chunked_prefill=false"]
+SPLIT = ["rollout/engine=vllm", "rollout.engine.tensor_parallel=2"]
 POOL = "cluster.pools.a.per_node=2"
 # Overrides of the quickstart that contradict each other, what the line must say, and a way out.
 CASES = [
@@ -39,7 +41,7 @@ CASES = [
     (
         ["cluster=ray"],
         ["cluster=ray has nothing to place", "trainer/strategy=fsdp2", "cluster=local"],
-        ["cluster=ray", "rollout.engine.processes=1"],
+        ["cluster=ray", "rollout/engine=vllm"],
     ),
     (
         ["cluster=ray", "cluster.nodes=3", "trainer/strategy=fsdp2", "trainer.strategy.ranks=4"],
@@ -75,6 +77,11 @@ CASES = [
         [*POOLED, POOL, "cluster.roles.rollout=a", "rollout.engine.processes=2"],
     ),
     (
+        [*POOLED, POOL, *SPLIT, "rollout.engine.processes=2", "cluster.roles.rollout=a"],
+        ["tensor_parallel=2", "cluster.roles.rollout=a shares with policy", "of its own"],
+        [*POOLED, POOL, *SPLIT, "cluster.pools.b.cpus=1", "cluster.roles.rollout=b"],
+    ),
+    (
         [*POOLED, POOL, "cluster.pools.a.nodes=2"],
         ["cluster.roles.policy=a has 4 slots", "trainer.strategy.ranks asks for 2", "x per_node"],
         [*POOLED, POOL, "cluster.pools.a.nodes=2", "trainer.strategy.ranks=4"],
@@ -83,6 +90,26 @@ CASES = [
         [*POOLED, POOL, "cluster.pools.b.per_node=2"],
         ["cluster.pools.b has no role", "name it in cluster.roles"],
         [*POOLED, POOL],
+    ),
+    (
+        ["rollout/engine=vllm", "rollout.engine.processes=0"],
+        ["rollout.engine.processes=0", "rollout/engine=vllm", "rollout.engine.processes=1 or more"],
+        ["rollout/engine=vllm"],
+    ),
+    (
+        ["rollout/engine=vllm", "rollout.engine.extra.max_num_seqs=8"],
+        ["rollout.engine.extra.max_num_seqs", "set rollout.engine.slots"],
+        ["rollout/engine=vllm", "rollout.engine.extra.enforce_eager=true"],
+    ),
+    (
+        ["rollout/engine=vllm", "rollout.engine.extra.logprobs_mode=raw_logprobs"],
+        ["rollout.engine.extra.logprobs_mode", "leave it out"],
+        ["rollout/engine=vllm", "rollout.engine.extra={compilation_config: {level: 3}}"],
+    ),
+    (
+        [*UNCHUNKED, "rollout.engine.prefill_tokens=1151"],
+        ["chunked_prefill=false", "prefill_tokens=1151", "to 1152 or more"],
+        [*UNCHUNKED, "rollout.engine.prefill_tokens=1152"],
     ),
     (
         ["sampling.lookahead=1.5"],

@@ -62,5 +62,5 @@ def test_an_engine_of_a_user_s_own_has_no_processes() -> None:
         load_recipe("quickstart", [*place, "rollout.engine.processes=2"])
     assert str(caught.value) == (
         "rollout.engine.processes is no key of rollout/engine=custom (set by the command line); "
-        "choose rollout/engine=torch, or leave the key out"
+        "choose rollout/engine=torch or rollout/engine=vllm, or leave the key out"
     )

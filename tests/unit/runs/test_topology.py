@@ -13,7 +13,7 @@ from winnow.config.root import Config
 from winnow.errors import ConfigError
 from winnow.runs.build import use_machine
 from winnow.runs.state import _random_states, _set_random_states
-from winnow.runs.topology import local_devices, pools_of, uses_device
+from winnow.runs.topology import local_devices, pools_of, uses_device, visible_devices
 from winnow.workers.ray.session import Pool
 
 FOUR = "trainer/strategy=fsdp2", "trainer.strategy.ranks=4"
@@ -53,8 +53,8 @@ def test_what_scores_has_a_device_for_a_model_alone(judge: tuple[str, ...], devi
     pools = "cluster.pools={t:{per_node:4},r:{per_node:3}}", "cluster.roles={policy:t,reward:r}"
     for more in ((), pools):
         found = {role: p for p in pools_of(on_ray(*scored, *more), True) for role in p.roles}
-        assert found["policy"].has_devices
-        assert (found["reward"].size, found["reward"].has_devices) == (3, device)
+        assert found["policy"].devices == 1
+        assert (found["reward"].size, found["reward"].devices) == (3, device)
     beside = "cluster.pools={a:{per_node:4}}", "cluster.roles={policy:a,reward:a}"
     (pool,) = pools_of(on_ray(*scored, "reward.processes=4", *beside), True)
     assert pool.share["GPU"] == 0.5
@@ -80,6 +80,29 @@ def test_a_machine_with_too_few_gpus_is_told_before_anything_starts(
     assert "1 that train (trainer.strategy.ranks) and 4 that write" in str(caught.value)
     assert "need 5, this machine has 4; have fewer" in str(caught.value)
     local_devices(recipe("quickstart", "rollout.engine.processes=4", "run.device=cpu"))
+
+
+def test_an_engine_over_two_gpus_has_both_on_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = "rollout/engine=vllm", "rollout.engine.processes=2", "rollout.engine.tensor_parallel=2"
+    train, write = pools_of(on_ray(*FOUR, *two), True)
+    assert (train.devices, write.devices) == (1, 2)
+    assert (write.nodes, write.per_node, write.needs(1)) == (2, 1, {"CPU": 1, "GPU": 2})
+    assert pools_of(on_ray(*two), False)[0].share == {"CPU": 1}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    assert local_devices(recipe("quickstart", *two)) == {"policy": range(1), "rollout": range(1, 5)}
+    with pytest.raises(ConfigError, match=r"4 that write .* x tensor_parallel=2\) need 8, this"):
+        local_devices(recipe("quickstart", *FOUR, *two))
+
+
+@pytest.mark.parametrize(("seen", "shown"), [(None, "2,3"), ("4, 5,6,7", "6,7"), ("", "2,3")])
+def test_an_engine_sees_its_own_gpus_of_those_that_the_run_sees(
+    seen: str | None, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert visible_devices(range(2, 4)) == {"CUDA_VISIBLE_DEVICES": shown}
 
 
 def test_what_scores_has_a_slot_each_and_a_gpu_for_a_reward_model_only(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from winnow.errors import ConfigError
 from winnow.workers.ray.session import Pool, Resources, check_room
 
-POLICY = Pool("policy", ("policy", "critic"), 2, 4, has_devices=True, cpus=2)
-ROLLOUT = Pool("rollout", ("engine",), 1, 4, has_devices=True, cpus=3)
+POLICY = Pool("policy", ("policy", "critic"), 2, 4, devices=1, cpus=2)
+ROLLOUT = Pool("rollout", ("engine",), 1, 4, devices=1, cpus=3)
 JUDGE = Pool("judge", ("reward",), per_node=2)
 
 

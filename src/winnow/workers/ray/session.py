@@ -108,16 +108,16 @@ Resources = dict[str, float]
 class Pool:
     """Slots for workers, `nodes` times `per_node` that lie on one node.
 
-    A slot has one worker of each role of the pool: those share its device (they are colocated), and
-    roles of two pools share nothing. Example: `Pool("policy", ("policy",), 2, 8, True, cpus=4)`.
+    A slot has one worker of each role of the pool: those share its devices (they are colocated),
+    and roles of two pools share nothing. Example: `Pool("policy", ("policy",), 2, 8, 1, cpus=4)`.
     """
 
     name: str
     roles: tuple[str, ...]
     nodes: int = 1
     per_node: int = 1
-    has_devices: bool = False
-    """Each slot is one accelerator; otherwise cores alone."""
+    devices: int = 0
+    """Accelerators of each slot; 0: cores alone."""
     cpus: float = 1.0
     """Cores of each worker."""
 
@@ -129,12 +129,12 @@ class Pool:
     @property
     def share(self) -> Resources:
         """The part of its slot that one worker takes."""
-        device = {"GPU": 1.0 / len(self.roles)} if self.has_devices else {}
+        device = {"GPU": self.devices / len(self.roles)} if self.devices else {}
         return {"CPU": self.cpus, **device}
 
     def needs(self, slots: int) -> Resources:
         """Return the resources of so many slots."""
-        devices = {"GPU": float(slots)} if self.has_devices else {}
+        devices = {"GPU": float(self.devices * slots)} if self.devices else {}
         return {"CPU": self.cpus * len(self.roles) * slots, **devices}
 
 
