@@ -46,7 +46,10 @@ LAYERS = {
     "runs": 8,
     "cli": 9,
 }
-CONFINED = {"ray": "winnow.workers.ray", "vllm": "winnow.rollout.vllm_engine"}
+CONFINED = {
+    "ray": ("winnow.workers.ray",),
+    "vllm": ("winnow.rollout.vllm_engine", "winnow.rollout.vllm_plugin"),
+}
 HEAVY = {"torch", "transformers"}
 NEVER_HEAVY = ("winnow.types", "winnow.errors", "winnow.config")
 LIGHT_TO_IMPORT = ("winnow", "winnow.cli", "winnow.observe", "winnow.http")
@@ -180,9 +183,10 @@ def escaped_imports(modules: list[Module]) -> Iterator[str]:
     """Ray and vLLM outside the one place that may import each."""
     for module in modules:
         for imported in imports(module):
-            home = CONFINED.get(imported.package)
-            if home and not module.within(home):
-                yield f"{module.name}:{imported.line} imports {imported.package}, only {home} may"
+            homes = CONFINED.get(imported.package)
+            if homes and not module.within(*homes):
+                may = " and ".join(homes)
+                yield f"{module.name}:{imported.line} imports {imported.package}, only {may} may"
 
 
 def heavy_imports(modules: list[Module]) -> Iterator[str]:

@@ -246,9 +246,13 @@ class WeightReceiver:
                 f"weights of version {self.version}: a part of {piece.name} came twice or is "
                 "missing; publish the weights again"
             )
+        self._filled[piece.name] += len(piece.array)
+        return self._store(piece, own)
+
+    def _store(self, piece: Piece, own: Tensor) -> Piece:
+        """Copy a piece that fits into a tensor; returns it as that holds it now."""
         here = own.view(-1)[piece.start : piece.start + len(piece.array)]
         here.copy_(tensor_of(piece.array, own.dtype))
-        self._filled[piece.name] += len(piece.array)
         return replace(piece, array=array_of(here))
 
     def finish(self, version: int) -> None:

@@ -1,0 +1,475 @@
+"""The engine over vLLM: its scheduler's steps are our ticks, its tokens our draws.
+
+    submit ──► queue ──free slots──► LLMEngine.step(), one tick ──► finished answers
+                                       ▲ draws: vllm_plugin.HashSampler
+    take_bucket ──whole tensors──► vllm_plugin.TensorTransfer, in each of vLLM's workers
+
+vLLM seeds global generators, binds memory and takes `torch.set_num_threads` out of use: it belongs
+in a process of its own, which `VllmEngineWorker` sets up. Its prefix cache knows no versions of
+weights, and cannot be emptied while answers run: each version has a salt of its own instead, which
+takes part in the keys of that cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+# Read when vLLM is imported. A user's own value stands.
+for _name, _value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process: a step is a call
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second one's sampler is written, but has not been run
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or all engines of a machine share its first cores
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+from vllm import EngineArgs  # noqa: E402
+from vllm import SamplingParams as RequestParams  # noqa: E402
+from vllm.config import WeightTransferConfig  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+from winnow.errors import ConfigError, ModelError, PublicationError, WorkerError  # noqa: E402
+from winnow.rollout import vllm_plugin  # noqa: E402
+from winnow.rollout.engine import (  # noqa: E402
+    CompletionEvent,
+    GroupRequest,
+    SamplingParams,
+    WeightUpdate,
+)
+from winnow.rollout.remote_engine import EngineWorker, decode_of  # noqa: E402
+from winnow.rollout.tick_engine import PendingAnswer, TickEngine  # noqa: E402
+from winnow.rollout.weights import Bucket, Piece, WeightReceiver, buckets  # noqa: E402
+from winnow.types import FinishReason, FloatArray, IntArray, Segment  # noqa: E402
+
+log = logging.getLogger(__name__)
+
+Named = list[tuple[str, Tensor]]
+_LONGEST_SCORED = 512
+"""Tokens of the longest sequence that a publication is checked with."""
+_SCORED_AT_ONCE = 4
+"""Places in vLLM's batch beyond the slots: sequences are scored beside answers in all slots."""
+_SALTS = count()
+
+
+@dataclass(eq=False)
+class WrittenAnswer(PendingAnswer):
+    """A pending answer with all of its tokens so far."""
+
+    ids: list[int] = field(init=False)
+    logprobs: list[float] = field(init=False)
+    name: str = ""
+    """Its request's at vLLM, while it has one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.ids = self.prefix.token_ids.tolist()
+        self.logprobs = self.prefix.logprobs.tolist()
+
+
+class StagedReceiver(WeightReceiver):
+    """A weight receiver that puts whole tensors together and hands them to vLLM.
+
+    Checksums are of the staged tensors: vLLM fuses and repacks what it gets.
+
+    Args:
+        model: says which tensors must come; on the meta device.
+        load: hands tensors over.
+        finish: has vLLM use them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        version: int,
+        load: Callable[[Named], None],
+        finish: Callable[[], None],
+    ) -> None:
+        super().__init__(model, version)
+        self._load, self._finish = load, finish
+        self._part: Tensor | None = None  # a tensor of which not all has come
+        self._whole: Named = []
+
+    def take(self, bucket: Bucket) -> int:
+        checksum = super().take(bucket)
+        whole, self._whole = self._whole, []
+        if whole:
+            self._load(whole)
+        return checksum
+
+    def _store(self, piece: Piece, own: Tensor) -> Piece:
+        # vLLM keeps a tensor until its layer is complete: each gets memory of its own.
+        staged = torch.empty(own.shape, dtype=own.dtype) if self._part is None else self._part
+        held = super()._store(piece, staged)
+        is_whole = piece.start + len(piece.array) == own.numel()
+        self._part = None if is_whole else staged
+        if is_whole:
+            self._whole.append((piece.name, staged))
+        return held
+
+    def finish(self, version: int) -> None:
+        super().finish(version)
+        self._finish()
+
+
+class VllmEngine(TickEngine[WrittenAnswer]):
+    """Implements `PublishedEngine` over a vLLM in this process.
+
+    A publication that fails once vLLM has begun with it cannot be repeated: every later call that
+    would draw or publish raises WorkerError, and the engine has to be replaced.
+
+    Args:
+        llm: made by `start_vllm`.
+        model: of the same shapes, on the meta device.
+        slots: answers written at once; fewer while the cache holds no more.
+        vocab_size: ids at or beyond it are never drawn (padding of the embedding).
+        decode: token ids to text; needed only where requests carry stop strings.
+        live_updates: take new weights while answers run.
+    """
+
+    def __init__(
+        self,
+        llm: LLMEngine,
+        model: nn.Module,
+        slots: int,
+        vocab_size: int,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        live_updates: bool = False,
+    ) -> None:
+        super().__init__(WrittenAnswer, decode, live_updates)
+        self._llm, self._model, self._slots = llm, model, slots
+        self._vocab_size = vocab_size
+        self._rows: list[WrittenAnswer] = []
+        self._scored: dict[str, FloatArray | None] = {}
+        self._numbers = count()
+        self._broken: str | None = None
+        self._renew()
+
+    @property
+    def _slot_count(self) -> int:
+        return self._slots
+
+    @property
+    def _running(self) -> Sequence[WrittenAnswer]:
+        return self._rows
+
+    def _check(self, group: GroupRequest) -> None:
+        super()._check(group)
+        self._check_health()
+        longest = self._llm.model_config.max_model_len
+        needs = len(group.prompt_ids) + group.sampling.max_tokens
+        if needs > longest:
+            raise ValueError(
+                f"group {group.group_id}: a prompt of {len(group.prompt_ids)} tokens and an answer "
+                f"of {group.sampling.max_tokens} exceed the {longest} that vLLM was started for"
+            )
+
+    def _check_health(self) -> None:
+        if self._broken is not None:
+            raise WorkerError(self._broken, "engine", 0)
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def _check_may_change(self) -> None:
+        self._check_health()
+        super()._check_may_change()
+
+    def _receiver(self, version: int) -> WeightReceiver:
+        def load(named: Named) -> None:
+            self._call_workers("update_weights", update_info={"named": named})
+
+        self._call_workers("start_weight_update")
+        finish = "finish_weight_update"
+        return StagedReceiver(self._model, version, load, lambda: self._call_workers(finish))
+
+    async def _take_tensors(self, update: WeightUpdate) -> None:
+        dtype = next(self._model.parameters()).dtype
+        cast = ((name, tensor.to(dtype)) for name, tensor in update.tensors or ())
+        for bucket in buckets(WeightUpdate(update.version, cast)):
+            await self.take_bucket(bucket)
+
+    async def take_bucket(self, bucket: Bucket) -> int:
+        with self._ended_by_failure(bucket.version):
+            return await super().take_bucket(bucket)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        with self._ended_by_failure(update.version):
+            await super().load_weights(update)
+
+    @contextmanager
+    def _ended_by_failure(self, version: int) -> Iterator[None]:
+        try:
+            yield
+        except PublicationError as error:
+            self._break(f"weights of version {version} came in part: {error}")
+            raise
+
+    def _call_workers(self, method: str, **kwargs: Any) -> None:
+        try:
+            self._llm.collective_rpc(method, kwargs=kwargs)
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self._break(f"vLLM's {method} failed with {reason}")
+            log.exception("vLLM's %s failed", method)
+            self._check_health()
+
+    def _break(self, reason: str) -> None:
+        """Raise from now on, and wake those that wait for the end of the update."""
+        self._broken = f"{reason}; vLLM cannot take weights again, so the engine must be replaced"
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None and not arriving.settled.done():
+            arriving.settled.set_result(None)
+
+    def _renew(self) -> None:
+        self._salt = str(next(_SALTS))
+
+    # -- one tick -----------------------------------------------------------------------------
+
+    def _advance(self) -> list[CompletionEvent]:
+        self._check_health()
+        while self._queue and len(self._rows) < self._slots:
+            self._place(self._queue.pop(0))
+        reasons = self._run_step()
+        rows = list(reasons)
+        events = self._events_of(rows, "finished", reasons) if rows else []
+        self._leave(rows)
+        return events
+
+    def _place(self, answer: WrittenAnswer) -> None:
+        group, request = answer.group, answer.request
+        sampling = group.sampling_of(request)
+        start = len(group.prompt_ids)
+        own = vllm_plugin.draw_arguments(sampling, request.seed, start, self._vocab_size)
+        # What goes on and what is older keeps its memory when the cache is full.
+        priority = 0 if len(answer.prefix) else 1 + max(group.priority, 0)
+        params = _params(sampling.max_tokens - len(answer.prefix), own, sampling.stop_token_ids)
+        answer.name = self._add(answer.context, params, priority)
+        self._rows.append(answer)
+
+    def _add(self, context: IntArray, params: RequestParams, priority: int) -> str:
+        name = str(next(self._numbers))
+        prompt = {"prompt_token_ids": context.tolist(), "cache_salt": self._salt}
+        self._llm.add_request(name, prompt, params, priority=priority)
+        return name
+
+    def _run_step(self) -> dict[int, FinishReason]:
+        """Run a step of vLLM's scheduler; returns rows whose newest token ended them."""
+        found = {output.request_id: output for output in self._llm.step()}
+        for name in self._scored.keys() & found.keys():
+            self._scored[name] = _logprobs_of(found[name])
+        self._tick += bool(self._rows)
+        reasons: dict[int, FinishReason] = {}
+        with_stops: list[int] = []
+        for row, answer in enumerate(self._rows):
+            output = found.get(answer.name)
+            if output is None:  # its prompt is not prefilled yet, or it waits for memory
+                continue
+            got = output.outputs[0]
+            answer.ids += got.token_ids
+            answer.logprobs += _logprobs_of(output).tolist()
+            self._generated += len(got.token_ids)
+            if output.finished:
+                reasons[row] = "length" if got.finish_reason == "length" else "stop"
+            if answer.group.sampling.stop:
+                with_stops.append(row)
+        return reasons | dict.fromkeys(self._with_stop_string(with_stops), "stop")
+
+    def _written(self, rows: Sequence[int]) -> list[Segment]:
+        return [
+            Segment(
+                np.array(answer.ids, np.int64),
+                np.array(answer.logprobs, np.float32),
+                answer.spans_to(len(answer.ids), self._version),
+            )
+            for answer in (self._rows[row] for row in rows)
+        ]
+
+    def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
+        return [self._rows[row].ids[-width:] for row in rows]
+
+    def _leave(self, rows: Sequence[int]) -> None:
+        gone = set(rows)
+        if gone:  # those that are finished vLLM knows no more
+            self._llm.abort_request([self._rows[row].name for row in rows])
+            self._rows = [answer for row, answer in enumerate(self._rows) if row not in gone]
+
+    # -- scoring ------------------------------------------------------------------------------
+
+    async def logprobs_of(
+        self, sequences: Sequence[IntArray], temperature: float, last: int
+    ) -> list[FloatArray]:
+        """Score the last tokens of sequences by having vLLM decode them, whatever it would draw.
+
+        Its own log-probs of prompts know neither temperature nor vocabulary.
+        """
+        self._check_health()
+        sampling = SamplingParams(0, temperature)
+        names = []
+        for ids in sequences:
+            start = len(ids) - min(last, len(ids) - 1)
+            forced = ids[start:].tolist()
+            own = vllm_plugin.draw_arguments(sampling, 0, start, self._vocab_size, forced)
+            params = _params(len(forced), own, kind=RequestOutputKind.FINAL_ONLY)
+            names.append(self._add(ids[:start], params, -1))
+        self._scored |= dict.fromkeys(names)
+        while any(self._scored[name] is None for name in names):
+            if self._rows:
+                self._events += self._advance()
+            else:
+                self._run_step()
+            await asyncio.sleep(0)
+        scored = map(self._scored.pop, names)
+        return [found for found in scored if found is not None]
+
+
+def _params(
+    max_tokens: int,
+    own: Mapping[str, Any],
+    stop_token_ids: Sequence[int] = (),
+    kind: RequestOutputKind = RequestOutputKind.DELTA,
+) -> RequestParams:
+    """Return vLLM's settings of a request, whose draws are `vllm_plugin`'s."""
+    return RequestParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        logprobs=0,
+        detokenize=False,
+        ignore_eos=True,
+        stop_token_ids=list(stop_token_ids),
+        output_kind=kind,
+        extra_args=dict(own),
+    )
+
+
+def _logprobs_of(output: Any) -> FloatArray:
+    """Return log-probs of the new tokens of a vLLM output."""
+    got = output.outputs[0]
+    rows = zip(got.logprobs, got.token_ids, strict=True)
+    return np.array([row[token].logprob for row, token in rows], np.float32)
+
+
+def start_vllm(
+    model: str,
+    *,
+    dtype: str,
+    slots: int,
+    prefill_tokens: int,
+    longest: int | None = None,
+    cache_gib: float | None = None,
+    fp32_head: bool = False,
+    tensor_parallel: int = 1,
+    prefix_caching: bool = True,
+    chunked_prefill: bool = True,
+    trust_remote_code: bool = False,
+    extra: Mapping[str, Any] | None = None,
+) -> LLMEngine:
+    """Start a vLLM in this process as `VllmEngine` needs it.
+
+    Args:
+        model: a Hugging Face folder.
+        longest: most tokens of a prompt and its answer; None is what the model has positions for.
+        cache_gib: GiB of keys and values; None is what vLLM finds free.
+        extra: further options of vLLM's `EngineArgs`.
+
+    Raises:
+        ConfigError: vLLM has no such option, or memory holds not one answer.
+        ModelError: vLLM refuses the model.
+    """
+    positions = getattr(
+        AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code),
+        "max_position_embeddings",
+        None,
+    )
+    if longest is not None:
+        longest = max(longest, _LONGEST_SCORED)
+        longest = min(longest, positions or longest)
+    batch = slots + _SCORED_AT_ONCE
+    arguments: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "max_model_len": longest,
+        "max_num_seqs": batch,
+        "max_num_batched_tokens": max(prefill_tokens, batch),
+        "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
+        "tensor_parallel_size": tensor_parallel,
+        "enable_prefix_caching": prefix_caching,
+        "enable_chunked_prefill": chunked_prefill,
+        "skip_tokenizer_init": True,
+        "async_scheduling": False,
+        "scheduling_policy": "priority",
+        "enforce_eager": not torch.cuda.is_available(),
+        "logprobs_mode": "processed_logits",
+        "logits_processors": [vllm_plugin.HashSampler],
+        "worker_extension_cls": "winnow.rollout.vllm_plugin.WorkerExtension",
+        "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
+    }
+    if fp32_head:
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
+    try:
+        args = EngineArgs(**arguments | dict(extra or {}))
+    except TypeError as error:
+        raise ConfigError(f"rollout.engine.extra: vLLM does not take it: {error}") from error
+    try:
+        llm = LLMEngine.from_engine_args(args)
+        llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(f"model.path {model}: vLLM does not start with it: {reason}") from error
+    return llm
+
+
+def meta_model(model: str, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
+    """Return the model of a folder without memory: it names the tensors of a publication."""
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    found: nn.Module = made.to(dtype)
+    return found
+
+
+class VllmEngineWorker(EngineWorker):
+    """An `EngineWorker` with a `VllmEngine`.
+
+    Args:
+        rank: a `workers.RankInfo`; vLLM takes the first GPUs that its process sees.
+        model: a Hugging Face folder.
+        dtype: of the weights; must be that of published ones.
+        tokenizer: its folder, where requests carry stop strings.
+        vocab_size, live_updates: of `VllmEngine`.
+        options: of `start_vllm`.
+
+    Raises:
+        ConfigError, ModelError: as for `start_vllm`.
+    """
+
+    def __init__(
+        self,
+        rank: Any,
+        *,
+        model: str,
+        dtype: Literal["float32", "bfloat16"],
+        tokenizer: str | None = None,
+        trust_remote_code: bool = False,
+        slots: int,
+        vocab_size: int,
+        live_updates: bool = False,
+        **options: Any,
+    ) -> None:
+        code = trust_remote_code
+        llm = start_vllm(model, dtype=dtype, slots=slots, trust_remote_code=code, **options)
+        shapes = meta_model(model, getattr(torch, dtype), code)
+        decode = None if tokenizer is None else decode_of(tokenizer, code)
+        super().__init__(VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates))

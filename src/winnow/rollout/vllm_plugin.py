@@ -1,0 +1,221 @@
+"""The parts of Winnow that run inside vLLM's workers: drawing tokens, and taking weights.
+
+Both use extension points that vLLM documents, a custom logits processor and a weight transfer
+engine. A request's `extra_args` say how its tokens are drawn (`draw_arguments`).
+
+vLLM itself samples greedily: the row of logits that goes on holds the drawn token's log-prob at its
+place and -inf elsewhere, so that with `logprobs_mode=processed_logits` the token that is returned
+and its "logit" are our draw and its log-prob.
+
+Shapes: `R` rows of a step, `V` vocabulary of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.v1.sample.logits_processor.interface import (
+    BatchUpdate,
+    LogitsProcessor,
+    MoveDirectionality,
+)
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
+
+from winnow.rollout.draw import RowParams, draw, uniform
+from winnow.rollout.engine import SamplingParams
+
+BACKEND = "winnow"
+_KEY = "winnow"
+
+
+def draw_arguments(
+    sampling: SamplingParams,
+    seed: int,
+    start: int,
+    vocabulary: int,
+    forced: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Return the `extra_args` of a request.
+
+    Args:
+        sampling: temperature and truncation; the rest does not matter here.
+        seed: key of the answer's random numbers, 64 bits.
+        start: tokens of the context before position 0 of the answer.
+        vocabulary: ids at or beyond it are never drawn.
+        forced: ids from position 0 on that are taken instead of drawn ones.
+    """
+    numbers = [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p]
+    signed = int(np.uint64(seed).astype(np.int64))
+    own = {"numbers": numbers, "seed": signed, "start": start, "vocabulary": vocabulary}
+    return {_KEY: own | ({} if forced is None else {"forced": list(forced)})}
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """The arguments of a request."""
+
+    sampling: SamplingParams
+    seed: int
+    start: int
+    vocabulary: int
+    forced: Sequence[int]
+    context: int = 0
+    """Tokens of its prompt, where the batch says so."""
+    written: Sequence[int] = ()
+    """Its output, to which vLLM appends."""
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any] | None, context: int, written: Sequence[int]) -> _Row:
+        own = (extra or {})[_KEY]
+        temperature, top_p, top_k, min_p = own["numbers"]
+        sampling = SamplingParams(0, temperature, top_p, top_k, min_p)
+        numbers = own["seed"], own["start"], own["vocabulary"], own.get("forced", ())
+        return cls(sampling, *numbers, context, written)
+
+
+class _Draws:
+    """Draws the tokens of a batch; what follows from its rows alone is computed once for them."""
+
+    def __init__(self, rows: Sequence[_Row], device: torch.device) -> None:
+        self._rows = rows
+        kinds = list(dict.fromkeys(row.sampling for row in rows))
+        kind = torch.tensor([kinds.index(row.sampling) for row in rows], device=device)
+        self._params = RowParams(kinds, kind)
+        self._seeds = torch.tensor([row.seed for row in rows], device=device)
+        self._vocabulary = min(row.vocabulary for row in rows)
+        self._has_forced = any(row.forced for row in rows)
+
+    def __call__(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
+        """Return logits [R, V] that are -inf but for the drawn token's log-prob.
+
+        Args:
+            logits: [R, V] fp32.
+            positions: of the tokens in their answers, [R]; below 0 in a prompt that is not yet
+                prefilled to its end, of which vLLM drops the draw.
+        """
+        valid = logits[:, : self._vocabulary]
+        u = uniform(self._seeds, torch.tensor(positions, device=logits.device))
+        ids, logprobs = draw(valid, u, self._params)
+        if self._has_forced:
+            for row, (own, position) in enumerate(zip(self._rows, positions, strict=True)):
+                if 0 <= position < len(own.forced):
+                    ids[row] = own.forced[position]
+                    scaled = valid[row] / (own.sampling.temperature or 1)
+                    logprobs[row] = scaled.log_softmax(-1)[ids[row]]
+        return torch.full_like(logits, -torch.inf).scatter_(1, ids[:, None], logprobs[:, None])
+
+
+class HashSampler(LogitsProcessor):  # type: ignore[misc]
+    """Draws tokens in vLLM's first model runner."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._rows: dict[int, _Row] = {}
+        self._draws: _Draws | None = None
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        self._draws = None
+        for index in batch_update.removed:
+            self._rows.pop(index, None)
+        for index, params, prompt, written in batch_update.added:
+            self._rows[index] = _Row.of(params.extra_args, len(prompt or ()), written)
+        for one, two, direction in batch_update.moved:
+            first, second = self._rows.pop(one, None), self._rows.pop(two, None)
+            if first is not None:
+                self._rows[two] = first
+            if direction == MoveDirectionality.SWAP and second is not None:
+                self._rows[one] = second
+
+    def apply(self, logits: Tensor) -> Tensor:
+        rows = [self._rows[index] for index in range(len(logits))]
+        if self._draws is None:
+            self._draws = _Draws(rows, logits.device)
+        return self._draws(logits, [r.context + len(r.written) - r.start for r in rows])
+
+
+class HashSamplerV2(LogitsProcessorV2):  # type: ignore[misc]
+    """Draws tokens in vLLM's Model Runner V2, which needs a GPU; it has not been run."""
+
+    def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
+        self._rows: dict[int, _Row] = {}
+        self._drawn: tuple[list[_Row], _Draws] | None = None
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        self._rows[req_idx] = _Row.of(sampling_params.extra_args, 0, ())
+        return True
+
+    def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
+        rows = [self._rows[slot] for slot in ctx.idx_mapping_np.tolist()]
+        assert len(rows) == len(logits), "speculative decoding draws several tokens a row"
+        if self._drawn is None or self._drawn[0] != rows:
+            self._drawn = rows, _Draws(rows, logits.device)
+        # Exact without speculative decoding: the tokens before the one that is drawn.
+        lengths = ctx.seq_lens_upper_bound_np.tolist()
+        positions = [n - row.start for n, row in zip(lengths, rows, strict=True)]
+        return self._drawn[1](logits, positions)
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing is to be set up: tensors come with the calls."""
+
+
+@dataclass
+class NamedTensors(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Whole tensors by Hugging Face's names."""
+
+    named: list[tuple[str, Tensor]] = field(default_factory=list)
+
+
+class TensorTransfer(WeightTransferEngine[NoInit, NamedTensors]):  # type: ignore[misc]
+    """Loads whole tensors into a running model as a checkpoint's are, layer by layer."""
+
+    init_info_cls, update_info_cls = NoInit, NamedTensors
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: NamedTensors) -> None:
+        self.model.load_weights(iter(update_info.named))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        # On CPUs the layers are repacked by now, but not a tied head: it would keep the old weights
+        # and every call would report success.
+        head = getattr(self.model, "lm_head", None)
+        if head is not None and hasattr(head, "quant_method"):
+            head.quant_method.process_weights_after_loading(head)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class WorkerExtension:
+    """Has vLLM import this module in each of its workers, before it looks for `BACKEND`."""
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, TensorTransfer)
