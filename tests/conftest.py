@@ -7,6 +7,7 @@ unless its reason begins with one of `EXEMPT_REASONS`: those name what no instal
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import secrets
 import signal
@@ -31,6 +32,8 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
+collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
+"""Tests of the vLLM engine run in `.venv-vllm` (`make test-vllm`)."""
 NO_GPU = "needs a GPU"
 NO_SHARED_DATA = "shared data absent"
 EXEMPT_REASONS = (NO_GPU, NO_SHARED_DATA)

@@ -35,6 +35,7 @@ _PURPOSE = {
     "ray": "many machines",
     "peft": "LoRA",
     "reasoning-gym": "procedural tasks",
+    "vllm": "rollout/engine=vllm on GPUs",
     "serve": "winnow sandbox serve, winnow reward serve",
 }
 

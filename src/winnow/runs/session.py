@@ -32,6 +32,7 @@ from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped
 from winnow.runs.resume import Opened, opened_run
 from winnow.runs.state import seed_everything
 from winnow.runs.topology import (
+    check_engine,
     holds_no_weights,
     other_processes,
     placed_models,
@@ -60,6 +61,7 @@ def run_training(
         WinnowError: what the user can mend; what the run had by then stays in its folder.
     """
     began = time.monotonic()
+    check_engine(config)
     device = use_machine(config, uses_device(config))
     seed_everything(config.run.seed)
     with opened_run(config, recipe) as opened, opened.folder.logging_to_file(), _errors_logged():

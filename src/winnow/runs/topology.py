@@ -60,7 +60,7 @@ CLASSES = {
 }
 ENGINES = {
     "torch": "winnow.rollout.remote_engine:TorchEngineWorker",
-    "vllm": "winnow.rollout.vllm_engine:VllmEngineWorker",
+    "vllm": "winnow.rollout.vllm_start:make_vllm_worker",
 }
 """Worker's class of each engine that may be in a process of its own."""
 _POSITIONS = 1024
@@ -235,6 +235,19 @@ def pools_of(config: Config, has_devices: bool) -> list[Pool]:
         size = pool.nodes, pool.per_node
         found.append(Pool(name, roles, *size, devices if has_devices else 0, cpus))
     return found
+
+
+def check_engine(config: Config) -> None:
+    """Refuse an engine that is not installed, before anything begins; nodes of Ray may differ.
+
+    Raises:
+        ConfigError: vLLM is absent, or too old.
+    """
+    is_here = isinstance(config.cluster, LocalCluster)
+    if is_here and isinstance(config.rollout.engine, VllmEngineConfig):
+        from winnow.rollout.vllm_start import check_installed
+
+        check_installed()
 
 
 def worker_class(config: Config, role: str) -> str:

