@@ -81,15 +81,21 @@ class Forked:
 class Server:
     """Starts processes; what it started ends with it."""
 
-    def __init__(self, *before: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *before: str,
+        environment: Mapping[str, str] | None = None,
+        preloaded: Sequence[str] = (),
+    ) -> None:
         """Start the server.
 
         Args:
             before: words before its command, such as `unshare --mount`.
+            preloaded: further modules that are imported, beside `PRELOADED`.
             environment: what is read at import must stand here, such as HF_HUB_OFFLINE.
         """
         self._process = subprocess.Popen(
-            [*before, sys.executable, "-m", "tests.forked"],
+            [*before, sys.executable, "-m", "tests.forked", *preloaded],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -148,7 +154,7 @@ class Server:
 
 def main() -> None:
     """Serve until the input ends; in a forked child, be the process that was asked for."""
-    for name in PRELOADED:
+    for name in (*PRELOADED, *sys.argv[1:]):
         importlib.import_module(name)
     # A child that looked at each object to collect or to free it would copy the memory they lie in:
     # a second of CPU at its end.

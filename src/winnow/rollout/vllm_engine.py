@@ -17,7 +17,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ for _name, _value in {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second one's sampler is written, but has not been run
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or all engines of a machine share its first cores
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
 }.items():
     os.environ.setdefault(_name, _value)
 
@@ -39,9 +40,10 @@ from vllm import EngineArgs  # noqa: E402
 from vllm import SamplingParams as RequestParams  # noqa: E402
 from vllm.config import WeightTransferConfig  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
-from winnow.errors import ConfigError, ModelError, PublicationError, WorkerError  # noqa: E402
+from winnow.errors import PublicationError, WorkerError  # noqa: E402
 from winnow.rollout import vllm_plugin  # noqa: E402
 from winnow.rollout.engine import (  # noqa: E402
     CompletionEvent,
@@ -51,6 +53,7 @@ from winnow.rollout.engine import (  # noqa: E402
 )
 from winnow.rollout.remote_engine import EngineWorker, decode_of  # noqa: E402
 from winnow.rollout.tick_engine import PendingAnswer, TickEngine  # noqa: E402
+from winnow.rollout.vllm_start import check_extra, check_head_size, refusal  # noqa: E402
 from winnow.rollout.weights import Bucket, Piece, WeightReceiver, buckets  # noqa: E402
 from winnow.types import FinishReason, FloatArray, IntArray, Segment  # noqa: E402
 
@@ -418,16 +421,15 @@ def start_vllm(
     }
     if fp32_head:
         arguments["hf_overrides"] = {"head_dtype": "float32"}
+    check_extra(extra or {}, {field.name for field in fields(EngineArgs)})
     try:
-        args = EngineArgs(**arguments | dict(extra or {}))
-    except TypeError as error:
-        raise ConfigError(f"rollout.engine.extra: vLLM does not take it: {error}") from error
-    try:
-        llm = LLMEngine.from_engine_args(args)
+        llm = LLMEngine.from_engine_args(EngineArgs(**arguments | dict(extra or {})))
         llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelError(f"model.path {model}: vLLM does not start with it: {reason}") from error
+        raise refusal(error, model, cache_gib) from error
+    if llm.vllm_config.device_config.device_type == "cpu" and not llm.model_config.use_mla:
+        taken = CPUAttentionBackend.get_supported_head_sizes()
+        check_head_size(model, llm.model_config.get_head_size(), taken)
     return llm
 
 

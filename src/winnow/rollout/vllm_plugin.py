@@ -12,6 +12,8 @@ Shapes: `R` rows of a step, `V` vocabulary of the model.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +41,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Logits
 
 from winnow.rollout.draw import RowParams, draw, uniform
 from winnow.rollout.engine import SamplingParams
+from winnow.workers.child import die_with
 
 BACKEND = "winnow"
 _KEY = "winnow"
@@ -217,5 +220,7 @@ class WorkerExtension:
     """Has vLLM import this module in each of its workers, before it looks for `BACKEND`."""
 
 
+if multiprocessing.parent_process() is not None:  # of tensor parallelism, and killed alone
+    die_with(os.getppid())
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, TensorTransfer)
