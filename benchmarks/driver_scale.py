@@ -296,6 +296,7 @@ class Run:
             ),
             stop=ShutdownSignal(),
             keep_rollouts=self._keep_rollouts,
+            keep_ledger=lambda step, sampled: None,
             check_scoring=lambda: None,
             scoring_figures=dict,
             evaluations=loop.Schedule(None, steps + 1),

@@ -208,7 +208,7 @@ def differences(wanted: Path, run: Path) -> list[str]:
     faults = [f"left behind: {path.relative_to(run)}" for path in leftovers(run)]
     if figures(wanted) != figures(run):
         faults.append("metrics.jsonl")
-    for folder in ("rollouts", "eval"):
+    for folder in ("rollouts", "ledger.parquet", "eval"):
         if contents(wanted / folder) != contents(run / folder):
             faults.append(folder)
     try:

@@ -24,6 +24,7 @@ import time
 import tracemalloc
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -48,6 +49,7 @@ from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_roll
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.runs import loop
+from winnow.runs.build import keep_ledger
 from winnow.runs.checkpoint import Manifest
 from winnow.runs.loop import Sharing, train
 from winnow.runs.metrics import Passes, Throughput
@@ -231,6 +233,7 @@ class Run:
             ),
             stop=ShutdownSignal(),
             keep_rollouts=self._keep_rollouts,
+            keep_ledger=partial(keep_ledger, RunFolder(self.folder)),
             check_scoring=lambda: None,
             scoring_figures=dict,
             evaluations=loop.Schedule(None, steps),

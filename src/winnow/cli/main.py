@@ -15,6 +15,7 @@ from typer.core import TyperOption
 
 from winnow import gc_tuning as heap
 from winnow.cli.data import app as data_app
+from winnow.cli.ledger import app as ledger_app
 from winnow.cli.reward import app as reward_app
 from winnow.cli.sandbox import app as sandbox_app
 from winnow.errors import WinnowError
@@ -32,6 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
+app.add_typer(ledger_app, name="ledger")
 app.add_typer(reward_app, name="reward")
 app.add_typer(sandbox_app, name="sandbox")
 

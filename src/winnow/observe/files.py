@@ -1,6 +1,7 @@
 """Files of a run: its folder runs/NAME/, its log, and writing that leaves the old or the new whole.
 
-`config.yaml`, `metrics.jsonl`, `rollouts/`, `checkpoints/`, `eval/`, `log.txt`, `curve.png`.
+`config.yaml`, `metrics.jsonl`, `ledger.parquet/`, `rollouts/`, `checkpoints/`, `eval/`, `log.txt`,
+`curve.png`.
 
 The folder may be a stranger's: `require_trust` asks before the model's own Python runs.
 """
@@ -95,13 +96,16 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, draft: Path | None = None) -> None:
     """Replace the content of `path` as one act: temporary file, fsync, rename.
+
+    Args:
+        draft: the temporary file, on the same file system; None puts it beside `path`.
 
     Raises:
         WinnowError: the file cannot be written; what was there before still is.
     """
-    partial = path.with_name(path.name + PARTIAL)
+    partial = draft or path.with_name(path.name + PARTIAL)
     with writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,6 +195,7 @@ class RunFolder:
         self.path, self.name = path, path.name
         self.config = path / "config.yaml"  # the resolved recipe
         self.metrics = path / "metrics.jsonl"
+        self.ledger = path / "ledger.parquet"  # a folder: one part a step
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
         self.evaluations = path / "eval"  # answers to held-out prompts

@@ -18,6 +18,7 @@ from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import Evaluator
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
+from winnow.observe.ledger import write_ledger
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
 from winnow.rewards.pipeline import Rewards
@@ -31,6 +32,7 @@ from winnow.runs.process import ShutdownSignal
 from winnow.runs.resume import code_hashes
 from winnow.runs.state import RunState
 from winnow.runs.topology import Topology
+from winnow.sampling.accounting import StepGroups
 from winnow.sampling.ledger import Ledger
 from winnow.sampling.stream import Sampler
 
@@ -170,6 +172,7 @@ def build(
         state=state,
         stop=stop,
         keep_rollouts=partial(_keep_rollouts, config, folder, policy.decode),
+        keep_ledger=partial(keep_ledger, folder),
         check_scoring=rewards.end_step,
         scoring_figures=rewards.figures,
         evaluations=Schedule(config.evaluation.every, steps),
@@ -204,6 +207,12 @@ def _keep_rollouts(
         text_groups=choose_text_groups(ids, number, config.run.seed, step),
         decode=decode,
     )
+
+
+def keep_ledger(folder: RunFolder, step: int, sampled: StepGroups) -> None:
+    """Write what became of the groups of a step that is learnt."""
+    settled = [*sampled.trained, *sampled.discarded]
+    write_ledger(folder, step, settled, sampled.version, len(sampled.returned))
 
 
 def _notes(source: PromptSource) -> list[str]:

@@ -21,6 +21,7 @@ from winnow.rollout.engine import Engine, PublishedEngine, WeightUpdate
 from winnow.runs.metrics import Throughput, record_step, rollout_groups
 from winnow.runs.process import ShutdownSignal
 from winnow.runs.state import RunState
+from winnow.sampling.accounting import StepGroups
 from winnow.sampling.stream import Sampler
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class Run:
     state: RunState
     stop: ShutdownSignal
     keep_rollouts: Callable[[int, Sequence[RolloutGroup]], None]
+    keep_ledger: Callable[[int, StepGroups], None]
+    """Writes what became of the groups of a step that is learnt."""
     check_scoring: Callable[[], None]
     """Raises when too many of a step's scorings failed."""
     scoring_figures: Callable[[], Mapping[str, Number]]
@@ -154,6 +157,7 @@ async def _learn(
         metrics.update(await run.publish(step))
     with watch.phase("write"):
         run.keep_rollouts(step, rollout_groups(sampled, learned))
+        run.keep_ledger(step, sampled)
     record_step(metrics, sampled, learned, run.sampler.ledger.account.in_progress)
     tokens = sampled.counts.tokens.generated, learned.packed_tokens
     return metrics.record(), tokens

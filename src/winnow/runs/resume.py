@@ -8,8 +8,8 @@
 | a run's folder | that one | continued after its newest usable checkpoint |
 | a checkpoint's folder | the run it lies in | continued after that checkpoint |
 
-What is later than the checkpoint is dropped: lines of metrics, rollouts, evaluations. It comes
-again, bit for bit.
+What is later than the checkpoint is dropped: lines of metrics, the ledger, rollouts, evaluations.
+It comes again, bit for bit.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class Opened:
         """
         folder, step = self.folder, self.manifest.step
         remove(c for c in reversed(checkpoints_in(folder.checkpoints)) if c.step > step)
+        drop_rollouts_after(folder.ledger, step)
         drop_rollouts_after(folder.rollouts, step)
         drop_rollouts_after(folder.evaluations, step if self.manifest.evaluated else step - 1)
         metrics.truncate(self.manifest.metrics_bytes)

@@ -242,7 +242,7 @@ class RunState:
         folder, trainer = self._folder, self._trainer
         try:
             # A checkpoint refers to these.
-            for path in (folder.path, folder.rollouts, folder.evaluations):
+            for path in (folder.path, folder.ledger, folder.rollouts, folder.evaluations):
                 if path.is_dir():
                     sync(path)
             checkpoint = save_checkpoint(folder.checkpoints, manifest, snapshot, self._recipe)

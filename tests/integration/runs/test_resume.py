@@ -30,10 +30,11 @@ def run_to(folder: Path, step: int, *overrides: str) -> Path:
     with opened_run(config, "quickstart") as opened:
         run = opened.folder
         log = MetricsLog(run.metrics)
-        for path in (run.rollouts, run.evaluations):
+        for path in (run.ledger, run.rollouts, run.evaluations):
             path.mkdir()
         for number in range(1, step + 1):
             run.rollout(number).touch()
+            (run.ledger / run.rollout(number).name).touch()
             log.log(number, {"x": number})
             if number % 2 == 0:
                 run.evaluation(number).touch()
@@ -222,6 +223,7 @@ def test_what_is_later_than_the_checkpoint_is_dropped(tmp_path: Path) -> None:
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 8, "half')
     (run / "rollouts" / "step-8.parquet.partial").touch()
+    (run / "ledger.parquet-8.partial").touch()
     (run / "checkpoints" / ".step-8.partial").mkdir()
     shutil.rmtree(run / "checkpoints" / "step-6")
     opened = open_again(recipe(tmp_path))
@@ -229,7 +231,9 @@ def test_what_is_later_than_the_checkpoint_is_dropped(tmp_path: Path) -> None:
     opened.rewind(log)
     assert [c.step for c in checkpoints_in(run / "checkpoints")] == [2, 4]
     assert names(run / "checkpoints") == ["step-2", "step-4"]
-    assert names(run / "rollouts") == [f"step-{step}.parquet" for step in (1, 2, 3, 4)]
+    for folder in ("rollouts", "ledger.parquet"):
+        assert names(run / folder) == [f"step-{step}.parquet" for step in (1, 2, 3, 4)]
+    assert not list(run.glob("*.partial"))
     assert names(run / "eval") == ["step-2.parquet", "step-4.parquet"]
     assert (run / "metrics.jsonl").read_text().count("\n") == 4
 

@@ -1,0 +1,98 @@
+"""`winnow ledger`: whether a run's groups add up, and whether two runs consumed the same."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from winnow.observe.ledger_diff import Difference, LedgerReport
+
+app = typer.Typer(
+    name="ledger",
+    help="Compare what runs consumed, group by group (exit code 0: the same, 1: not).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+_AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+_Until = Annotated[
+    int | None, typer.Option(metavar="STEP", min=1, help="Leave out what is later than this step.")
+]
+
+
+@app.command("diff", no_args_is_help=True)
+def diff_command(
+    a: Annotated[str, typer.Argument(metavar="A", help="A run's folder, such as runs/NAME.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    order: Annotated[
+        bool | None,
+        typer.Option(
+            "--order/--no-order",
+            help="Compare each group's fate, step and tokens; or only that neither run lost a "
+            "group or had one twice, and that both took the loader's prompts in its order. By "
+            "default the first where both runs repeat bit for bit.",
+        ),
+    ] = None,
+    until: _Until = None,
+    as_json: _AsJson = False,
+) -> None:
+    """Say whether two runs consumed the same: prompts, fates, learning steps, tokens."""
+    from winnow.observe.ledger_diff import diff, open_ledger
+
+    found = diff(open_ledger(a, until), open_ledger(b, until), order)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), ensure_ascii=False, indent=2))
+        raise typer.Exit(not found.same)
+    for name, report in (("A", found.a), ("B", found.b)):
+        _print_report(name, report)
+    _print_differences(found.differences)
+    if found.not_compared:
+        typer.echo(f"The token ids of {found.not_compared:,} groups are not known and not compared")
+    if found.same:
+        alike = "prompts, fates, learning steps, tokens, scores and weight versions of all groups"
+        kept = "no group lost, none twice, and the prompts in the loader's order"
+        typer.echo(f"Same: {alike if found.exact else kept}")
+    else:
+        typer.echo("Different")
+    raise typer.Exit(not found.same)
+
+
+@app.command("check", no_args_is_help=True)
+def check_command(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, such as runs/NAME.")],
+    until: _Until = None,
+    as_json: _AsJson = False,
+) -> None:
+    """Say whether a run lost a group or had one twice, and whether its sums are the metrics'."""
+    from dataclasses import asdict
+
+    from winnow.observe.ledger_diff import check, open_ledger
+
+    report = check(open_ledger(run, until))
+    if as_json:
+        typer.echo(json.dumps(asdict(report), ensure_ascii=False, indent=2))
+    else:
+        _print_report("", report)
+        if not report.faults:
+            typer.echo("Sound: no group lost, none twice, and the sums are those of metrics.jsonl")
+    raise typer.Exit(bool(report.faults))
+
+
+def _print_report(name: str, report: LedgerReport) -> None:
+    fates = ", ".join(f"{count:,} {fate}" for fate, count in report.fates.items() if count)
+    waiting = f", {report.open:,} open" if report.open > 0 else ""
+    typer.echo(
+        f"{f'{name}  ' if name else ''}{report.run}: {report.steps} steps, "
+        f"{report.groups:,} groups ({fates}{waiting}), {sum(report.tokens.values()):,} tokens"
+    )
+    _print_differences(report.faults)
+
+
+def _print_differences(differences: tuple[Difference, ...]) -> None:
+    for each in differences:
+        typer.echo(f"   {each.what}: {each.count:,}")
+        for example in each.examples:
+            typer.echo(f"      {example}")

@@ -1,0 +1,179 @@
+"""ledger.parquet: one row for each group whose life ended, the same however long anything took.
+
+A folder of one part a step, `ledger.parquet/step-N.parquet`, which pyarrow, pandas and polars read
+as one table. A part is written when its step has been learnt and is replaced where a resumed run
+does the step again, so that the folder always tells of one course of the run. A group that was
+admitted and has no row is open: unfinished, waiting for a cut, or cut and not learnt yet.
+
+| column | meaning |
+|---|---|
+| group | admission index |
+| step | the step whose cut settled it |
+| fate | trained, all_right, all_wrong, surplus, stale, failed |
+| learnt_step | the step whose update it was part of; null unless trained |
+| returned | its prompt went back to the loader, which gives it out again before any other |
+| prompt_uid, problem | the row of data, and a digest of what it asks, as in rollouts/ |
+| admitted_version, settled_version | weight versions when it was admitted, and settled |
+| versions | weight versions that wrote its answers, each once |
+| staleness | versions between the oldest of them and the step that learns |
+| answers | that were finished and scored, a greedy baseline included |
+| tokens | generated for it, unfinished answers included |
+| token_crc | CRC-32 of the token ids of its answers; null where they lie on another node |
+| score_crc | CRC-32 of reward and accuracy of its answers, bit for bit |
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from winnow.errors import WinnowError
+from winnow.observe.files import PARTIAL, RunFolder, write_atomic
+from winnow.observe.metrics import Outcome
+from winnow.observe.rollouts import problem_id, rollout_files
+from winnow.types import Group
+
+_INT, _TEXT = pa.int32(), pa.string()
+SCHEMA = pa.schema(
+    [
+        *(("group", pa.int64()), ("step", _INT), ("fate", _TEXT), ("learnt_step", _INT)),
+        *(("returned", pa.bool_()), ("prompt_uid", _TEXT), ("problem", _TEXT)),
+        *(("admitted_version", _INT), ("settled_version", _INT)),
+        *(("versions", pa.list_(_INT)), ("staleness", _INT), ("answers", _INT)),
+        *(("tokens", pa.int64()), ("token_crc", pa.uint32()), ("score_crc", pa.uint32())),
+    ]
+)
+
+
+class Settlement(Protocol):
+    """A group whose life ended, as the sampler tells of it."""
+
+    @property
+    def group(self) -> Group:
+        """Its finished and scored answers."""
+        ...
+
+    @property
+    def fate(self) -> Outcome:
+        """How it ended."""
+        ...
+
+    @property
+    def admitted_version(self) -> int:
+        """Weight version at admission."""
+        ...
+
+    @property
+    def staleness(self) -> int:
+        """Age of its oldest token, in versions."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Generated for it."""
+        ...
+
+
+def write_ledger(
+    folder: RunFolder, step: int, settled: Sequence[Settlement], version: int, returned: int
+) -> None:
+    """Write the part of a step.
+
+    Args:
+        settled: every group whose life ended in the step.
+        version: of the weights, when the step was cut.
+        returned: number of prompts that went back to the loader at the cut: those of the surplus,
+            or of all groups admitted later than the last one trained.
+
+    Raises:
+        WinnowError: the file cannot be written; nothing half-written is left.
+    """
+    settled = sorted(settled, key=lambda each: each.group.id)
+    surplus = sum(each.fate == "surplus" for each in settled)
+    later = set() if returned == surplus else {s.group.id for s in settled[-returned:]}
+    rows: list[tuple[Any, ...]] = []
+    for each in settled:
+        group, fate = each.group, each.fate
+        went_back = fate in ("surplus", "stale") or group.id in later
+        row = (
+            *(group.id, step, fate, step if fate == "trained" else None, went_back),
+            *(group.prompt.uid, problem_id(group.prompt), each.admitted_version, version),
+            *(_versions(group), each.staleness, len(group.scored), each.tokens),
+            *(_token_crc(group), _score_crc(group)),
+        )
+        rows.append(row)
+    columns = zip(*rows, strict=True) if rows else ([] for _ in SCHEMA)
+    arrays = [pa.array(column, kind) for column, kind in zip(columns, SCHEMA.types, strict=True)]
+    sink = pa.BufferOutputStream()
+    table = pa.Table.from_arrays(arrays, schema=SCHEMA)
+    pq.write_table(table, sink, compression="zstd", use_dictionary=False)
+    part = folder.ledger / f"step-{step}.parquet"
+    # Beside the folder, of which a reader takes every file.
+    draft = folder.path / f"{folder.ledger.name}-{step}{PARTIAL}"
+    write_atomic(part, sink.getvalue().to_pybytes(), draft)
+
+
+def read_ledger(folder: RunFolder) -> pa.Table:
+    """Read the ledger of a run, in the order of admission; the steps are 1, 2, 3, … to the last.
+
+    Raises:
+        WinnowError: there is none, a step is missing, or a part is damaged.
+    """
+    parts = rollout_files(folder.ledger)
+    if not parts:
+        raise WinnowError(
+            f"{folder.path} has no {folder.ledger.name}: its first step is not done, or an older "
+            "winnow made it; give a run that has one"
+        )
+    for number, (step, _) in enumerate(parts, start=1):
+        if step != number:
+            raise WinnowError(
+                f"{folder.ledger} lacks step {number} of {parts[-1][0]}: the file was removed, or "
+                "an older winnow did that step; put it back, or give a run that has them all"
+            )
+    tables = [_read(path) for _, path in parts]
+    return pa.concat_tables(tables).sort_by([("group", "ascending"), ("step", "ascending")])
+
+
+def _read(path: Path) -> pa.Table:
+    try:
+        # Schema and all, or a column of lists that holds nothing could read otherwise.
+        return pq.ParquetFile(path).read().select(SCHEMA.names).cast(SCHEMA)
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise WinnowError(
+            f"cannot read {path}: {reason}; take it from a copy of the run, or resume the run from "
+            "a checkpoint before that step"
+        ) from error
+
+
+def _versions(group: Group) -> list[int]:
+    segments = (s for answer in group.scored for s in answer.trajectory.segments)
+    return sorted({span.version for segment in segments for span in segment.spans})
+
+
+def _token_crc(group: Group) -> int | None:
+    """Digest the token ids of the answers, answer by answer, however they are cut into segments."""
+    crc, lengths = 0, []
+    for answer in group.scored:
+        length = 0
+        for segment in answer.trajectory.segments:
+            ids = segment.token_ids
+            if type(ids) is not np.ndarray:
+                return None
+            crc = crc32(ids.data, crc)
+            length += len(ids)
+        lengths.append(length)
+    return crc32(struct.pack(f"{len(lengths)}q", *lengths), crc)
+
+
+def _score_crc(group: Group) -> int:
+    marks = [mark for a in group.scored for mark in (a.score.reward, a.score.accuracy)]
+    return crc32(struct.pack(f"{len(marks)}d", *marks))

@@ -1,0 +1,362 @@
+"""Whether a run's ledger is sound, and whether two runs consumed the same.
+
+Where a run repeats bit for bit (`run.deterministic=true`, any trainer.mode but async), two ledgers
+are compared group by group, every column. Elsewhere fates depend on how long things took, and the
+promise is another: no admission index is lost or told twice, groups learn in the order of their
+admission, and prompts come in the loader's order, given back ones first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import yaml
+from numpy.typing import NDArray
+
+from winnow.errors import WinnowError
+from winnow.observe.files import RunFolder
+from winnow.observe.jsonl import read_metrics
+from winnow.observe.ledger import read_ledger
+from winnow.observe.metrics import OUTCOMES
+from winnow.types import BoolArray, IntArray
+
+ASPECTS: Mapping[str, tuple[str, ...]] = {
+    "prompts": ("prompt_uid", "problem"),
+    "fates": ("fate", "returned"),
+    "learning steps": ("step", "learnt_step"),
+    "tokens": ("answers", "tokens", "token_crc"),
+    "scores": ("score_crc",),
+    "weight versions": ("admitted_version", "settled_version", "versions", "staleness"),
+}
+"""Columns that are compared, by what a person asks for."""
+SHOWN = 3
+"""Examples kept of each kind of difference."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One kind of difference between two ledgers, or of fault in one."""
+
+    what: str
+    count: int
+    examples: tuple[str, ...]
+    """The first few, by admission index."""
+
+
+@dataclass(frozen=True)
+class LedgerRun:
+    """A run's ledger and what it is judged by."""
+
+    folder: Path
+    table: pa.Table
+    """In the order of admission."""
+    metrics: Sequence[Mapping[str, float]]
+    """Records of the steps that the ledger has; a step being finished may lack its own."""
+    is_exact: bool
+    """True if the run promises the same bits whenever it is repeated."""
+    in_order: bool
+    """True if groups are committed in admission order."""
+
+    @property
+    def steps(self) -> int:
+        """The last step of the ledger."""
+        return int(pc.max(self.table["step"]).as_py() or 0)
+
+    def until(self, step: int) -> LedgerRun:
+        """Return the run as it was after a step."""
+        table = self.table.filter(pc.field("step") <= step)
+        metrics = [record for record in self.metrics if record["step"] <= step]
+        return LedgerRun(self.folder, table, metrics, self.is_exact, self.in_order)
+
+
+@dataclass(frozen=True)
+class LedgerReport:
+    """What a ledger holds, and what is wrong with it."""
+
+    run: str
+    steps: int
+    groups: int
+    open: int
+    """Groups admitted up to the last step that have no fate yet; -1 without metrics.jsonl."""
+    fates: Mapping[str, int]
+    tokens: Mapping[str, int]
+    """Generated tokens by fate."""
+    faults: tuple[Difference, ...]
+
+
+@dataclass(frozen=True)
+class LedgerDiff:
+    """Two ledgers compared."""
+
+    a: LedgerReport
+    b: LedgerReport
+    exact: bool
+    """Compared group by group; else by what runs promise that depend on time."""
+    differences: tuple[Difference, ...]
+    not_compared: int = 0
+    """Groups whose token ids one of the runs did not have at hand."""
+
+    @property
+    def same(self) -> bool:
+        """Return whether the runs consumed the same, and neither ledger has a fault."""
+        return not (self.differences or self.a.faults or self.b.faults)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {"same": self.same, **asdict(self)}
+
+
+def open_ledger(path: str | Path, until: int | None = None) -> LedgerRun:
+    """Read the ledger of a run, during it, after it, or in a copy of its folder.
+
+    Args:
+        until: leave out later steps.
+
+    Raises:
+        WinnowError: it is no run's folder, has no ledger, or a damaged one.
+    """
+    folder = RunFolder.open(path)
+    table = read_ledger(folder)
+    last = int(pc.max(table["step"]).as_py() or 0)
+    if until is not None and until > last:
+        raise WinnowError(f"{folder.path} has no step {until} yet: its last is {last}")
+    records = read_metrics(folder.metrics) if folder.metrics.is_file() else []
+    settings = _settings(folder)
+    exact = settings("run", "deterministic") is not False
+    run = LedgerRun(
+        folder.path,
+        table,
+        [record for record in records if 1 <= record["step"] <= last],
+        exact and settings("trainer", "mode", "name") != "async",
+        settings("sampling", "commit") != "completion_order",
+    )
+    return run if until is None else run.until(until)
+
+
+def check(run: LedgerRun) -> LedgerReport:
+    """Check a ledger against itself and against metrics.jsonl: nothing lost, nothing twice."""
+    table = run.table
+    groups = _ints(table, "group")
+    fates, tokens = np.array(table["fate"].to_pylist()), _ints(table, "tokens")
+    faults = [*_twice(groups), *_order(run, groups), *_returned(run)[1]]
+    waiting = -1
+    if run.metrics and run.metrics[-1]["step"] == run.steps:
+        admitted = sum(int(record["sampling/groups/admitted"]) for record in run.metrics)
+        waiting = admitted - len(np.unique(groups))
+        last = run.metrics[-1]
+        carried = sum(
+            int(last[f"sampling/groups/carried_{kind}"]) for kind in ("qualified", "open")
+        )
+        if waiting != carried:
+            faults.append(
+                _fault(
+                    "groups without a fate",
+                    [f"{admitted} admitted, {waiting} have no row, and {carried} wait for a cut"],
+                )
+            )
+    faults += _accounts(run, fates, tokens)
+    return LedgerReport(
+        str(run.folder),
+        run.steps,
+        len(groups),
+        waiting,
+        {fate: int((fates == fate).sum()) for fate in OUTCOMES},
+        {fate: int(tokens[fates == fate].sum()) for fate in OUTCOMES},
+        tuple(fault for fault in faults if fault.count),
+    )
+
+
+def diff(a: LedgerRun, b: LedgerRun, exact: bool | None = None) -> LedgerDiff:
+    """Compare two runs' ledgers.
+
+    Args:
+        exact: group by group; None: if both runs promise that.
+    """
+    exact = (a.is_exact and b.is_exact) if exact is None else exact
+    found: list[Difference] = []
+    blind = 0
+    if a.steps != b.steps:
+        found.append(Difference("last step", abs(a.steps - b.steps), (f"{a.steps} | {b.steps}",)))
+    if exact:
+        compared, blind = _group_by_group(a.table, b.table)
+        found += compared
+    else:
+        found += _prompt_order(a, b)
+    found = [difference for difference in found if difference.count]
+    return LedgerDiff(check(a), check(b), exact, tuple(found), blind)
+
+
+def _group_by_group(a: pa.Table, b: pa.Table) -> tuple[list[Difference], int]:
+    """Compare each aspect of the groups that both have; return also how many lack token ids."""
+    (left, at_a), (right, at_b) = (np.unique(_ints(t, "group"), return_index=True) for t in (a, b))
+    found = [
+        _listed(f"groups of {name} alone", np.setdiff1d(mine, other))
+        for name, mine, other in (("A", left, right), ("B", right, left))
+    ]
+    shared, in_a, in_b = np.intersect1d(left, right, return_indices=True)
+    a, b = a.take(at_a[in_a]), b.take(at_b[in_b])
+    blind = pc.or_(pc.is_null(a["token_crc"]), pc.is_null(b["token_crc"]))
+    blind = blind.to_numpy(zero_copy_only=False).astype(bool)
+    for aspect, columns in ASPECTS.items():
+        unlike = np.zeros(len(shared), dtype=bool)
+        for name in columns:
+            differs = _unlike(a[name], b[name])
+            unlike |= differs & ~blind if name == "token_crc" else differs
+        examples = [
+            f"group {shared[at]}: {_shown(a, columns, at)} | {_shown(b, columns, at)}"
+            for at in np.flatnonzero(unlike)[:SHOWN].tolist()
+        ]
+        found.append(Difference(aspect, int(unlike.sum()), tuple(examples)))
+    return found, int(blind.sum())
+
+
+def _unlike(a: pa.ChunkedArray, b: pa.ChunkedArray) -> BoolArray:
+    if pa.types.is_list(a.type):
+        pairs = zip(a.to_pylist(), b.to_pylist(), strict=True)
+        return np.array([mine != other for mine, other in pairs], dtype=bool)
+    same = pc.or_kleene(pc.equal(a, b), pc.and_(pc.is_null(a), pc.is_null(b)))
+    return np.asarray(~pc.fill_null(same, False).to_numpy(zero_copy_only=False).astype(bool))
+
+
+def _shown(table: pa.Table, columns: Iterable[str], at: int) -> str:
+    return ", ".join(f"{name} {table[name][at].as_py()}" for name in columns)
+
+
+def _prompt_order(a: LedgerRun, b: LedgerRun) -> Iterator[Difference]:
+    """Compare the prompts that the loaders gave out afresh, as far as both runs went."""
+    left, right = _returned(a)[0], _returned(b)[0]
+    unlike = [
+        f"the loader's prompt {at}: {mine} | {other}"
+        for at, (mine, other) in enumerate(zip(left, right, strict=False))
+        if mine != other and None not in (mine, other)
+    ]
+    yield _fault("prompts", unlike)
+
+
+@dataclass
+class _Loader:
+    """The loader's course, told from a ledger: what it gave out, and what came back to it."""
+
+    fresh: list[str | None] = field(default_factory=list)
+    """Prompts given out that had not come back; None for an open group's."""
+    back: deque[tuple[int, str]] = field(default_factory=deque)
+    """Groups and prompts given back, the next one first."""
+    open: int = 0
+    """Open groups since the last one that has a row: of each it is not known what it was given."""
+    faults: list[str] = field(default_factory=list)
+
+    def give(self, group: int, uid: str) -> None:
+        while self.open and self.back and self.back[0][1] != uid:
+            self.back.popleft()
+            self.open -= 1
+        self.fresh += [None] * self.open
+        self.open = 0
+        if not self.back:
+            self.fresh.append(uid)
+            return
+        before, due = self.back.popleft()
+        if uid != due:
+            self.faults.append(f"group {group} has {uid}, but {due} of group {before} was due")
+
+
+def _returned(run: LedgerRun) -> tuple[list[str | None], list[Difference]]:
+    """Follow the loader through a run; return its fresh prompts, and faults of its order."""
+    table = run.table
+    columns = ("group", "prompt_uid", "fate", "returned", "admitted_version", "settled_version")
+    groups, uids, fates, returned, admitted, settled = (table[c].to_pylist() for c in columns)
+    # A stale group goes back before its step admits any, the others after it admitted all.
+    moments: dict[int, list[tuple[int, str]]] = {}
+    for at, went in enumerate(returned):
+        if went:
+            moment = settled[at] if fates[at] == "stale" else settled[at] + 1
+            moments.setdefault(moment, []).append((groups[at], uids[at]))
+    pending = deque(sorted(moments))
+    loader, due = _Loader(), 0
+    for group, uid, version in zip(groups, uids, admitted, strict=True):
+        if group < due:  # a second row, which is a fault of its own
+            continue
+        while pending and pending[0] <= version:
+            loader.back.extendleft(reversed(moments[pending.popleft()]))
+        loader.open += group - due
+        loader.give(group, uid)
+        due = group + 1
+    return loader.fresh, [_fault("prompts given back that did not come next", loader.faults)]
+
+
+def _twice(groups: IntArray) -> Iterator[Difference]:
+    found, counts = np.unique(groups, return_counts=True)
+    yield _listed("groups with more than one row", found[counts > 1])
+
+
+def _order(run: LedgerRun, groups: IntArray) -> Iterator[Difference]:
+    """Look for groups that were passed over, or learnt out of order, where commits are in order."""
+    if not run.in_order:
+        return
+    trained = run.table.filter(pc.equal(run.table["fate"], "trained"))
+    learnt, steps = _ints(trained, "group"), _ints(trained, "learnt_step")
+    back = np.flatnonzero(np.diff(steps) < 0) + 1
+    yield _listed("groups learnt before an earlier one", learnt[back])
+    reached = int(learnt.max()) if len(learnt) else 0
+    yield _listed("groups lost", np.setdiff1d(np.arange(reached), groups))
+
+
+def _accounts(
+    run: LedgerRun,
+    fates: NDArray[np.str_],
+    tokens: IntArray,
+) -> Iterator[Difference]:
+    """Compare groups and tokens by step and fate with metrics.jsonl."""
+    steps, unlike = _ints(run.table, "step"), []
+    size = run.steps + 1
+    for fate in OUTCOMES:
+        of_fate = fates == fate
+        groups_by_step = np.bincount(steps[of_fate], minlength=size)
+        tokens_by_step = np.zeros(size, dtype=np.int64)
+        np.add.at(tokens_by_step, steps[of_fate], tokens[of_fate])
+        for record in run.metrics:
+            step = int(record["step"])
+            for what, booked in (("groups", groups_by_step), ("tokens", tokens_by_step)):
+                noted = record.get(f"sampling/{what}/{fate}")
+                if noted is not None and int(noted) != booked[step]:
+                    unlike.append(
+                        f"step {step}: {booked[step]} {what} {fate}, {int(noted)} in metrics.jsonl"
+                    )
+    yield _fault("sums that metrics.jsonl has otherwise", unlike)
+
+
+def _ints(table: pa.Table, name: str) -> IntArray:
+    return table[name].to_numpy().astype(np.int64)  # type: ignore[no-any-return]
+
+
+def _listed(what: str, groups: IntArray) -> Difference:
+    return _fault(what, [f"group {group}" for group in groups.tolist()])
+
+
+def _fault(what: str, found: Sequence[str]) -> Difference:
+    return Difference(what, len(found), tuple(found[:SHOWN]))
+
+
+def _settings(folder: RunFolder) -> Any:
+    """Return a reader of the recipe's values by key; None where it does not have one."""
+    try:
+        recipe = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        raise WinnowError(
+            f"cannot read {folder.config}: {reason}; put back the config.yaml of a checkpoint"
+        ) from error
+
+    def value(*keys: str) -> Any:
+        found: Any = recipe
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
+
+    return value

@@ -1,0 +1,375 @@
+"""ledger.parquet of real samplers on the scripted engine: sound, and faults are found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engines import Prompts, ScriptedEngine, uniforms
+from tests.winnow_command import Outcome, in_this_process
+
+from winnow.config.rollout import SamplingConfig
+from winnow.observe.files import RunFolder
+from winnow.observe.jsonl import MetricsLog
+from winnow.observe.ledger import read_ledger, write_ledger
+from winnow.observe.ledger_diff import ASPECTS, LedgerReport, check, diff, open_ledger
+from winnow.observe.metrics import Metrics
+from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
+from winnow.runs.build import keep_ledger
+from winnow.runs.metrics import record_step
+from winnow.sampling.accounting import StepGroups
+from winnow.sampling.stream import Sampler
+from winnow.types import Prompt, Score, Trajectory
+
+Rows = list[dict[str, Any]]
+
+
+def ragged(request: GroupRequest, answer: AnswerRequest) -> int:
+    return 2 + int(30 * uniforms(answer.seed + 1, 0, 1)[0])
+
+
+async def by_first_token(prompt: Prompt, trajectory: Trajectory) -> Score:
+    # Late for some prompts: in free mode fates then depend on it.
+    for _ in range(int(prompt.uid) % 3 * 4):
+        await asyncio.sleep(0)
+    right = float(trajectory.token_ids[0] < 32)
+    return Score(2 * right - 1, right)
+
+
+@dataclass
+class Course:
+    """A sampler whose steps are booked in a run's folder as the loop does it."""
+
+    folder: Path
+    deterministic: bool = True
+    seed: int = 5
+    fails: Callable[[int, int, int], int | None] = lambda group, answer, attempt: None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    prompts: Prompts = field(default_factory=Prompts)
+
+    def __post_init__(self) -> None:
+        self.run = RunFolder(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        mode = f"run: {{deterministic: {str(self.deterministic).lower()}}}\n"
+        self.run.config.write_text(mode + f"sampling: {json.dumps(self.sampling)}\n")
+        free = not self.deterministic
+        self.engine = ScriptedEngine(ragged, slots=16, fails=self.fails, live_updates=free)
+        self.sampler = Sampler(
+            SamplingConfig(**{"groups_per_step": 3, "max_attempts": 1, **self.sampling}),
+            engine=self.engine,
+            next_prompt=lambda: self.prompts.next(),
+            give_back=lambda prompts: self.prompts.give_back(prompts),
+            score=by_first_token,
+            n=2,
+            sampling=SamplingParams(max_tokens=24),
+            run_seed=self.seed,
+            deterministic=self.deterministic,
+        )
+
+    def steps(self, first: int, last: int) -> Course:
+        asyncio.run(self._steps(first, last))
+        return self
+
+    async def _steps(self, first: int, last: int) -> None:
+        log = MetricsLog(self.run.metrics)
+        for step in range(first, last + 1):
+            await self.engine.load_weights(WeightUpdate(step - 1))
+            sampled = await self.sampler.step(step - 1)
+            keep_ledger(self.run, step, sampled)
+            log.log(step, self._figures(sampled))
+        log.close()
+
+    def _figures(self, sampled: StepGroups) -> dict[str, float]:
+        metrics = Metrics()
+        nothing = cast(Any, SimpleNamespace(prompt_lengths=[]))
+        record_step(metrics, sampled, nothing, self.sampler.ledger.account.in_progress)
+        return metrics.record()
+
+    def report(self) -> LedgerReport:
+        return check(open_ledger(self.folder))
+
+    def copy(self, name: str) -> Path:
+        return Path(shutil.copytree(self.folder, self.folder.with_name(name)))
+
+
+def ledger(*words: str, folder: Path) -> Outcome:
+    return in_this_process("ledger", *words, folder=folder)
+
+
+def changed(folder: Path, step: int, change: Callable[[Rows], Rows]) -> None:
+    """Rewrite the part of a step."""
+    path = folder / "ledger.parquet" / f"step-{step}.parquet"
+    table = pq.ParquetFile(path).read()
+    pq.write_table(pa.Table.from_pylist(change(table.to_pylist()), table.schema), path)
+
+
+def test_each_group_has_a_row_and_the_folder_reads_as_one_table(tmp_path: Path) -> None:
+    course = Course(tmp_path / "a", sampling={"max_staleness": 1, "lookahead": 1}).steps(1, 3)
+    table = read_ledger(course.run)
+    assert pq.read_table(course.run.ledger).sort_by("group").equals(table)
+    assert not list(course.folder.rglob("*.partial"))
+    rows = table.to_pylist()
+    trained = [row for row in rows if row["fate"] == "trained"]
+    assert [row["learnt_step"] for row in trained] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert all(row["learnt_step"] is None for row in rows if row["fate"] != "trained")
+    across = next(row for row in trained if row["admitted_version"] < row["settled_version"])
+    assert across["settled_version"] == across["step"] - 1
+    assert across["staleness"] == across["settled_version"] - across["versions"][0] == 1
+    assert {row["answers"] for row in rows} == {2}
+    # The loader of these tests names its prompts 0, 1, 2, …
+    assert [row["prompt_uid"] for row in rows] == [str(row["group"]) for row in rows]
+    assert course.report().open == course.sampler.ledger.next_id - len(rows) > 0
+
+
+def test_the_digests_change_with_one_token_one_score_and_where_an_answer_ends(
+    tmp_path: Path, make_settled: Callable[..., Any]
+) -> None:
+    run = RunFolder(tmp_path)
+
+    def crc(*answers: list[int], reward: float = 1.0) -> tuple[int, int]:
+        write_ledger(run, 1, [make_settled(0, answers, reward)], 0, 0)
+        row = read_ledger(run).to_pylist()[0]
+        return row["token_crc"], row["score_crc"]
+
+    first = crc([1, 2], [3])
+    assert first == crc([1, 2], [3])
+    assert first[0] != crc([1, 2], [4])[0]
+    assert first[0] != crc([1], [2, 3])[0]
+    assert first[1] != crc([1, 2], [3], reward=np.nextafter(1.0, 2))[1]
+
+
+@pytest.fixture
+def make_settled() -> Callable[..., Any]:
+    from winnow.sampling.accounting import SettledGroup
+    from winnow.types import Answer, Group, Segment, VersionSpan
+
+    def make(number: int, answers: list[list[int]], reward: float) -> SettledGroup:
+        made = tuple(
+            Answer(
+                Trajectory(
+                    (
+                        Segment(
+                            np.array(ids, dtype=np.int64),
+                            np.zeros(len(ids), dtype=np.float32),
+                            (VersionSpan(0, len(ids)),),
+                        ),
+                    ),
+                    "stop",
+                ),
+                Score(reward, 1.0),
+            )
+            for ids in answers
+        )
+        prompt = Prompt("0", np.arange(3), "0", "scripted", 0)
+        return SettledGroup(Group(number, prompt, made), "trained", 0, 0, 3)
+
+    return make
+
+
+WAYS = st.fixed_dictionaries(
+    {
+        "deterministic": st.booleans(),
+        "seed": st.integers(0, 50),
+        "sampling": st.sampled_from(
+            [
+                {"max_staleness": 0},
+                {"max_staleness": 1, "lookahead": 0.5},
+                {"max_staleness": 3, "lookahead": 2},
+                {"commit": "completion_order", "max_staleness": 0},
+                {"commit": "completion_order", "max_staleness": 1, "lookahead": 1},
+                {"max_groups_per_step": 5, "max_empty_steps": 100},
+            ]
+        ),
+    }
+)
+
+
+@given(way=WAYS, failing=st.sampled_from([0, 7, 3]))
+@settings(max_examples=25, deadline=None)
+def test_no_schedule_loses_a_group_or_changes_the_loaders_order(
+    way: dict[str, Any], failing: int
+) -> None:
+    def fails(group: int, answer: int, attempt: int) -> int | None:
+        return 1 if failing and group % failing == 1 and answer == 0 else None
+
+    with TemporaryDirectory() as scratch:
+        course = Course(Path(scratch) / "a", fails=fails, **way).steps(1, 4)
+        report = course.report()
+        assert report.faults == ()
+        account = course.sampler.ledger.account
+        assert report.tokens == account.booked
+        assert bool(report.fates["failed"]) == bool(failing)
+        again = Course(Path(scratch) / "b", fails=fails, **way).steps(1, 4)
+        assert diff(open_ledger(course.folder), open_ledger(again.folder)).same
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("kept", [{"max_staleness": 0}, {"max_staleness": 2, "lookahead": 1}])
+def test_a_resume_that_skips_prompts_is_found(
+    tmp_path: Path, kept: dict[str, Any], deterministic: bool
+) -> None:
+    whole, faulty = (Course(tmp_path / name, deterministic, sampling=kept) for name in "ab")
+    whole.steps(1, 5)
+    faulty.steps(1, 2)
+    faulty.prompts.cursor += 2
+    faulty.steps(3, 5)
+    found = ledger("diff", "a", "b", folder=tmp_path)
+    assert found.code == 1
+    assert "prompts: " in found.out
+    assert found.out.splitlines()[-1] == "Different"
+
+
+def test_a_resume_that_forgets_what_was_given_back_is_found_in_one_run(tmp_path: Path) -> None:
+    course = Course(tmp_path / "a", sampling={"max_staleness": 0}).steps(1, 3)
+    course.prompts.returned.pop(0)
+    course.steps(4, 5)
+    found = ledger("check", "a", folder=tmp_path)
+    assert found.code == 1
+    assert "prompts given back that did not come next" in found.out
+
+
+def drop_first(rows: Rows) -> Rows:
+    return rows[1:]
+
+
+def repeat_first(rows: Rows) -> Rows:
+    return [rows[0], *rows]
+
+
+def learn_late(rows: Rows) -> Rows:
+    return [row | {"learnt_step": row["learnt_step"] and 3, "step": 3} for row in rows]
+
+
+def lose_tokens(rows: Rows) -> Rows:
+    return [rows[0] | {"tokens": rows[0]["tokens"] - 1}, *rows[1:]]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (drop_first, "groups lost: 1"),
+        (drop_first, "groups without a fate: 1"),
+        (repeat_first, "groups with more than one row: 1"),
+        (learn_late, "groups learnt before an earlier one: 1"),
+        (lose_tokens, "sums that metrics.jsonl has otherwise: 1"),
+    ],
+)
+def test_a_ledger_that_does_not_add_up_is_found(
+    tmp_path: Path, change: Callable[[Rows], Rows], fault: str
+) -> None:
+    course = Course(tmp_path / "a", sampling={"max_staleness": 1, "lookahead": 1}).steps(1, 3)
+    assert ledger("check", "a", folder=tmp_path).code == 0
+    changed(course.folder, 1, change)
+    found = ledger("check", "a", folder=tmp_path)
+    assert found.code == 1
+    assert fault in found.out
+
+
+@pytest.mark.parametrize(
+    ("aspect", "column"),
+    [(aspect, column) for aspect, columns in ASPECTS.items() for column in columns],
+)
+def test_each_column_is_compared_under_its_own_name(
+    tmp_path: Path, aspect: str, column: str
+) -> None:
+    course = Course(tmp_path / "a").steps(1, 2)
+
+    def other(rows: Rows) -> Rows:
+        was = rows[0][column]
+        if type(was) is int:
+            now: Any = was + 1
+        else:
+            now = [*was, 9] if isinstance(was, list) else "x" if isinstance(was, str) else not was
+        return [rows[0] | {column: now}, *rows[1:]]
+
+    changed(course.copy("b"), 1, other)
+    found = diff(open_ledger(tmp_path / "a"), open_ledger(tmp_path / "b"))
+    assert [(each.what, each.count) for each in found.differences] == [(aspect, 1)]
+    assert found.differences[0].examples[0].startswith("group 0: ")
+    assert not found.same
+
+
+def test_token_ids_that_lie_elsewhere_are_left_out_and_that_is_said(tmp_path: Path) -> None:
+    course = Course(tmp_path / "a").steps(1, 2)
+    changed(course.copy("b"), 1, lambda rows: [row | {"token_crc": None} for row in rows])
+    found = ledger("diff", "a", "b", folder=tmp_path)
+    assert found.code == 0
+    rows = read_ledger(RunFolder(tmp_path / "a")).filter(pc.field("step") == 1).num_rows
+    assert f"The token ids of {rows} groups are not known and not compared" in found.out
+
+
+def test_runs_of_unlike_length_differ_and_can_be_compared_as_far_as_both_go(
+    tmp_path: Path,
+) -> None:
+    Course(tmp_path / "a").steps(1, 4)
+    Course(tmp_path / "b").steps(1, 3)
+    found = ledger("diff", "a", "b", folder=tmp_path)
+    assert found.code == 1
+    assert "last step: 1\n      4 | 3" in found.out
+    assert ledger("diff", "a", "b", "--until", "3", folder=tmp_path).code == 0
+    a, b = (str(tmp_path / name) for name in "ab")
+    as_json = json.loads(ledger("diff", a, b, "--json", folder=tmp_path).out)
+    expected = diff(open_ledger(a), open_ledger(b))
+    assert as_json == json.loads(json.dumps({"same": False, **asdict(expected)}))
+
+
+def test_free_runs_may_differ_in_their_fates_and_not_in_their_prompts(tmp_path: Path) -> None:
+    one = Course(tmp_path / "a", False, sampling={"max_staleness": 2, "lookahead": 1}).steps(1, 3)
+    two = Course(tmp_path / "b", False, 6, sampling={"max_staleness": 2, "lookahead": 1})
+    two.steps(1, 3)
+    assert one.report().fates != two.report().fates
+    assert ledger("diff", "a", "b", folder=tmp_path).code == 0
+    assert ledger("diff", "a", "b", "--order", folder=tmp_path).code == 1
+
+
+BAD = {
+    "no run": (lambda run: (run / "config.yaml").unlink(), "is not a run's folder"),
+    "no ledger": (
+        lambda run: shutil.rmtree(run / "ledger.parquet"),
+        "a has no ledger.parquet: its first step is not done, or an older winnow made it",
+    ),
+    "a step missing": (
+        lambda run: (run / "ledger.parquet" / "step-1.parquet").unlink(),
+        "ledger.parquet lacks step 1 of 2",
+    ),
+    "a damaged part": (
+        lambda run: (run / "ledger.parquet" / "step-2.parquet").write_bytes(b"PAR1"),
+        "ledger.parquet/step-2.parquet: ",
+    ),
+    "another file": (
+        lambda run: pq.write_table(pa.table({"a": [1]}), run / "ledger.parquet" / "step-2.parquet"),
+        "step-2.parquet: ",
+    ),
+    "a damaged recipe": (
+        lambda run: (run / "config.yaml").write_text("run: ["),
+        "a/config.yaml: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_compared_is_told_in_one_line(tmp_path: Path, case: str) -> None:
+    course = Course(tmp_path / "a").steps(1, 2)
+    course.copy("b")
+    damage, line = BAD[case]
+    damage(course.folder)
+    for words in (["check", "a"], ["diff", "b", "a"]):
+        found = ledger(*words, folder=tmp_path)
+        assert found.code == 2
+        assert line in found.err
+        assert found.err.count("\n") == 1
+        assert not found.out
