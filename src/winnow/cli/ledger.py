@@ -1,4 +1,4 @@
-"""`winnow ledger`: whether a run's groups add up, and whether two runs consumed the same."""
+"""`winnow ledger`: check what became of a run's groups, and compare two runs by it."""
 
 from __future__ import annotations
 

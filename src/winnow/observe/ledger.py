@@ -62,7 +62,7 @@ class Settlement(Protocol):
 
     @property
     def fate(self) -> Outcome:
-        """How it ended."""
+        """One of the ways in which a group ends."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Whether a run's ledger is sound, and whether two runs consumed the same.
+"""Check a run's ledger, and compare two runs by what they consumed.
 
 Where a run repeats bit for bit (`run.deterministic=true`, any trainer.mode but async), two ledgers
 are compared group by group, every column. Elsewhere fates depend on how long things took, and the
@@ -78,7 +78,7 @@ class LedgerRun:
 
 @dataclass(frozen=True)
 class LedgerReport:
-    """What a ledger holds, and what is wrong with it."""
+    """The contents of a ledger in numbers, and its faults."""
 
     run: str
     steps: int
