@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from winnow.config.base import Section, UserCode
+from winnow.config.base import EnvironmentName, Section, UserCode, web_address
 
 
 class TorchEngineConfig(Section):
@@ -92,6 +92,46 @@ class VllmEngineConfig(Section):
                 )
 
 
+class HttpEngineConfig(Section):
+    """Servers of your own that speak /inference/v1/generate, such as vLLM's (docs/http_engine.md).
+    They write free of ticks, so run.deterministic must be false."""
+
+    name: Literal["http"] = "http"
+    processes: ClassVar[int] = 0
+    """They are no processes of the run's."""
+    url: tuple[str, ...] = Field(min_length=1)
+    """Address of each server, such as [http://127.0.0.1:8000]; all hold the same model."""
+    token_env: EnvironmentName = None
+    """Environment variable that holds the servers' key (--api-key), which is sent as a bearer."""
+    slots: int = Field(64, ge=1)
+    """Answers under way at each server; more than it writes at once (--max-num-seqs) only wait."""
+    weights_folder: str | None = None
+    """Folder that the run and all servers see by the same path; new weights are written there. null
+    makes one among this machine's temporary files."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for the next token of an answer."""
+    reload_timeout_s: float = Field(600.0, gt=0)
+    """Longest time in which a server loads new weights."""
+    restart_timeout_s: float = Field(300.0, gt=0)
+    """Longest time without any server that answers; then the run ends."""
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for each in value:
+            url = web_address(each, "rollout.engine.token_env is for keys")
+            if url.query or url.fragment:
+                raise ValueError("must end before ? and #")
+        if len(set(value)) < len(value):
+            raise ValueError("names a server twice")
+        return value
+
+
 class CustomEngine(UserCode):
     """An engine of your own, given by its place; docs/rollouts.md shows its protocol."""
 
@@ -99,7 +139,10 @@ class CustomEngine(UserCode):
     """It runs in the run's process."""
 
 
-Engine = Annotated[TorchEngineConfig | VllmEngineConfig | CustomEngine, Field(discriminator="name")]
+Engine = Annotated[
+    TorchEngineConfig | VllmEngineConfig | HttpEngineConfig | CustomEngine,
+    Field(discriminator="name"),
+]
 
 
 class RolloutConfig(Section):

@@ -18,7 +18,7 @@ from winnow.config.algorithm import (
 )
 from winnow.config.data import NoTask, SortDigitsTask
 from winnow.config.model import SftWarmStart
-from winnow.config.rollout import BandFilter, VarianceFilter, VllmEngineConfig
+from winnow.config.rollout import BandFilter, HttpEngineConfig, VarianceFilter, VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2, RayCluster
 from winnow.errors import ConfigError
@@ -250,6 +250,12 @@ def _engine(c: Config) -> Iterator[str]:
         yield (
             f"{given} prefill no answer that goes on behind {longest} tokens, the longest prompt "
             f"and response; set prefill_tokens to {longest} or more, or chunked_prefill=true"
+        )
+    if isinstance(engine, HttpEngineConfig) and c.run.deterministic:
+        yield (
+            "run.deterministic=true and rollout/engine=http exclude each other: servers write free "
+            "of ticks, with random numbers of their own; set run.deterministic=false, or choose "
+            "rollout/engine=vllm or torch"
         )
 
 

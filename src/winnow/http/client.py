@@ -1,4 +1,4 @@
-"""JSON over HTTP, for what scores elsewhere: sandboxes, judges, remote managers.
+"""JSON over HTTP, for what runs elsewhere: sandboxes, judges, remote managers, engines.
 
 One client is one limit: at most `max_concurrent` requests are under way over the whole run. Its
 requests are made on an event loop in a thread, both the client's own, so that it serves coroutines
@@ -18,9 +18,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -101,7 +101,7 @@ class HttpJson:
 
         Args:
             path: behind the base address.
-            body: plain data.
+            body: plain data; None asks by GET.
             timeout_s: for each try, from its connection to the end of its answer.
 
         Raises:
@@ -186,29 +186,71 @@ class HttpJson:
         Args:
             number: of the try, from 1.
         """
-        content = json.dumps(body, allow_nan=False).encode()
-        url = f"{self._url}/{path.lstrip('/')}"
+        async with self._opened(path, body, timeout_s) as response:
+            data = await self._read(response)
+        if not response.is_success:
+            raise self._refusal(response, data)
+        return self._json(data)
+
+    async def events(self, path: str, body: Any, silence_s: float) -> AsyncGenerator[Any]:
+        """Send a request once, on this client's event loop; yield the JSON of each event it sends.
+
+        Args:
+            silence_s: longest wait for the next part of the answer.
+
+        Raises:
+            RemoteError: it was refused, is no stream of events, or ended without `[DONE]`.
+        """
+        async with self._opened(path, body, None, silence_s) as response:
+            kind = response.headers.get("Content-Type", "")
+            if not response.is_success or not kind.startswith("text/event-stream"):
+                raise self._refusal(response, await self._read(response))
+            async for line in response.aiter_lines():
+                text = line.removeprefix("data:").strip()
+                if text == "[DONE]":
+                    return
+                if line.startswith("data:"):
+                    yield self._json(text)
+        raise self.error("ended its answer early", is_passing=True)
+
+    @asynccontextmanager
+    async def _opened(
+        self, path: str, body: Any, timeout_s: float | None, silence_s: float | None = None
+    ) -> AsyncIterator[httpx.Response]:
+        """Send a request once and open its answer; what goes wrong meanwhile is a RemoteError.
+
+        Args:
+            timeout_s: from the connection to the end of the block.
+            silence_s: for each wait.
+        """
+        content = None if body is None else json.dumps(body, allow_nan=False).encode()
+        method, url = "GET" if body is None else "POST", f"{self._url}/{path.lstrip('/')}"
         response = None
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._client.stream("POST", url, content=content) as response,
+                self._client.stream(method, url, content=content, timeout=silence_s) as response,
             ):
-                data = await self._read(response)
-        except TimeoutError:
-            said = f"did not answer within {timeout_s:g} s"
+                yield response
+        except (TimeoutError, httpx.TimeoutException):
+            said = f"did not answer within {silence_s or timeout_s:g} s"
             raise self.error(said, is_passing=True) from None
         except httpx.DecodingError as error:
             raise self.error(f"answered with what cannot be unpacked: {_text(error)}") from None
         except httpx.RequestError as error:
             said = "cannot be reached" if response is None else "cut its answer off"
             raise self.error(f"{said}: {_text(error)}", is_passing=True) from None
+
+    def _refusal(self, response: httpx.Response, data: bytes) -> RemoteError:
         status = response.status_code
-        if not response.is_success:
-            text = " ".join(data[: 20 * _SHOWN].decode(errors="replace").split())
-            said = f"answered {status}{': ' if text else ''}{text}"
-            after_s = _retry_after_s(response.headers.get("Retry-After"))
-            raise self.error(said, status, after_s, status in RETRY_STATUSES)
+        if response.is_success:
+            return self.error(f"answered with {len(data):,} bytes that are no stream of events")
+        text = " ".join(data[: 20 * _SHOWN].decode(errors="replace").split())
+        said = f"answered {status}{': ' if text else ''}{text}"
+        after_s = _retry_after_s(response.headers.get("Retry-After"))
+        return self.error(said, status, after_s, status in RETRY_STATUSES)
+
+    def _json(self, data: str | bytes) -> Any:
         try:
             return json.loads(data)
         except (ValueError, RecursionError):

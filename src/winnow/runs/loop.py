@@ -67,12 +67,10 @@ class Sending:
         Raises:
             PublicationError: an engine holds other weights, or does not answer with them.
         """
-        from winnow.rollout.engine_group import EngineGroup
-
         expected = self._expected(self._canary)
         engine = self._engine
         await engine.load_weights(self._weights(version))
-        members = engine.engines if isinstance(engine, EngineGroup) else {"the engine": engine}
+        members = getattr(engine, "engines", {"the engine": engine})  # of several: each
         asked = cast("Mapping[str, PublishedEngine]", members)
         return {"publish/max_delta": await self._canary.check(expected, version, asked)}
 

@@ -25,7 +25,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from winnow.config.judge import NoRewardModel, SequenceClassifier
-from winnow.config.rollout import CustomEngine, TorchEngineConfig, VllmEngineConfig
+from winnow.config.rollout import (
+    CustomEngine,
+    HttpEngineConfig,
+    TorchEngineConfig,
+    VllmEngineConfig,
+)
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens, workers_of
 from winnow.config.trainer import LocalCluster, PoolConfig, RayCluster
@@ -46,6 +51,7 @@ from winnow.runs.state import LocalTensors, Tensors
 
 if TYPE_CHECKING:
     from winnow.learning.canary import Canary
+    from winnow.rollout.http_engine import HttpEngine
     from winnow.workers.group import Starting, WorkerGroup, WorkerGroups
     from winnow.workers.ray.session import Pool
 
@@ -294,14 +300,15 @@ def placed_models(
     """
     groups = others()
     engines = groups.get("rollout")
-    engine = _remote_engines(config, engines) if engines else make_engine(config, policy)
+    is_apart = has_engines_apart(config)
+    engine = _engines_apart(config, policy, engines) if is_apart else make_engine(config, policy)
     if "policy" not in groups:
-        return _learning_here(config, policy, start, engine, is_apart=bool(engines))
+        return _learning_here(config, policy, start, engine, is_apart)
     from winnow.runs.remote_learner import RemoteLearner
 
     (ranks,) = groups["policy"]
     learner = RemoteLearner(ranks)
-    weights = learner.weights if engines else learner.trained
+    weights = learner.weights if is_apart else learner.trained
     return Topology(
         engine=engine,
         learner=learner,
@@ -369,9 +376,38 @@ def make_engine(config: Config, policy: Policies) -> Engine:
     return TorchEngine(policy.model, decode=decode, **_engine_options(config, policy))
 
 
+def http_engine(config: Config, policy: Policies) -> HttpEngine:
+    """Make the engine over a recipe's servers.
+
+    Raises:
+        ConfigError: one of them does not answer, or does not offer what is needed.
+    """
+    from winnow.http.client import token_of
+    from winnow.rollout.http_engine import make_http_engine
+
+    section = config.rollout.engine
+    assert isinstance(section, HttpEngineConfig)
+    folder = section.weights_folder
+    return make_http_engine(
+        section.url,
+        token_of(section.token_env, "rollout.engine.token_env"),
+        section.timeout_s,
+        policy.vocabulary,
+        policy.model.config.vocab_size,
+        longest_tokens(config),
+        slots=section.slots,
+        decode=decoder(policy.tokenizer, special_tokens=True),
+        live_updates=not config.run.deterministic,
+        folder=None if folder is None else Path(folder).expanduser().absolute(),
+        reload_timeout_s=section.reload_timeout_s,
+        restart_timeout_s=section.restart_timeout_s,
+    )
+
+
 def _engine_options(config: Config, policy: Policies) -> dict[str, Any]:
     engine = config.rollout.engine
-    assert isinstance(engine, TorchEngineConfig | VllmEngineConfig)
+    if not isinstance(engine, TorchEngineConfig | VllmEngineConfig):
+        engine = TorchEngineConfig()
     return {
         "slots": engine.slots,
         "prefill_tokens": engine.prefill_tokens,
@@ -407,7 +443,11 @@ def _vllm_options(config: Config) -> dict[str, Any]:
     return engine.model_dump(include=names)
 
 
-def _remote_engines(config: Config, groups: Sequence[WorkerGroup]) -> Engine:
+def _engines_apart(
+    config: Config, policy: Policies, groups: Sequence[WorkerGroup] | None
+) -> Engine:
+    if not groups:
+        return http_engine(config, policy)
     from winnow.rollout.engine_group import EngineGroup, quantum_for
     from winnow.rollout.remote_engine import RemoteEngine
 
@@ -418,10 +458,15 @@ def _remote_engines(config: Config, groups: Sequence[WorkerGroup]) -> Engine:
     return EngineGroup(engines, config.run.deterministic, quantum)
 
 
+def has_engines_apart(config: Config) -> bool:
+    """Return whether answers are written with other weights than those of the run's process."""
+    is_http = isinstance(config.rollout.engine, HttpEngineConfig)
+    return is_http or workers_of(config)["rollout"] > 0
+
+
 def holds_no_weights(config: Config) -> bool:
     """Return whether other processes train the policy and write its answers."""
-    counts = workers_of(config)
-    return counts["policy"] > 0 and counts["rollout"] > 0
+    return workers_of(config)["policy"] > 0 and has_engines_apart(config)
 
 
 def uses_device(config: Config) -> bool:

@@ -1,0 +1,550 @@
+"""An engine over servers of the user's own, which speak `/inference/v1/generate`.
+
+    submit ──► queue ──► the server with most room: a stream of tokens ──► event at its end
+                 ▲                       │ cut, refused, silent, restarted
+                 └── behind what is written ◄┘
+
+    load_weights ──► folder of safetensors ──► every server reads it; those that come back, too
+
+Answers are written free of ticks, each in a request of its own. What a server wrote has come here
+token by token, so that nothing of it is lost with the server, and new weights interrupt no more
+than a moment: an answer goes on behind its prefix, with keys and values that the new weights make.
+
+Random numbers are the server's: a seed goes with each request, but where an answer is cut, and
+so what follows, depends on time. Hence there is no deterministic mode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import time
+from bisect import insort
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+import numpy as np
+from torch import Tensor
+
+from winnow.errors import ConfigError, PublicationError, WinnowError, WorkerError
+from winnow.http.client import RemoteError
+from winnow.rollout.engine import (
+    AnswerRequest,
+    CompletionEvent,
+    EngineStatus,
+    GroupRequest,
+    WeightUpdate,
+)
+from winnow.rollout.http_server import Chunk, GenerateServer
+from winnow.rollout.tick_engine import PendingAnswer
+from winnow.rollout.weights import tensors
+from winnow.types import FinishReason, Segment
+
+log = logging.getLogger(__name__)
+
+_TRIES = 5
+"""Requests for an answer that bring no token, before it is given up."""
+_PAUSE_S = 0.5
+"""Between two looks at a server that does not answer; it doubles, up to the longest."""
+_LONGEST_PAUSE_S = 10.0
+_SHARD_BYTES = 1 << 30
+_SAME = 0.05
+"""Nats by which scores of a server that was restarted may differ on average from those that were
+compared with the trainer's: the same program and weights, in other batches."""
+
+
+class _Writing(PendingAnswer):
+    """An answer, queued or at a server."""
+
+    def __init__(self, group: GroupRequest, request: AnswerRequest) -> None:
+        super().__init__(group, request)
+        self.ids, self.logprobs = [], []  # type: tuple[list[int], list[float]]
+        self.reason: FinishReason | None = None
+        self.failures = 0
+        """Requests in a row that brought no token."""
+        self.task: asyncio.Task[None] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Take note of what is written before a request."""
+        self._mark = len(self.ids), self.spans
+
+    def undo(self) -> int:
+        """Forget what came of the newest request; returns how many tokens that were."""
+        begun, self.spans = self._mark
+        lost = len(self.ids) - begun
+        del self.ids[begun:], self.logprobs[begun:]
+        self.reason = None
+        return lost
+
+    def __len__(self) -> int:
+        return len(self.prefix) + len(self.ids)
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        return not len(self), self.group.priority, self.request.index
+
+    def segment(self) -> Segment:
+        """Return all that is written."""
+        return Segment(
+            np.concatenate([self.prefix.token_ids, np.array(self.ids, np.int64)]),
+            np.concatenate([self.prefix.logprobs, np.array(self.logprobs, np.float32)]),
+            self.spans,
+        )
+
+
+class HttpEngine:
+    """Implements `Engine`; `engines` are what a canary asks.
+
+    Args:
+        servers: all with the same model.
+        slots: answers that are under way at each of them at once.
+        decode: token ids to text, where requests carry stop strings.
+        live_updates: take new weights while answers run.
+        folder: place for weights, which the servers see by the same path; None makes one.
+        reload_timeout_s: longest time in which a server loads weights.
+        restart_timeout_s: longest time without any server that answers.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[GenerateServer],
+        slots: int,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        live_updates: bool = False,
+        folder: Path | None = None,
+        reload_timeout_s: float = 600.0,
+        restart_timeout_s: float = 300.0,
+    ) -> None:
+        self._servers = list(servers)
+        self._slots, self._decode, self._live = slots, decode, live_updates
+        self._parent, self._own_parent = folder, None  # type: tuple[Path | None, Path | None]
+        self._reload_s, self._restart_s = reload_timeout_s, restart_timeout_s
+        self._name = f"winnow-{uuid4().hex[:12]}"
+        self._weights: Path | None = None  # folder of the newest
+        self._queue: list[_Writing] = []
+        self._running: dict[GenerateServer, list[_Writing]] = {s: [] for s in servers}
+        self._reviving: dict[GenerateServer, asyncio.Task[None]] = {}
+        self._events: list[CompletionEvent] = []
+        self._news = asyncio.Event()
+        self._fault: Exception | None = None
+        self._is_open = True  # no weights are coming
+        self._version = self._generated = 0
+        self._counted: int | None = None  # tokens at the last `progress`
+
+    @property
+    def engines(self) -> Mapping[str, GenerateServer]:
+        """The servers that answer, by address."""
+        return {s.url: s for s in self._servers if s not in self._reviving}
+
+    async def submit(self, groups: Sequence[GroupRequest]) -> None:
+        """Queue groups.
+
+        Raises:
+            ValueError: stop strings without `decode`, or a prefix that leaves nothing to write.
+        """
+        for group in groups:
+            if group.sampling.stop and self._decode is None:
+                raise ValueError("stop strings need a tokenizer: give the engine `decode`")
+            for request in group.answers:
+                writing = _Writing(group, request)
+                if len(writing) >= group.sampling.max_tokens:
+                    raise ValueError(
+                        f"group {group.group_id}: a prefix of {len(writing)} tokens leaves "
+                        f"nothing to write within max_tokens {group.sampling.max_tokens}"
+                    )
+                insort(self._queue, writing, key=attrgetter("order"))
+        self._deal()
+
+    async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
+        """Wait until something happened; takes no notice of `until`, as there are no ticks.
+
+        Raises:
+            WorkerError: no server answers.
+            ConfigError: one refuses what it is asked.
+        """
+        self._counted = None
+        await self._until(lambda: bool(self._events) or not self._is_busy())
+        events, self._events = self._events, []
+        return events
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while True:
+            self._news.clear()
+            if self._fault is not None:
+                fault, self._fault = self._fault, None
+                raise fault
+            if is_so():
+                return
+            await self._news.wait()
+
+    async def progress(self) -> Sequence[CompletionEvent]:
+        """Return events and answers begun, those too that wait to go on.
+
+        Until the next `events`, `status` tells the tokens of this moment, so that the token account
+        agrees with it though servers write on.
+        """
+        events, self._events = self._events, []
+        begun = [*self._under_way(), *(w for w in self._queue if w.ids)]
+        running = [self._event(w, "running") for w in begun]
+        self._counted = self._generated
+        return [*events, *sorted(running, key=attrgetter("key"))]
+
+    async def abort(self, group_ids: Collection[int]) -> None:
+        wanted = set(group_ids)
+        found = [w for w in (*self._under_way(), *self._queue) if w.group.group_id in wanted]
+        self._queue = [w for w in self._queue if w.group.group_id not in wanted]
+        for writing in found:
+            self._stop(writing)
+        events = [self._event(w, "aborted") for w in found]
+        self._events += sorted(events, key=attrgetter("key"))
+        self._news.set()
+        self._deal()
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Have all servers load new weights from a folder; the version alone changes none.
+
+        Raises:
+            ValueError: answers are under way in an engine without live updates.
+            PublicationError: a server could not load them.
+            ConfigError: a server does not offer that, or the folder cannot be written.
+            WorkerError: no server answers.
+        """
+        if self._is_busy() and not self._live:
+            raise ValueError("abort what runs before new weights: its cache is of the old ones")
+        if update.tensors is None and update.buckets is None:
+            self._version = update.version
+            return
+        named = tensors(update.buckets) if update.buckets is not None else update.tensors
+        assert named is not None
+        before, folder = self._weights, await self._write_weights(named, update.version)
+        self._is_open = False
+        try:
+            for writing in self._under_way():
+                self._requeue(writing)
+            self._weights, self._version = folder, update.version
+            await asyncio.gather(*map(self._reload, self.engines.values()))
+            await self._until(lambda: bool(self.engines))
+        finally:
+            self._is_open = True
+        if before is not None:
+            shutil.rmtree(before, ignore_errors=True)
+        self._deal()
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            slots=self._slots * len(self._servers),
+            running=sum(map(len, self._running.values())),
+            queued=len(self._queue),
+            weight_version=self._version,
+            generated_tokens=self._generated if self._counted is None else self._counted,
+            tick=0,
+            live_updates=self._live,
+        )
+
+    async def close(self) -> None:
+        """Drop all answers, end all requests, and delete the folder of weights."""
+        for writing in self._under_way():
+            self._stop(writing)
+        self._queue.clear()
+        self._events.clear()
+        for task in self._reviving.values():
+            task.cancel()
+        for server in self._servers:
+            server.close()
+        for folder in (self._weights, self._own_parent):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    # -- answers ------------------------------------------------------------------------------
+
+    def _is_busy(self) -> bool:
+        return bool(self._queue) or any(self._running.values())
+
+    def _under_way(self) -> list[_Writing]:
+        return [writing for each in self._running.values() for writing in each]
+
+    def _deal(self) -> None:
+        """Give the servers what they have room for."""
+        while self._is_open and self._queue:
+            ready = self.engines.values()
+            server = min(ready, key=lambda s: len(self._running[s]), default=None)
+            if server is None or len(self._running[server]) >= self._slots:
+                return
+            writing = self._queue.pop(0)
+            self._running[server].append(writing)
+            writing.task = asyncio.create_task(self._write(writing, server))
+
+    def _stop(self, writing: _Writing) -> None:
+        """Take an answer from its server; tokens on their way are not waited for."""
+        task, writing.task = writing.task, None
+        if task is not None:
+            task.cancel()
+        for each in self._running.values():
+            if writing in each:
+                each.remove(writing)
+
+    def _requeue(self, writing: _Writing) -> None:
+        self._stop(writing)
+        insort(self._queue, writing, key=attrgetter("order"))
+
+    async def _write(self, writing: _Writing, server: GenerateServer) -> None:
+        """Have a server go on with an answer, to its end or the server's."""
+        writing.begin()
+        begun, own = len(writing), writing.task
+        sampling = writing.group.sampling_of(writing.request)
+        settings = {
+            "max_tokens": sampling.max_tokens - begun,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "seed": seed_behind(writing.request.seed, begun),
+        }
+
+        def receive(chunk: Chunk) -> None:
+            if writing.task is own and writing.reason is None:
+                self._take(writing, server, chunk)
+
+        try:
+            await server.write([*writing.context.tolist(), *writing.ids], settings, receive)
+            if writing.reason is not None:
+                self._finish(writing, "finished")
+                return
+            raise RemoteError(f"{server.url} ended an answer that has not come to its end", 500)
+        except RemoteError as error:
+            writing.failures = 0 if len(writing) > begun else writing.failures + 1
+            status = error.status or 0
+            if 400 <= status < 500 and status != 429:
+                self._stop(writing)
+                self._raise_in_events(ConfigError(f"rollout/engine=http: {error}"))
+            elif writing.failures >= _TRIES:
+                self._finish(writing, "failed", str(error))
+            elif not status:
+                self._lose(server, str(error))
+            else:  # it is busy, or failed at this one
+                await asyncio.sleep(_PAUSE_S * 2**writing.failures)
+                self._requeue(writing)
+                self._deal()
+
+    def _take(self, writing: _Writing, server: GenerateServer, chunk: Chunk) -> None:
+        """Enter tokens of an answer, up to the one that ends it."""
+        sampling = writing.group.sampling
+        if self._weights is not None and not chunk.versions <= {self._label}:
+            # They wrote all that this server has sent since it was asked.
+            for each in self._running[server]:
+                self._generated -= each.undo()
+            self._lose(server, f"{server.url} was restarted, or given other weights")
+            return
+        for token, logprob in zip(chunk.ids, chunk.logprobs, strict=True):
+            writing.ids.append(token)
+            writing.logprobs.append(logprob)
+            self._generated += 1
+            if token in sampling.stop_token_ids or self._completes_stop(writing):
+                writing.reason = "stop"
+            elif len(writing) >= sampling.max_tokens:
+                writing.reason = "length"
+            if writing.reason is not None:
+                break
+        writing.spans = writing.spans_to(len(writing), self._version)
+        if chunk.finish_reason == "length" and writing.reason is None:
+            length = len(writing.group.prompt_ids) + len(writing)
+            self._raise_in_events(
+                ConfigError(
+                    f"{server.url} ends answers at {length:,} tokens with their prompts; start it "
+                    "with a larger --max-model-len"
+                )
+            )
+        if writing.reason is not None and chunk.finish_reason is None:
+            self._finish(writing, "finished")  # by a stop string, of which the server knows nothing
+
+    def _completes_stop(self, writing: _Writing) -> bool:
+        stops = writing.group.sampling.stop
+        if not stops:
+            return False
+        assert self._decode is not None
+        # A character takes at most four byte-level tokens.
+        width = 4 * max(map(len, stops)) + 4
+        tail = [*writing.prefix.token_ids[-width:].tolist(), *writing.ids[-width:]][-width:]
+        text = self._decode(tail)
+        return any(stop in text for stop in stops)
+
+    def _finish(
+        self, writing: _Writing, kind: Literal["finished", "failed"], error: str = ""
+    ) -> None:
+        self._stop(writing)
+        self._events.append(self._event(writing, kind, error))
+        self._news.set()
+        self._deal()
+
+    def _event(
+        self,
+        writing: _Writing,
+        kind: Literal["finished", "aborted", "failed", "running"],
+        error: str = "",
+    ) -> CompletionEvent:
+        reason = writing.reason if kind == "finished" else "aborted"
+        assert reason is not None
+        return CompletionEvent(*writing.key, kind, writing.segment(), reason, 0, error)
+
+    def _raise_in_events(self, error: Exception) -> None:
+        self._fault = self._fault or error
+        self._news.set()
+
+    # -- servers ------------------------------------------------------------------------------
+
+    def _lose(self, server: GenerateServer, reason: str) -> None:
+        """Ask a server nothing until it answers again."""
+        if server in self._reviving:
+            return
+        log.warning("%s; its %d answers go on", reason, len(self._running[server]))
+        self._reviving[server] = asyncio.create_task(self._revive(server, reason))
+        for writing in list(self._running[server]):
+            self._requeue(writing)
+        self._deal()
+
+    async def _revive(self, server: GenerateServer, reason: str) -> None:
+        """Wait until a server answers, and holds the weights of now."""
+        began, pause_s = time.monotonic(), _PAUSE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            try:
+                await self._renew(server)
+                break
+            except (RemoteError, WorkerError) as error:
+                reason = str(error)
+            except WinnowError as error:
+                self._raise_in_events(error)
+                return
+            if time.monotonic() - began > self._restart_s and not self.engines:
+                self._raise_in_events(
+                    WorkerError(
+                        f"no server of rollout.engine.url has answered for {self._restart_s:g} s "
+                        f"(rollout.engine.restart_timeout_s): {reason}",
+                        "engine",
+                        0,
+                    )
+                )
+                return
+        del self._reviving[server]
+        log.warning("%s answers again", server.url)
+        self._news.set()
+        self._deal()
+
+    async def _renew(self, server: GenerateServer) -> None:
+        """Check that a server answers; give it the newest weights if it holds others."""
+        await server.ping()
+        if self._weights is None or await server.version() == self._label:
+            return
+        label = self._label
+        known = [s.scored for s in self._servers if s.scored and s.scored.version == label]
+        await server.reload(str(self._weights), label, self._reload_s)
+        if known:
+            scores = await server.logprobs_of(*known[0].asked)
+            gaps = np.abs(np.concatenate(scores) - np.concatenate(known[0].scores))
+            if not float(gaps.mean()) <= _SAME:
+                raise PublicationError(
+                    f"{server.url} was restarted, and does not answer with the weights that it "
+                    f"was given: mean |Δlogp| of {len(gaps)} fixed tokens is {gaps.mean():.3g} nats"
+                )
+
+    @property
+    def _label(self) -> str:
+        """Name of the newest weights, by which servers know them."""
+        return f"{self._name}-{self._version}"
+
+    async def _reload(self, server: GenerateServer) -> None:
+        assert self._weights is not None
+        try:
+            await server.reload(str(self._weights), self._label, self._reload_s)
+        except RemoteError as error:
+            if error.status is not None:
+                raise PublicationError(
+                    f"weights of version {self._version}: {error}; the servers must see "
+                    f"{self._weights.parent} by the same path (rollout.engine.weights_folder)"
+                ) from None
+            self._lose(server, str(error))
+
+    async def _write_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> Path:
+        """Write tensors as safetensors of bounded size; returns their folder."""
+        try:
+            if self._parent is None:
+                self._parent = self._own_parent = Path(tempfile.mkdtemp(prefix="winnow-weights-"))
+                self._parent.chmod(0o755)  # a server may run as another user
+            folder = self._parent / f"{self._name}-{version}"
+            folder.mkdir(parents=True, exist_ok=True)
+            shard: dict[str, Tensor] = {}
+            size = count = 0
+            for name, tensor in named:
+                if size and size + tensor.nbytes > _SHARD_BYTES:
+                    await asyncio.to_thread(_save, shard, folder / f"model-{count:05}.safetensors")
+                    shard, size, count = {}, 0, count + 1
+                shard[name] = tensor.detach().cpu().contiguous()
+                size += tensor.nbytes
+            await asyncio.to_thread(_save, shard, folder / f"model-{count:05}.safetensors")
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.engine.weights_folder: cannot write weights to {error.filename}: "
+                f"{error.strerror}; name a folder with room that the servers see, too"
+            ) from error
+        return folder
+
+
+def _save(shard: dict[str, Tensor], file: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(shard, file, metadata={"format": "pt"})
+    file.chmod(0o644)
+
+
+def seed_behind(seed: int, written: int) -> int:
+    """Return the seed, 63 bits, of a request that goes on behind so many tokens of an answer.
+
+    A server begins its random numbers anew at each request: with the same seed, numbers that drew
+    the first tokens would draw those behind the prefix, too.
+    """
+    digest = blake2b(f"{seed} {written}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def make_http_engine(
+    urls: Sequence[str],
+    token: str | None,
+    timeout_s: float,
+    vocab_size: int,
+    rows: int,
+    longest: int,
+    **options: Any,
+) -> HttpEngine:
+    """Make the engine over servers that are up.
+
+    Args:
+        vocab_size: ids at or beyond it are never drawn.
+        rows: logits that the model has.
+        longest: most tokens of a prompt and its answer.
+        options: of `HttpEngine`.
+
+    Raises:
+        ConfigError: a server does not answer, or does not offer what is needed.
+    """
+    forbidden: dict[str, Any] = {}
+    if vocab_size < rows:
+        masked = range(vocab_size, rows)
+        is_narrow = len(masked) <= vocab_size
+        forbidden = (
+            {"logit_bias": {str(i): -100.0 for i in masked}}
+            if is_narrow
+            else {"allowed_token_ids": list(range(vocab_size))}
+        )
+    servers = [GenerateServer(url, token, timeout_s, forbidden) for url in urls]
+    for server in servers:
+        server.probe_blocking(longest)
+    return HttpEngine(servers, **options)

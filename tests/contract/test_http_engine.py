@@ -1,0 +1,412 @@
+"""The engine over servers that speak `/inference/v1/generate`, with a real model behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from tests.contract.test_engine import STOP, groups_of, reference_logprobs
+from tests.faulty_http import Step, noise, reply, serving
+from tests.generate_server import GenerateServers
+from tests.small_models import digits_folder
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from winnow.errors import ConfigError, PublicationError, WinnowError, WorkerError
+from winnow.learning.canary import Canary
+from winnow.rollout.engine import CompletionEvent, SamplingParams, WeightUpdate, generate
+from winnow.rollout.http_engine import HttpEngine, make_http_engine, seed_behind
+from winnow.rollout.torch_engine import TorchEngine
+
+SHAPE = {"vocab_size": 40, "initializer_range": 0.3, "tie_word_embeddings": False}
+LONGEST = 200
+SAMPLING = SamplingParams(24)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return digits_folder(tmp_path_factory.mktemp("model"), **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="module")
+def other(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model with other weights, those of the head alone 5 % apart."""
+    made = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.05 * parameter.std() * torch.randn_like(parameter)
+    return made
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GenerateServers]:
+    made = GenerateServers(tmp_path_factory.mktemp("servers"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def url(servers: GenerateServers, folder: Path) -> str:
+    """A server that is well, for all tests that leave its weights alone."""
+    return servers.start(folder)[0]
+
+
+def engine_over(*urls: str, vocab_size: int = 40, **options: Any) -> HttpEngine:
+    given = {"slots": 8, "live_updates": True, "decode": decode, **options}
+    return make_http_engine(urls, None, 5.0, vocab_size, 40, LONGEST, **given)
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(chr(ord("A") + i) for i in ids)
+
+
+def check_logprobs(model: PreTrainedModel, events: dict[Any, Any], groups: Sequence[Any]) -> None:
+    prompts = {group.group_id: group.prompt_ids for group in groups}
+    for (group_id, _), trajectory in events.items():
+        expected = reference_logprobs(model, prompts[group_id], trajectory.token_ids)
+        np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-4)
+
+
+def test_answers_have_the_models_logprobs_and_end_where_they_should(
+    url: str, model: PreTrainedModel
+) -> None:
+    engine = engine_over(url, slots=5)
+    groups = groups_of(sampling=SamplingParams(24, stop_token_ids=(STOP, 5, 8), stop=("LM",)))
+    done = asyncio.run(generate(engine, groups))
+    check_logprobs(model, done, groups)
+    assert engine.status().generated_tokens == sum(len(t.token_ids) for t in done.values())
+    reasons = set()
+    for answer in done.values():
+        ids = answer.token_ids.tolist()
+        text = decode(ids)
+        ended = ids[-1] in (STOP, 5, 8) or text.endswith("LM")
+        assert not {STOP, 5, 8} & set(ids[:-1])
+        assert "LM" not in text[:-1]
+        assert answer.finish_reason == ("stop" if ended else "length")
+        assert ended or len(ids) == 24
+        reasons.add(answer.finish_reason)
+    assert reasons == {"stop", "length"}
+    asyncio.run(engine.close())
+
+
+def test_an_aborted_answer_comes_back_in_part_and_goes_on_behind_it(
+    url: str, model: PreTrainedModel
+) -> None:
+    engine, groups = engine_over(url), groups_of(4, 2, SamplingParams(150))
+
+    async def run() -> tuple[list[CompletionEvent], dict[Any, Any]]:
+        await engine.submit(groups)
+        while engine.status().generated_tokens < 100:
+            await asyncio.sleep(0.001)
+        told = await engine.progress()
+        assert sum(len(e.segment) for e in told) == engine.status().generated_tokens
+        await engine.abort([group.group_id for group in groups])
+        aborted = list(await engine.events())
+        assert {e.kind for e in aborted} == {"aborted"}
+        before = engine.status().generated_tokens
+        assert sum(len(e.segment) for e in aborted) == before
+        prefixes = {e.key: e.segment for e in aborted}
+        resumed = [
+            replace(
+                group,
+                answers=tuple(
+                    replace(a, prefix=prefixes[group.group_id, a.index]) for a in group.answers
+                ),
+            )
+            for group in groups
+        ]
+        return aborted, await generate(engine, resumed)
+
+    aborted, done = asyncio.run(run())
+    check_logprobs(model, done, groups)
+    for event in aborted:
+        whole = done[event.key]
+        assert whole.token_ids[: len(event.segment)].tolist() == event.segment.token_ids.tolist()
+        assert len(whole.token_ids) == 150
+        assert whole.versions == (0,)
+    assert engine.status().generated_tokens == 8 * 150
+    asyncio.run(engine.close())
+
+
+def test_a_prefix_is_not_drawn_on_with_the_numbers_that_drew_its_beginning() -> None:
+    seeds = [seed_behind(seed, written) for seed in (0, 1, 2**64 - 1) for written in range(50)]
+    assert len(set(seeds)) == 150
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_server_that_dies_in_the_middle_costs_no_answer(
+    servers: GenerateServers, folder: Path, model: PreTrainedModel, url: str
+) -> None:
+    mortal, process = servers.start(folder, "--dies_after=200")
+    engine, groups = engine_over(mortal, url, slots=4), groups_of(6, 3, SamplingParams(60))
+    done = asyncio.run(generate(engine, groups))
+    assert process.wait() == -9
+    assert list(engine.engines) == [url]
+    check_logprobs(model, done, groups)
+    # No token was written twice: what had come was kept.
+    assert engine.status().generated_tokens == sum(len(t.token_ids) for t in done.values())
+    asyncio.run(engine.close())
+
+
+def test_the_only_server_restarts_and_is_given_the_newest_weights(
+    servers: GenerateServers, folder: Path, other: PreTrainedModel
+) -> None:
+    url, process = servers.start(folder, "--tick_s=0.005")
+    engine, groups = engine_over(url), groups_of(4, 2, SamplingParams(100))
+
+    async def run() -> dict[Any, Any]:
+        await engine.load_weights(WeightUpdate(3, other.named_parameters()))
+        await engine.engines[url].logprobs_of([np.arange(3, 30)])
+        writing = asyncio.create_task(generate(engine, groups))
+        while engine.status().generated_tokens < 200:
+            await asyncio.sleep(0.001)
+        process.kill()
+        process.wait()
+        servers.start(folder, port=int(url.rpartition(":")[2]))
+        return await writing
+
+    done = asyncio.run(run())
+    check_logprobs(other, done, groups)
+    assert {t.versions for t in done.values()} == {(3,)}
+    asyncio.run(engine.close())
+
+
+def test_a_server_that_restarts_unseen_has_its_answers_written_again(
+    servers: GenerateServers, folder: Path, other: PreTrainedModel
+) -> None:
+    url, process = servers.start(folder)
+    engine, groups = engine_over(url), groups_of(2, 2, SAMPLING)
+
+    async def run() -> dict[Any, Any]:
+        await engine.load_weights(WeightUpdate(1, other.named_parameters()))
+        process.kill()
+        process.wait()
+        servers.start(folder, port=int(url.rpartition(":")[2]))
+        return await generate(engine, groups)
+
+    done = asyncio.run(run())
+    check_logprobs(other, done, groups)
+    assert engine.status().generated_tokens == sum(len(t.token_ids) for t in done.values())
+    asyncio.run(engine.close())
+
+
+def test_a_server_that_loads_nothing_after_its_restart_is_found(
+    servers: GenerateServers, folder: Path, other: PreTrainedModel
+) -> None:
+    url, process = servers.start(folder)
+    engine = engine_over(url)
+
+    async def run() -> None:
+        await engine.load_weights(WeightUpdate(1, other.named_parameters()))
+        await engine.engines[url].logprobs_of([np.arange(3, 30)])
+        process.kill()
+        process.wait()
+        servers.start(folder, "--loads_nothing", port=int(url.rpartition(":")[2]))
+        await generate(engine, groups_of(2, 2, SAMPLING))
+
+    with pytest.raises(PublicationError, match=r"was restarted, and does not answer with"):
+        asyncio.run(run())
+    asyncio.run(engine.close())
+
+
+def test_without_any_server_the_run_ends_with_a_line(
+    servers: GenerateServers, folder: Path
+) -> None:
+    url, process = servers.start(folder)
+    engine = engine_over(url, restart_timeout_s=0.1)
+    process.kill()
+    process.wait()
+    with pytest.raises(WorkerError, match=r"no server .*restart_timeout_s\): .*cannot be reached"):
+        asyncio.run(generate(engine, groups_of(1, 1)))
+    asyncio.run(engine.close())
+
+
+def test_answers_go_on_across_new_weights_and_say_which_wrote_what(
+    servers: GenerateServers, folder: Path, model: PreTrainedModel, other: PreTrainedModel
+) -> None:
+    url, _ = servers.start(folder, "--tick_s=0.002")
+    engine, groups = engine_over(url), groups_of(3, 2, SamplingParams(80))
+
+    async def run() -> dict[tuple[int, int], CompletionEvent]:
+        await engine.load_weights(WeightUpdate(4, model.named_parameters()))
+        await engine.submit(groups)
+        while engine.status().generated_tokens < 100:
+            await asyncio.sleep(0.001)
+        await engine.load_weights(WeightUpdate(5, other.named_parameters()))
+        out: list[CompletionEvent] = []
+        while events := await engine.events():
+            out += events
+        return {event.key: event for event in out}
+
+    done = asyncio.run(run())
+    assert len(done) == 6
+    prompts = {group.group_id: group.prompt_ids for group in groups}
+    both = 0
+    for (group_id, _), event in done.items():
+        start = 0
+        for span in event.segment.spans:
+            author = {4: model, 5: other}[span.version]
+            expected = reference_logprobs(author, prompts[group_id], event.segment.token_ids)
+            mine = slice(start, span.stop)
+            np.testing.assert_allclose(event.segment.logprobs[mine], expected[mine], atol=1e-4)
+            start = span.stop
+        assert start == len(event.segment)
+        both += len(event.segment.spans) == 2
+    assert both, "no answer was interrupted"
+    asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("illness", [None, "--keeps_head", "--loads_nothing"])
+def test_a_canary_tells_whether_new_weights_took_effect(
+    servers: GenerateServers, folder: Path, other: PreTrainedModel, illness: str | None
+) -> None:
+    url, _ = servers.start(folder, *([illness] if illness else []))
+    engine = engine_over(url)
+    canary = Canary.drawn(40, 256, torch.float32, temperature=0.7)
+    reference = TorchEngine(copy.deepcopy(other), slots=1, prefill_tokens=1024)
+
+    async def run() -> float:
+        await engine.load_weights(WeightUpdate(1, other.named_parameters()))
+        expected = await reference.logprobs_of(canary.sequences, 0.7, 32)
+        return await canary.check(expected, 1, engine.engines)
+
+    if illness is None:
+        assert asyncio.run(run()) < 1e-4
+    else:
+        with pytest.raises(PublicationError, match="does not answer as the trainer does"):
+            asyncio.run(run())
+    asyncio.run(engine.close())
+
+
+def test_new_weights_are_refused_while_answers_run_unless_that_was_asked_for(url: str) -> None:
+    engine = engine_over(url, live_updates=False)
+
+    async def run() -> None:
+        await engine.submit(groups_of(1, 1, SamplingParams(150)))
+        await engine.load_weights(WeightUpdate(1))
+
+    with pytest.raises(ValueError, match="abort what runs"):
+        asyncio.run(run())
+
+
+def test_a_server_without_the_endpoint_for_weights_is_told_how_to_have_it(
+    servers: GenerateServers, folder: Path, other: PreTrainedModel
+) -> None:
+    engine = engine_over(servers.start(folder, "--without_updates")[0])
+    update = WeightUpdate(1, other.named_parameters())
+    with pytest.raises(ConfigError, match="start vLLM with VLLM_SERVER_DEV_MODE=1"):
+        asyncio.run(engine.load_weights(update))
+    asyncio.run(engine.close())
+
+
+def test_a_server_that_cannot_read_the_weights_says_so(
+    url: str, other: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_over(url)
+    monkeypatch.setattr("winnow.rollout.http_engine._save", lambda shard, file: None)
+    with pytest.raises(PublicationError, match=r"version 1: .* 500: .*weights_folder"):
+        asyncio.run(engine.load_weights(WeightUpdate(1, other.named_parameters())))
+    asyncio.run(engine.close())
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    url: str, other: PreTrainedModel, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    engine = engine_over(url, folder=tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.weights_folder: cannot write .*file"):
+        asyncio.run(engine.load_weights(WeightUpdate(1, other.named_parameters())))
+    asyncio.run(engine.close())
+
+
+def test_a_server_with_too_short_a_context_is_refused(
+    servers: GenerateServers, folder: Path
+) -> None:
+    url, _ = servers.start(folder, "--longest=100")
+    with pytest.raises(ConfigError, match=r"takes 100 tokens .* --max-model-len 200"):
+        engine_over(url)
+
+
+PAGE = b"<html><body>Welcome to nginx!</body></html>"
+GOOD = {"choices": [{"token_ids": [1], "logprobs": None, "finish_reason": "length"}]}
+
+
+@pytest.mark.parametrize(
+    ("step", "line"),
+    [
+        (reply(401, {"error": "Unauthorized"}), r"answered 401.*; export its key in the variable"),
+        (reply(403, {"error": "Scale-out endpoints are disabled"}), "403.*--enable-scale-out"),
+        (reply(404, {"detail": "Not Found"}), r"answered 404.*--enable-scale-out"),
+        (reply(200, raw=PAGE), r"43 bytes that are no JSON; it must speak /inference"),
+        (reply(500, raw=b"Internal Server Error"), r"answered 500: Internal Server Error"),
+        (reply(503, {"error": "busy"}), r"answered 503.*3 times over; start the server"),
+        (reply(200, {"text": "hello"}), "answers without ids and a log-prob of each"),
+        (reply(200, GOOD), "answers without ids and a log-prob of each"),
+        (noise, "cannot be reached: .*; start the server, or mend the address"),
+    ],
+)
+def test_what_is_no_such_server_is_one_line_with_a_remedy(
+    step: Step, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("winnow.http.client.HttpJson._pause_s", lambda *_: 0.0)
+    with serving([step]) as served, pytest.raises(ConfigError, match=line) as caught:
+        make_http_engine([served.url], "hush", 10.0, 40, 40, LONGEST, slots=1)
+    assert "\n" not in str(caught.value)
+    assert "hush" not in str(caught.value)
+    assert served.requests[0].headers["authorization"] == "Bearer hush"
+
+
+def test_a_server_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("winnow.http.client.HttpJson._pause_s", lambda *_: 0.0)
+    with (
+        serving([lambda *_: time.sleep(1.0)]) as served,
+        pytest.raises(ConfigError, match=r"did not answer within 0\.1 s, 3 times over"),
+    ):
+        make_http_engine([served.url], None, 0.1, 40, 40, LONGEST, slots=1)
+
+
+def test_nothing_listens_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("winnow.http.client.HttpJson._pause_s", lambda *_: 0.0)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 cannot be reached.*mend the address"):
+        engine_over("http://127.0.0.1:1")
+
+
+def test_a_request_that_always_fails_ends_as_a_failed_answer(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("winnow.rollout.http_engine._PAUSE_S", 0.001)
+    engine = engine_over(url)
+    with serving([reply(500, {"error": "out of memory"})]) as served:
+        engine.engines[url]._http._url = httpx.URL(served.url)
+
+        async def run() -> Sequence[CompletionEvent]:
+            await engine.submit(groups_of(1, 1))
+            return await engine.events()
+
+        (event,) = asyncio.run(run())
+    assert (event.kind, len(served.requests)) == ("failed", 5)
+    assert "out of memory" in event.error
+    asyncio.run(engine.close())
+
+
+def test_a_request_that_is_refused_ends_the_run(url: str) -> None:
+    engine = engine_over(url)
+    with serving([reply(400, {"error": "no such parameter"})]) as served:
+        engine.engines[url]._http._url = httpx.URL(served.url)
+        with pytest.raises(WinnowError, match=r"engine=http: .* 400: .*no such parameter"):
+            asyncio.run(generate(engine, groups_of(1, 1)))
+    asyncio.run(engine.close())

@@ -1,0 +1,221 @@
+"""A server that speaks vLLM's `/inference/v1/generate`, with a `TorchEngine` behind it.
+
+It is a process of its own (`main`, which prints its port), so that it can be killed in the middle
+of an answer, and can be made ill in the ways in which real servers are: it truncates what it
+samples, keeps an old head, loads nothing, or gives log-probs of another temperature.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tests.forked import Forked, Server
+
+
+class Model:
+    """Answers by a `TorchEngine`, all requests together."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+
+        from winnow.models.causal_lm import load_causal_lm
+        from winnow.rollout.torch_engine import TorchEngine
+
+        self.args, self.version = args, "default"
+        model = load_causal_lm(args.model, torch.float32, torch.device("cpu"), False)
+        self.engine = TorchEngine(model, slots=args.slots, prefill_tokens=1024)
+        self.model, self.asked, self.written = model, 0, 0
+        self.news: dict[int, asyncio.Queue[Any]] = {}
+        self.ticking: asyncio.Task[None] | None = None
+
+    async def write(self, ids: list[int], given: dict[str, Any]) -> AsyncIterator[Any]:
+        """Yield (tokens, log-probs, how it ended) as they are drawn."""
+        from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
+
+        self.asked += 1
+        number, top_p = self.asked, min(given.get("top_p", 1.0), self.args.top_p)
+        sampling = SamplingParams(
+            given["max_tokens"], given.get("temperature", 1.0), top_p, given.get("top_k", 0),
+            given.get("min_p", 0.0), tuple(given.get("stop_token_ids") or ()),
+        )  # fmt: skip
+        answer = AnswerRequest(0, seed=given.get("seed") or number)
+        self.news[number] = queue = asyncio.Queue[Any]()
+        group = GroupRequest(number, np.array(ids), (answer,), sampling, number)
+        try:
+            await self.engine.submit([group])
+            if self.ticking is None or self.ticking.done():
+                self.ticking = asyncio.create_task(self._tick())
+            done = 0
+            while True:
+                event = await queue.get()
+                segment = event.segment
+                tokens = segment.token_ids[done:].tolist(), segment.logprobs[done:].tolist()
+                reason = event.finish_reason if event.kind == "finished" else None
+                done = len(segment)
+                if tokens[0] or reason:
+                    yield *tokens, reason
+                if reason:
+                    return
+        finally:
+            del self.news[number]
+            await self.engine.abort([number])
+
+    async def _tick(self) -> None:
+        while self.news:
+            tick = self.engine.status().tick
+            ended = await self.engine.events(tick + 1)
+            for event in [*ended, *await self.engine.progress()]:
+                if event.group_id in self.news and event.kind in ("finished", "running"):
+                    self.news[event.group_id].put_nowait(event)
+            self.written = self.engine.status().generated_tokens
+            if self.args.dies_after is not None and self.written > self.args.dies_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            await asyncio.sleep(self.args.tick_s)
+
+    def load(self, folder: str) -> None:
+        """Load the weights of a folder, all of them if this server is well."""
+        import torch
+        from safetensors.torch import load_file
+
+        files = sorted(Path(folder).glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(folder)
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in ((n, t) for f in files for n, t in load_file(f).items()):
+                if self.args.keeps_head and name == "lm_head.weight":
+                    continue
+                if not self.args.loads_nothing:
+                    own[name].copy_(tensor)
+
+
+def app(args: argparse.Namespace) -> Any:
+    """Make the ASGI application."""
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+
+    model = Model(args)
+
+    def choice(ids: list[int], logprobs: list[float], reason: str | None, **more: Any) -> Any:
+        rows = zip(ids, logprobs, strict=True)
+        content = [{"token_id": i, "logprob": p, "top_logprobs": []} for i, p in rows]
+        spans = [{"version": model.version, "start": 0, "end": 1}] if reason else None
+        own = {"index": 0, "token_ids": ids, "finish_reason": reason, "weight_versions": spans}
+        return {"choices": [own | {"logprobs": {"content": content}} | more]}
+
+    async def score(ids: list[int], given: dict[str, Any]) -> Any:
+        wanted = given["logprob_token_ids"][0]
+        temperature = 1.0 if args.raw_logprobs else given["temperature"]
+        (found,) = await model.engine.logprobs_of([np.array([*ids, wanted])], temperature, 1)
+        body = choice([0], [-1.0], "length")
+        tops = [{"token_id": wanted, "logprob": float(found[0])}]
+        body["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = tops
+        return body
+
+    async def generate(request: Request) -> Response:
+        body = await request.json()
+        ids, given = body["token_ids"], body["sampling_params"]
+        if len(ids) + given["max_tokens"] > args.longest:
+            given["max_tokens"] = args.longest - len(ids)
+        if given.get("logprob_token_ids"):
+            return JSONResponse(await score(ids, given))
+        if not body.get("stream"):
+            all_ids: list[int] = []
+            all_logprobs: list[float] = []
+            async for some, logprobs, reason in model.write(ids, given):  # noqa: B007
+                all_ids, all_logprobs = all_ids + some, all_logprobs + logprobs
+            return JSONResponse(choice(all_ids, all_logprobs, reason))
+
+        async def chunks() -> AsyncIterator[str]:
+            async for some, logprobs, reason in model.write(ids, given):
+                yield f"data: {json.dumps(choice(some, logprobs, reason))}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(chunks(), media_type="text/event-stream")
+
+    async def rpc(request: Request) -> Response:
+        try:
+            model.load((await request.json())["kwargs"]["weights_path"])
+        except FileNotFoundError as error:
+            return JSONResponse({"error": {"message": f"no weights in {error}"}}, 500)
+        return JSONResponse({"results": [None]})
+
+    async def name(request: Request) -> Response:
+        model.version = (await request.json())["new_version"]
+        return JSONResponse({"success": True})
+
+    async def info(request: Request) -> Response:
+        return JSONResponse({"weight_version": model.version})
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"data": [{"id": args.model, "max_model_len": args.longest}]})
+
+    routes = [
+        Route("/inference/v1/generate", generate, methods=["POST"]),
+        Route("/v1/models", models, methods=["GET"]),
+    ]
+    if not args.without_updates:
+        routes += [
+            Route("/collective_rpc", rpc, methods=["POST"]),
+            Route("/update_weight_version", name, methods=["POST"]),
+            Route("/weight_info", info, methods=["GET"]),
+        ]
+    return Starlette(routes=routes)
+
+
+class GenerateServers:
+    """Starts servers, as processes forked from one that has imported torch."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._forks, self._count = folder, Server(), 0
+
+    def start(self, model: Path, *options: str, port: int = 0) -> tuple[str, Forked]:
+        """Start a server; returns its address and process once it answers."""
+        self._count += 1
+        out, err = (self._folder / f"server-{self._count}.{end}" for end in ("out", "err"))
+        words = [str(model), f"--port={port}", *options]
+        process = self._forks.start("tests.generate_server", words, out=out, err=err)
+        while not (out.exists() and out.read_text().endswith("\n")):
+            assert process.poll() is None, err.read_text()
+            time.sleep(0.01)
+        return f"http://127.0.0.1:{int(out.read_text())}", process
+
+    def close(self) -> None:
+        """End all servers."""
+        self._forks.close()
+
+
+def main() -> None:
+    """Serve until killed."""
+    import uvicorn
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--longest", type=int, default=256)
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--tick_s", type=float, default=0.0)
+    parser.add_argument("--dies_after", type=int, default=None)
+    for flag in ("--keeps_head", "--loads_nothing", "--without_updates", "--raw_logprobs"):
+        parser.add_argument(flag, action="store_true")
+    args = parser.parse_args()
+    config = uvicorn.Config(app(args), "127.0.0.1", args.port, log_level="error")
+    listener = config.bind_socket()
+    print(listener.getsockname()[1], flush=True)
+    uvicorn.Server(config).run([listener])
+
+
+if __name__ == "__main__":
+    main()
