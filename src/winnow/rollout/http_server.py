@@ -50,8 +50,8 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What a server said of given tokens."""
+class ScoredTokens:
+    """Log-probs of given tokens, as a server told them."""
 
     version: str
     """Name of the weights."""
@@ -86,7 +86,7 @@ class GenerateServer:
         self._settings = {**_CALM, **(forbidden or {})}
         self.salt = "winnow"
         """Names the weights in the prefix cache: what older ones left there is not found again."""
-        self.scored: Scores | None = None
+        self.scored: ScoredTokens | None = None
         """The newest scores."""
         self._count = itertools.count()
 
@@ -137,7 +137,7 @@ class GenerateServer:
             if error.is_passing:
                 raise WorkerError(str(error), "engine", 0) from None
             raise ConfigError(f"{error}; it must give log-probs of given tokens") from None
-        self.scored = Scores(self.salt, (sequences, temperature, last), found)
+        self.scored = ScoredTokens(self.salt, (sequences, temperature, last), found)
         return found
 
     async def _score(self, ids: IntArray, at: int, temperature: float, salt: str) -> float:
