@@ -39,7 +39,7 @@ RUNS = {
     "resumed": ("quickstart", ()),
     "apart": ("quickstart", (*APART, "reward.processes=1")),
 }
-UNSTABLE = ("time/", "throughput/", "memory/", "ranks/peak")
+UNSTABLE = ("time/", "overlap/", "throughput/", "memory/", "ranks/peak")
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from winnow.config.data import NoTask, SortDigitsTask
 from winnow.config.model import SftWarmStart
 from winnow.config.rollout import BandFilter, HttpEngineConfig, VarianceFilter, VllmEngineConfig
 from winnow.config.root import Config
-from winnow.config.trainer import Fsdp2, RayCluster
+from winnow.config.trainer import AsyncMode, Fsdp2, RayCluster, SyncMode
 from winnow.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def check_config(config: Config) -> None:
     """
     rules = (
         *(_start, _groups, _admission, _updates, _lengths, _scores, _evaluation, _engine),
-        _placement,
+        *(_mode, _placement),
     )
     if faults := [fault for rule in rules for fault in rule(config)]:
         raise ConfigError("\n".join(faults))
@@ -75,7 +75,8 @@ def _engines(config: Config) -> int:
     """Return the number of engines apart; null is 1 where none can be in the run's process."""
     engine = config.rollout.engine
     if engine.processes is None:
-        return int(isinstance(engine, VllmEngineConfig))
+        is_beside = not isinstance(config.trainer.mode, SyncMode)
+        return int(is_beside or isinstance(engine, VllmEngineConfig))
     return engine.processes
 
 
@@ -83,6 +84,9 @@ def longest_tokens(config: Config) -> int:
     """Return the most tokens that an answer has with its prompt, in training and evaluation."""
     evaluated = config.evaluation.max_response_tokens or 0
     return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, evaluated)
+
+
+_STALENESS = "sampling.max_staleness"
 
 
 def _value(config: Config, key: str) -> Any:
@@ -166,6 +170,36 @@ def _admission(c: Config) -> Iterator[str]:
         yield (
             f"{_given(c, 'sampling.max_groups_per_step', 'sampling.groups_per_step')} let no step "
             f"fill; set the first to {sampling.groups_per_step} or more, or to null"
+        )
+
+
+def _mode(c: Config) -> Iterator[str]:
+    """Yield the rules of the modes in which sampling goes on while a step is learnt."""
+    mode, sampling = _given(c, "trainer/mode"), c.sampling
+    if isinstance(c.trainer.mode, SyncMode):
+        return
+    if not _engines(c):
+        yield (
+            f"{mode} writes answers while a step is learnt, which takes engines in processes of "
+            f"their own, got {_given(c, 'rollout/engine', 'rollout.engine.processes')}; set "
+            "rollout.engine.processes=1 or more (rollout/engine=custom has none), or "
+            "trainer/mode=sync"
+        )
+    if isinstance(c.trainer.mode, AsyncMode) and c.run.deterministic:
+        yield (
+            f"{mode} takes new weights whenever they are there, and run.deterministic=true "
+            "promises the same bits; set run.deterministic=false, or trainer/mode=one_step_off"
+        )
+    if sampling.max_staleness < 1:
+        yield (
+            f"{mode} learns from groups of older weights, and {_given(c, _STALENESS)} allows "
+            f"none; set {_STALENESS} to 1 or more (2 keeps engines as busy as 1 does with "
+            "trainer/mode=sync), or trainer/mode=sync"
+        )
+    if sampling.commit != "admission_order":
+        yield (
+            f"{mode} never drops a group for being late, and {_given(c, 'sampling.commit')} does; "
+            "set sampling.commit=admission_order, or trainer/mode=sync"
         )
 
 

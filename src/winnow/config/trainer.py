@@ -40,11 +40,36 @@ class Fsdp2(Section):
             )
 
 
+class SyncMode(Section):
+    """Sample a step, learn it, publish its weights; then the next."""
+
+    name: Literal["sync"] = "sync"
+
+
+class OneStepOffMode(Section):
+    """Sample a step while the one before is learnt, with the weights before that; see
+    docs/async.md."""
+
+    name: Literal["one_step_off"] = "one_step_off"
+
+
+class AsyncMode(Section):
+    """Sample without a pause; new weights come while answers are written. Needs
+    run.deterministic=false; see docs/async.md."""
+
+    name: Literal["async"] = "async"
+
+
+Mode = Annotated[SyncMode | OneStepOffMode | AsyncMode, Field(discriminator="name")]
+
+
 class TrainerConfig(Section):
     """Number of steps, the updates of each, memory bounds and checkpoints."""
 
     steps: int = Field(100, ge=1)
     """Steps to train; each ends with new weights in the engine."""
+    mode: Mode = SyncMode()
+    """Order of sampling, learning and publishing: one after the other, or side by side."""
     mini_batch_groups: int | None = Field(None, ge=1)
     """Groups an update (one optimizer step); null makes one update a step."""
     epochs: int = Field(1, ge=1)

@@ -22,7 +22,7 @@ evaluation before training.
 | sampling/answers/{truncated,resumed,aborted,retried} | answers of the step |
 | sampling/tokens/{generated,trained,…,failed}, sampling/tokens/in_progress | the token account |
 | sampling/tokens/{truncated,baseline} | flags beside the account; of greedy baselines: ReMax |
-| sampling/staleness/{mean,max} | weight versions between sampling and training |
+| sampling/staleness/{mean,max} | versions from the oldest token to the weights that learn it |
 | length/response, length/prompt SPREAD | tokens, over the answers trained on |
 | length/truncated | share of the answers that the limit ended |
 | actor/{loss,policy_loss,kl_loss,entropy,approx_kl,mean_prob} | means over the updates |
@@ -49,6 +49,9 @@ evaluation before training.
 | sft/time_s | seconds that the start took, in the first line |
 | time/PHASE_s, time/step_s | seconds; the phases and `time/other_s` add up to the step |
 | time/{rollout,old_logprobs,reference,values,update}_us_per_token | microseconds a token |
+| time/{learn,wait}_s | of modes that sample beside learning: the rest of learning; for groups |
+| overlap/sampling_s | of those: seconds in which engines wrote answers for training |
+| overlap/engines_wait_s | seconds in which they waited for groups to be learnt or published |
 | throughput/{tokens_per_s,tokens_per_s_per_device,tflops,mfu} | |
 | memory/peak_gib | |
 """
@@ -192,15 +195,33 @@ def plain(value: Any) -> Number:
     return int(number) if isinstance(number, bool) else number
 
 
+Timeline = Callable[[str, str, float, float], None]
+"""Is told an actor (trainer, learner, sampler), what it did, and from when to when by
+`time.perf_counter`."""
+
+
+def no_timeline(actor: str, phase: str, began_s: float, ended_s: float) -> None:
+    """Keep no timeline."""
+
+
 class Stopwatch:
     """Seconds by phase, which with `other` add up to the time since the last `lap`.
 
     A phase opened inside another stops the outer one's clock. Phases nest like calls do: open
     them in one task, not in coroutines that interleave.
+
+    Args:
+        actor: whose phases these are.
+        tell: is told each phase at its end, those within it before.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        actor: str = "trainer",
+        tell: Timeline = no_timeline,
+    ) -> None:
+        self._actor, self._tell, self._clock = actor, tell, clock
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
         self._lap_start = self._since = clock()
@@ -209,6 +230,7 @@ class Stopwatch:
     def phase(self, name: str) -> Iterator[None]:
         """Book the time of the block under `name`, less the phases within."""
         self._book()
+        began = self._since
         self._open.append(name)
         self._seconds.setdefault(name, 0.0)
         try:
@@ -216,6 +238,7 @@ class Stopwatch:
         finally:
             self._book()
             self._open.pop()
+            self._tell(self._actor, name, began, self._since)
 
     def lap(self) -> dict[str, Number]:
         """Start another lap; return the `time/PHASE_s`, `other_s` and `step_s` of the last."""

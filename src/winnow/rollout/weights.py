@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from winnow.errors import PublicationError
 from winnow.rollout.engine import WeightUpdate
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
+from winnow.workers.threads import in_thread
 
 BUCKET_BYTES = 64 << 20
 """Large enough that a call's own time (milliseconds) does not count, small beside any model."""
@@ -172,7 +173,10 @@ async def send(update: WeightUpdate, take: Take, bucket_bytes: int = BUCKET_BYTE
     under_way: list[asyncio.Task[None]] = []
     bucket = None
     try:
-        for bucket in update.buckets or buckets(update, bucket_bytes):
+        packed = iter(update.buckets or buckets(update, bucket_bytes))
+        # Ranks may take their time for the next one.
+        while (found := await in_thread(next, packed, None)) is not None:
+            bucket = found
             if len(under_way) == _UNDER_WAY:
                 await under_way.pop(0)
             under_way.append(asyncio.create_task(_deliver(bucket, take)))

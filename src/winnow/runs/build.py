@@ -26,11 +26,11 @@ from winnow.rollout.engine import Engine, SamplingParams
 from winnow.runs.build_learner import kl_notes, needs_of
 from winnow.runs.checkpoint import Manifest
 from winnow.runs.loading import Policies, check_positions, longest_prompt
-from winnow.runs.loop import Run, Schedule
+from winnow.runs.loop import PendingSteps, Run, Schedule
 from winnow.runs.metrics import Throughput
 from winnow.runs.process import ShutdownSignal
 from winnow.runs.resume import code_hashes
-from winnow.runs.state import RunState
+from winnow.runs.state import RunState, Stateful
 from winnow.runs.topology import Topology
 from winnow.sampling.accounting import StepGroups
 from winnow.sampling.ledger import Ledger
@@ -132,28 +132,12 @@ def build(
     loader = PromptLoader(source, config.run.seed, config.data.shuffle)
     engine = placed.engine
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin())
-    with_baseline = "greedy_rewards" in needs_of(config)
-    step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
-    rewards.patience = step_answers
-    lag = score_lag_ticks(config, rewards, source.data_sources)
-    sampler = Sampler(
-        config.sampling.model_copy(update={"score_lag_ticks": lag}),
-        engine=engine,
-        next_prompt=loader.next,
-        give_back=loader.give_back,
-        score=rewards.score,
-        n=config.rollout.n,
-        sampling=rollout_sampling(config, policy),
-        run_seed=config.run.seed,
-        with_baseline=with_baseline,
-        drop_failed_scores=config.reward.on_failure == "drop_group",
-        deterministic=config.run.deterministic,
-        look_ticks=getattr(engine, "quantum_ticks", 1),  # of an `EngineGroup`
-        on_progress=on_progress,
-    )
+    sampler = _make_sampler(config, policy, engine, loader, rewards, source, on_progress)
+    pending = PendingSteps()
+    parts: dict[str, Stateful] = {"sampler": sampler, "loader": loader, "learner": placed.learner}
     state = RunState(
         placed.tensors,
-        {"sampler": sampler, "loader": loader, "learner": placed.learner},
+        {**parts, "pending": pending},
         folder,
         metrics,
         config.trainer,
@@ -178,8 +162,41 @@ def build(
         evaluations=Schedule(config.evaluation.every, steps),
         checkpoints=Schedule(config.trainer.save_every, steps),
         steps=steps,
+        mode=config.trainer.mode.name,
+        pending=pending,
         evaluate_before=config.evaluation.before and bool(evaluator.prompts),
         notes=(*_notes(source), *kl_notes(config), *notices(config)),
+    )
+
+
+def _make_sampler(
+    config: Config,
+    policy: Policies,
+    engine: Engine,
+    loader: PromptLoader,
+    rewards: Rewards,
+    source: PromptSource,
+    on_progress: Callable[[Ledger], None],
+) -> Sampler:
+    """Make the sampler; scorings wait for as many as a step has answers."""
+    with_baseline = "greedy_rewards" in needs_of(config)
+    step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
+    rewards.patience = step_answers
+    lag = score_lag_ticks(config, rewards, source.data_sources)
+    return Sampler(
+        config.sampling.model_copy(update={"score_lag_ticks": lag}),
+        engine=engine,
+        next_prompt=loader.next,
+        give_back=loader.give_back,
+        score=rewards.score,
+        n=config.rollout.n,
+        sampling=rollout_sampling(config, policy),
+        run_seed=config.run.seed,
+        with_baseline=with_baseline,
+        drop_failed_scores=config.reward.on_failure == "drop_group",
+        deterministic=config.run.deterministic,
+        look_ticks=getattr(engine, "quantum_ticks", 1),  # of an `EngineGroup`
+        on_progress=on_progress,
     )
 
 

@@ -44,6 +44,8 @@ from winnow.runs.state_file import SHARD_INDEX, check_shards, read_state, write_
 from winnow.sampling.accounting import (
     SettledGroup,
     StepAccounting,
+    StepCounts,
+    StepGroups,
     Tally,
     TokenAccount,
     TokenCounts,
@@ -58,7 +60,7 @@ MANIFEST = "manifest.json"
 STATE_CLASSES = (
     *(Prompt, VersionSpan, Segment, Trajectory, Score, Answer, Group),
     *(AnswerState, GroupState, LiveGroups, QualifyRate, ClosedPrefix),
-    *(StepAccounting, TokenAccount, TokenCounts, Tally, SettledGroup),
+    *(StepAccounting, TokenAccount, TokenCounts, Tally, SettledGroup, StepCounts, StepGroups),
 )
 """Classes of which a state holds objects."""
 

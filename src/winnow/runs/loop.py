@@ -2,32 +2,45 @@
 
     sampler.step ─► learner.learn ─► engine.load_weights ─► evaluate │ checkpoint │ log, when due
 
-This module only sequences objects that `build` chose; another course of training is another
-short script over the same objects.
+This module only sequences objects that `build` chose. `trainer.mode` names one of three scripts
+over them, which differ in what goes on side by side; step k is learnt from weights k - 1:
+
+    sync          sample 1 ─ learn 1 ─ publish ─ sample 2 ─ learn 2 ─ publish ─ …
+    one_step_off  sample 1 ─┬ learn 1 ──┬ publish ─┬ learn 2 ──┬ publish ─ …
+                            └ sample 2 ─┘          └ sample 3 ─┘
+    async         sample 1, 2, 3, … without a pause
+                            └ learn 1 ─ publish ─ learn 2 ─ publish ─ …
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from winnow.errors import ConfigError, NoSignalError, RewardError, WorkerError
 from winnow.evaluation.evaluator import Evaluator
-from winnow.learning.learner import AnyLearner
-from winnow.observe.metrics import Metrics, Number, Stopwatch
+from winnow.learning.learner import AnyLearner, Learned
+from winnow.observe.metrics import Metrics, Number, Stopwatch, Timeline, no_timeline
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import Engine, PublishedEngine, WeightUpdate
 from winnow.runs.metrics import Throughput, record_step, rollout_groups
-from winnow.runs.process import ShutdownSignal
+from winnow.runs.process import ShutdownSignal, Stopped
 from winnow.runs.state import RunState
 from winnow.sampling.accounting import StepGroups
 from winnow.sampling.stream import Sampler
+from winnow.workers.threads import in_thread
 
 if TYPE_CHECKING:
     from winnow.learning.canary import Canary
     from winnow.types import FloatArray
 
+Mode = Literal["sync", "one_step_off", "async"]
 Publish = Callable[[int], Awaitable[Mapping[str, Number]]]
 """Give the engine the weights of a version; return figures of that."""
 
@@ -67,7 +80,7 @@ class Sending:
         Raises:
             PublicationError: an engine holds other weights, or does not answer with them.
         """
-        expected = self._expected(self._canary)
+        expected = await in_thread(self._expected, self._canary)
         engine = self._engine
         await engine.load_weights(self._weights(version))
         members = getattr(engine, "engines", {"the engine": engine})  # of several: each
@@ -85,6 +98,21 @@ class Schedule:
     def due(self, step: int) -> bool:
         """Return whether it is due after `step`."""
         return step == self.last or (self.every is not None and step % self.every == 0)
+
+
+@dataclass
+class PendingSteps:
+    """Steps that are cut and not learnt yet; part of a run's state."""
+
+    steps: deque[StepGroups] = field(default_factory=deque)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps, in order."""
+        return {"steps": tuple(self.steps)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become what `state_dict` described."""
+        self.steps = deque(state["steps"])
 
 
 @dataclass
@@ -110,10 +138,15 @@ class Run:
     evaluations: Schedule
     checkpoints: Schedule
     steps: int
+    mode: Mode = "sync"
+    """The script that `train` follows."""
+    pending: PendingSteps = field(default_factory=PendingSteps)
     first_step: int = 1
     evaluate_before: bool = False
     unfinished: Mapping[str, Number] | None = None
     """Figures of the step before the first, when a stop came before its evaluation."""
+    tell: Timeline = no_timeline
+    """Is told who did what from when to when."""
     notes: tuple[str, ...] = ()
     """Lines that the user should read before it starts."""
 
@@ -125,7 +158,7 @@ async def train(run: Run) -> None:
         Stopped: that was asked for; `run.state` has the last boundary, saved or not.
         WinnowError: the run cannot go on.
     """
-    watch = Stopwatch()
+    watch = Stopwatch(tell=run.tell)
     before = run.first_step - 1
     await run.publish(before)
     figures: Mapping[str, Number] = {}
@@ -135,30 +168,125 @@ async def train(run: Run) -> None:
         run.sinks.log(before, {**figures, **watch.lap(), **run.scoring_figures()})
     run.state.note(before, run.unfinished, figures)
     if run.unfinished is not None:
-        await _finish(run, before, run.unfinished, (0, 0), watch)
+        await _finish(run, before, run.unfinished, (0, 0), watch, Nothing(run))
+    await _SCRIPTS[run.mode](run, watch)
+
+
+# The scripts
+
+
+async def _sync(run: Run, watch: Stopwatch) -> None:
+    """Sample a step, learn it, publish its weights; then the next."""
     for step in range(run.first_step, run.steps + 1):
         run.stop.check()
-        record, tokens = await _learn(run, step, watch)
-        await _finish(run, step, record, tokens, watch)
+        with watch.phase("rollout"):
+            sampled = await run.stop.interruptible(run.sampler.step(step - 1))
+        run.check_scoring()
+        metrics = Metrics()
+        learned = await in_thread(run.learner.learn, sampled.groups, step, metrics, watch)
+        await _conclude(run, step, sampled, learned, metrics, watch, Nothing(run))
 
 
-async def _learn(
-    run: Run, step: int, watch: Stopwatch
-) -> tuple[dict[str, Number], tuple[int, int]]:
-    """Take a step up to its new weights; return its figures, and tokens generated and packed."""
-    metrics = Metrics()
-    with watch.phase("rollout"):
-        sampled = await run.stop.interruptible(run.sampler.step(step - 1))
-    run.check_scoring()
-    learned = run.learner.learn(sampled.groups, step, metrics, watch)
+async def _one_step_off(run: Run, watch: Stopwatch) -> None:
+    """Sample step k + 1 with weights k - 1 while step k is learnt; both end at a barrier.
+
+    A boundary leaves behind step k + 1, cut and not learnt, and the sampler as it was after that
+    cut. A request to stop waits for the barrier: weights k - 1 are gone afterwards.
+    """
+    pending, last = run.pending.steps, run.steps
+    run.sampler.published(run.first_step - 1)
+    if not pending and run.first_step <= last:
+        run.stop.check()
+        with watch.phase("rollout"):
+            version = run.first_step - 1
+            pending.append(await run.stop.interruptible(run.sampler.step(version)))
+        run.check_scoring()
+    for step in range(run.first_step, last + 1):
+        run.stop.check()
+        sampled, metrics = pending.popleft(), Metrics()
+        beside = Beside(run, step + 1, min(step + 1, last))
+        try:
+            learned = await _learn_beside(run, step, sampled, metrics, watch)
+            with watch.phase("wait"):
+                await beside.ended()
+            await _conclude(run, step, sampled, learned, metrics, watch, beside)
+            beside.check()
+        finally:
+            await beside.close()
+
+
+async def _async(run: Run, watch: Stopwatch) -> None:
+    """Learn step after step, as they are cut by sampling that runs on without a pause.
+
+    Raises:
+        ConfigError: the engine cannot take weights while answers run.
+    """
+    if not run.engine.status().live_updates:
+        raise ConfigError(
+            "trainer/mode=async swaps weights while answers are written, and this engine cannot "
+            "take that; choose trainer/mode=one_step_off, or another rollout/engine"
+        )
+    pending = run.pending.steps
+    run.sampler.published(run.first_step - 1)
+    run.stop.check()
+    beside = Beside(run, run.first_step + len(pending), run.steps)
+    try:
+        for step in range(run.first_step, run.steps + 1):
+            with watch.phase("wait"):
+                await run.stop.interruptible(beside.cut())
+            sampled, metrics = pending.popleft(), Metrics()
+            learned = await _learn_beside(run, step, sampled, metrics, watch)
+            await _conclude(run, step, sampled, learned, metrics, watch, beside)
+    except Stopped:
+        with contextlib.suppress(WorkerError):  # then the last boundary counts
+            await beside.pause()
+            if beside.failure is None:
+                run.state.note_sampling()
+        raise
+    finally:
+        await beside.close()
+
+
+async def _learn_beside(
+    run: Run, step: int, sampled: StepGroups, metrics: Metrics, watch: Stopwatch
+) -> Learned:
+    """Learn a step while the caller's loop samples; phases are booked as in the other scripts."""
+    own = Stopwatch(actor="learner", tell=run.tell)
+    with watch.phase("learn"):
+        learned = await in_thread(run.learner.learn, sampled.groups, step, metrics, own)
+    watch.rebook("learn", own.seconds())
+    return learned
+
+
+_SCRIPTS: dict[Mode, Callable[[Run, Stopwatch], Awaitable[None]]] = {
+    "sync": _sync,
+    "one_step_off": _one_step_off,
+    "async": _async,
+}
+
+
+# The end of a step
+
+
+async def _conclude(
+    run: Run,
+    step: int,
+    sampled: StepGroups,
+    learned: Learned,
+    metrics: Metrics,
+    watch: Stopwatch,
+    beside: Nothing,
+) -> None:
+    """Publish the weights of a step that is learnt, and record it."""
     with watch.phase("publish"):
         metrics.update(await run.publish(step))
+    run.sampler.published(step)
     with watch.phase("write"):
         run.keep_rollouts(step, rollout_groups(sampled, learned))
         run.keep_ledger(step, sampled)
-    record_step(metrics, sampled, learned, run.sampler.ledger.account.in_progress)
+    record_step(metrics, sampled, learned)
     tokens = sampled.counts.tokens.generated, learned.packed_tokens
-    return metrics.record(), tokens
+    await _finish(run, step, metrics.record(), tokens, watch, beside)
 
 
 async def _finish(
@@ -167,20 +295,145 @@ async def _finish(
     record: Mapping[str, Number],
     tokens: tuple[int, int],
     watch: Stopwatch,
+    beside: Nothing,
 ) -> None:
     """Evaluate, log and save a step, each if it is due."""
     figures: Mapping[str, Number] = {}
     if run.evaluations.due(step):
+        with watch.phase("evaluate"):
+            await beside.pause()
         # Evaluation may take longer than whoever stops this run will wait.
         with watch.phase("checkpoint"):
-            run.state.note(step, record)
+            run.state.note(step, record, instead=beside.instead)
         with watch.phase("evaluate"):
-            await run.sampler.halt()
             figures = await run.stop.interruptible(run.evaluator.evaluate(step))
+            beside.go_on()
     times = watch.lap()
     work = {**run.throughput.figures(*tokens, times), **run.scoring_figures()}
-    run.sinks.log(step, {**record, **figures, **times, **work})
+    run.sinks.log(step, {**record, **figures, **times, **beside.figures(times), **work})
     with watch.phase("checkpoint"):
-        run.state.note(step, None, figures)
+        await beside.look()
+        run.state.note(step, None, figures, beside.instead)
         if run.checkpoints.due(step):
-            run.state.save()
+            await beside.save()
+
+
+# Sampling beside learning
+
+
+class Nothing:
+    """No sampling beside learning."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.instead: Mapping[str, Any] = {}
+        """States by part that a note must have instead of the present ones."""
+
+    async def look(self) -> None:
+        """Have the ledger know what is written by now, for a note."""
+
+    async def pause(self) -> None:
+        """Turn everything that runs into prefixes, so that the engine is free for other work."""
+        await self._run.sampler.halt()
+
+    def go_on(self) -> None:
+        """Go on after a pause."""
+
+    def figures(self, times: Mapping[str, Number]) -> dict[str, Number]:
+        """Return `overlap/…` of the time since the last call, given its `time/…`."""
+        return {}
+
+    async def save(self) -> None:
+        """Save the last boundary."""
+        self._run.state.save()
+
+
+class Beside(Nothing):
+    """A task that samples steps `first` to `last`, and leaves them in `run.pending`.
+
+    An error of scoring, or no signal, ends it and waits to be raised by `check`: what is cut can be
+    learnt before, and a note then has the sampler as it was when that step's sampling began.
+    """
+
+    def __init__(self, run: Run, first: int, last: int) -> None:
+        super().__init__(run)
+        self._next, self._last = first, last
+        self.failure: NoSignalError | RewardError | None = None
+        self._news = asyncio.Event()
+        self._began: float | None = None  # of the step that is sampled
+        self._sampling_s = 0.0
+        self._told_s = -run.sampler.idle_s
+        self.go_on()
+
+    def go_on(self) -> None:
+        self._task = asyncio.create_task(self._sample())
+        self._task.add_done_callback(lambda _: self._news.set())
+
+    async def _sample(self) -> None:
+        run = self._run
+        while self.failure is None and self._next <= self._last:
+            before = run.state.snapshot("sampler", "loader")
+            began = self._began = time.perf_counter()
+            try:
+                version = run.sampler.ledger.version
+                sampled = await run.sampler.step(version, learns=self._next - 1)
+                run.check_scoring()
+            except (NoSignalError, RewardError) as error:
+                self.failure, self.instead = error, before
+            else:
+                # Nothing was awaited since the cut: the step is in the ledger, or here.
+                run.pending.steps.append(sampled)
+                self._next += 1
+                self._news.set()
+            finally:
+                now, self._began = time.perf_counter(), None
+                self._sampling_s += now - began
+                run.tell("sampler", "rollout", began, now)
+
+    def check(self) -> None:
+        """Raise what ended the sampling, if that was no signal or failed scoring."""
+        if self.failure is not None:
+            raise self.failure
+
+    async def cut(self) -> None:
+        """Wait until a step is pending.
+
+        Raises:
+            WinnowError: there is none, and sampling has ended.
+        """
+        while not self._run.pending.steps:
+            self.check()
+            if self._task.done():
+                self._task.result()
+            self._news.clear()
+            await self._news.wait()
+
+    async def ended(self) -> None:
+        """Wait until all steps are sampled, or `failure` says why not."""
+        await asyncio.wait([self._task])
+        self._task.result()
+
+    async def look(self) -> None:
+        if not self._task.done():
+            await self._run.sampler.take_down()
+
+    async def pause(self) -> None:
+        await self.close()
+        await super().pause()
+
+    async def close(self) -> None:
+        """End the sampling; what it has is in the ledger."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    def figures(self, times: Mapping[str, Number]) -> dict[str, Number]:
+        busy_s = self._sampling_s - self._run.sampler.idle_s
+        if self._began is not None:
+            busy_s += time.perf_counter() - self._began
+        busy_s, self._told_s = busy_s - self._told_s, busy_s
+        elsewhere = sum(times.get(f"time/{phase}_s", 0.0) for phase in ("evaluate", "rollout"))
+        waited_s = max(times["time/step_s"] - elsewhere - busy_s, 0.0)
+        return {"overlap/sampling_s": busy_s, "overlap/engines_wait_s": waited_s}
+
+    async def save(self) -> None:
+        await in_thread(self._run.state.save)

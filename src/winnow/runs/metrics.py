@@ -21,14 +21,8 @@ _GIB = 2**30
 _KIB = 2**10
 
 
-def record_step(
-    metrics: Metrics, sampled: StepGroups, learned: Learned, tokens_in_progress: int
-) -> None:
-    """Record scores, lengths and the sampler's counts; the policy's figures are there already.
-
-    Args:
-        tokens_in_progress: of groups that wait after this step's cut.
-    """
+def record_step(metrics: Metrics, sampled: StepGroups, learned: Learned) -> None:
+    """Record scores, lengths and the sampler's counts; the policy's figures are there already."""
     answers = [answer for group in sampled.groups for answer in group.answers]
     metrics.spread("score/reward", [a.score.reward for a in answers])
     metrics.spread("score/accuracy", [a.score.accuracy for a in answers])
@@ -37,7 +31,7 @@ def record_step(
     metrics.spread("length/prompt", learned.prompt_lengths)
     metrics.mean_of("length/truncated", sum(a.trajectory.truncated for a in answers), len(answers))
     _record_sampling(metrics, sampled)
-    metrics.last("sampling/tokens/in_progress", tokens_in_progress)
+    metrics.last("sampling/tokens/in_progress", sampled.counts.in_progress)
 
 
 def _record_parts(metrics: Metrics, scores: Sequence[Score]) -> None:

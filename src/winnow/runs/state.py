@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -151,12 +151,23 @@ class RunState:
         """The step of the last boundary; None before the first."""
         return self._manifest.step if self._states else None
 
-    def note(self, step: int, unfinished: Record | None, figures: Record | None = None) -> None:
+    def snapshot(self, *names: str) -> dict[str, Any]:
+        """Return the states of some parts as they are now, by name."""
+        return {name: self._parts[name].state_dict() for name in names}
+
+    def note(
+        self,
+        step: int,
+        unfinished: Record | None,
+        figures: Record | None = None,
+        instead: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Note that a step is done, or all of it but its evaluation.
 
         Args:
             unfinished: the step's figures, while its evaluation is to come.
             figures: of the evaluation.
+            instead: states of some parts, by name, which have gone on since the boundary.
 
         Raises:
             ConfigError: they lack the required one.
@@ -167,7 +178,8 @@ class RunState:
             raise ConfigError(
                 f"trainer.keep_best={best} is no figure of the evaluation; there are {names}"
             )
-        states: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
+        now = self.snapshot(*(name for name in self._parts if name not in instead))
+        states = {**now, **instead}
         self._states = {**states, "random": _random_states(), "unfinished": unfinished}
         self._manifest = replace(
             self._manifest,
@@ -263,7 +275,8 @@ class RunState:
         """
         self._tensors.restore(checkpoint.path, state)
         for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+            if name in state:  # an older run's has no pending steps
+                part.load_state_dict(state[name])
         _set_random_states(state["random"])
         unfinished = cast("Record | None", state["unfinished"])
         self._saved = checkpoint.step, unfinished is None

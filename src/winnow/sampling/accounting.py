@@ -98,7 +98,7 @@ class SettledGroup:
     fate: Fate
     admitted_version: int
     staleness: int
-    """Steps between the version of its oldest token and the step that settled it."""
+    """Versions between its oldest token and the weights that learn the step that settled it."""
     tokens: int
     """Generated for it, unfinished answers included."""
 
@@ -159,6 +159,8 @@ class StepCounts:
     staleness_max: int
     tokens: TokenCounts
     """Tokens that this step added to the account."""
+    in_progress: int
+    """Tokens of groups that wait after the cut."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +168,7 @@ class StepGroups:
     """The groups that one step trains on, and what became of the rest."""
 
     version: int
+    """Of the weights that learn it."""
     wanted: int
     """N"""
     trained: tuple[SettledGroup, ...]
@@ -210,7 +213,7 @@ class StepAccounting:
             tally.truncated_answers += answer.trajectory.truncated
 
     def close_group(self, state: GroupState, fate: Fate, version: int) -> None:
-        """Settle a group whose life ended in the step of weight version `version`."""
+        """Settle a group whose life ended in the step that weights `version` learn."""
         self.account.settle(fate, state)
         group = state.group()
         versions = (answer.trajectory.versions for answer in group.scored)
@@ -253,6 +256,7 @@ class StepAccounting:
             staleness_mean=_share(sum(ages), len(ages)),
             staleness_max=max(ages, default=0),
             tokens=now.minus(self.at_commit),
+            in_progress=now.in_progress,
         )
         discarded = tuple(s for s in self.settled if s.fate != "trained")
         self.settled, self.tally, self.at_commit = [], Tally(), now

@@ -112,32 +112,49 @@ class ClosedPrefix:
         self.next = group_id
 
 
-def may_open(config: SamplingConfig, qualified: int, in_flight: int, expected: float) -> bool:
+def may_open(
+    config: SamplingConfig, qualified: int, in_flight: int, expected: float, unlearnt_steps: int = 0
+) -> bool:
     """Return whether one more group may open; N is `groups_per_step`.
 
-    Two counts are bounded. *Expected*: qualified + Σ p̂(in flight) < N(1 + lookahead) opens
+    Three counts are bounded. *Expected*: qualified + Σ p̂(in flight) < N(1 + lookahead) opens
     about as many groups as the step needs. *In full*, when groups outlive a step:
-    qualified + in flight < N(1 + ahead), where ahead is the look-ahead if that is 1 or more,
-    and max_staleness otherwise.
+    qualified + in flight < N(1 + lookahead), if the look-ahead is 1 or more. And *with what is
+    cut but not learnt*: N · unlearnt_steps + qualified + in flight < N(1 + max_staleness).
 
-    The second bounds staleness. Let g be admitted during step k, and let R be the number of
-    live groups (qualified and waiting, or in flight) up to and including g in admission
-    order. Just after g's admission R <= N(1 + max_staleness), because the count before it
-    was lower and lookahead <= max_staleness. R never grows: later groups stand behind g.
-    A step trains the first N qualified in admission order once all earlier ones are closed,
-    so each step that does not settle g takes N groups that stood before it: R falls by N.
-    After max_staleness such steps R <= N; then fewer than N live groups stand before g, so
-    the N-th qualified cannot come before g closes, and g, if it qualifies, is trained: in
-    step k + max_staleness at the latest. (A short step leaves no group behind at all.)
-    Nothing is ever dropped for being late; the trainer waits for the oldest group instead.
+    The last one bounds staleness: a group is learnt at most max_staleness versions after the one
+    that began it. Step k is learnt from weights k - 1 and makes weights k. Let g be admitted while
+    engines have weights v and c steps are cut, so that unlearnt_steps = c - v. Let R be the number
+    of live groups (qualified and waiting, or in flight) up to and including g in admission order.
+    Just after g's admission N(c - v) + R <= N(1 + max_staleness), because the count before it was
+    lower. R never grows: later groups stand behind g. A step is cut of the first N qualified in
+    admission order once all earlier ones are closed, so each cut that does not settle g takes N
+    groups that stood before it: R falls by N. When R <= N, fewer than N live groups stand before g,
+    so the N-th qualified cannot come before g closes, and g, if it qualifies, is in that cut: in
+    that of step c + ceil(R / N) at the latest, which is learnt from weights c + ceil(R / N) - 1.
+    (A short step leaves no group behind at all.) No token of g is older than v, so its staleness is
+    at most (c - v) + ceil(R / N) - 1 <= max_staleness. How long learning and publishing take, and
+    which steps are cut meanwhile, does not matter: cuts do not move v, and publications only make
+    later tokens younger.
+
+    Where each step is learnt and published before the next is sampled, c = v, and R alone counts.
+    Where one step is sampled while another is learnt, c - v = 1: then max_staleness must be 1 at
+    least, and 2 leaves as many groups in flight as 1 does there. Sampling that runs on without a
+    pause waits for the learner by this rule, too: with 1 + max_staleness steps cut and not
+    published no group opens. Nothing is ever dropped for being late; the trainer waits for the
+    oldest group instead.
 
     Args:
         qualified: groups that qualified and wait for a cut.
         in_flight: open groups.
         expected: Σ p̂ over those in flight.
+        unlearnt_steps: steps cut whose weights the engines do not have yet.
     """
     wanted, staleness = config.groups_per_step, config.max_staleness
     if qualified + expected >= wanted * (1 + config.lookahead):
         return False
+    if staleness == 0:  # what is later than the cut is dropped
+        return True
+    live = qualified + in_flight
     ahead = config.lookahead if config.lookahead >= 1 else staleness
-    return staleness == 0 or qualified + in_flight < wanted * (1 + ahead)
+    return live < wanted * (1 + ahead) and live < wanted * (1 + staleness - unlearnt_steps)

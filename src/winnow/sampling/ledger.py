@@ -228,6 +228,9 @@ class Ledger:
         """Groups looked at for one step: those admitted later than the last cut, carried ones
         included. No group is admitted beyond it, look-ahead or not."""
         self.version = 0
+        """Of the weights that engines write with."""
+        self.learns = 0
+        """Version of the weights that learn the step under way; it is as many as steps are cut."""
         self.looked_at = 0
         """For this step so far."""
         self.short_steps = 0
@@ -245,13 +248,16 @@ class Ledger:
 
     # Admission and dispatch
 
-    def begin_step(self, version: int) -> list[Prompt]:
+    def begin_step(self, version: int, learns: int | None = None) -> list[Prompt]:
         """Begin a step under weights `version`; return prompts of groups dropped as stale.
 
         Only `commit=completion_order` ever drops here: it lets later groups overtake.
+
+        Args:
+            learns: version of the weights that learn the step; None: the same.
         """
         assert self.may_keep_running or not self.groups.running, "abort what runs before"
-        self.version = version
+        self.version, self.learns = version, version if learns is None else learns
         if self._in_order:
             return []
         oldest = version - self.config.max_staleness
@@ -267,7 +273,7 @@ class Ledger:
         """Return whether one more group may open (`admission.may_open`, and the bound)."""
         expected = self.rate.expected(self.groups.histories)
         return self.looked_at < self.bound and may_open(
-            self.config, self.qualified, self.in_flight, expected
+            self.config, self.qualified, self.in_flight, expected, self.unlearnt_steps
         )
 
     def admit(self, prompt: Prompt) -> int:
@@ -383,9 +389,7 @@ class Ledger:
         assert self.may_keep_running or not self.groups.running
         cut = [self.queue.popleft() for _ in range(self.committable)]
         for group_id in cut:
-            self.accounting.close_group(
-                self.groups.qualified.pop(group_id), "trained", self.version
-            )
+            self.accounting.close_group(self.groups.qualified.pop(group_id), "trained", self.learns)
         short = len(cut) < self.wanted
         last = cut[-1] if self._in_order and not short else self.next_id - 1
         later = self.next_id - 1 - last if self._in_order else self.in_flight + self.qualified
@@ -394,7 +398,7 @@ class Ledger:
         self.looked_at = later if self.config.max_staleness else 0
         self.short_steps += short
         return self.accounting.close_step(
-            self.version,
+            self.learns,
             self.wanted,
             returned,
             looked_at,
@@ -418,6 +422,11 @@ class Ledger:
     def tally(self) -> Tally:
         """Counts since the last commit."""
         return self.accounting.tally
+
+    @property
+    def unlearnt_steps(self) -> int:
+        """Steps that are cut and whose weights the engines do not have."""
+        return self.learns - self.version
 
     @property
     def may_keep_running(self) -> bool:
@@ -475,7 +484,7 @@ class Ledger:
 
     def _finish_failed(self, group: GroupState) -> None:
         if group.id in self.groups.failing and not group.running:
-            self.accounting.close_group(self.groups.failing.pop(group.id), "failed", self.version)
+            self.accounting.close_group(self.groups.failing.pop(group.id), "failed", self.learns)
 
     def _close(self, group: GroupState, verdict: Verdict) -> None:
         self.accounting.count_verdict(group, verdict)
@@ -486,7 +495,7 @@ class Ledger:
             self._leave(group, "qualified")
         else:
             self._leave(group, "not")
-            self.accounting.close_group(group, verdict, self.version)
+            self.accounting.close_group(group, verdict, self.learns)
 
     def _leave(self, group: GroupState, outcome: Outcome) -> None:
         self.groups.leave(group)
@@ -499,7 +508,7 @@ class Ledger:
             self._leave(group, "dropped")
         else:
             del self.groups.qualified[group.id]
-        self.accounting.close_group(group, fate, self.version)
+        self.accounting.close_group(group, fate, self.learns)
 
     def _drop_later(self, last: int) -> list[Prompt]:
         # Those that closed without qualifying go back as well: otherwise a prompt would get
@@ -523,12 +532,13 @@ class Ledger:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become what `state_dict` described."""
+        known = {"learns": state["version"], **state}  # an older run's has none
         for name in _STATE:
-            setattr(self, name, _copied(state[name]))
+            setattr(self, name, _copied(known[name]))
 
 
 _STATE = (
-    *("version", "looked_at", "short_steps", "next_id"),
+    *("version", "learns", "looked_at", "short_steps", "next_id"),
     *("queue", "prefix", "groups", "accounting"),
 )
 """Attributes of a ledger that a checkpoint holds."""

@@ -72,6 +72,7 @@ class Scores:
         self.under_way: dict[Key, _Scoring] = {}
         """In the order in which they began."""
         self._news = asyncio.Event()
+        self._is_woken = False
 
     def begin(self, key: Key, prompt: Prompt, trajectory: Trajectory, due: int) -> None:
         """Begin to score an answer; `due` is the tick at which the score should be seen."""
@@ -100,10 +101,16 @@ class Scores:
         return [key for key, scoring in self.under_way.items() if scoring.future.done()]
 
     async def news(self) -> None:
-        """Wait until a score is there."""
-        while not self.ready():
+        """Wait until a score is there, or `wake` was called since the last wait."""
+        while not self.ready() and not self._is_woken:
             self._news.clear()
             await self._news.wait()
+        self._is_woken = False
+
+    def wake(self) -> None:
+        """End a wait for news."""
+        self._is_woken = True
+        self._news.set()
 
     async def take(self, keys: Iterable[Key]) -> list[Score]:
         """Wait for the scores of these answers, which are then under way no longer.
@@ -177,25 +184,33 @@ class Sampler:
         self._run_seed = run_seed
         self._on_progress = on_progress
         self._waits_for_engine = False
+        self._untaken: list[CompletionEvent] = []  # by a wait that was cancelled
+        self._untold = 0
+        self.idle_s = 0.0
+        """Seconds in which engines had nothing to write and waited for a publication."""
         self.score_lag_ticks = config.score_lag_ticks or 0
         """Decode ticks from an answer's end to the moment from which its score may be seen."""
 
-    async def step(self, version: int) -> StepGroups:
+    async def step(self, version: int, learns: int | None = None) -> StepGroups:
         """Sample with weights `version` until a step can be cut.
 
         Weights may be loaded in between: in deterministic mode nothing runs in the engine then,
-        in free mode only where it takes them live. An error leaves everything accepted in the
-        ledger, and so in `state_dict`.
+        in free mode only where it takes them live; there `published` may come meanwhile, too. An
+        error or a cancellation leaves everything accepted in the ledger, and so in `state_dict`;
+        another call goes on from it.
+
+        Args:
+            learns: version of the weights that learn the step; None: the same.
 
         Raises:
             NoSignalError: the bound came too often without a qualified group, or once
                 without N of them where `on_bound` is stop.
             TrainingError: the engine makes no progress.
         """
-        stale = self.ledger.begin_step(version)
+        stale = self.ledger.begin_step(version, learns)
         if stale:
             self._give_back(stale)
-        written = self._engine.status().generated_tokens - self.ledger.account.generated
+        before = self._untold_tokens()
         sampling = asyncio.create_task(self._sample())
         watch = asyncio.create_task(self._watch())
         try:
@@ -208,8 +223,8 @@ class Sampler:
             raise
         finally:
             await _cancelled(watch)
-        lost = self._engine.status().generated_tokens - self.ledger.account.generated - written
-        if lost:
+        lost = self._untold - before
+        if lost > 0:
             log.warning("step %d: the engine wrote %d tokens that never came back", version, lost)
         step = self.ledger.commit()
         if step.short:
@@ -223,6 +238,16 @@ class Sampler:
         if step.returned:
             self._give_back(step.returned)
         return step
+
+    def published(self, version: int) -> None:
+        """Note that engines have weights `version`, while a step is sampled; more may open now."""
+        self.ledger.version = version
+        self._scores.wake()
+
+    async def take_down(self) -> None:
+        """Enter what is written of answers under way, while a step is sampled, or after it."""
+        await self._take(await self._engine.progress(), stalled=False)
+        self._scores.wake()
 
     async def halt(self) -> None:
         """Turn everything that runs into prefixes, so that the engine is free for other work."""
@@ -259,7 +284,7 @@ class Sampler:
             await self._see(self._scores.ready())
         while not await self._full():
             await self._submit()
-            events = await (self._events() if self._deterministic else self._events_or_scores())
+            events = await (self._events() if self._deterministic else self._events_or_news())
             await self._take(events, stalled=True)
             await self._see_what_is_due()
             self._on_progress(self.ledger)
@@ -268,6 +293,11 @@ class Sampler:
             await self.halt()
         else:
             await self._take(await self._engine.progress(), stalled=False)
+        self._untold = self._untold_tokens()
+
+    def _untold_tokens(self) -> int:
+        """Count the tokens that the engine wrote and the ledger does not have."""
+        return self._engine.status().generated_tokens - self.ledger.account.generated
 
     async def _full(self) -> bool:
         """Return whether to cut; deal with a bound that was met too early."""
@@ -304,6 +334,9 @@ class Sampler:
 
     async def _events(self) -> Sequence[CompletionEvent]:
         """Wait for the engine's events, up to the tick at which a score is due."""
+        if self._untaken:
+            known, self._untaken = self._untaken, []
+            return known
         until = self._scores.next_due if self._deterministic else None
         self._waits_for_engine = True
         try:
@@ -317,12 +350,14 @@ class Sampler:
             await asyncio.sleep(0)
         return events
 
-    async def _events_or_scores(self) -> Sequence[CompletionEvent]:
-        """Wait for the engine's events, or return none as soon as there is a score to see."""
-        if not self._scores.under_way:
+    async def _events_or_news(self) -> Sequence[CompletionEvent]:
+        """Wait for the engine's events, or return none at news: a score or a publication."""
+        is_running = self.ledger.groups.running > 0
+        if not self._scores.under_way and not self.ledger.unlearnt_steps:
             return await self._events()
+        now, began = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
         news = asyncio.ensure_future(self._scores.news())
-        engine = asyncio.ensure_future(self._events()) if self.ledger.groups.running else None
+        engine = asyncio.ensure_future(self._events()) if is_running else None
         waiting = [news] if engine is None else [engine, news]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -330,7 +365,14 @@ class Sampler:
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-        return [] if engine is None or engine.cancelled() else engine.result()
+            if engine is None and not self._scores.under_way:
+                self.idle_s += now() - began
+            elif engine is not None and not engine.cancelled() and engine.exception() is None:
+                self._untaken += engine.result()
+        if engine is not None and not engine.cancelled():
+            engine.result()
+        events, self._untaken = self._untaken, []
+        return events
 
     async def _take(self, events: Sequence[CompletionEvent], *, stalled: bool) -> None:
         """Enter a turn's events; `stalled` tells what an abort means now."""

@@ -92,6 +92,31 @@ CASES = [
         [*POOLED, POOL],
     ),
     (
+        ["trainer/mode=one_step_off", "rollout.engine.processes=0"],
+        ["trainer/mode=one_step_off", "rollout.engine.processes=0", "processes=1 or more"],
+        ["trainer/mode=one_step_off"],
+    ),
+    (
+        ["trainer/mode=one_step_off", "rollout/engine=custom", "rollout.engine.path=mine.py:Mine"],
+        ["trainer/mode=one_step_off", "rollout/engine=custom", "trainer/mode=sync"],
+        ["rollout/engine=custom", "rollout.engine.path=mine.py:Mine"],
+    ),
+    (
+        ["trainer/mode=async"],
+        ["trainer/mode=async", "run.deterministic=true", "set run.deterministic=false"],
+        ["trainer/mode=async", "run.deterministic=false"],
+    ),
+    (
+        ["trainer/mode=one_step_off", "sampling.max_staleness=0"],
+        ["trainer/mode=one_step_off", "sampling.max_staleness=0", "to 1 or more"],
+        ["trainer/mode=one_step_off", "sampling.max_staleness=1"],
+    ),
+    (
+        ["trainer/mode=one_step_off", "sampling.commit=completion_order"],
+        ["trainer/mode=one_step_off", "set sampling.commit=admission_order"],
+        ["sampling.commit=completion_order"],
+    ),
+    (
         ["rollout/engine=vllm", "rollout.engine.processes=0"],
         ["rollout.engine.processes=0", "rollout/engine=vllm", "rollout.engine.processes=1 or more"],
         ["rollout/engine=vllm"],

@@ -1,0 +1,171 @@
+"""The bound of admission over random schedules of sampling, learning and publishing.
+
+A world without clock: at each moment one thing happens that may happen, drawn at random: a token is
+written, an answer ends, a score is seen, weights are published. How long learning takes is thereby
+random, too.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines import extended, prompt, written
+from winnow.config.rollout import BandFilter, SamplingConfig
+from winnow.sampling.accounting import StepGroups
+from winnow.sampling.ledger import Ledger
+from winnow.types import Score, Segment, Trajectory
+
+Mode = Literal["sync", "one_step_off", "async"]
+Key = tuple[int, int]
+STEPS, ANSWERS, MOST = 7, 2, 20_000
+
+
+class World:
+    """A ledger, answers that are written for it, and a learner that publishes."""
+
+    def __init__(self, config: SamplingConfig, mode: Mode, rng: random.Random) -> None:
+        self.ledger = Ledger(config, ANSWERS)
+        self.mode, self.rng = mode, rng
+        self.published = 0
+        self.running: dict[Key, Segment] = {}
+        self.unscored: list[Key] = []
+        self.steps: list[StepGroups] = []
+        self.most_unlearnt = 0
+        self.ledger.begin_step(0)
+
+    def run(self) -> None:
+        """Go on until enough steps are cut; there is always something that may happen."""
+        for _ in range(MOST):
+            if len(self.steps) == STEPS:
+                return
+            self.admit()
+            if self.ledger.cut_is_due() and self.ledger.committable:
+                self.cut()
+            else:
+                self.rng.choice(self.possible())()
+            self.ledger.account.check()
+        raise AssertionError("it does not get on")
+
+    def admit(self) -> None:
+        ledger = self.ledger
+        while ledger.may_admit():
+            ledger.admit(prompt(ledger.next_id))
+        for ask in ledger.dispatch():
+            for index, prefix in ask.prefixes.items():
+                key = ask.group_id, index
+                self.running[key] = prefix or written(self.seed(key), 0, 0, 0)
+
+    def possible(self) -> list[object]:
+        found: list[object] = []
+        if self.running:
+            found += [self.write, self.finish, self.abort]
+        if self.unscored:
+            found += [self.score]
+        if self.mode == "async" and self.published < len(self.steps):
+            found += [self.publish]
+        if self.ledger.cut_is_due():
+            found += [self.ledger.pass_bound]
+        return found
+
+    def seed(self, key: Key) -> int:
+        return key[0] * ANSWERS + key[1]
+
+    def longer(self, key: Key) -> Segment:
+        before = self.running[key]
+        stop = len(before) + self.rng.randint(1, 3)
+        tail = written(self.seed(key), len(before), stop, self.published)
+        return extended(before, tail)
+
+    def write(self) -> None:
+        key = self.rng.choice(sorted(self.running))
+        self.running[key] = self.longer(key)
+        if self.rng.random() < 0.5:
+            self.ledger.wrote(*key, self.running[key])
+
+    def finish(self) -> None:
+        # The earliest answer is seldom the first to end.
+        key = max(self.rng.choices(sorted(self.running), k=2))
+        self.ledger.finished(*key, Trajectory((self.longer(key),), "stop"))
+        del self.running[key]
+        self.unscored.append(key)
+
+    def abort(self) -> None:
+        key = self.rng.choice(sorted(self.running))
+        self.ledger.aborted(*key, self.running.pop(key), stalled=False)
+
+    def score(self) -> None:
+        key = self.unscored.pop(self.rng.randrange(len(self.unscored)))
+        right = float(self.rng.random() < 0.7)
+        self.ledger.scored(*key, Score(right, right))
+
+    def publish(self) -> None:
+        self.published += 1
+        self.ledger.version = self.published
+
+    def cut(self) -> None:
+        self.steps.append(self.ledger.commit())
+        if self.mode != "async":
+            late = {"sync": 0, "one_step_off": 1}[self.mode]
+            self.published = max(len(self.steps) - late, 0)
+        self.ledger.begin_step(self.published, len(self.steps))
+        self.most_unlearnt = max(self.most_unlearnt, len(self.steps) - self.published)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SamplingConfig:
+    staleness = draw(st.integers(1, 3))
+    return SamplingConfig(
+        groups_per_step=draw(st.integers(1, 4)),
+        filter=BandFilter(low=0.5),
+        max_staleness=staleness,
+        lookahead=draw(st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0]).filter(lambda x: x <= staleness)),
+        max_groups_per_step=draw(st.sampled_from([None, None, 5])),
+    )
+
+
+MODES = st.sampled_from(["sync", "one_step_off", "async"])
+
+
+@given(configs(), MODES, st.integers(0, 2**32))
+def test_no_group_is_learnt_too_late_and_none_is_lost_dropped_or_learnt_twice(
+    config: SamplingConfig, mode: Mode, seed: int
+) -> None:
+    world = World(config, mode, random.Random(seed))
+    world.run()
+    order: list[int] = []
+    ended: list[int] = []
+    for learns, step in enumerate(world.steps):
+        assert step.version == learns
+        for settled in step.trained:
+            oldest = min(v for a in settled.group.scored for v in a.trajectory.versions)
+            assert settled.staleness == learns - oldest <= config.max_staleness
+        order += [settled.group.id for settled in step.trained]
+        ended += [settled.group.id for settled in (*step.trained, *step.discarded)]
+        assert step.counts.fates["stale"] == step.counts.fates["surplus"] == 0
+        assert not step.returned
+        assert step.short or len(step.trained) == config.groups_per_step
+    assert order == sorted(set(order))
+    ledger = world.ledger
+    alive = {group.id for group in ledger.groups.waiting_for_cut()}
+    alive |= {settled.group.id for settled in ledger.accounting.settled}
+    assert sorted([*ended, *alive]) == list(range(ledger.next_id))
+    assert (
+        world.most_unlearnt
+        <= {"sync": 0, "one_step_off": 1, "async": 1 + config.max_staleness}[mode]
+    )
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_the_bound_is_reached(staleness: int) -> None:
+    config = SamplingConfig(groups_per_step=2, filter=BandFilter(low=0.5), max_staleness=staleness)
+    found = set()
+    for seed in range(60):
+        world = World(config, "async", random.Random(seed))
+        world.run()
+        found |= {step.counts.staleness_max for step in world.steps}
+    assert max(found) == staleness
