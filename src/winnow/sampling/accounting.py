@@ -168,7 +168,7 @@ class StepGroups:
     """The groups that one step trains on, and what became of the rest."""
 
     version: int
-    """Of the weights that learn it."""
+    """Version of the weights that learn it."""
     wanted: int
     """N"""
     trained: tuple[SettledGroup, ...]

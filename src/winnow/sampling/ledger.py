@@ -228,7 +228,7 @@ class Ledger:
         """Groups looked at for one step: those admitted later than the last cut, carried ones
         included. No group is admitted beyond it, look-ahead or not."""
         self.version = 0
-        """Of the weights that engines write with."""
+        """Version of the weights that engines write with."""
         self.learns = 0
         """Version of the weights that learn the step under way; it is as many as steps are cut."""
         self.looked_at = 0
