@@ -7,7 +7,8 @@ logp for it; where it is the sampler (bypass), weigh by logp against behav. Noth
 gradient. Whole samples are needed, no more: results for the micro-batches of a batch are those
 for the batch, but for weights that are divided by their mean.
 
-`mismatch_sums` measures the distance, as sums that add up over micro-batches and ranks.
+`mismatch_sums` measures the distance, as sums that add up over micro-batches and ranks, and
+`mismatch_sums_by_age` how it grows with the number of updates between the two policies.
 
 Shapes: `T` packed tokens, `B` samples. Log-probs are in nats.
 """
@@ -243,6 +244,37 @@ def mismatch_sums(old: Tensor, behav: Tensor, mask: Tensor) -> dict[str, Tensor]
             "p_behav_square": p_behav.square().sum(),
             "p_product": (p_old * p_behav).sum(),
             "p_difference_square": (p_old - p_behav).square().sum(),
+        }
+
+
+OLDEST_AGE = 8
+"""The mismatch is told by age up to this one, which stands for all above it."""
+
+
+def mismatch_sums_by_age(
+    old: Tensor, behav: Tensor, mask: Tensor, age: Tensor
+) -> dict[str, Tensor]:
+    """Return `tokens`, `abs_delta` and `k3` of `mismatch_sums` for each age, as `age_K/NAME`.
+
+    Args:
+        age: [T] integers, weight versions between the policy that sampled the token and the one
+            that learns; those above `OLDEST_AGE` count as that.
+    """
+    with torch.no_grad():
+        delta = old[mask].double() - behav.to(old.device)[mask].double()
+        log_w = delta.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        parts = {
+            "tokens": torch.ones_like(delta),
+            "abs_delta": delta.abs(),
+            "k3": log_w.exp() - 1 - log_w,
+        }
+        age = age.to(old.device)[mask].clamp(0, OLDEST_AGE)
+        none = delta.new_zeros(OLDEST_AGE + 1)
+        sums = {name: none.index_add(0, age, values) for name, values in parts.items()}
+        return {
+            f"age_{k}/{name}": of_age[k]
+            for k in range(OLDEST_AGE + 1)
+            for name, of_age in sums.items()
         }
 
 

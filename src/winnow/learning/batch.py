@@ -195,6 +195,32 @@ def pack(groups: Sequence[Group], overlong_filtering: bool = False) -> Batch:
     )
 
 
+def token_ages(groups: Sequence[Group], batch: Batch, version: int) -> Tensor:
+    """Count the weight versions between each token's sampler and the policy that learns.
+
+    Args:
+        groups: those of which `batch` was packed.
+        version: of the policy that learns.
+
+    Returns:
+        [T] int64; 0 off gen_mask.
+    """
+    versions: list[int] = []
+    stops: list[int] = [0]
+    for group in groups:
+        for answer in group.answers:
+            for segment in answer.trajectory.segments:
+                start = stops[-1]
+                for span in segment.spans:
+                    versions.append(span.version)
+                    stops.append(start + span.stop)
+    ages_T = torch.zeros(len(batch.token_ids), dtype=torch.int64)
+    ages_T[batch.gen_mask] = torch.from_numpy(
+        version - np.repeat(np.array(versions, dtype=np.int64), np.diff(stops))
+    )
+    return ages_T
+
+
 def pack_sequences(sequences: Iterable[IntArray], last: int | None = None) -> Batch:
     """Pack bare sequences, each as a prompt with its last tokens as the answer.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from winnow.errors import TrainingError
 from winnow.learning.advantage import AdvantageStage, correct_batch
-from winnow.learning.batch import Batch, cut_updates, pack
+from winnow.learning.batch import Batch, cut_updates, pack, token_ages
 from winnow.learning.critic import Critic, value_figures
 from winnow.learning.policy import Policy
 from winnow.learning.strategy import Strategy, run_pass
@@ -133,6 +133,8 @@ class Learner:
         """
         with watch.phase("batch"):
             batch = pack(groups, self._settings.overlong_filtering)
+            # The weights after step k have version k.
+            batch.columns["age"] = token_ages(groups, batch, step - 1)
         self._passes(batch, step, metrics, watch)
         with watch.phase("batch"):
             if self._correction is not None:

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from winnow.algorithms.aggregation import aggregate
-from winnow.algorithms.correction import correct, max_delta, mismatch_figures, mismatch_sums
+from winnow.algorithms.correction import (
+    OLDEST_AGE,
+    correct,
+    max_delta,
+    mismatch_figures,
+    mismatch_sums,
+    mismatch_sums_by_age,
+)
 from winnow.algorithms.covariance import keyed_draws
 from winnow.algorithms.kl import token_kl
 from winnow.algorithms.losses import LossTokens, PolicyLoss
@@ -46,7 +53,7 @@ class PolicyObjective:
     """A loss function for a strategy.
 
     Micro-batches must bring the columns `advantages`, `old` unless it is "current", `ref` for a
-    KL term, `selected` for a loss that selects tokens; `weight` is taken where it is.
+    KL term, `selected` for a loss that selects tokens; `weight` and `age` are taken where they are.
     """
 
     outputs: ClassVar[frozenset[Output]] = frozenset({"logprob", "entropy"})
@@ -142,7 +149,8 @@ class PolicyObjective:
         if self.old == "pass" or not self.tells_mismatch:
             return {}, {}
         pair = (now, micro.behav, micro.gen_mask)
-        sums = {f"{_MISMATCH}{name}": total for name, total in mismatch_sums(*pair).items()}
+        found = _mismatch_sums(*pair, micro.columns.get("age"))
+        sums = {f"{_MISMATCH}{name}": total for name, total in found.items()}
         return sums, {f"{_MISMATCH}max_delta": max_delta(*pair)}
 
     def _mean(self, values: Tensor, mask: Tensor, micro: MicroBatch) -> Tensor:
@@ -205,7 +213,8 @@ class Policy:
         if with_squares:
             batch.columns["prob_square_sum"] = found["prob_square_sum"]
         pair = (old, batch.behav, batch.gen_mask)
-        sums = {name: float(total) for name, total in mismatch_sums(*pair).items()}
+        found_sums = _mismatch_sums(*pair, batch.columns.get("age"))
+        sums = {name: float(total) for name, total in found_sums.items()}
         _book_mismatch(metrics, sums, float(max_delta(*pair)))
         return metrics
 
@@ -289,12 +298,24 @@ def _taken(sums: dict[str, float], prefix: str) -> dict[str, float]:
     return {name.removeprefix(prefix): sums.pop(name) for name in names}
 
 
+def _mismatch_sums(
+    old: Tensor, behav: Tensor, mask: Tensor, age: Tensor | None
+) -> dict[str, Tensor]:
+    by_age = {} if age is None else mismatch_sums_by_age(old, behav, mask, age)
+    return {**mismatch_sums(old, behav, mask), **by_age}
+
+
 def _book_mismatch(metrics: Metrics, sums: Mapping[str, float], largest: float) -> None:
     figures = mismatch_figures(sums)
     for name, value in figures.items():
         metrics.mean(f"{_MISMATCH}{name}", value, sums["tokens"])
     if figures:
         metrics.max(f"{_MISMATCH}max_delta", largest)
+    for age in (f"age_{k}/" for k in range(OLDEST_AGE + 1)):
+        if tokens := sums.get(f"{age}tokens"):
+            metrics.mean_of(f"{_MISMATCH}{age}share", tokens, sums["tokens"])
+            for name in ("abs_delta", "k3"):
+                metrics.mean_of(f"{_MISMATCH}{age}{name}", sums[age + name], tokens)
 
 
 def run_update(

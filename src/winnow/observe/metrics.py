@@ -39,6 +39,7 @@ evaluation before training.
 | correction/{rejected_tokens,rejected_samples} | shares |
 | correction/{weight,weight_bound} | mean weight; share of tokens cut or set to 0 |
 | mismatch/{abs_delta,max_delta,pearson,k1,k3,chi2,ess,outside,…} | sampler against trainer |
+| mismatch/age_K/{share,abs_delta,k3} | of tokens K weight versions old; 8: and older |
 | eval/SOURCE/{avg@N,pass@K,maj@K,std@N,greedy,prompts} | held-out prompts of a data source |
 | eval/SOURCE/{avg@N_se,greedy_se} | their standard errors |
 | eval/SOURCE/{length,truncated} | of the sampled held-out answers |

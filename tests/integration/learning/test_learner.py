@@ -27,7 +27,7 @@ from winnow.learning.policy import Policy, PolicyObjective
 from winnow.learning.strategy import LossFn, Output, Stats, Strategy
 from winnow.models.value import load_value_model
 from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.types import Group, Score
+from winnow.types import Group, Score, VersionSpan
 
 SETTINGS = LearnerSettings(
     groups_per_update=2,
@@ -203,6 +203,42 @@ def test_only_the_first_update_tells_how_far_the_sampler_was() -> None:
         with_pass["mismatch/abs_delta"], rel=1e-5
     )
     assert found[2]["mismatch/abs_delta"] == pytest.approx(with_pass["mismatch/abs_delta"], rel=0.5)
+
+
+def begun_at(group: Group, first: int, then: int, after: int) -> Group:
+    """The group as if another weight version had written all that follows so many tokens."""
+    answers = []
+    for answer in group.answers:
+        segment = answer.trajectory.segments[0]
+        length, cut = len(segment), min(after, len(segment))
+        spans = (VersionSpan(first, cut), VersionSpan(then, length))
+        segment = replace(segment, spans=spans[: 1 + (cut < length)])
+        trajectory = replace(answer.trajectory, segments=(segment,))
+        answers.append(replace(answer, trajectory=trajectory))
+    return replace(group, answers=tuple(answers))
+
+
+def test_the_mismatch_is_told_by_the_age_of_the_tokens_with_a_pass_and_without() -> None:
+    groups = [begun_at(group, 0, 2, after=10) for group in recorded_groups(2)]
+    lengths = [a.trajectory.generated_tokens for g in groups for a in g.answers]
+    assert min(lengths) < 10 < max(lengths)
+    records = [
+        bench(objective=policy_objective("reinforce", old=old)).step(groups, 4)[1]
+        for old in ("pass", "current")
+    ]
+    for record in records:
+        ages = [1, 3]
+        assert sorted(n for n in record if n.endswith("/share")) == [
+            f"mismatch/age_{age}/share" for age in ages
+        ]
+        assert record["mismatch/age_3/share"] == sum(min(10, n) for n in lengths) / sum(lengths)
+        for name in ("abs_delta", "k3"):
+            parts = [
+                record[f"mismatch/age_{a}/share"] * record[f"mismatch/age_{a}/{name}"] for a in ages
+            ]
+            assert record[f"mismatch/{name}"] == pytest.approx(sum(parts))
+    same = [{n: v for n, v in r.items() if "/age_" in n} for r in records]
+    assert same[0] == pytest.approx(same[1], rel=1e-4)
 
 
 def test_rejected_samples_are_a_share_of_those_that_learn() -> None:

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from winnow.algorithms.correction import max_delta, mismatch_figures, mismatch_sums
+from winnow.algorithms.correction import (
+    OLDEST_AGE,
+    max_delta,
+    mismatch_figures,
+    mismatch_sums,
+    mismatch_sums_by_age,
+)
 
 
 def figures(old: Tensor, behav: Tensor, mask: Tensor | None = None) -> dict[str, float]:
@@ -78,3 +84,18 @@ def test_sums_of_parts_are_those_of_the_whole_and_the_rest_is_not_read(
     if known:
         assert known["k3"] >= -1e-12
         assert known["ess"] <= 1 + 1e-12
+
+
+def test_the_mismatch_by_age_is_that_of_the_tokens_of_that_age() -> None:
+    generator = torch.Generator().manual_seed(3)
+    old, behav = -torch.rand(2, 60, generator=generator, dtype=torch.float64)
+    mask = torch.rand(60, generator=generator) < 0.8
+    age = torch.randint(0, OLDEST_AGE + 4, (60,), generator=generator)
+    found = mismatch_sums_by_age(old, behav, mask, age)
+    assert len(found) == 3 * (OLDEST_AGE + 1)
+    for k in range(OLDEST_AGE + 1):
+        of_age = mask & (age >= k if k == OLDEST_AGE else age == k)
+        assert of_age.any()
+        alone = mismatch_sums(old, behav, of_age)
+        for name in ("tokens", "abs_delta", "k3"):
+            assert float(found[f"age_{k}/{name}"]) == pytest.approx(float(alone[name]))
