@@ -13,9 +13,9 @@ admitted and has no row is open: unfinished, waiting for a cut, or cut and not l
 | learnt_step | the step whose update it was part of; null unless trained |
 | returned | its prompt went back to the loader, which gives it out again before any other |
 | prompt_uid, problem | the row of data, and a digest of what it asks, as in rollouts/ |
-| admitted_version, settled_version | weight versions when it was admitted, and settled |
+| admitted_version | weight version of the engines when it was admitted |
 | versions | weight versions that wrote its answers, each once |
-| staleness | versions between the oldest of them and the step that learns |
+| staleness | versions between the oldest of them and the weights that learn the step |
 | answers | that were finished and scored, a greedy baseline included |
 | tokens | generated for it, unfinished answers included |
 | token_crc | CRC-32 of the token ids of its answers; null where they lie on another node |
@@ -45,8 +45,8 @@ SCHEMA = pa.schema(
     [
         *(("group", pa.int64()), ("step", _INT), ("fate", _TEXT), ("learnt_step", _INT)),
         *(("returned", pa.bool_()), ("prompt_uid", _TEXT), ("problem", _TEXT)),
-        *(("admitted_version", _INT), ("settled_version", _INT)),
-        *(("versions", pa.list_(_INT)), ("staleness", _INT), ("answers", _INT)),
+        *(("admitted_version", _INT), ("versions", pa.list_(_INT)), ("staleness", _INT)),
+        *(("answers", _INT),),
         *(("tokens", pa.int64()), ("token_crc", pa.uint32()), ("score_crc", pa.uint32())),
     ]
 )
@@ -82,13 +82,12 @@ class Settlement(Protocol):
 
 
 def write_ledger(
-    folder: RunFolder, step: int, settled: Sequence[Settlement], version: int, returned: int
+    folder: RunFolder, step: int, settled: Sequence[Settlement], returned: int
 ) -> None:
     """Write the part of a step.
 
     Args:
         settled: every group whose life ended in the step.
-        version: of the weights, when the step was cut.
         returned: number of prompts that went back to the loader at the cut: those of the surplus,
             or of all groups admitted later than the last one trained.
 
@@ -104,7 +103,7 @@ def write_ledger(
         went_back = fate in ("surplus", "stale") or group.id in later
         row = (
             *(group.id, step, fate, step if fate == "trained" else None, went_back),
-            *(group.prompt.uid, problem_id(group.prompt), each.admitted_version, version),
+            *(group.prompt.uid, problem_id(group.prompt), each.admitted_version),
             *(_versions(group), each.staleness, len(group.scored), each.tokens),
             *(_token_crc(group), _score_crc(group)),
         )

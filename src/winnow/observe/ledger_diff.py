@@ -33,7 +33,7 @@ ASPECTS: Mapping[str, tuple[str, ...]] = {
     "learning steps": ("step", "learnt_step"),
     "tokens": ("answers", "tokens", "token_crc"),
     "scores": ("score_crc",),
-    "weight versions": ("admitted_version", "settled_version", "versions", "staleness"),
+    "weight versions": ("admitted_version", "versions", "staleness"),
 }
 """Columns that are compared, by what a person asks for."""
 SHOWN = 3
@@ -269,13 +269,13 @@ class _Loader:
 def _returned(run: LedgerRun) -> tuple[list[str | None], list[Difference]]:
     """Follow the loader through a run; return its fresh prompts, and faults of its order."""
     table = run.table
-    columns = ("group", "prompt_uid", "fate", "returned", "admitted_version", "settled_version")
-    groups, uids, fates, returned, admitted, settled = (table[c].to_pylist() for c in columns)
+    columns = ("group", "prompt_uid", "fate", "returned", "admitted_version", "step")
+    groups, uids, fates, returned, admitted, steps = (table[c].to_pylist() for c in columns)
     # A stale group goes back before its step admits any, the others after it admitted all.
     moments: dict[int, list[tuple[int, str]]] = {}
     for at, went in enumerate(returned):
         if went:
-            moment = settled[at] if fates[at] == "stale" else settled[at] + 1
+            moment = steps[at] - (fates[at] == "stale")  # as a weight version
             moments.setdefault(moment, []).append((groups[at], uids[at]))
     pending = deque(sorted(moments))
     loader, due = _Loader(), 0

@@ -229,7 +229,7 @@ def _keep_rollouts(
 def keep_ledger(folder: RunFolder, step: int, sampled: StepGroups) -> None:
     """Write what became of the groups of a step that is learnt."""
     settled = [*sampled.trained, *sampled.discarded]
-    write_ledger(folder, step, settled, sampled.version, len(sampled.returned))
+    write_ledger(folder, step, settled, len(sampled.returned))
 
 
 def _notes(source: PromptSource) -> list[str]:
