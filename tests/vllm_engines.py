@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ SLOTS = 32
 
 
 @cache
-def started(config: str, dtype: str = "float32", **options: object) -> tuple[LLMEngine, nn.Module]:
+def started(config: str, dtype: str, **options: Any) -> tuple[LLMEngine, nn.Module]:
     """A vLLM that tests share, with random weights, and the shapes of its model.
 
     Args:
@@ -30,27 +31,31 @@ def started(config: str, dtype: str = "float32", **options: object) -> tuple[LLM
     """
     folder = tempfile.mkdtemp(prefix="winnow-vllm-")
     Path(folder, "config.json").write_text(config)
-    given = {"slots": SLOTS, "prefill_tokens": 1024, "cache_gib": 1 / 32} | options
-    given["extra"] = {"load_format": "dummy"} | dict(given.get("extra", ()))  # type: ignore[call-overload]
-    llm = start_vllm(folder, dtype=dtype, **given)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"prefill_tokens": 1024, "cache_gib": 1 / 32} | options
+    extra = {"load_format": "dummy"}
+    llm = start_vllm(folder, dtype=dtype, slots=SLOTS, extra=extra, **given)
     return llm, meta_model(folder, getattr(torch, dtype))
 
 
 def vllm_engine(
     model: PreTrainedModel,
     slots: int = 8,
-    prefill_tokens: int = 64,
     vocab_size: int | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
     live_updates: bool = False,
+    **options: Any,
 ) -> VllmEngine:
-    """An engine with the weights of a model; no older one of the same config may be used again."""
+    """An engine with the weights of a model, in bf16 where that has them.
+
+    Engines of the same config and `options` (of `start_vllm`) share a vLLM: an older one may not be
+    used again.
+    """
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    llm, shapes = started(json.dumps(config))
+    dtype = "bfloat16" if model.dtype == torch.bfloat16 else "float32"
+    llm, shapes = started(json.dumps(config, default=str), dtype, **options)
     llm.abort_request(list(llm.output_processor.external_req_ids))
-    engine = VllmEngine(
-        llm, shapes, slots, vocab_size or model.config.vocab_size, decode, live_updates
-    )
+    vocab_size = vocab_size or model.config.vocab_size
+    engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates)
     tensors = ((name, tensor.detach()) for name, tensor in model.named_parameters())
     asyncio.run(engine.load_weights(WeightUpdate(0, tensors)))
     return engine

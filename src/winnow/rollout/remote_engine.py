@@ -15,7 +15,6 @@ makes it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -106,14 +105,17 @@ class EngineWorker:
         gather: bool,
     ) -> None:
         """Wait as `Engine.events` does, `patience_s` at most; gather all up to `until` if asked."""
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(patience_s) as self._patience:
                 while True:
                     events = await self._engine.events(until)
                     found += events
                     if not (gather and events) or self._engine.status().tick == until:
                         break
-        self._patience = None
+        except TimeoutError:
+            pass
+        finally:
+            self._patience = None
 
 
 def _detach(events: Sequence[CompletionEvent]) -> tuple[list[CompletionEvent], ArrayBlock]:

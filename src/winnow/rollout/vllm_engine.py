@@ -36,13 +36,13 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from vllm import EngineArgs  # noqa: E402
-from vllm import SamplingParams as RequestParams  # noqa: E402
 from vllm.config import WeightTransferConfig  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
+from vllm import EngineArgs  # noqa: E402
+from vllm import SamplingParams as RequestParams  # noqa: E402
 from winnow.errors import PublicationError, WorkerError  # noqa: E402
 from winnow.rollout import vllm_plugin  # noqa: E402
 from winnow.rollout.engine import (  # noqa: E402
@@ -262,10 +262,12 @@ class VllmEngine(TickEngine[WrittenAnswer]):
         self._rows.append(answer)
 
     def _add(self, context: IntArray, params: RequestParams, priority: int) -> str:
-        name = str(next(self._numbers))
+        number = next(self._numbers)
         prompt = {"prompt_token_ids": context.tolist(), "cache_salt": self._salt}
-        self._llm.add_request(name, prompt, params, priority=priority)
-        return name
+        # Of the same priority the older goes first, by numbers: a clock may be set back.
+        kwargs = {"priority": priority, "arrival_time": float(number)}
+        self._llm.add_request(str(number), prompt, params, **kwargs)
+        return str(number)
 
     def _run_step(self) -> dict[int, FinishReason]:
         """Run a step of vLLM's scheduler; returns rows whose newest token ended them."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -206,14 +206,21 @@ class TensorTransfer(WeightTransferEngine[NoInit, NamedTensors]):  # type: ignor
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        # On CPUs the layers are repacked by now, but not a tied head: it would keep the old weights
-        # and every call would report success.
-        head = getattr(self.model, "lm_head", None)
-        if head is not None and hasattr(head, "quant_method"):
-            head.quant_method.process_weights_after_loading(head)
+        repack_head(self.model)
 
     def shutdown(self) -> None:
         pass
+
+
+def repack_head(model: nn.Module) -> None:
+    """Pack a model's output layer again after an update.
+
+    vLLM repacks layers for its CPU kernels, but not a tied head, which would go on with the old
+    weights while every call reports success.
+    """
+    head = getattr(model, "lm_head", None)
+    if head is not None and hasattr(head, "quant_method"):
+        head.quant_method.process_weights_after_loading(head)
 
 
 class WorkerExtension:

@@ -1,0 +1,229 @@
+"""Publication to the vLLM engine: it uses the new weights alone, or says that it is broken."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.contract.test_engine import (
+    VOCAB,
+    Wire,
+    model_of,
+    reference_logprobs,
+    torch_engine,
+)
+from tests.vllm_engines import vllm_engine
+from transformers import PreTrainedModel
+
+from winnow.errors import PublicationError, WorkerError
+from winnow.learning.canary import Canary
+from winnow.learning.strategy import Strategy
+from winnow.models.causal_lm import use_layout_attention
+from winnow.rollout import vllm_plugin
+from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
+from winnow.rollout.engine_group import EngineGroup
+from winnow.rollout.remote_engine import EngineWorker, RemoteEngine, Reply
+from winnow.rollout.vllm_engine import VllmEngine
+from winnow.rollout.weights import Bucket, buckets
+
+Weights = list[tuple[str, torch.Tensor]]
+
+
+def learned(name: str = "qwen3", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model after it has learnt: every tensor is another."""
+    model = model_of(name, dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-0.7)
+    return model
+
+
+def weights_of(model: PreTrainedModel) -> Weights:
+    return [(name, tensor.detach().clone()) for name, tensor in model.named_parameters()]
+
+
+def group_of(prompt: np.ndarray, number: int, n: int = 3, limit: int = 20) -> GroupRequest:
+    answers = tuple(AnswerRequest(i, 10 * number + i) for i in range(n))
+    return GroupRequest(number, prompt, answers, SamplingParams(limit), number)
+
+
+async def publish(engine: Any, update: WeightUpdate) -> None:
+    packed = list(buckets(update, 20_000))
+    assert len(packed) > 10
+    for bucket in packed:
+        assert await engine.take_bucket(bucket) == bucket.checksum()
+    await engine.load_weights(WeightUpdate(update.version))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2"])  # a tied head, and one of its own
+def test_fresh_answers_are_of_the_new_weights_though_their_prompt_was_cached(name: str) -> None:
+    engine = vllm_engine(model_of(name), live_updates=True)
+    prompt = np.random.default_rng(0).integers(3, VOCAB, 140)  # a block of the cache, and more
+    new = learned(name)
+
+    async def run() -> tuple[list[Any], list[Any]]:
+        await engine.submit([group_of(prompt, 0), group_of(prompt[:5], 1, limit=100)])
+        cached = list(await engine.events())
+        assert engine.status().running == 3  # the cache cannot be emptied now
+        await publish(engine, WeightUpdate(1, weights_of(new)))
+        await engine.submit([group_of(prompt, 2)])
+        fresh: list[Any] = []
+        while events := await engine.events():
+            fresh += events
+        return cached, fresh
+
+    cached, fresh = asyncio.run(run())
+    for event in cached:
+        want = reference_logprobs(model_of(name), prompt, event.segment.token_ids)
+        np.testing.assert_allclose(event.segment.logprobs, want, atol=3e-5)
+    reference = learned(name, torch.float64)
+    for event in fresh:
+        spans = [(span.version, span.stop) for span in event.segment.spans]
+        if event.group_id == 1:
+            assert spans == [(0, 20), (1, 100)]
+            continue
+        assert spans == [(1, 20)]
+        want = reference_logprobs(reference, prompt, event.segment.token_ids)
+        np.testing.assert_allclose(event.segment.logprobs, want, atol=5e-6)
+    assert len(cached) == 3
+    assert len(fresh) == 6
+
+
+def test_bf16_weights_arrive_and_a_stale_tied_head_would_show(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM on a CPU leaves the packed copy of a tied head as it was, and reports success."""
+    new = learned(dtype=torch.bfloat16)
+    engine = vllm_engine(model_of("qwen3", torch.bfloat16))
+    ids = [np.random.default_rng(1).integers(0, VOCAB, 64)]
+    (want,) = asyncio.run(torch_engine(new).logprobs_of(ids, 1.0, 63))
+    gaps = []
+    for repack in (False, True):
+        if not repack:
+            monkeypatch.setattr(vllm_plugin, "repack_head", lambda model: None)
+        asyncio.run(engine.load_weights(WeightUpdate(1, weights_of(new))))
+        (found,) = asyncio.run(engine.logprobs_of(ids, 1.0, 63))
+        gaps.append(float(np.abs(found - want).max()))
+        monkeypatch.undo()
+    assert gaps[1] < 0.2 < 1 < gaps[0]
+
+
+def test_the_canary_hears_the_new_weights() -> None:
+    policy = learned()
+    use_layout_attention(policy)
+    strategy = Strategy(policy)
+    canary = Canary.drawn(VOCAB, 256, torch.float32)
+    engine = vllm_engine(model_of("qwen3"))
+
+    async def run() -> None:
+        expected = canary.expected(strategy)
+        with pytest.raises(PublicationError, match="engine 0 does not answer as the trainer"):
+            await canary.check(expected, 1, {"engine 0": engine})
+        await publish(engine, WeightUpdate(1, weights_of(policy)))
+        await canary.check(expected, 1, {"engine 0": engine})
+
+    asyncio.run(run())
+
+
+SIZES = count(1000)
+
+
+@pytest.fixture
+def doomed() -> VllmEngine:
+    """An engine whose vLLM no other test uses."""
+    return vllm_engine(model_of("qwen3"), live_updates=True, prefill_tokens=next(SIZES))
+
+
+def shortened(update: WeightUpdate) -> WeightUpdate:
+    assert update.tensors is not None
+    return WeightUpdate(update.version, list(update.tensors)[:-1])
+
+
+def misnamed(update: WeightUpdate) -> WeightUpdate:
+    return WeightUpdate(update.version, [(f"x.{name}", t) for name, t in update.tensors or ()])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [(shortened, "1 of the model's tensors did not come"), (misnamed, "none of that name")],
+    ids=["a tensor is missing", "names are of another model"],
+)
+def test_an_update_that_came_in_part_ends_the_engine(
+    doomed: VllmEngine, spoil: Any, reason: str
+) -> None:
+    update = WeightUpdate(1, weights_of(learned()))
+
+    async def run() -> None:
+        await doomed.submit([group_of(np.arange(3, 9), 0, limit=100)])
+        await doomed.events(until=3)
+        waiting = asyncio.create_task(doomed.events())
+        with pytest.raises(PublicationError, match=reason):
+            await publish(doomed, spoil(update))
+        calls: list[Any] = [
+            waiting,  # it is not left waiting
+            doomed.events(),
+            doomed.submit([group_of(np.arange(3, 9), 1)]),
+            doomed.logprobs_of([np.arange(3, 9)], 1.0, 2),
+            doomed.take_bucket(next(iter(buckets(update)))),
+            doomed.load_weights(WeightUpdate(2)),
+        ]
+        for call in calls:
+            with pytest.raises(WorkerError, match=f"{reason}.*the engine must be replaced"):
+                await call
+        # What it wrote until then is known.
+        told = await doomed.progress()
+        assert [len(event.segment) for event in told] == [3, 3, 3]
+
+    asyncio.run(run())
+
+
+def test_others_go_on_when_one_engine_cannot_take_weights(
+    doomed: VllmEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = learned()
+    receiver = doomed._receiver
+
+    def interrupted(version: int) -> Any:
+        doomed._llm.collective_rpc("start_weight_update")  # as one that was cut off leaves it
+        return receiver(version)
+
+    monkeypatch.setattr(doomed, "_receiver", interrupted)
+    healthy = torch_engine(model_of("qwen3", torch.float32), live_updates=True)
+
+    async def run() -> list[Any]:
+        engines = [
+            RemoteEngine(Wire(EngineWorker(engine)), Reply(None, [], engine.status()))
+            for engine in (healthy, doomed)
+        ]
+        group = EngineGroup(engines, deterministic=False)
+        await group.submit([group_of(np.arange(3, 9), g, limit=200) for g in range(5)])
+        await asyncio.sleep(0.05)
+        await group.load_weights(WeightUpdate(1, weights_of(new)))
+        out: list[Any] = []
+        while events := await group.events():
+            out += events
+        assert group.dead == ["engine 1"]
+        assert group.status().weight_version == 1
+        return out
+
+    events = asyncio.run(run())
+    assert {event.kind for event in events} == {"finished"}
+    assert len({event.key for event in events}) == len(events) == 15
+    assert "already active" in caplog.text
+
+
+def test_a_bucket_out_of_turn_ends_the_engine(doomed: VllmEngine) -> None:
+    first: Bucket = next(iter(buckets(WeightUpdate(1, weights_of(learned())), 20_000)))
+
+    async def run() -> None:
+        await doomed.take_bucket(first)
+        with pytest.raises(PublicationError, match="bucket 1 of version 1 is due"):
+            await doomed.take_bucket(Bucket(1, 5, first.pieces))
+        with pytest.raises(WorkerError, match="must be replaced"):
+            await doomed.take_bucket(first)
+
+    asyncio.run(run())
