@@ -37,8 +37,7 @@ from winnow.sampling.stream import Sampler
 from winnow.workers.threads import in_thread
 
 if TYPE_CHECKING:
-    from winnow.learning.canary import Canary
-    from winnow.types import FloatArray
+    from winnow.learning.canary import Canary, CanaryScores
 
 Mode = Literal["sync", "one_step_off", "async"]
 Publish = Callable[[int], Awaitable[Mapping[str, Number]]]
@@ -69,7 +68,7 @@ class Sending:
         engine: Engine,
         weights: Callable[[int], WeightUpdate],
         canary: Canary,
-        expected: Callable[[Canary], Sequence[FloatArray]],
+        expected: Callable[[Canary], CanaryScores],
     ) -> None:
         self._engine, self._weights = engine, weights
         self._canary, self._expected = canary, expected

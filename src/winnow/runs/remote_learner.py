@@ -24,7 +24,7 @@ from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import CheckpointError
-from winnow.learning.canary import Canary
+from winnow.learning.canary import Canary, CanaryScores
 from winnow.learning.fsdp2 import FSDP2Strategy, State, on_host, read_shards, write_shards
 from winnow.learning.learner import Learned
 from winnow.learning.strategy import local
@@ -39,7 +39,7 @@ from winnow.runs.checkpoint import Snapshot, this_machine
 from winnow.runs.loading import check_finite, load_policy_model
 from winnow.runs.metrics import Passes
 from winnow.runs.state import Save
-from winnow.types import FloatArray, Group
+from winnow.types import Group
 from winnow.workers.array_refs import SplitResult, fetch
 from winnow.workers.group import WorkerGroup
 from winnow.workers.host import RankInfo
@@ -147,7 +147,7 @@ class LearnerWorker:
         """Give the learner the state that it had."""
         self._learning.learner.load_state_dict(state)
 
-    def canary(self, canary: Canary) -> list[FloatArray]:
+    def canary(self, canary: Canary) -> CanaryScores:
         """Compute the policy's log-probs of fixed sequences, shared out over the ranks."""
         return canary.expected(self._learning.policy)
 
@@ -300,8 +300,8 @@ class RemoteLearner:
         while (said := self.call("next_bucket")) is not None:
             yield said.told
 
-    def canary(self, canary: Canary) -> list[FloatArray]:
-        found: list[FloatArray] = self.call("canary", canary)
+    def canary(self, canary: Canary) -> CanaryScores:
+        found: CanaryScores = self.call("canary", canary)
         return found
 
     def copy(self) -> Snapshot:
