@@ -75,9 +75,9 @@ LARGEST = 10.0
 """A single token may be off by so many times the mean that is allowed. Correct engines have at most
 9 times what rounding makes."""
 CEILING = 16.0
-"""What rounding makes is never taken for more than so many machine epsilons, relative to the spread
-of the logits: the sum of some 1,500 roundings one after the other on each side, a dozen for each of
-128 layers. A model whose log-probs move further computes nothing that can be checked."""
+"""The most that rounding may account for, in machine epsilons of the logits' spread: some 1,500
+roundings one after the other on each side, a dozen for each of 128 layers. The log-probs of a model
+that moves further cannot be checked in this dtype."""
 _MICROBATCH_TOKENS = 2048
 
 
@@ -89,7 +89,7 @@ class Canary:
     temperature: float
     """The temperature of the strategy that is compared with."""
     dtype: torch.dtype
-    """Of the weights that engines hold."""
+    """The dtype of the weights that engines hold."""
 
     @classmethod
     def drawn(
