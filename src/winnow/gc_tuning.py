@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 
 
@@ -40,5 +41,11 @@ def frozen() -> Iterator[None]:
 
 def leave_at_exit() -> None:
     """Leave all objects alone at the process's end: the system takes the memory back."""
-    atexit.unregister(gc.freeze)
-    atexit.register(gc.freeze)
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    # Triton's bindings print a page about objects that are left.
+    if "triton._C.libtriton" not in sys.modules:
+        gc.freeze()

@@ -157,6 +157,10 @@ def refusal(error: Exception, model: str, cache_gib: float | None) -> WinnowErro
 def _one_line(error: BaseException) -> str:
     """Return the message of an error, the first of a pydantic one, shortened to one line."""
     errors = getattr(error, "errors", None)
-    text = errors()[0]["msg"].removeprefix("Value error, ") if callable(errors) else str(error)
+    text = str(error)
+    if callable(errors):
+        first = errors()[0]
+        text = first["msg"].removeprefix("Value error, ")
+        text = ": ".join([*map(str, first["loc"]), text])
     line = " ".join(text.split()).rstrip(".") or type(error).__name__
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
