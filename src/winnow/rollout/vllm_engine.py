@@ -36,13 +36,13 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
+from vllm import EngineArgs  # noqa: E402
+from vllm import SamplingParams as RequestParams  # noqa: E402
 from vllm.config import WeightTransferConfig  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
-from vllm import EngineArgs  # noqa: E402
-from vllm import SamplingParams as RequestParams  # noqa: E402
 from winnow.errors import PublicationError, WorkerError  # noqa: E402
 from winnow.rollout import vllm_plugin  # noqa: E402
 from winnow.rollout.engine import (  # noqa: E402
