@@ -334,43 +334,50 @@ class Sampler:
 
     async def _events(self) -> Sequence[CompletionEvent]:
         """Wait for the engine's events, up to the tick at which a score is due."""
-        if self._untaken:
-            known, self._untaken = self._untaken, []
-            return known
+        if not self._untaken:
+            await self._hear()
+        events, self._untaken = self._untaken, []
+        return events
+
+    async def _hear(self) -> None:
+        """Wait for the engine's events, and keep them until they are taken.
+
+        They are kept by the task that heard them, so that no cancellation loses one.
+        """
         until = self._scores.next_due if self._deterministic else None
         self._waits_for_engine = True
         try:
             events = await self._engine.events(until)
         finally:
             self._waits_for_engine = False
+        self._untaken += events
         if not events and self.ledger.groups.running:
             status = self._engine.status()
             if not status.running + status.queued:
                 self.ledger.lose_running("the engine lost the answer")
             await asyncio.sleep(0)
-        return events
 
     async def _events_or_news(self) -> Sequence[CompletionEvent]:
         """Wait for the engine's events, or return none at news: a score or a publication."""
-        is_running = self.ledger.groups.running > 0
-        if not self._scores.under_way and not self.ledger.unlearnt_steps:
+        is_alone = not self._scores.under_way and not self.ledger.unlearnt_steps
+        if self._untaken or is_alone:  # then neither can come
             return await self._events()
-        now, began = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
-        news = asyncio.ensure_future(self._scores.news())
-        engine = asyncio.ensure_future(self._events()) if is_running else None
-        waiting = [news] if engine is None else [engine, news]
+        began = asyncio.get_running_loop().time()
+        waiting = [asyncio.ensure_future(self._scores.news())]
+        if self.ledger.groups.running:
+            waiting.append(asyncio.ensure_future(self._hear()))
+        is_idle = len(waiting) == 1 and not self._scores.under_way
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in waiting:
                 task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-            if engine is None and not self._scores.under_way:
-                self.idle_s += now() - began
-            elif engine is not None and not engine.cancelled() and engine.exception() is None:
-                self._untaken += engine.result()
-        if engine is not None and not engine.cancelled():
-            engine.result()
+            found = await asyncio.gather(*waiting, return_exceptions=True)
+            if is_idle:
+                self.idle_s += asyncio.get_running_loop().time() - began
+        for error in found:
+            if isinstance(error, Exception):
+                raise error
         events, self._untaken = self._untaken, []
         return events
 
