@@ -263,10 +263,12 @@ def test_a_request_to_stop_leaves_a_state_that_goes_on(mode: Mode, step: int, se
 
 def test_a_stop_keeps_what_is_written_by_then_where_sampling_runs_on(tmp_path: Path) -> None:
     first = World(tmp_path / "a", "async", random.Random(1), lookahead=2.0)
-    scored = first.score
+    scored, later = first.score, list[Prompt]()
 
     async def stopping(prompt: Prompt, trajectory: Trajectory) -> Score:
-        if len(first.learnt) == 2 and int(prompt.uid) % 5 == 4:
+        if len(first.learnt) >= 2:
+            later.append(prompt)
+        if len(later) == 4:
             first.stop._handle(signal.SIGTERM, None)
         return await scored(prompt, trajectory)
 
