@@ -181,6 +181,45 @@ def export(
     typer.echo(f"Exported to {run_export(run, target, step, adapter, overrides)}")
 
 
+@app.command("check-engine", no_args_is_help=True)
+def check_engine(
+    engine: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL|RECIPE",
+            help="Address of a server that speaks /inference/v1/generate, or a recipe.",
+        ),
+    ],
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="The model that the engine is said to hold."),
+    ] = None,
+    update: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Other weights of it, to be loaded and taken back."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Test that an engine samples from a model's whole softmax, and takes new weights.
+
+    For instance: winnow check-engine http://127.0.0.1:8000 --model FOLDER model.dtype=bfloat16
+    """
+    import json
+    from dataclasses import asdict
+
+    with heap.growing():
+        from winnow.runs.check_engine import config_to_check, run_engine_check
+
+    found = run_engine_check(config_to_check(engine, overrides or [], model), update)
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in found], indent=2))
+    else:
+        for finding in found:
+            typer.echo(f"{finding.name:<9} {finding.state:<12} {finding.text}")
+    raise typer.Exit(any(finding.state == "failed" for finding in found))
+
+
 @app.command()
 def doctor(
     runs: Annotated[str, typer.Option("--runs", help="Folder that is to hold runs.")] = "runs",

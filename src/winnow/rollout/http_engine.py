@@ -529,7 +529,7 @@ def make_http_engine(
     Args:
         vocab_size: ids at or beyond it are never drawn.
         rows: logits that the model has.
-        longest: most tokens of a prompt and its answer.
+        longest: most tokens of a request.
         options: of `HttpEngine`.
 
     Raises:

@@ -161,7 +161,7 @@ class GenerateServer:
         """Check that the server answers, and writes ids with log-probs.
 
         Args:
-            positions: tokens that a prompt and its answer may have.
+            positions: most tokens of a request.
 
         Raises:
             ConfigError: it does not; the line says what to do.
@@ -179,9 +179,9 @@ class GenerateServer:
         short = [limit for limit in limits if isinstance(limit, int) and limit < (positions or 0)]
         if short:
             raise ConfigError(
-                f"{self.url} takes {short[0]:,} tokens (max_model_len), but a prompt and its "
-                f"answer may have {positions:,}; start it with --max-model-len {positions}, or "
-                "lower rollout.max_response_tokens"
+                f"{self.url} takes {short[0]:,} tokens (max_model_len), but prompts with their "
+                f"answers, or checks of its weights, have {positions:,}; start it with "
+                f"--max-model-len {positions} or more"
             )
 
     def probe_blocking(self, positions: int | None = None) -> None:

@@ -299,9 +299,7 @@ def placed_models(
         WinnowError: a model of the recipe cannot be loaded, or a process cannot be started.
     """
     groups = others()
-    engines = groups.get("rollout")
-    is_apart = has_engines_apart(config)
-    engine = _engines_apart(config, policy, engines) if is_apart else make_engine(config, policy)
+    is_apart, engine = has_engines_apart(config), engine_of(config, policy, groups)
     if "policy" not in groups:
         return _learning_here(config, policy, start, engine, is_apart)
     from winnow.runs.remote_learner import RemoteLearner
@@ -313,7 +311,7 @@ def placed_models(
         engine=engine,
         learner=learner,
         tensors=learner,
-        publish=Sending(engine, weights, _canary(config, policy), learner.canary),
+        publish=Sending(engine, weights, canary_of(config, policy), learner.canary),
         passes=learner.facts.passes,
         machine={**learner.facts.machine, "ranks": ranks.size},
         ranks=ranks.size,
@@ -335,7 +333,7 @@ def _learning_here(
         publish = Sending(
             engine,
             lambda version: WeightUpdate(version, own.export_weights()),
-            _canary(config, policy),
+            canary_of(config, policy),
             lambda canary: canary.expected(own),
         )
     return Topology(
@@ -349,7 +347,8 @@ def _learning_here(
     )
 
 
-def _canary(config: Config, policy: Policies) -> Canary:
+def canary_of(config: Config, policy: Policies) -> Canary:
+    """Draw the sequences that publications are checked with."""
     from winnow.learning.canary import Canary
 
     return Canary.drawn(
@@ -394,7 +393,7 @@ def http_engine(config: Config, policy: Policies) -> HttpEngine:
         section.timeout_s,
         policy.vocabulary,
         policy.model.config.vocab_size,
-        longest_tokens(config),
+        max(longest_tokens(config), *map(len, canary_of(config, policy).sequences)),
         slots=section.slots,
         decode=decoder(policy.tokenizer, special_tokens=True),
         live_updates=not config.run.deterministic,
@@ -443,9 +442,20 @@ def _vllm_options(config: Config) -> dict[str, Any]:
     return engine.model_dump(include=names)
 
 
-def _engines_apart(
-    config: Config, policy: Policies, groups: Sequence[WorkerGroup] | None
+def engine_of(
+    config: Config, policy: Policies, others: Mapping[str, Sequence[WorkerGroup]]
 ) -> Engine:
+    """Make the engine over a recipe's processes or servers, or in this process.
+
+    Args:
+        others: as `WorkerProcesses` returns them.
+
+    Raises:
+        ConfigError: as `make_engine` and `http_engine` raise it.
+    """
+    if not has_engines_apart(config):
+        return make_engine(config, policy)
+    groups = others.get("rollout")
     if not groups:
         return http_engine(config, policy)
     from winnow.rollout.engine_group import EngineGroup, quantum_for
