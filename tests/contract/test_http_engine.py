@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from winnow.errors import ConfigError, PublicationError, WinnowError, WorkerError
 from winnow.learning.canary import Canary
+from winnow.learning.strategy import Strategy
+from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import CompletionEvent, SamplingParams, WeightUpdate, generate
 from winnow.rollout.http_engine import HttpEngine, make_http_engine, seed_behind
-from winnow.rollout.torch_engine import TorchEngine
 
 SHAPE = {"vocab_size": 40, "initializer_range": 0.3, "tie_word_embeddings": False}
 LONGEST = 200
@@ -277,11 +278,12 @@ def test_a_canary_tells_whether_new_weights_took_effect(
     url, _ = servers.start(folder, *([illness] if illness else []))
     engine = engine_over(url)
     canary = Canary.drawn(40, 256, torch.float32, temperature=0.7)
-    reference = TorchEngine(copy.deepcopy(other), slots=1, prefill_tokens=1024)
+    trainer = copy.deepcopy(other)
+    use_layout_attention(trainer)
+    expected = canary.expected(Strategy(trainer, temperature=0.7))
 
     async def run() -> float:
         await engine.load_weights(WeightUpdate(1, other.named_parameters()))
-        expected = await reference.logprobs_of(canary.sequences, 0.7, 32)
         return await canary.check(expected, 1, engine.engines)
 
     if illness is None:

@@ -286,18 +286,21 @@ async def _update(engine: Engine, own: Witness, other: Witness | None) -> Engine
     name = "update"
     if other is None:
         return EngineFinding(name, "not offered", "give other weights in --update FOLDER")
-    figures = {}
+    figures, faults = dict[str, float](), list[str]()
     for number, (witness, what) in enumerate([(other, "new"), (own, "first")], 1):
         try:
             await engine.load_weights(WeightUpdate(number, witness.strategy.export_weights()))
         except (ConfigError, PublicationError) as error:
-            return EngineFinding(name, "failed", f"the {what} weights: {error}")
+            faults.append(f"the {what} weights: {error}")
+            break
         found = await witness.compare(name, engine, number)
         if found.state == "failed":
-            return EngineFinding(name, "failed", f"the {what} weights: {found.text}")
-        figures[what] = found.figures["largest"]
-    said = ", ".join(f"{what} weights {most:.2g}" for what, most in figures.items())
-    return EngineFinding(name, "passed", f"largest |Δlogp| in nats: {said}", figures)
+            faults.append(f"the {what} weights: {found.text}")
+        figures |= {f"{what} {key}": value for key, value in found.figures.items()}
+    if faults:
+        return EngineFinding(name, "failed", "; ".join(faults), figures)
+    said = ", ".join(f"{key} {value:.2g}" for key, value in figures.items())
+    return EngineFinding(name, "passed", f"|Δlogp| in nats with the weights: {said}", figures)
 
 
 async def _sleep(engine: Engine, own: Witness) -> EngineFinding:
