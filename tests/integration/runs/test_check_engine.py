@@ -172,9 +172,7 @@ def test_uniform_values_are_no_bias_and_a_lost_tail_is_one(seed: int) -> None:
     values = np.random.default_rng(seed).random(4096)
     assert rank_bias(values)[0] > ALPHA
     lost = values * 0.995  # no token of the least likely 0.5 %
-    p_value, where = rank_bias(lost)
-    assert p_value < ALPHA
-    assert "least likely 0.5% of probability came 0 times" in where
+    assert rank_bias(lost)[0] < ALPHA
 
 
 def test_p_values_are_not_too_small() -> None:
