@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from itertools import count
 from typing import Any
 
@@ -125,6 +126,39 @@ def test_the_canary_hears_the_new_weights() -> None:
             await canary.check(expected, 1, {"engine 0": engine})
         await publish(engine, WeightUpdate(1, weights_of(policy)))
         await canary.check(expected, 1, {"engine 0": engine})
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_canary_catches_a_stale_tied_head_of_weights_5_percent_apart(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = model_of("qwen3", dtype)
+    with torch.no_grad():
+        for parameter in before.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(0.2)  # as flat as models begin
+    engine, policy = vllm_engine(before), copy.deepcopy(before)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_((1 + 0.05 * torch.randn(parameter.shape)).to(dtype))
+    use_layout_attention(policy)
+    strategy = Strategy(policy, temperature=0.8, vocab_size=VOCAB)
+    canary = Canary.drawn(VOCAB, 256, dtype, 0.8)
+    expected = canary.expected(strategy)
+    tensors = list(strategy.export_weights(dtype))
+
+    async def run() -> None:
+        with monkeypatch.context() as without:
+            without.setattr(vllm_plugin, "repack_head", lambda model: None)
+            await engine.load_weights(WeightUpdate(1, tensors))
+        with pytest.raises(PublicationError, match="engine 0 does not answer as the trainer"):
+            await canary.check(expected, 1, {"engine 0": engine})
+        await engine.load_weights(WeightUpdate(2, tensors))
+        largest = await canary.check(expected, 2, {"engine 0": engine})
+        assert largest < expected.limits.largest / 2
 
     asyncio.run(run())
 
