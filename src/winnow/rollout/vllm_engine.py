@@ -36,7 +36,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from vllm import EngineArgs  # noqa: E402
+from vllm import EngineArgs, envs  # noqa: E402
 from vllm import SamplingParams as RequestParams  # noqa: E402
 from vllm.config import WeightTransferConfig  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
@@ -398,9 +398,10 @@ def start_vllm(
         None,
     )
     if longest is not None:
-        longest = max(longest, _LONGEST_SCORED)
-        longest = min(longest, positions or longest)
+        longest = max(longest, min(_LONGEST_SCORED, positions or _LONGEST_SCORED))
     batch = slots + _SCORED_AT_ONCE
+    is_second = envs.VLLM_USE_V2_MODEL_RUNNER
+    sampler = vllm_plugin.HashSamplerV2 if is_second else vllm_plugin.HashSampler
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": dtype,
@@ -413,11 +414,12 @@ def start_vllm(
         "enable_prefix_caching": prefix_caching,
         "enable_chunked_prefill": chunked_prefill,
         "skip_tokenizer_init": True,
+        "disable_log_stats": True,
         "async_scheduling": False,
         "scheduling_policy": "priority",
         "enforce_eager": not torch.cuda.is_available(),
         "logprobs_mode": "processed_logits",
-        "logits_processors": [vllm_plugin.HashSampler],
+        "logits_processors": [sampler],
         "worker_extension_cls": "winnow.rollout.vllm_plugin.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
     }

@@ -117,6 +117,7 @@ def check_head_size(model: str, size: int, taken: Collection[int]) -> None:
 
 _NEEDED = re.compile(r"max seq len \((\d+)\), \(([\d.]+) GiB KV cache is needed")
 _FREE = re.compile(r"Available memory on .*?\(([\d.]+)/[\d.]+ GiB\).*?kv cache")
+_POSITIONS = re.compile(r"max_model_len \((\d+)\) is greater than the derived .*?=(\d+)")
 _HEADS = re.compile(r"heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\)")
 
 
@@ -142,6 +143,12 @@ def refusal(error: Exception, model: str, cache_gib: float | None) -> WinnowErro
         return ConfigError(
             f"{given} leaves no memory for keys and values; set it to a number of GiB, or raise "
             "rollout.engine.extra.gpu_memory_utilization"
+        )
+    if found := _POSITIONS.search(said):
+        return ConfigError(
+            f"data.max_prompt_tokens and rollout.max_response_tokens (or evaluation's) allow "
+            f"{found[1]} tokens, but {model} has {found[2]} positions, at which vLLM ends; lower "
+            "them"
         )
     if found := _HEADS.search(said):
         return ConfigError(
