@@ -211,7 +211,14 @@ class DecodeLayout:
             oldest = self.positions[:, None] - window
             places = torch.arange(self.length, device=q.device)
             bias = bias.masked_fill(places <= oldest, -torch.inf)
-        query = (q * scale).view(rows, kv_heads, heads // kv_heads, width)
+        query = q.view(rows, kv_heads, heads // kv_heads, width)
+        if q.device.type == "cpu" and q.dtype.itemsize == 2:
+            # A product of half precision copies all its keys; this call reads them where they are.
+            # Queries that share a head's keys stand where others have a sequence.
+            mask = bias[:, None, None]
+            out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+            return out.view(rows, heads, width)
+        query = query * scale
         scores = torch.matmul(query, keys.transpose(2, 3)).add_(bias[:, None, None])
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
         return torch.matmul(weights, values).view(rows, heads, width)
