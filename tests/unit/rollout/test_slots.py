@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
-from winnow.rollout.slots import PrefilledAnswer, PromptBlock, Slots
+from winnow.rollout.slots import DecodeLayout, PrefilledAnswer, PromptBlock, SlotCache, Slots
 
 PLAIN, NUCLEUS = SamplingParams(5), SamplingParams(5, top_p=0.5)
 
@@ -28,3 +29,40 @@ def test_settings_that_no_row_has_any_more_are_forgotten() -> None:
         used = [slots.kinds[kind] for kind in slots.kind[: len(slots)].tolist()]
         assert used == [a.group.sampling_of(a.request) for a in slots.answers]
         assert set(slots.kinds) == set(used)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+)
+def test_a_query_sees_its_rows_keys_and_the_new_one(
+    dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, window: int | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    lengths, width, cpu = [7, 1, 4], 16, torch.device("cpu")
+    rows = torch.arange(len(lengths))
+    cache = SlotCache(len(lengths) + 1, dtype, cpu)
+    cache.reserve(max(lengths))
+    shape = cache.slots, kv_heads, cache.length, width
+    cache.layers = [(random(*shape), random(*shape))]
+    at = torch.tensor(lengths) - 1
+    for row, length in enumerate(lengths):
+        cache.bias[row, :length] = 0.0
+    q, k, v = (random(len(lengths), n, width) for n in (heads, kv_heads, kv_heads))
+    got = DecodeLayout(cache, rows, at, max(lengths)).attend(0, q, k, v, 0.4, window)
+
+    keys, values = cache.layers[0]
+    for row, length in enumerate(lengths):
+        assert torch.equal(keys[row, :, length - 1], k[row])
+        assert torch.equal(values[row, :, length - 1], v[row])
+        seen = slice(max(0, length - (window or length)), length)
+        for head in range(heads):
+            own = head // (heads // kv_heads)
+            scores = keys[row, own, seen].double() @ q[row, head].double() * 0.4
+            want = scores.softmax(-1) @ values[row, own, seen].double()
+            torch.testing.assert_close(got[row, head].double(), want, rtol=0, atol=tolerance)
