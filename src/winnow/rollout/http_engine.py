@@ -17,12 +17,14 @@ so what follows, depends on time. Hence there is no deterministic mode.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import shutil
 import tempfile
 import time
+import weakref
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from operator import attrgetter
 from pathlib import Path
@@ -32,7 +34,7 @@ from uuid import uuid4
 import numpy as np
 from torch import Tensor
 
-from winnow.errors import ConfigError, PublicationError, WinnowError, WorkerError
+from winnow.errors import ConfigError, PublicationError, WorkerError
 from winnow.http.client import RemoteError
 from winnow.rollout.engine import (
     AnswerRequest,
@@ -44,7 +46,7 @@ from winnow.rollout.engine import (
 from winnow.rollout.http_server import Chunk, GenerateServer
 from winnow.rollout.tick_engine import PendingAnswer
 from winnow.rollout.weights import tensors
-from winnow.types import FinishReason, Segment
+from winnow.types import FinishReason, FloatArray, Segment
 
 log = logging.getLogger(__name__)
 
@@ -124,16 +126,19 @@ class HttpEngine:
     ) -> None:
         self._servers = list(servers)
         self._slots, self._decode, self._live = slots, decode, live_updates
-        self._parent, self._own_parent = folder, None  # type: tuple[Path | None, Path | None]
+        self._parent = folder
         self._reload_s, self._restart_s = reload_timeout_s, restart_timeout_s
         self._name = f"winnow-{uuid4().hex[:12]}"
+        self._count = itertools.count()
         self._weights: Path | None = None  # folder of the newest
+        self._folders: list[Path] = []  # that were made
+        self._delete = weakref.finalize(self, _delete, self._folders)  # at the process's end, too
         self._queue: list[_Writing] = []
         self._running: dict[GenerateServer, list[_Writing]] = {s: [] for s in servers}
         self._reviving: dict[GenerateServer, asyncio.Task[None]] = {}
         self._events: list[CompletionEvent] = []
         self._news = asyncio.Event()
-        self._fault: Exception | None = None
+        self._fault: BaseException | None = None
         self._is_open = True  # no weights are coming
         self._version = self._generated = 0
         self._counted: int | None = None  # tokens at the last `progress`
@@ -223,7 +228,7 @@ class HttpEngine:
             return
         named = tensors(update.buckets) if update.buckets is not None else update.tensors
         assert named is not None
-        before, folder = self._weights, await self._write_weights(named, update.version)
+        folder = await self._write_weights(named, update.version)
         self._is_open = False
         try:
             for writing in self._under_way():
@@ -233,8 +238,10 @@ class HttpEngine:
             await self._until(lambda: bool(self.engines))
         finally:
             self._is_open = True
-        if before is not None:
-            shutil.rmtree(before, ignore_errors=True)
+        if not self._reviving:  # no server may read them yet
+            older = [f for f in self._folders if f.parent == self._parent and f != folder]
+            _delete(older)
+            self._folders[:] = [f for f in self._folders if f not in older]
         self._deal()
 
     def status(self) -> EngineStatus:
@@ -258,9 +265,7 @@ class HttpEngine:
             task.cancel()
         for server in self._servers:
             server.close()
-        for folder in (self._weights, self._own_parent):
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+        self._delete()
 
     # -- answers ------------------------------------------------------------------------------
 
@@ -279,7 +284,18 @@ class HttpEngine:
                 return
             writing = self._queue.pop(0)
             self._running[server].append(writing)
-            writing.task = asyncio.create_task(self._write(writing, server))
+            writing.task = self._begin(self._write(writing, server))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin a task; an error that it does not expect is raised by `events`."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._raise_in_events(error)
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(ended)
+        return task
 
     def _stop(self, writing: _Writing) -> None:
         """Take an answer from its server; tokens on their way are not waited for."""
@@ -394,7 +410,7 @@ class HttpEngine:
         assert reason is not None
         return CompletionEvent(*writing.key, kind, writing.segment(), reason, 0, error)
 
-    def _raise_in_events(self, error: Exception) -> None:
+    def _raise_in_events(self, error: BaseException) -> None:
         self._fault = self._fault or error
         self._news.set()
 
@@ -405,7 +421,7 @@ class HttpEngine:
         if server in self._reviving:
             return
         log.warning("%s; its %d answers go on", reason, len(self._running[server]))
-        self._reviving[server] = asyncio.create_task(self._revive(server, reason))
+        self._reviving[server] = self._begin(self._revive(server, reason))
         for writing in list(self._running[server]):
             self._requeue(writing)
         self._deal()
@@ -421,19 +437,13 @@ class HttpEngine:
                 break
             except (RemoteError, WorkerError) as error:
                 reason = str(error)
-            except WinnowError as error:
-                self._raise_in_events(error)
-                return
             if time.monotonic() - began > self._restart_s and not self.engines:
-                self._raise_in_events(
-                    WorkerError(
-                        f"no server of rollout.engine.url has answered for {self._restart_s:g} s "
-                        f"(rollout.engine.restart_timeout_s): {reason}",
-                        "engine",
-                        0,
-                    )
+                raise WorkerError(
+                    f"no server of rollout.engine.url has answered for {self._restart_s:g} s "
+                    f"(rollout.engine.restart_timeout_s): {reason}",
+                    "engine",
+                    0,
                 )
-                return
         del self._reviving[server]
         log.warning("%s answers again", server.url)
         self._news.set()
@@ -442,24 +452,18 @@ class HttpEngine:
     async def _renew(self, server: GenerateServer) -> None:
         """Check that a server answers; give it the newest weights if it holds others."""
         await server.ping()
-        if self._weights is None or await server.version() == self._label:
-            return
-        label = self._label
-        known = [s.scored for s in self._servers if s.scored and s.scored.version == label]
-        await server.reload(str(self._weights), label, self._reload_s)
-        if known:
-            scores = await server.logprobs_of(*known[0].asked)
-            gaps = np.abs(np.concatenate(scores) - np.concatenate(known[0].scores))
-            if not float(gaps.mean()) <= _SAME:
-                raise PublicationError(
-                    f"{server.url} was restarted, and does not answer with the weights that it "
-                    f"was given: mean |Δlogp| of {len(gaps)} fixed tokens is {gaps.mean():.3g} nats"
-                )
+        # Others may come meanwhile.
+        while self._weights is not None and await server.version() != self._label:
+            label = self._label
+            known = [s.scored for s in self._servers if s.scored and s.scored.version == label]
+            await server.reload(str(self._weights), label, self._reload_s)
+            if known:
+                _check_same(server.url, known[0].scores, await server.logprobs_of(*known[0].asked))
 
     @property
     def _label(self) -> str:
         """Name of the newest weights, by which servers know them."""
-        return f"{self._name}-{self._version}"
+        return "" if self._weights is None else self._weights.name
 
     async def _reload(self, server: GenerateServer) -> None:
         assert self._weights is not None
@@ -477,10 +481,12 @@ class HttpEngine:
         """Write tensors as safetensors of bounded size; returns their folder."""
         try:
             if self._parent is None:
-                self._parent = self._own_parent = Path(tempfile.mkdtemp(prefix="winnow-weights-"))
+                self._parent = Path(tempfile.mkdtemp(prefix="winnow-weights-"))
+                self._folders.append(self._parent)
                 self._parent.chmod(0o755)  # a server may run as another user
-            folder = self._parent / f"{self._name}-{version}"
+            folder = self._parent / f"{self._name}-{next(self._count)}-version-{version}"
             folder.mkdir(parents=True, exist_ok=True)
+            self._folders.append(folder)
             shard: dict[str, Tensor] = {}
             size = count = 0
             for name, tensor in named:
@@ -496,6 +502,20 @@ class HttpEngine:
                 f"{error.strerror}; name a folder with room that the servers see, too"
             ) from error
         return folder
+
+
+def _check_same(url: str, before: Sequence[FloatArray], after: Sequence[FloatArray]) -> None:
+    gaps = np.abs(np.concatenate(before) - np.concatenate(after))
+    if not float(gaps.mean()) <= _SAME:
+        raise PublicationError(
+            f"{url} was restarted, and does not answer with the weights that it was given: mean "
+            f"|Δlogp| of {len(gaps)} fixed tokens is {gaps.mean():.3g} nats"
+        )
+
+
+def _delete(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _save(shard: dict[str, Tensor], file: Path) -> None:

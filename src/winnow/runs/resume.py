@@ -59,6 +59,10 @@ _MAY_DIFFER: dict[str, set[str]] = {
         *("api_key_env", "cache", "max_concurrent", "retries", "timeout_s"),
         *("requests_per_minute", "tokens_per_minute"),
     },
+    "rollout.engine": {
+        *("url", "token_env", "weights_folder"),
+        *("timeout_s", "reload_timeout_s", "restart_timeout_s"),
+    },
     "sampling": {"stall_timeout_s"},
     "trainer": {
         *("save_every", "keep_last", "keep_every", "keep_best", "checkpoint_url"),
