@@ -696,6 +696,31 @@ def test_answers_go_on_across_new_weights_and_say_which_wrote_what(
             np.testing.assert_allclose(got.logprobs, want_logprobs, atol=make_engine.tolerance)
 
 
+def test_the_abort_of_one_group_leaves_what_the_others_write(make_engine: Kind) -> None:
+    groups = groups_of()
+    whole = drain(make_engine(model_of("qwen3")), groups)
+    engine = make_engine(model_of("qwen3"))
+
+    async def interrupted() -> list[CompletionEvent]:
+        await engine.submit(groups)
+        out = list(await engine.events())
+        await engine.abort([groups[0].group_id])
+        while engine.status().running + engine.status().queued:
+            out += await engine.events()
+        return out
+
+    events = asyncio.run(interrupted())
+    assert sorted((e.group_id, e.answer) for e in events) == sorted(whole)
+    aborted = [e for e in events if e.kind == "aborted"]
+    assert any(len(e.segment) for e in aborted)
+    assert {e.group_id for e in aborted} == {groups[0].group_id}
+    for event in events:
+        want = whole[event.group_id, event.answer].segment
+        got = event.segment
+        np.testing.assert_array_equal(got.token_ids, want.token_ids[: len(got)])
+        np.testing.assert_allclose(got.logprobs, want.logprobs[: len(got)], atol=1e-6)
+
+
 def test_an_answer_that_went_on_can_be_aborted_and_resumed(
     make_engine: Kind,
 ) -> None:

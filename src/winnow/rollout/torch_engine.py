@@ -250,4 +250,5 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         return self._slots.tails(rows, width)
 
     def _leave(self, rows: Sequence[int]) -> None:
-        self._slots.leave(rows)
+        with torch.inference_mode():  # in which the cache was made
+            self._slots.leave(rows)
