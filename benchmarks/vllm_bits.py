@@ -26,7 +26,10 @@ import pyarrow.parquet as pq
 from benchmarks.kill import LONGEST_S, STEPS, Lab, content, contents, differences, wait_for
 
 VLLM = "rollout/engine=vllm"
-WIDE = "warm_start.model.head_dim=32", "trainer.save_every=1", "trainer.keep_last=null"
+WIDE = (
+    *("warm_start.model.head_dim=32", "trainer.save_every=1", "trainer.keep_last=null"),
+    "observe.rollout_text_groups=1000",  # the ids of all answers
+)
 TWO = "rollout.engine.processes=2"
 SPLIT = "rollout.engine.tensor_parallel=2"
 
@@ -104,7 +107,7 @@ def train(lab: Lab, case: Case) -> None:
             process.kill()
             process.wait()
             process = lab.start(case.name, *case.settings)
-    assert process.wait(LONGEST_S) == 0, f"{case.name} failed: {run / 'log.txt'}"
+    assert process.wait(3 * LONGEST_S) == 0, f"{case.name} failed: {run / 'log.txt'}"
 
 
 def row(lab: Lab, case: Case) -> str:

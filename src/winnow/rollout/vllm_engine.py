@@ -411,6 +411,8 @@ def start_vllm(
         "max_num_batched_tokens": max(prefill_tokens, batch),
         "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
         "tensor_parallel_size": tensor_parallel,
+        # In an actor of Ray's vLLM would ask Ray for further ones.
+        "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
         "enable_prefix_caching": prefix_caching,
         "enable_chunked_prefill": chunked_prefill,
         "skip_tokenizer_init": True,
