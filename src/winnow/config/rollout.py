@@ -44,8 +44,13 @@ _OWN_KEYS = {
 """Keys of a recipe that set an option of vLLM's."""
 _FIXED = {
     *("additional_config", "async_scheduling", "logits_processors", "logprobs_mode"),
-    *("max_logprobs", "skip_tokenizer_init", "tokenizer", "weight_transfer_config"),
-    *("worker_extension_cls", "data_parallel_size", "distributed_executor_backend"),
+    *("max_logprobs", "scheduling_policy", "skip_tokenizer_init", "tokenizer"),
+    *(
+        "weight_transfer_config",
+        "worker_extension_cls",
+        "data_parallel_size",
+        "distributed_executor_backend",
+    ),
 }
 """Options of vLLM's on which the engine's draws and its weights rest."""
 

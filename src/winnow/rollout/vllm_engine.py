@@ -365,6 +365,16 @@ def _logprobs_of(output: Any) -> FloatArray:
     return np.array([row[token].logprob for row, token in rows], np.float32)
 
 
+_OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+    "async_scheduling": False,
+    "scheduling_policy": "priority",
+    "logprobs_mode": "processed_logits",
+}
+"""vLLM's options that are the same for every model."""
+
+
 def start_vllm(
     model: str,
     *,
@@ -415,12 +425,7 @@ def start_vllm(
         "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
         "enable_prefix_caching": prefix_caching,
         "enable_chunked_prefill": chunked_prefill,
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-        "async_scheduling": False,
-        "scheduling_policy": "priority",
         "enforce_eager": not torch.cuda.is_available(),
-        "logprobs_mode": "processed_logits",
         "logits_processors": [sampler],
         "worker_extension_cls": "winnow.rollout.vllm_plugin.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
@@ -429,7 +434,7 @@ def start_vllm(
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     check_extra(extra or {}, {field.name for field in fields(EngineArgs)})
     try:
-        llm = LLMEngine.from_engine_args(EngineArgs(**arguments | dict(extra or {})))
+        llm = LLMEngine.from_engine_args(EngineArgs(**_OPTIONS | arguments | dict(extra or {})))
         llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
     except Exception as error:
         raise refusal(error, model, cache_gib) from error
