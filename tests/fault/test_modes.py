@@ -10,7 +10,9 @@ import pytest
 from benchmarks.kill import STEPS, Lab, code_of, differences, kill_at, leftovers, wait_for
 from tests.fault.test_signals import lines
 
+from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
+from winnow.observe.ledger import read_ledger
 from winnow.runs.checkpoint import checkpoints_in, load_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -70,3 +72,49 @@ def test_a_request_to_stop_waits_for_the_barrier_and_the_run_goes_on_exactly(
     assert 2 <= saved.step < STEPS
     assert lab.start(run.name, *BESIDE, "trainer.save_every=1").wait(240) == 0
     assert differences(calm, run) == []
+
+
+RUNNING_ON = (
+    *("trainer/mode=async", "run.deterministic=false", "sampling.max_staleness=2"),
+    *("sampling.lookahead=1", "trainer.save_every=1"),
+)
+
+
+def check_nothing_is_lost_or_repeated(run: Path) -> None:
+    """By the ledger's file, and what the last checkpoint holds: each group has one course."""
+    rows = read_ledger(RunFolder(run)).to_pylist()
+    trained = [row for row in rows if row["fate"] == "trained"]
+    ids = [row["group"] for row in trained]
+    assert ids == sorted(set(ids))
+    assert [row["learnt_step"] for row in trained] == sorted([*range(1, STEPS + 1)] * 8)
+    assert all(row["staleness"] <= 2 for row in rows)
+    assert {row["fate"] for row in rows}.isdisjoint({"stale", "surplus"})
+    ledger = load_state(checkpoints_in(run / "checkpoints")[-1])["sampler"]["ledger"]
+    groups = ledger["groups"]
+    settled = [each.group.id for each in ledger["accounting"].settled]
+    alive = [*groups.open, *groups.qualified, *groups.failing, *settled]
+    assert sorted([row["group"] for row in rows] + alive) == list(range(ledger["next_id"]))
+
+
+def test_async_killed_at_random_moments_loses_no_group_and_learns_none_twice(lab: Lab) -> None:
+    rng = random.Random(4)
+    run = lab.run("killed-async")
+    killed = 0
+    for _ in range(4):
+        killed += kill_at(lab, lab.start(run.name, *RUNNING_ON), run.name, rng) is not None
+    assert lab.start(run.name, *RUNNING_ON).wait(240) == 0
+    assert killed
+    check_nothing_is_lost_or_repeated(run)
+
+
+def test_async_stopped_saves_answers_under_way_and_goes_on_behind_them(lab: Lab) -> None:
+    run = lab.run("stopped-async")
+    process = lab.start(run.name, *RUNNING_ON, "trainer.save_every=100")
+    assert wait_for(process, lambda: lines(run) >= 3)
+    process.send_signal(signal.SIGTERM)
+    assert code_of(process, 120) == 75
+    (saved,) = checkpoints_in(run / "checkpoints")
+    ledger = load_state(saved)["sampler"]["ledger"]
+    assert not ledger["groups"].running
+    assert lab.start(run.name, *RUNNING_ON).wait(240) == 0
+    check_nothing_is_lost_or_repeated(run)

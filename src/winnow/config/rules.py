@@ -39,7 +39,7 @@ def check_config(config: Config) -> None:
 
 
 def notices(config: Config) -> list[str]:
-    """Return a warning for each warm-up that is cut to the steps of the run."""
+    """Return lines about what a recipe hardly means: warm-ups longer than the run, idle engines."""
     found = []
     warmups = [("optim.warmup_steps", "trainer.steps")]
     if isinstance(config.algorithm.advantage, GaeAdvantage):
@@ -50,6 +50,11 @@ def notices(config: Config) -> list[str]:
                 f"{_given(config, 'trainer.steps')} for the policy: the critic learns alone for "
                 f"{config.trainer.steps - 1}"
             )
+    if not isinstance(config.trainer.mode, SyncMode) and config.sampling.max_staleness == 1:
+        found.append(
+            f"{_given(config, 'trainer/mode', _STALENESS)}: while a step waits to be learnt, no "
+            "more groups are open than a step trains on; 2 leaves engines more to write"
+        )
     if isinstance(config.warm_start, SftWarmStart):
         warmups.append(("warm_start.warmup_steps", "warm_start.steps"))
     found += [

@@ -417,6 +417,13 @@ def test_a_warm_up_longer_than_the_run_is_cut_and_told(
     assert [s for line, s in zip(found, said, strict=True) if f"Warning: {s}" not in line] == []
 
 
+@pytest.mark.parametrize(("staleness", "count"), [(1, 1), (2, 0)])
+def test_engines_that_will_want_for_groups_are_told_of(staleness: int, count: int) -> None:
+    mode = ["trainer/mode=one_step_off", f"sampling.max_staleness={staleness}"]
+    found = notices(load_recipe("quickstart", mode))
+    assert sum("sampling.max_staleness=1" in line for line in found) == count
+
+
 def test_each_broken_rule_has_its_line() -> None:
     with pytest.raises(ConfigError) as caught:
         load_recipe("quickstart", ["rollout.n=1", "trainer.mini_batch_groups=15"])
