@@ -185,6 +185,7 @@ class Sampler:
         self._on_progress = on_progress
         self._waits_for_engine = False
         self._untaken: list[CompletionEvent] = []  # by a wait that was cancelled
+        self._is_asking = False
         self._untold = 0
         self.idle_s = 0.0
         """Seconds in which engines had nothing to write and waited for a publication."""
@@ -245,8 +246,19 @@ class Sampler:
         self._scores.wake()
 
     async def take_down(self) -> None:
-        """Enter what is written of answers under way, while a step is sampled, or after it."""
-        await self._take(await self._engine.progress(), stalled=False)
+        """Enter what is written of answers under way, while a step is sampled.
+
+        Of several engines some have told before others, and what ended since has been entered.
+        """
+        self._is_asking = True
+        try:
+            told = await self._engine.progress()
+        finally:
+            self._is_asking = False
+        running = set(self.ledger.groups.with_engine())
+        await self._take(
+            [e for e in told if e.kind != "running" or e.key in running], stalled=False
+        )
         self._scores.wake()
 
     async def halt(self) -> None:
@@ -351,7 +363,9 @@ class Sampler:
         finally:
             self._waits_for_engine = False
         self._untaken += events
-        if not events and self.ledger.groups.running:
+        if not events and self._is_asking:
+            await asyncio.sleep(0)  # events may be on their way there
+        elif not events and self.ledger.groups.running:
             status = self._engine.status()
             if not status.running + status.queued:
                 self.ledger.lose_running("the engine lost the answer")

@@ -31,6 +31,7 @@ from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
+from winnow.rollout.engine_group import EngineGroup
 from winnow.runs.checkpoint import Checkpoint, Manifest, Snapshot, checkpoints_in, load_state
 from winnow.runs.loop import Mode, PendingSteps, Run, Schedule, train
 from winnow.runs.metrics import Passes, Throughput
@@ -59,13 +60,32 @@ class Loader(Prompts):
         self.cursor = state["cursor"]
 
 
+class SlowToTell(ScriptedEngine):
+    """An engine that takes its time to say what is written."""
+
+    def __init__(self, rng: random.Random, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rng = rng
+
+    async def progress(self) -> Any:
+        for _ in range(self._rng.choice([0, 40, 150])):
+            await asyncio.sleep(0)
+        return await super().progress()
+
+
 class World:
     """A run in a folder; begin another one in the same folder to resume."""
 
-    def __init__(self, folder: Path, mode: Mode, rng: random.Random, **sampling: Any) -> None:
+    def __init__(
+        self, folder: Path, mode: Mode, rng: random.Random, engines: int = 1, **sampling: Any
+    ) -> None:
         self.rng, self.folder = rng, folder
         is_free = mode == "async"
-        self.engine = ScriptedEngine(ragged, slots=10, live_updates=is_free)
+        options: Any = {"slots": 10, "live_updates": is_free}
+        self.engine: Any = ScriptedEngine(ragged, **options)
+        if engines > 1:
+            members = [SlowToTell(rng, ragged, **options) for _ in range(engines)]
+            self.engine = EngineGroup(cast(Any, members), not is_free, 4)
         self.loader, self.learnt = Loader(), list[StepGroups]()
         self.stop, self.stop_at = ShutdownSignal(notice=""), -1
         self.learning = 0
@@ -80,6 +100,7 @@ class World:
             sampling=SamplingParams(max_tokens=LIMIT),
             run_seed=7,
             deterministic=not is_free,
+            look_ticks=getattr(self.engine, "quantum_ticks", 1),
         )
         self.log_file = MetricsLog(folder / "metrics.jsonl")
         parts = {"sampler": self.sampler, "loader": self.loader, "pending": PendingSteps()}
@@ -203,14 +224,20 @@ def check_course(steps: Sequence[StepGroups], last: Sampler, staleness: int) -> 
 
 
 @settings(max_examples=12)
-@given(st.sampled_from(MODES), st.integers(1, 3), st.booleans(), st.integers(0, 2**32))
+@given(
+    st.sampled_from(MODES),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
 def test_in_each_mode_every_group_is_learnt_once_in_order_and_in_time(
-    mode: Mode, staleness: int, looks_ahead: bool, seed: int
+    mode: Mode, engines: int, staleness: int, looks_ahead: bool, seed: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         lookahead = float(looks_ahead)
         more = {"max_staleness": staleness, "lookahead": lookahead}
-        world = World(Path(folder), mode, random.Random(seed), **more).train()
+        world = World(Path(folder), mode, random.Random(seed), engines, **more).train()
         check_course(world.learnt, world.sampler, staleness)
         assert not world.left
         assert [r["step"] for r in read_metrics(Path(folder) / "metrics.jsonl")] == [
