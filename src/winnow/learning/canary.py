@@ -126,7 +126,8 @@ class Canary:
 
     def _limits(self, logprobs: FloatArray, moved: FloatArray) -> CanaryLimits:
         """Derive the limits from log-probs and from how far rounding moved some of them."""
-        # Of random tokens log-probs spread as logits do: what is taken off is alike for all.
+        # Log-probs of random ids spread as logits do, from which they differ by a log-sum-exp that
+        # hardly varies.
         most = CEILING * torch.finfo(self.dtype).eps * float(logprobs.std())
         # Log-probs are fp32 numbers, which a flat model's may differ by and no more.
         least = torch.finfo(torch.float32).eps * float(np.abs(logprobs).mean())
