@@ -57,6 +57,7 @@ async def publish(engine: Any, update: WeightUpdate) -> None:
     assert len(packed) > 10
     for bucket in packed:
         assert await engine.take_bucket(bucket) == bucket.checksum()
+        await asyncio.sleep(0)
     await engine.load_weights(WeightUpdate(update.version))
 
 
@@ -207,7 +208,7 @@ def test_an_update_that_came_in_part_ends_the_engine(
         ]
         for call in calls:
             with pytest.raises(WorkerError, match=f"{reason}.*the engine must be replaced"):
-                await call
+                await asyncio.wait_for(call, 60)
         # What it wrote until then is known.
         told = await doomed.progress()
         assert [len(event.segment) for event in told] == [3, 3, 3]
