@@ -187,7 +187,10 @@ def test_the_only_server_restarts_and_is_given_the_newest_weights(
 
 
 def test_a_server_that_restarts_unseen_has_its_answers_written_again(
-    servers: GenerateServers, folder: Path, other: PreTrainedModel
+    servers: GenerateServers,
+    folder: Path,
+    other: PreTrainedModel,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     url, process = servers.start(folder)
     engine, groups = engine_over(url), groups_of(2, 2, SAMPLING)
@@ -197,9 +200,11 @@ def test_a_server_that_restarts_unseen_has_its_answers_written_again(
         process.kill()
         process.wait()
         servers.start(folder, port=int(url.rpartition(":")[2]))
+        await engine.engines[url].ping()  # no connection is left that would break
         return await generate(engine, groups)
 
     done = asyncio.run(run())
+    assert "was restarted, or given other weights" in caplog.text
     check_logprobs(other, done, groups)
     assert engine.status().generated_tokens == sum(len(t.token_ids) for t in done.values())
     asyncio.run(engine.close())

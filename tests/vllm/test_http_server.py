@@ -98,7 +98,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmServ
     for name, tied in (("untied", False), ("tied", True)):
         folder = tmp_path_factory.mktemp(name)
         model = digits_folder(folder / "model", **SHAPE, tie_word_embeddings=tied)
-        settings = {"top_p": 0.8, "temperature": 0.5, "repetition_penalty": 1.5, "eos_token_id": 1}
+        settings = {"do_sample": True, "top_p": 0.8, "temperature": 0.5, "eos_token_id": 1}
+        settings["repetition_penalty"] = 1.5
         (model / "generation_config.json").write_text(json.dumps(settings))
         options = () if tied else ("--logits-processors=tests.vllm.nucleus:Nucleus",)
         started.append(start(model, folder, *options))
