@@ -25,6 +25,7 @@ from winnow.data.sort_digits import held_out_problems, is_held_out, prompt_text,
 from winnow.learning.strategy import lr_at
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
+from winnow.observe.ledger_diff import check, open_ledger
 from winnow.observe.metrics import OUTCOMES
 from winnow.observe.rollouts import read_rollouts
 from winnow.runs.checkpoint import checkpoints_in
@@ -125,6 +126,19 @@ def test_every_generated_token_is_accounted_for(run: Run) -> None:
     in_progress = run.records[-1]["sampling/tokens/in_progress"]
     assert total["generated"] == sum(total[name] for name in OUTCOMES) + in_progress
     assert total["trained"] > 0.5 * total["generated"]
+
+
+def test_the_ledger_adds_up_and_the_timeline_has_the_phases_of_the_figures(run: Run) -> None:
+    report = check(open_ledger(run.folder.path))
+    assert report.faults == ()
+    assert report.tokens == {
+        fate: sum(record.get(f"sampling/tokens/{fate}", 0) for record in run.records)
+        for fate in report.tokens
+    }
+    events = json.loads(run.folder.trace.read_text())
+    lasted = [event["dur"] / 1e6 for event in events if event["name"] == "rollout"]
+    booked = [record["time/rollout_s"] for record in run.records if "time/rollout_s" in record]
+    assert lasted == pytest.approx(booked, abs=2e-6)
 
 
 def test_the_rollouts_hold_the_tokens_of_the_account_step_by_step(run: Run) -> None:

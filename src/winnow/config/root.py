@@ -71,6 +71,9 @@ class ObserveConfig(Section):
     rollout_text_groups: int = Field(8, ge=0)
     """Groups a step, and prompts an evaluation (the same in each), whose text, ids and log-probs
     are kept (seeded choice); scalars are always kept."""
+    trace: bool = True
+    """Write trace.json, a timeline of who did what and who waited, for chrome://tracing and
+    ui.perfetto.dev; at most 32 MiB."""
     peak_tflops: float | None = Field(None, gt=0)
     """Peak of the device in TFLOP/s, for model FLOP utilisation; null leaves that out."""
     sinks: tuple[CustomSink, ...] = ()

@@ -39,8 +39,9 @@ def check_config(config: Config) -> None:
 
 
 def notices(config: Config) -> list[str]:
-    """Return lines about what a recipe hardly means: warm-ups longer than the run, idle engines."""
-    found = []
+    """Return warnings of what a recipe hardly means: warm-ups longer than the run, idle engines,
+    tokens of older weights without a correction."""
+    found = list(_uncorrected(config))
     warmups = [("optim.warmup_steps", "trainer.steps")]
     if isinstance(config.algorithm.advantage, GaeAdvantage):
         warmups.append(("critic.optim.warmup_steps", "trainer.steps"))
@@ -64,6 +65,18 @@ def notices(config: Config) -> list[str]:
         if _value(config, warmup) > _value(config, steps)
     ]
     return found
+
+
+def _uncorrected(config: Config) -> Iterator[str]:
+    correction = config.algorithm.correction
+    weight, rejection = correction.weight.name, correction.rejection.name
+    is_off = (weight, rejection) == ("none", "none") and correction.mode != "bypass"
+    if is_off and not isinstance(config.trainer.mode, SyncMode):
+        yield (
+            f"Warning: {_given(config, 'trainer/mode')} learns from tokens of older weights, and "
+            "algorithm/correction/weight=none and rejection=none correct nothing for that; recipes "
+            "set algorithm/correction/weight=truncated (dapo_one_step_off)"
+        )
 
 
 def workers_of(config: Config) -> dict[str, int]:

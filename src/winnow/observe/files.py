@@ -1,7 +1,7 @@
 """Files of a run: its folder runs/NAME/, its log, and writing that leaves the old or the new whole.
 
 `config.yaml`, `metrics.jsonl`, `ledger.parquet/`, `rollouts/`, `checkpoints/`, `eval/`, `log.txt`,
-`curve.png`.
+`trace.json`, `curve.png`.
 
 The folder may be a stranger's: `require_trust` asks before the model's own Python runs.
 """
@@ -200,6 +200,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.evaluations = path / "eval"  # answers to held-out prompts
         self.log = path / "log.txt"
+        self.trace = path / "trace.json"  # who did what when
         self.curve = path / "curve.png"
 
     @classmethod

@@ -1,7 +1,7 @@
 """Check a run's ledger, and compare two runs by what they consumed.
 
 Where a run repeats bit for bit (`run.deterministic=true`, any trainer.mode but async), two ledgers
-are compared group by group, every column. Elsewhere fates depend on how long things took, and the
+are compared group by group. Elsewhere fates depend on how long things took, and the
 promise is another: no admission index is lost or told twice, groups learn in the order of their
 admission, and prompts come in the loader's order, given back ones first.
 """
@@ -30,12 +30,15 @@ from winnow.types import BoolArray, IntArray
 ASPECTS: Mapping[str, tuple[str, ...]] = {
     "prompts": ("prompt_uid", "problem"),
     "fates": ("fate", "returned"),
-    "learning steps": ("step", "learnt_step"),
+    "learning steps": ("learnt_step",),
     "tokens": ("answers", "tokens", "token_crc"),
     "scores": ("score_crc",),
-    "weight versions": ("admitted_version", "versions", "staleness"),
+    "weight versions": ("versions",),
 }
 """Columns that are compared, by what a person asks for."""
+TIMES = ("step", "admitted_version", "staleness")
+"""Columns of what may happen at another time and change nothing that is learnt: admission, and the
+end of a group that is not trained. They are told, and make no difference."""
 SHOWN = 3
 """Examples kept of each kind of difference."""
 
@@ -100,6 +103,8 @@ class LedgerDiff:
     exact: bool
     """Compared group by group; else by what runs promise that depend on time."""
     differences: tuple[Difference, ...]
+    times: Difference
+    """Groups that differ in `TIMES`."""
     not_compared: int = 0
     """Groups whose token ids one of the runs did not have at hand."""
 
@@ -181,20 +186,24 @@ def diff(a: LedgerRun, b: LedgerRun, exact: bool | None = None) -> LedgerDiff:
     """
     exact = (a.is_exact and b.is_exact) if exact is None else exact
     found: list[Difference] = []
-    blind = 0
+    blind, times = 0, _fault("times", [])
     if a.steps != b.steps:
         found.append(Difference("last step", abs(a.steps - b.steps), (f"{a.steps} | {b.steps}",)))
     if exact:
-        compared, blind = _group_by_group(a.table, b.table)
+        (*compared, times), blind = _group_by_group(a.table, b.table)
         found += compared
     else:
         found += _prompt_order(a, b)
     found = [difference for difference in found if difference.count]
-    return LedgerDiff(check(a), check(b), exact, tuple(found), blind)
+    return LedgerDiff(check(a), check(b), exact, tuple(found), times, blind)
 
 
 def _group_by_group(a: pa.Table, b: pa.Table) -> tuple[list[Difference], int]:
-    """Compare each aspect of the groups that both have; return also how many lack token ids."""
+    """Compare each aspect of the groups that both have, their times last.
+
+    Returns:
+        The differences, and how many groups lack token ids.
+    """
     (left, at_a), (right, at_b) = (np.unique(_ints(t, "group"), return_index=True) for t in (a, b))
     found = [
         _listed(f"groups of {name} alone", np.setdiff1d(mine, other))
@@ -204,7 +213,7 @@ def _group_by_group(a: pa.Table, b: pa.Table) -> tuple[list[Difference], int]:
     a, b = a.take(at_a[in_a]), b.take(at_b[in_b])
     blind = pc.or_(pc.is_null(a["token_crc"]), pc.is_null(b["token_crc"]))
     blind = blind.to_numpy(zero_copy_only=False).astype(bool)
-    for aspect, columns in ASPECTS.items():
+    for aspect, columns in {**ASPECTS, "times": TIMES}.items():
         unlike = np.zeros(len(shared), dtype=bool)
         for name in columns:
             differs = _unlike(a[name], b[name])

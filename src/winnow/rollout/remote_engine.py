@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast
@@ -36,6 +37,12 @@ from winnow.types import FloatArray, IntArray, Segment
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
 
 log = logging.getLogger(__name__)
+
+_WORK = {
+    **{"events": "write", "progress": "write", "": "write"},
+    **{"take_bucket": "publish", "load_weights": "publish", "logprobs_of": "canary"},
+}
+"""Names of calls on a timeline."""
 
 PATIENCE_S = 1.0
 """A call for events returns after so long without any: the status that the driver knows is then
@@ -203,6 +210,10 @@ class Workers(Protocol):
         ...
 
 
+def _tell_nobody(work: str, began_s: float, ended_s: float) -> None:
+    """Keep no timeline."""
+
+
 class RemoteEngine:
     """Implements `PublishedEngine` over a worker that is an `EngineWorker`.
 
@@ -225,6 +236,9 @@ class RemoteEngine:
         self._last: asyncio.Task[Reply] | None = None  # call
         self._listening: asyncio.Task[Reply] | None = None
         self._wanted: tuple[int | None, bool] = None, False  # what it waits for
+        self._served_s = 0.0
+        self.tell: Callable[[str, float, float], None] = _tell_nobody
+        """Is told each call that the worker has served, and from when to when."""
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         self._unsent += groups
@@ -313,6 +327,7 @@ class RemoteEngine:
         groups: list[GroupRequest],
         before: asyncio.Task[Reply] | None,
     ) -> Reply:
+        asked_s = time.perf_counter()
         try:
             said = await self._workers.call_rank(0, "ask", method, args, groups)
             if before is not None:
@@ -323,6 +338,9 @@ class RemoteEngine:
             if self._listening is asyncio.current_task():
                 self._listening = None
         reply: Reply = said.told if isinstance(said, SplitResult) else said
+        # The worker serves one call after the other.
+        began_s, self._served_s = max(asked_s, self._served_s), time.perf_counter()
+        self.tell(_WORK.get(method, method), began_s, self._served_s)
         self._newest = reply
         self._on_way -= sum(len(group.answers) for group in groups)
         self._inbox += [event for event in reply.events if event.kind != "running"]

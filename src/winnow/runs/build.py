@@ -19,8 +19,10 @@ from winnow.evaluation.evaluator import Evaluator
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.ledger import write_ledger
+from winnow.observe.metrics import Timeline, no_timeline
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
+from winnow.observe.trace import ScorerTimes
 from winnow.rewards.pipeline import Rewards
 from winnow.rollout.engine import Engine, SamplingParams
 from winnow.runs.build_learner import kl_notes, needs_of
@@ -121,6 +123,7 @@ def build(
     rewards: Rewards,
     placed: Topology,
     on_progress: Callable[[Ledger], None] = lambda ledger: None,
+    tell: Timeline = no_timeline,
 ) -> Run:
     """Build everything that `loop.train` sequences.
 
@@ -132,7 +135,8 @@ def build(
     loader = PromptLoader(source, config.run.seed, config.data.shuffle)
     engine = placed.engine
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin())
-    sampler = _make_sampler(config, policy, engine, loader, rewards, source, on_progress)
+    _time_engines(engine, tell)
+    sampler = _make_sampler(config, policy, engine, loader, rewards, source, on_progress, tell)
     pending = PendingSteps()
     parts: dict[str, Stateful] = {"sampler": sampler, "loader": loader, "learner": placed.learner}
     state = RunState(
@@ -143,6 +147,7 @@ def build(
         config.trainer,
         Manifest(machine=placed.machine, code=code_hashes(config)),
         dump_config(config),
+        tell,
     )
     steps, peak = config.trainer.steps, config.observe.peak_tflops
     return Run(
@@ -165,6 +170,7 @@ def build(
         mode=config.trainer.mode.name,
         pending=pending,
         evaluate_before=config.evaluation.before and bool(evaluator.prompts),
+        tell=tell,
         notes=(*_notes(source), *kl_notes(config), *notices(config)),
     )
 
@@ -177,6 +183,7 @@ def _make_sampler(
     rewards: Rewards,
     source: PromptSource,
     on_progress: Callable[[Ledger], None],
+    tell: Timeline,
 ) -> Sampler:
     """Make the sampler; scorings wait for as many as a step has answers."""
     with_baseline = "greedy_rewards" in needs_of(config)
@@ -188,7 +195,7 @@ def _make_sampler(
         engine=engine,
         next_prompt=loader.next,
         give_back=loader.give_back,
-        score=rewards.score,
+        score=ScorerTimes(rewards.score, tell),
         n=config.rollout.n,
         sampling=rollout_sampling(config, policy),
         run_seed=config.run.seed,
@@ -198,6 +205,13 @@ def _make_sampler(
         look_ticks=getattr(engine, "quantum_ticks", 1),  # of an `EngineGroup`
         on_progress=on_progress,
     )
+
+
+def _time_engines(engine: Engine, tell: Timeline) -> None:
+    """Have engines in processes of their own tell what they work on."""
+    for name, member in getattr(engine, "engines", {"engine 0": engine}).items():
+        if hasattr(member, "tell"):
+            member.tell = partial(tell, name)
 
 
 def _check_prompts(

@@ -70,7 +70,7 @@ _MAY_DIFFER: dict[str, set[str]] = {
     },
     # A difference in ranks, as in threads, warns: `Opened.differences`.
     "trainer.strategy": {"ranks", "replicas", "reshard_after_forward", "offload", "bucket_mb"},
-    "observe": {"console", "peak_tflops"},
+    "observe": {"console", "peak_tflops", "trace"},
 }
 """Keys by section, beside those of `cluster`, on which no figure but times depends."""
 _MAY_BE_MENDED: dict[str, set[str]] = {

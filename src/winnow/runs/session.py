@@ -23,6 +23,7 @@ from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.metrics import SFT_S, Record
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import RunInfo, Sinks, UserSink
+from winnow.observe.trace import TraceFile
 from winnow.runs.build import build, use_machine
 from winnow.runs.build_learner import needs_start
 from winnow.runs.checkpoint import checkpoints_in, load_state
@@ -82,11 +83,9 @@ def run_training(
         ):
             placed = placed_models(config, policy, first, others)
             _tell(sink, opened.differences(placed.machine))
-            own = [
-                UserSink(section, number, lambda text: _tell(sink, [text]))
-                for number, section in enumerate(config.observe.sinks)
-            ]
-            sinks = Sinks([sink, metrics, heartbeat, *own], first=figures)
+            own = _own_sinks(config, sink)
+            trace = [TraceFile(folder.trace)] if config.observe.trace else []
+            sinks = Sinks([sink, metrics, heartbeat, *trace, *own], first=figures)
             run = build(
                 config,
                 policy,
@@ -97,6 +96,7 @@ def run_training(
                 rewards,
                 placed,
                 lambda p: sink.status(_in_words(p)),
+                *trace,
             )
             _tell(sink, run.notes)
             _resume(config, opened, run)
@@ -113,6 +113,14 @@ def run_training(
         _close(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - began))
     return 0
+
+
+def _own_sinks(config: Config, sink: ConsoleSink) -> list[UserSink]:
+    """Make the user's sinks; what they have to say is shown as other lines are."""
+    return [
+        UserSink(section, number, lambda text: _tell(sink, [text]))
+        for number, section in enumerate(config.observe.sinks)
+    ]
 
 
 def _tell(sink: ConsoleSink, lines: Iterable[str]) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from winnow.errors import ConfigError
 from winnow.learning.strategy import Strategy
 from winnow.observe.files import RunFolder, sync
 from winnow.observe.jsonl import MetricsLog
-from winnow.observe.metrics import Record
+from winnow.observe.metrics import Record, Timeline, no_timeline
 from winnow.runs.checkpoint import Checkpoint, Manifest, Snapshot, clean, prune, save_checkpoint
 
 log = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ class RunState:
         trainer: says which checkpoints stay, and where they are copied.
         frame: the manifest of each checkpoint, but for what a boundary fills in.
         recipe: as text in YAML, kept with each checkpoint.
+        tell: is told when a checkpoint is written.
 
     Raises:
         CheckpointError: `trainer.checkpoint_url` cannot be used.
@@ -132,10 +134,11 @@ class RunState:
         trainer: TrainerConfig,
         frame: Manifest,
         recipe: str = "",
+        tell: Timeline = no_timeline,
     ) -> None:
         self._tensors, self._parts = tensors, dict(parts)
         self._folder, self._metrics, self._trainer = folder, metrics, trainer
-        self._manifest, self._recipe = frame, recipe
+        self._manifest, self._recipe, self._tell = frame, recipe, tell
         self._states: dict[str, Any] = {}
         self._saved: tuple[int, bool] | None = None
         self._thread: threading.Thread | None = None
@@ -251,7 +254,7 @@ class RunState:
             log.warning("%s", failure)
 
     def _write(self, manifest: Manifest, snapshot: Snapshot) -> None:
-        folder, trainer = self._folder, self._trainer
+        folder, trainer, began_s = self._folder, self._trainer, time.perf_counter()
         try:
             # A checkpoint refers to these.
             for path in (folder.path, folder.ledger, folder.rollouts, folder.evaluations):
@@ -263,6 +266,8 @@ class RunState:
                 self._upload.push(checkpoint)
         except BaseException as error:  # handed over to the one that waits
             self._error = error
+        finally:
+            self._tell("checkpoint", "save", began_s, time.perf_counter())
 
     def restore(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> Record | None:
         """Become what the checkpoint of a step holds, its model being loaded already.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from winnow.config.rollout import SamplingConfig
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.ledger import read_ledger, write_ledger
-from winnow.observe.ledger_diff import ASPECTS, LedgerReport, check, diff, open_ledger
+from winnow.observe.ledger_diff import ASPECTS, TIMES, LedgerReport, check, diff, open_ledger
 from winnow.observe.metrics import Metrics
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
 from winnow.runs.build import keep_ledger
@@ -62,6 +63,8 @@ class Course:
     prompts: Prompts = field(default_factory=Prompts)
 
     def __post_init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        weakref.finalize(self, self.loop.close)
         self.run = RunFolder(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         mode = f"run: {{deterministic: {str(self.deterministic).lower()}}}\n"
@@ -81,7 +84,7 @@ class Course:
         )
 
     def steps(self, first: int, last: int) -> Course:
-        asyncio.run(self._steps(first, last))
+        self.loop.run_until_complete(self._steps(first, last))
         return self
 
     async def _steps(self, first: int, last: int) -> None:
@@ -300,6 +303,25 @@ def test_each_column_is_compared_under_its_own_name(
     assert [(each.what, each.count) for each in found.differences] == [(aspect, 1)]
     assert found.differences[0].examples[0].startswith("group 0: ")
     assert not found.same
+
+
+@pytest.mark.parametrize("column", TIMES)
+def test_when_a_group_was_settled_is_told_and_makes_no_difference(
+    tmp_path: Path, column: str
+) -> None:
+    course = Course(tmp_path / "a").steps(1, 2)
+
+    def late(rows: Rows) -> Rows:
+        at = next(i for i, row in enumerate(rows) if row["fate"] != "trained")
+        rows[at][column] -= 1
+        return rows
+
+    changed(course.copy("b"), 2, late)
+    (tmp_path / "b" / "metrics.jsonl").unlink()  # of which its sums are no longer those
+    found = ledger("diff", "a", "b", folder=tmp_path)
+    assert (found.code, found.out.splitlines()[-1][:6]) == (0, "Same: ")
+    assert "Of 1 groups the time of admission or of the end differs:" in found.out
+    assert f"{column} " in found.out
 
 
 def test_token_ids_that_lie_elsewhere_are_left_out_and_that_is_said(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from winnow.config.files import RECIPES, available_recipes
 from winnow.config.load import load_recipe
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
+from winnow.config.rules import notices
 from winnow.errors import ConfigError
 
 TO_COMPLETE = ["model.path=FOLDER", "data.train_files=[train.parquet]"]
@@ -29,6 +30,10 @@ def test_these_recipes_ship() -> None:
         "cispo_qwen2.5_32b",
         "dapo",
         "dapo-math",
+        "dapo_async",
+        "dapo_async_qwen2.5_math_7b",
+        "dapo_one_step_off",
+        "dapo_one_step_off_qwen2.5_math_7b",
         "dapo_qwen2.5_32b",
         "drgrpo",
         "drgrpo_qwen2.5_math_7b",
@@ -121,3 +126,36 @@ def test_the_paths_of_the_published_configuration_follow_the_home_folder(
     monkeypatch.delenv("HOME")
     files = load_recipe("dapo_qwen2.5_32b").data.train_files
     assert files == ("/root/verl/data/dapo-math-17k.parquet",)
+
+
+def test_recipes_that_sample_beside_learning_correct_for_older_weights() -> None:
+    beside = {name: load(name) for name in available_recipes() if "async" in name or "off" in name}
+    assert {name: config.trainer.mode.name for name, config in beside.items()} == {
+        "dapo_async": "async",
+        "dapo_async_qwen2.5_math_7b": "async",
+        "dapo_one_step_off": "one_step_off",
+        "dapo_one_step_off_qwen2.5_math_7b": "one_step_off",
+    }
+    found = {
+        name: config.algorithm.correction.model_dump(exclude={"mode"})
+        for name, config in beside.items()
+    }
+    none = {"name": "none"}
+    tis = {"name": "truncated", "level": "token", "cap": 2.0, "normalize": False}
+    areal = {"name": "masked", "level": "token", "low": 0.0, "high": 5.0, "normalize": False}
+    k1 = {"name": "k1", "level": "sample", "over": "mean", "low": 0.999, "high": 1.001}
+    assert found == {
+        "dapo_async": {"weight": areal, "rejection": none},
+        "dapo_async_qwen2.5_math_7b": {"weight": tis, "rejection": none},
+        "dapo_one_step_off": {"weight": tis, "rejection": none},
+        "dapo_one_step_off_qwen2.5_math_7b": {"weight": none, "rejection": k1},
+    }
+    assert not any("correct nothing" in line for c in beside.values() for line in notices(c))
+
+
+def test_older_weights_without_a_correction_are_told() -> None:
+    (line,) = notices(recipe("dapo_one_step_off", "algorithm/correction/weight=none"))
+    assert line.startswith("Warning: trainer/mode=one_step_off learns from tokens of older weights")
+    assert notices(recipe("dapo_one_step_off", "algorithm/correction/rejection=k1")) == []
+    bypass = ("algorithm/correction/weight=none", "algorithm.correction.mode=bypass")
+    assert notices(recipe("dapo_one_step_off", *bypass)) == []

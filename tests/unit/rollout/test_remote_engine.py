@@ -6,6 +6,7 @@ import asyncio
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -307,5 +308,26 @@ def test_progress_of_the_worker_moves_with_tokens_and_replies() -> None:
         assert worker.progress == before + 1
         await engine.events(until=4)
         assert worker.progress == before + 5
+
+    asyncio.run(run())
+
+
+def test_what_the_worker_serves_is_told_one_call_after_the_other() -> None:
+    async def run() -> None:
+        remote, wire, _ = await connected()
+        told: list[tuple[str, float, float]] = []
+        remote.tell = lambda work, began_s, ended_s: told.append((work, began_s, ended_s))
+        await remote.submit(requests([60]))
+        release = wire.hold("events")
+        waiting = asyncio.ensure_future(remote.events())
+        await turns(5)
+        looking = asyncio.ensure_future(remote.progress())
+        await turns(5)
+        release.set()
+        await asyncio.gather(waiting, looking)
+        await remote.logprobs_of([np.array([3, 4])], 1.0, 1)
+        assert {work for work, *_ in told} == {"write", "canary"}
+        for (_, _, before), (_, began, ended) in pairwise(told):
+            assert before <= began <= ended
 
     asyncio.run(run())

@@ -1,0 +1,198 @@
+"""trace.json: a timeline of who did what in a run, and who waited for whom.
+
+Chrome's Trace Event Format, which chrome://tracing and https://ui.perfetto.dev read: one event a
+line, the array's end missing while the run goes on or after a kill, which the format allows. Times
+are microseconds since 1970. A gap in an actor's track is time in which it waited.
+
+| track | slices |
+|---|---|
+| trainer | phases of the step, as in `time/PHASE_s`; the end of each step as an instant |
+| learner | phases of learning, where that goes on beside sampling |
+| sampler | rollout: a step's groups are sampled, where that goes on beside learning |
+| engine K | write, publish, canary, …: what an engine in a process of its own works on |
+| scorers | score: at least one score is waited for, a millisecond or longer |
+| checkpoint | save: a thread writes a checkpoint |
+
+Beside them a graph of the groups that wait after each step. Slices of one name that follow each
+other within `MERGE_S` are one, so that engines that are looked at often cost little. At
+`LIMIT_BYTES` the file becomes trace-before.json, in the place of an older one, and another is
+begun: what is longest ago is lost. A resumed run goes on in the same file, where the work that a
+kill has cost stays to be seen.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from winnow.errors import WinnowError
+from winnow.observe.files import AppendFile, writing
+from winnow.observe.metrics import Record, Timeline
+from winnow.observe.sinks import RunInfo
+from winnow.types import Prompt, Score, Trajectory
+
+MERGE_S = 0.002
+LIMIT_BYTES = 16 << 20
+_FLUSH_S, _LEAST_S = 1.0, 0.001
+_TRACKS = ("trainer", "learner", "sampler", "scorers", "checkpoint")
+_ENGINE = re.compile(r"engine (\d+)")
+_END = b'{"name":"process_name","ph":"M","pid":1,"args":{"name":"winnow"}}\n]\n'
+
+log = logging.getLogger(__name__)
+
+
+class TraceFile:
+    """A `Timeline` and a sink that write trace.json; several threads may tell.
+
+    A disk that refuses ends the timeline with a warning in the log, and not the run.
+
+    Raises:
+        WinnowError: the file cannot be made.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._path, self._limit = path, limit_bytes
+        self._epoch_s = time.time() - time.perf_counter()
+        self._lock = threading.Lock()
+        self._events: list[dict[str, Any]] = []
+        self._named: set[str] = set()
+        self._slices: dict[str, tuple[str, float, float]] = {}
+        """The last slice of each actor, to which another may be added: name, begin, end."""
+        self._flushed_s = time.perf_counter()
+        self._file: AppendFile | None = _continued(path)
+
+    def __call__(self, actor: str, phase: str, began_s: float, ended_s: float) -> None:
+        """Note what an actor did, and from when to when by `time.perf_counter`."""
+        with self._lock:
+            name, first_s, last_s = self._slices.get(actor, ("", 0.0, 0.0))
+            if name == phase and 0 <= began_s - last_s < MERGE_S:
+                began_s = first_s
+            else:
+                self._finish(actor)
+            self._slices[actor] = (phase, began_s, ended_s)
+            if ended_s - self._flushed_s > _FLUSH_S:
+                self._flush()
+
+    def start(self, info: RunInfo) -> None:
+        """Mark where the run begins, or is resumed."""
+        before = info.first_step - 1
+        self._mark(f"resumed after step {before}" if before else "start")
+
+    def log(self, step: int, record: Record) -> None:
+        """Mark the end of a step, and count the groups that wait after it."""
+        kinds = ("qualified", "open")
+        waiting = {kind: record.get(f"sampling/groups/carried_{kind}", 0) for kind in kinds}
+        with self._lock:
+            self._add("groups that wait", "C", time.perf_counter(), args=waiting)
+        self._mark(f"step {step}")
+
+    def close(self) -> None:
+        """Write what is left and the end of the array; a second time does nothing."""
+        with self._lock:
+            self._flush(_END)
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _mark(self, name: str) -> None:
+        with self._lock:
+            self._add(name, "i", time.perf_counter(), s="p")
+            self._flush()
+
+    def _add(self, name: str, kind: str, at_s: float, actor: str = "trainer", **more: Any) -> None:
+        track = _track(actor)
+        if actor not in self._named:
+            self._named.add(actor)
+            names = {"thread_name": {"name": actor}, "thread_sort_index": {"sort_index": track}}
+            self._events += [
+                {"name": key, "ph": "M", "pid": 1, "tid": track, "args": value}
+                for key, value in names.items()
+            ]
+        micros = round((self._epoch_s + at_s) * 1e6)
+        self._events.append(
+            {"name": name, "ph": kind, "pid": 1, "tid": track, "ts": micros, **more}
+        )
+
+    def _finish(self, actor: str) -> None:
+        if actor in self._slices:
+            name, began_s, ended_s = self._slices.pop(actor)
+            self._add(name, "X", began_s, actor, dur=round((ended_s - began_s) * 1e6))
+
+    def _flush(self, end: bytes = b"") -> None:
+        for actor in list(self._slices):
+            self._finish(actor)
+        events, self._events = self._events, []
+        self._flushed_s = time.perf_counter()
+        if self._file is None:
+            return
+        try:
+            lines = (json.dumps(each, separators=(",", ":")) for each in events)
+            self._file.append("".join(f"{line},\n" for line in lines).encode() + end)
+            if self._file.size > self._limit and not end:
+                self._begin_another()
+        except WinnowError as error:
+            log.warning("%s (no timeline)", error)
+            self._file.close()
+            self._file = None
+
+    def _begin_another(self) -> None:
+        assert self._file is not None
+        self._file.append(_END)
+        self._file.close()
+        with writing(self._path):
+            self._path.replace(self._path.with_stem(f"{self._path.stem}-before"))
+        self._file, self._named = _continued(self._path), set()
+
+
+class ScorerTimes:
+    """A scorer that tells when scores are waited for, a millisecond or more."""
+
+    def __init__(
+        self, score: Callable[[Prompt, Trajectory], Score | Awaitable[Score]], tell: Timeline
+    ) -> None:
+        self._score, self._tell = score, tell
+        self._under_way, self._began_s = 0, 0.0
+
+    def __call__(self, prompt: Prompt, trajectory: Trajectory) -> Score | Awaitable[Score]:
+        """Score an answer."""
+        found = self._score(prompt, trajectory)
+        return found if isinstance(found, Score) else self._waited_for(found)
+
+    async def _waited_for(self, score: Awaitable[Score]) -> Score:
+        if not self._under_way:
+            self._began_s = time.perf_counter()
+        self._under_way += 1
+        try:
+            return await score
+        finally:
+            self._under_way -= 1
+            now_s = time.perf_counter()
+            if not self._under_way and now_s - self._began_s >= _LEAST_S:
+                self._tell("scorers", "score", self._began_s, now_s)
+
+
+def _continued(path: Path) -> AppendFile:
+    """Open a file for more events: without its array's end, and without half a line."""
+    file = AppendFile(path)
+    if file.size:
+        with writing(path):
+            content = path.read_bytes().removesuffix(_END)
+        file.truncate(content.rfind(b"\n") + 1)
+    if not file.size:
+        file.append(b"[\n")
+    return file
+
+
+def _track(actor: str) -> int:
+    """Number an actor's track, the same in each start of a run."""
+    if actor in _TRACKS:
+        return 1 + _TRACKS.index(actor)
+    engine = _ENGINE.fullmatch(actor)
+    return 100 + int(engine[1]) if engine else 10_000 + crc32(actor.encode()) % 10_000
