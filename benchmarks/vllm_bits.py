@@ -28,6 +28,7 @@ from benchmarks.kill import LONGEST_S, STEPS, Lab, content, contents, difference
 VLLM = "rollout/engine=vllm"
 WIDE = (
     *("warm_start.model.head_dim=32", "trainer.save_every=1", "trainer.keep_last=null"),
+    "data.max_prompt_tokens=16",  # with the response, the positions that the model has
     "observe.rollout_text_groups=1000",  # the ids of all answers
 )
 TWO = "rollout.engine.processes=2"
