@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,18 @@ SLOTS = 32
 
 
 @cache
-def started(config: str, dtype: str, **options: Any) -> tuple[LLMEngine, nn.Module]:
+def started(config: str, dtype: str, extra: str, **options: Any) -> tuple[LLMEngine, nn.Module]:
     """A vLLM that tests share, with random weights, and the shapes of its model.
 
     Args:
         config: the text of a `config.json`.
+        extra: further options of vLLM's, as JSON.
     """
     folder = tempfile.mkdtemp(prefix="winnow-vllm-")
     Path(folder, "config.json").write_text(config)
     given: dict[str, Any] = {"prefill_tokens": 1024, "cache_gib": 1 / 32} | options
-    extra = {"load_format": "dummy"}
-    llm = start_vllm(folder, dtype=dtype, slots=SLOTS, extra=extra, **given)
+    others = {"load_format": "dummy"} | json.loads(extra)
+    llm = start_vllm(folder, dtype=dtype, slots=SLOTS, extra=others, **given)
     return llm, meta_model(folder, getattr(torch, dtype))
 
 
@@ -43,6 +44,7 @@ def vllm_engine(
     vocab_size: int | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
     live_updates: bool = False,
+    extra: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> VllmEngine:
     """An engine with the weights of a model, in bf16 where that has them.
@@ -52,7 +54,9 @@ def vllm_engine(
     """
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     dtype = "bfloat16" if model.dtype == torch.bfloat16 else "float32"
-    llm, shapes = started(json.dumps(config, default=str), dtype, **options)
+    llm, shapes = started(
+        json.dumps(config, default=str), dtype, json.dumps(extra or {}), **options
+    )
     llm.abort_request(list(llm.output_processor.external_req_ids))
     vocab_size = vocab_size or model.config.vocab_size
     engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates)

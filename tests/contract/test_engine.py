@@ -239,7 +239,7 @@ def test_the_ends_of_fixed_sequences_are_scored_while_answers_run(
     if not all(hasattr(one, "logprobs_of") for one in each):
         pytest.skip("needed only of an engine with weights of its own")
     rng = np.random.default_rng(1)
-    sequences = [rng.integers(0, 30, length) for length in (2, 5, 6, 7, 120)]
+    sequences = [rng.integers(0, 30, length) for length in (2, 5, 1, 6, 7, 120)]
     groups = groups_of(sampling=SamplingParams(max_tokens=24))
 
     async def run() -> tuple[list[CompletionEvent], list[list[np.ndarray]]]:

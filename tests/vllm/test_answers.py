@@ -132,6 +132,15 @@ def test_prompts_cut_in_chunks_give_the_same_tokens() -> None:
     assert max(e.tick for e in got.values()) > max(e.tick for e in whole.values())
 
 
+def test_uncut_prompts_need_no_larger_steps_than_the_longest_answer() -> None:
+    """The sequences of the canary are longer than all answers here, and have to be taken."""
+    engine = vllm_engine(model_of("qwen3"), chunked_prefill=False, prefill_tokens=100, longest=100)
+    groups = requests(longest=40)
+    assert_same(drain(engine, groups), expected(model_of("qwen3", torch.float32), groups))
+    (found,) = asyncio.run(engine.logprobs_of([np.arange(256) % VOCAB], 1.0, 8))
+    assert len(found) == 8
+
+
 def test_the_answers_to_a_prompt_share_its_prefill() -> None:
     prompt = np.random.default_rng(3).integers(3, VOCAB, 150)
     group = GroupRequest(
@@ -183,7 +192,8 @@ def test_an_fp32_head_is_exact_in_bf16() -> None:
             layer.self_attn.o_proj.weight.data.zero_()
             layer.mlp.down_proj.weight.data.zero_()
         model.model.norm.weight.data.normal_(generator=torch.Generator().manual_seed(0))
-        engine = vllm_engine(model, fp32_head=fp32_head)
+        extra = {"hf_overrides": {"rope_theta": 20_000.0}}  # has to leave the head as it is
+        engine = vllm_engine(model, fp32_head=fp32_head, extra=extra)
         ids = np.random.default_rng(0).integers(0, VOCAB, 60)
         (found,) = asyncio.run(engine.logprobs_of([ids], 1.0, 59))
         rows = torch.from_numpy(ids)

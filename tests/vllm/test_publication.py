@@ -95,6 +95,33 @@ def test_fresh_answers_are_of_the_new_weights_though_their_prompt_was_cached(nam
     assert len(fresh) == 6
 
 
+def test_answers_that_wait_for_memory_begin_with_the_new_weights() -> None:
+    """The cache holds four of eight answers, and their prompt as the old weights read it."""
+    bytes_a_block = 128 * 2 * 2 * 2 * 32 * 4  # tokens, K and V, layers, heads, elements, float32
+    memory = {"cache_gib": 6 * bytes_a_block / 2**30, "longest": 200}
+    engine = vllm_engine(model_of("qwen3"), live_updates=True, **memory)
+    prompt = np.random.default_rng(0).integers(3, VOCAB, 140)
+
+    async def run() -> list[Any]:
+        await engine.submit([group_of(prompt, 0, n=8, limit=40)])
+        assert await engine.events(until=20) == []
+        assert [len(event.segment) for event in await engine.progress()] == [20] * 4 + [0] * 4
+        await publish(engine, WeightUpdate(1, weights_of(learned())))
+        assert engine.status().running + engine.status().queued == 8
+        out: list[Any] = []
+        while events := await engine.events():
+            out += events
+        return out
+
+    done = {event.answer: event.segment for event in asyncio.run(run())}
+    spans = [[(span.version, span.stop) for span in done[i].spans] for i in range(8)]
+    assert spans == [[(0, 20), (1, 40)]] * 4 + [[(1, 40)]] * 4
+    reference = learned(dtype=torch.float64)
+    for answer in range(4, 8):
+        want = reference_logprobs(reference, prompt, done[answer].token_ids)
+        np.testing.assert_allclose(done[answer].logprobs, want, atol=5e-6)
+
+
 def test_bf16_weights_arrive_and_a_stale_tied_head_would_show(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

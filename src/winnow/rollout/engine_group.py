@@ -234,8 +234,9 @@ class EngineGroup:
 
     Args:
         engines: at least one.
-        deterministic: events depend on submissions and ticks alone. An engine's death is then
-            raised; else it is logged, and raised when none is left.
+        deterministic: events depend on submissions and ticks alone. The death of an engine, or
+            weights that reached it damaged, are then raised; else they are logged, and raised when
+            no engine is left.
         quantum_ticks: ticks that deterministic engines advance between two looks at all of them.
 
     Raises:
@@ -259,7 +260,7 @@ class EngineGroup:
         self._target: int | None = None  # end of the quantum under way
         self._news = asyncio.Event()
         self._fault: BaseException | None = None  # what ended an engine's writing, to be raised
-        self._last_death: WorkerError | None = None
+        self._last_death: WorkerError | PublicationError | None = None
         self._old_version: int | None = None  # while new weights come
         self._counted: int | None = None  # tokens at the last `progress`
 
@@ -334,7 +335,7 @@ class EngineGroup:
 
         Raises:
             ValueError: answers are under way, and not all engines take weights live.
-            PublicationError: an engine does not hold what was sent.
+            PublicationError: an engine does not hold what was sent; in free mode, the last one.
             WorkerError: as for `events`.
         """
         alive = self._alive()
@@ -344,7 +345,7 @@ class EngineGroup:
         self._old_version = alive[0].status.weight_version
         try:
             if update.tensors is not None or update.buckets is not None:
-                await send(update, self._take_bucket)
+                await send(update, self._take_bucket, reject=self._reject)
             alone = WeightUpdate(update.version)
             await self._each(self._alive(), lambda client: client.engine.load_weights(alone))
         finally:
@@ -364,6 +365,12 @@ class EngineGroup:
 
         await self._each(self._alive(), take)
         return held
+
+    def _reject(self, name: str, error: PublicationError) -> None:
+        """Do without an engine that took damaged weights."""
+        if self._deterministic:
+            raise error
+        self._bury(next(client for client in self._clients if client.name == name), error)
 
     def status(self) -> EngineStatus:
         """Return sums over the engines; tokens of dead ones count.
@@ -495,12 +502,12 @@ class EngineGroup:
         """Do the same with several engines at once; one that dies of it is buried."""
         found = await asyncio.gather(*map(do, clients), return_exceptions=True)
         for client, error in zip(clients, found, strict=True):
-            if isinstance(error, WorkerError) and not self._deterministic:
+            if isinstance(error, WorkerError | PublicationError) and not self._deterministic:
                 self._bury(client, error)
             elif error is not None:
                 raise error
 
-    def _bury(self, client: EngineClient, error: WorkerError) -> None:
+    def _bury(self, client: EngineClient, error: WorkerError | PublicationError) -> None:
         """Leave a dead engine's answers to the others, and give back those being aborted."""
         if client.is_dead:
             return

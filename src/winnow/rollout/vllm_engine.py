@@ -15,10 +15,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import count
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -26,9 +28,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-# Read when vLLM is imported. A user's own value stands.
+# Read when vLLM is imported. The scheduler stays in this process, where a step is a call: in one of
+# its own it would run on between them.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# Of these a user's own value stands.
 for _name, _value in {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process: a step is a call
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second one's sampler is written, but has not been run
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or all engines of a machine share its first cores
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -237,6 +241,12 @@ class VllmEngine(TickEngine[WrittenAnswer]):
 
     def _renew(self) -> None:
         self._salt = str(next(_SALTS))
+        # Those that still wait for memory, or of which not all is prefilled, begin anew: the old
+        # salt would give them a prompt's keys of the old weights.
+        rows = [row for row, a in enumerate(self._rows) if len(a.ids) == len(a.prefix)]
+        for row in rows:
+            insort(self._queue, self._rows[row], key=attrgetter("order"))
+        self._leave(rows)
 
     # -- one tick -----------------------------------------------------------------------------
 
@@ -321,13 +331,17 @@ class VllmEngine(TickEngine[WrittenAnswer]):
         """
         self._check_health()
         sampling = SamplingParams(0, temperature)
-        names = []
-        for ids in sequences:
+        nothing = np.zeros(0, np.float32)
+        found: list[FloatArray] = [nothing] * len(sequences)
+        names: dict[str, int] = {}
+        for place, ids in enumerate(sequences):
             start = len(ids) - min(last, len(ids) - 1)
+            if start == len(ids):  # a single token has none before it
+                continue
             forced = ids[start:].tolist()
             own = vllm_plugin.draw_arguments(sampling, 0, start, self._vocab_size, forced)
             params = _params(len(forced), own, kind=RequestOutputKind.FINAL_ONLY)
-            names.append(self._add(ids[:start], params, -1))
+            names[self._add(ids[:start], params, -1)] = place
         self._scored |= dict.fromkeys(names)
         while any(self._scored[name] is None for name in names):
             if self._rows:
@@ -335,8 +349,11 @@ class VllmEngine(TickEngine[WrittenAnswer]):
             else:
                 self._run_step()
             await asyncio.sleep(0)
-        scored = map(self._scored.pop, names)
-        return [found for found in scored if found is not None]
+        for name, place in names.items():
+            scored = self._scored.pop(name)
+            assert scored is not None
+            found[place] = scored
+        return found
 
 
 def _params(
@@ -410,6 +427,8 @@ def start_vllm(
     if longest is not None:
         longest = max(longest, min(_LONGEST_SCORED, positions or _LONGEST_SCORED))
     batch = slots + _SCORED_AT_ONCE
+    # vLLM asks for steps that hold the longest sequence where it may not cut one.
+    step_tokens = max(prefill_tokens, batch, 0 if chunked_prefill else longest or positions or 0)
     is_second = envs.VLLM_USE_V2_MODEL_RUNNER
     sampler = vllm_plugin.HashSamplerV2 if is_second else vllm_plugin.HashSampler
     arguments: dict[str, Any] = {
@@ -418,7 +437,7 @@ def start_vllm(
         "trust_remote_code": trust_remote_code,
         "max_model_len": longest,
         "max_num_seqs": batch,
-        "max_num_batched_tokens": max(prefill_tokens, batch),
+        "max_num_batched_tokens": step_tokens,
         "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
         "tensor_parallel_size": tensor_parallel,
         # In an actor of Ray's vLLM would ask Ray for further ones.
@@ -430,11 +449,12 @@ def start_vllm(
         "worker_extension_cls": "winnow.rollout.vllm_plugin.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
     }
+    own = dict(extra or {})
+    check_extra(own, {field.name for field in fields(EngineArgs)})
     if fp32_head:
-        arguments["hf_overrides"] = {"head_dtype": "float32"}
-    check_extra(extra or {}, {field.name for field in fields(EngineArgs)})
+        arguments["hf_overrides"] = own.pop("hf_overrides", {}) | {"head_dtype": "float32"}
     try:
-        llm = LLMEngine.from_engine_args(EngineArgs(**_OPTIONS | arguments | dict(extra or {})))
+        llm = LLMEngine.from_engine_args(EngineArgs(**_OPTIONS | arguments | own))
         llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
     except Exception as error:
         raise refusal(error, model, cache_gib) from error

@@ -158,13 +158,24 @@ def tensors(packed: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
             parts = []
 
 
-async def send(update: WeightUpdate, take: Take, bucket_bytes: int = BUCKET_BYTES) -> None:
+def _raise(name: str, error: PublicationError) -> None:
+    raise error
+
+
+async def send(
+    update: WeightUpdate,
+    take: Take,
+    bucket_bytes: int = BUCKET_BYTES,
+    reject: Callable[[str, PublicationError], None] = _raise,
+) -> None:
     """Give engines an update bucket by bucket, and compare what each says it holds.
 
     Args:
         update: with tensors, or buckets.
         take: reaches all engines; buckets must reach them in the order in which it is called.
         bucket_bytes: most bytes of a bucket; two are on their way at once.
+        reject: is told of an engine that holds other bytes than were sent; unless it raises, the
+            others are sent the rest.
 
     Raises:
         PublicationError: an engine holds other bytes than were sent. It draws no more tokens.
@@ -179,7 +190,7 @@ async def send(update: WeightUpdate, take: Take, bucket_bytes: int = BUCKET_BYTE
             bucket = found
             if len(under_way) == _UNDER_WAY:
                 await under_way.pop(0)
-            under_way.append(asyncio.create_task(_deliver(bucket, take)))
+            under_way.append(asyncio.create_task(_deliver(bucket, take, reject)))
             await asyncio.sleep(0)
         while under_way:
             await under_way.pop(0)
@@ -193,16 +204,19 @@ async def send(update: WeightUpdate, take: Take, bucket_bytes: int = BUCKET_BYTE
         )
 
 
-async def _deliver(bucket: Bucket, take: Take) -> None:
+async def _deliver(
+    bucket: Bucket, take: Take, reject: Callable[[str, PublicationError], None]
+) -> None:
     # The checksum lets go of the interpreter: it is taken while the bucket travels.
     answers, sent = await asyncio.gather(take(bucket), asyncio.to_thread(bucket.checksum))
     for name, held in answers.items():
         if held != sent:
-            raise PublicationError(
+            error = PublicationError(
                 f"weights of version {bucket.version}: {name} holds other bytes than were sent in "
                 f"bucket {bucket.index} (from {bucket.pieces[0].name} on): checksum "
                 f"{held:#010x}, not {sent:#010x}; look at that machine's memory and network"
             )
+            reject(name, error)
 
 
 class WeightReceiver:

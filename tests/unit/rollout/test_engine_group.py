@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.engines import Prompts, ScriptedEngine, uniform, written
@@ -27,6 +28,7 @@ from winnow.rollout.engine import (
     generate,
 )
 from winnow.rollout.engine_group import QUANTUM_TICKS, EngineGroup, quantum_for
+from winnow.rollout.weights import Bucket, buckets
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Segment, Trajectory
 
@@ -355,6 +357,58 @@ def test_an_engine_that_keeps_its_old_version_is_found() -> None:
     group = EngineGroup([Mortal(), Deaf(), Mortal()], False)
     with pytest.raises(PublicationError, match="engine 1 did not take weights of version 1"):
         asyncio.run(group.load_weights(WeightUpdate(1)))
+
+
+class Taking(Mortal):
+    """Takes buckets, and holds other bytes than came from bucket `damaged` on."""
+
+    def __init__(self, damaged: int | None = None, refused: int | None = None) -> None:
+        super().__init__(live_updates=True)
+        self.damaged, self.refused, self.taken = damaged, refused, 0
+
+    async def take_bucket(self, bucket: Bucket) -> int:
+        self.taken += 1
+        if self.refused == bucket.index:
+            raise PublicationError("this bucket does not fit")
+        return bucket.checksum() ^ (self.damaged == bucket.index)
+
+
+def sent(*engines: Taking, deterministic: bool = False) -> tuple[EngineGroup, list[str]]:
+    """Give a group twenty buckets while answers are written; returns it and the ends of those."""
+    group = EngineGroup(engines, deterministic)
+    tensors = [(f"t{i}", torch.ones(1)) for i in range(20)]
+    update = WeightUpdate(3, buckets=buckets(WeightUpdate(3, tensors), 4))
+
+    async def run() -> list[str]:
+        if not deterministic:
+            await group.submit([request(g) for g in range(4)])
+        await group.load_weights(update)
+        return [event.kind for event in await drained(group)]
+
+    return group, asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", [{"damaged": 2}, {"damaged": 19}, {"refused": 5}], ids=str)
+def test_an_engine_that_weights_reach_damaged_is_left_out(
+    fault: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    healthy = Taking()
+    group, ends = sent(Taking(**fault), healthy)
+    assert group.dead == ["engine 0"]
+    assert healthy.taken == 20
+    assert healthy.inner.status().weight_version == group.status().weight_version == 3
+    assert ends == ["finished"] * 12
+    assert "engine 0 died, 1 of 2 are left" in caplog.text
+    assert "engine 0 holds other bytes" in caplog.text or "does not fit" in caplog.text
+
+
+def test_weights_that_reach_every_engine_damaged_end_the_run() -> None:
+    with pytest.raises(PublicationError, match=r"engine 1 holds other bytes .* bucket 4"):
+        sent(Taking(damaged=2), Taking(damaged=4))
+    with pytest.raises(PublicationError, match="does not fit"):
+        sent(Taking(refused=1), Taking(refused=1))
+    with pytest.raises(PublicationError, match="engine 0 holds other bytes"):
+        sent(Taking(damaged=2), Taking(), deterministic=True)
 
 
 def test_a_group_needs_an_engine() -> None:
