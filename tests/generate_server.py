@@ -110,8 +110,7 @@ def app(args: argparse.Namespace) -> Any:
     def choice(ids: list[int], logprobs: list[float], reason: str | None, **more: Any) -> Any:
         rows = zip(ids, logprobs, strict=True)
         content = [{"token_id": i, "logprob": p, "top_logprobs": []} for i, p in rows]
-        spans = [{"version": model.version, "start": 0, "end": 1}] if reason else None
-        own = {"index": 0, "token_ids": ids, "finish_reason": reason, "weight_versions": spans}
+        own = {"index": 0, "token_ids": ids, "finish_reason": reason}
         return {"choices": [own | {"logprobs": {"content": content}} | more]}
 
     async def score(ids: list[int], given: dict[str, Any]) -> Any:
@@ -161,10 +160,15 @@ def app(args: argparse.Namespace) -> Any:
     async def models(request: Request) -> Response:
         return JSONResponse({"data": [{"id": args.model, "max_model_len": args.longest}]})
 
+    async def sleep(request: Request) -> Response:
+        return JSONResponse({"error": {"message": "no sleep mode"}}, 500)
+
     routes = [
         Route("/inference/v1/generate", generate, methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
     ]
+    if args.sleeps_badly:
+        routes.append(Route("/sleep", sleep, methods=["POST"]))
     if not args.without_updates:
         routes += [
             Route("/collective_rpc", rpc, methods=["POST"]),
@@ -208,7 +212,13 @@ def main() -> None:
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--tick_s", type=float, default=0.0)
     parser.add_argument("--dies_after", type=int, default=None)
-    for flag in ("--keeps_head", "--loads_nothing", "--without_updates", "--raw_logprobs"):
+    for flag in (
+        "--keeps_head",
+        "--loads_nothing",
+        "--without_updates",
+        "--raw_logprobs",
+        "--sleeps_badly",
+    ):
         parser.add_argument(flag, action="store_true")
     args = parser.parse_args()
     config = uvicorn.Config(app(args), "127.0.0.1", args.port, log_level="error")

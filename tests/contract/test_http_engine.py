@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+import resource
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,12 +18,13 @@ import numpy as np
 import pytest
 import torch
 from tests.contract.test_engine import STOP, groups_of, reference_logprobs
-from tests.faulty_http import Step, noise, reply, serving
+from tests.faulty_http import Step, hang_up, noise, reply, serving
 from tests.generate_server import GenerateServers
 from tests.small_models import digits_folder
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from winnow.errors import ConfigError, PublicationError, WinnowError, WorkerError
+from winnow.http.client import RemoteError
 from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
@@ -171,7 +175,6 @@ def test_the_only_server_restarts_and_is_given_the_newest_weights(
 
     async def run() -> dict[Any, Any]:
         await engine.load_weights(WeightUpdate(3, other.named_parameters()))
-        await engine.engines[url].logprobs_of([np.arange(3, 30)])
         writing = asyncio.create_task(generate(engine, groups))
         while engine.status().generated_tokens < 200:
             await asyncio.sleep(0.001)
@@ -186,7 +189,7 @@ def test_the_only_server_restarts_and_is_given_the_newest_weights(
     asyncio.run(engine.close())
 
 
-def test_a_server_that_restarts_unseen_has_its_answers_written_again(
+def test_a_server_that_restarts_unseen_is_given_the_newest_weights_first(
     servers: GenerateServers,
     folder: Path,
     other: PreTrainedModel,
@@ -200,32 +203,14 @@ def test_a_server_that_restarts_unseen_has_its_answers_written_again(
         process.kill()
         process.wait()
         servers.start(folder, port=int(url.rpartition(":")[2]))
-        await engine.engines[url].ping()  # no connection is left that would break
+        with contextlib.suppress(RemoteError):
+            await engine.engines[url].ping(5.0)  # no connection is left that would break
         return await generate(engine, groups)
 
     done = asyncio.run(run())
     assert "was restarted, or given other weights" in caplog.text
     check_logprobs(other, done, groups)
     assert engine.status().generated_tokens == sum(len(t.token_ids) for t in done.values())
-    asyncio.run(engine.close())
-
-
-def test_a_server_that_loads_nothing_after_its_restart_is_found(
-    servers: GenerateServers, folder: Path, other: PreTrainedModel
-) -> None:
-    url, process = servers.start(folder)
-    engine = engine_over(url)
-
-    async def run() -> None:
-        await engine.load_weights(WeightUpdate(1, other.named_parameters()))
-        await engine.engines[url].logprobs_of([np.arange(3, 30)])
-        process.kill()
-        process.wait()
-        servers.start(folder, "--loads_nothing", port=int(url.rpartition(":")[2]))
-        await generate(engine, groups_of(2, 2, SAMPLING))
-
-    with pytest.raises(PublicationError, match=r"was restarted, and does not answer with"):
-        asyncio.run(run())
     asyncio.run(engine.close())
 
 
@@ -239,6 +224,98 @@ def test_without_any_server_the_run_ends_with_a_line(
     with pytest.raises(WorkerError, match=r"no server .*restart_timeout_s\): .*cannot be reached"):
         asyncio.run(generate(engine, groups_of(1, 1)))
     asyncio.run(engine.close())
+
+
+def test_a_server_that_is_gone_for_long_does_not_end_a_run_in_which_another_answers(
+    servers: GenerateServers, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, first = servers.start(folder)
+    url, process = servers.start(folder, "--tick_s=0.002")
+    engine = engine_over(gone, url, restart_timeout_s=0.5)
+    monkeypatch.setattr("winnow.rollout.http_engine._PAUSE_S", 0.05)
+    monkeypatch.setattr("winnow.rollout.http_engine._LONGEST_PAUSE_S", 0.05)
+    first.kill()
+    first.wait()
+
+    async def run() -> int:
+        await engine.submit(groups_of(4, 4, SamplingParams(150)))
+        while list(engine.engines) != [url] or engine.status().generated_tokens < 50:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.6)  # longer than a run goes on without any server
+        engine._lose(engine.engines[url], "a connection was reset")
+        ended = 0
+        while events := await engine.events():
+            ended += sum(event.kind == "finished" for event in events)
+        return ended
+
+    assert asyncio.run(run()) == 16
+    process.kill()
+    asyncio.run(engine.close())
+
+
+def test_a_machine_that_swallows_requests_is_not_waited_for_longer_than_allowed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("winnow.rollout.http_engine._PAUSE_S", 0.01)
+    monkeypatch.setattr("winnow.rollout.http_engine._PING_S", 0.1)
+    engine = engine_over(url, restart_timeout_s=0.05)
+    with serving([hang_up, lambda *_: time.sleep(0.5)]) as served:
+        engine.engines[url]._http._url = httpx.URL(served.url)
+        with pytest.raises(WorkerError, match=r"did not answer within 0\.1 s"):
+            asyncio.run(generate(engine, groups_of(1, 1)))
+    assert len(served.requests) < 5
+    asyncio.run(engine.close())
+
+
+def test_tokens_are_counted_on_when_progress_is_asked_for_while_events_are_awaited(
+    servers: GenerateServers, folder: Path
+) -> None:
+    url, process = servers.start(folder, "--tick_s=0.002")
+    engine = engine_over(url)
+
+    async def run() -> None:
+        await engine.submit(groups_of(1, 1, SamplingParams(150)))
+        waiting = asyncio.create_task(engine.events())
+        while engine.status().generated_tokens < 20:
+            await asyncio.sleep(0.001)
+        (told,) = await engine.progress()
+        # What watches over the engine must see that it writes.
+        while engine.status().generated_tokens <= len(told.segment):
+            assert not waiting.done()
+            await asyncio.sleep(0.001)
+        (event,) = await waiting
+        assert len(event.segment) == engine.status().generated_tokens == 150
+
+    asyncio.run(run())
+    process.kill()
+    asyncio.run(engine.close())
+
+
+def test_folders_of_older_weights_go_though_a_server_is_lost(
+    servers: GenerateServers,
+    folder: Path,
+    model: PreTrainedModel,
+    other: PreTrainedModel,
+    tmp_path: Path,
+) -> None:
+    url, process = servers.start(folder)
+    mortal, gone = servers.start(folder)
+    engine = engine_over(url, mortal, folder=tmp_path / "weights")
+    gone.kill()
+    gone.wait()
+
+    async def run() -> None:
+        for version in range(4):
+            author = (model, other)[version % 2]
+            await engine.load_weights(WeightUpdate(version, author.named_parameters()))
+        assert list(engine.engines) == [url]
+        (own,) = (tmp_path / "weights").iterdir()
+        assert [folder.name.rpartition("-")[2] for folder in own.iterdir()] == ["3"]
+        await engine.close()
+
+    asyncio.run(run())
+    assert not list((tmp_path / "weights").iterdir())
+    process.kill()
 
 
 def test_answers_go_on_across_new_weights_and_say_which_wrote_what(
@@ -304,7 +381,10 @@ def test_new_weights_are_refused_while_answers_run_unless_that_was_asked_for(url
 
     async def run() -> None:
         await engine.submit(groups_of(1, 1, SamplingParams(150)))
-        await engine.load_weights(WeightUpdate(1))
+        try:
+            await engine.load_weights(WeightUpdate(1))
+        finally:
+            await engine.close()
 
     with pytest.raises(ValueError, match="abort what runs"):
         asyncio.run(run())
@@ -340,6 +420,31 @@ def test_a_folder_that_cannot_be_written_is_named(
     asyncio.run(engine.close())
 
 
+def test_a_full_disk_is_one_line(url: str, other: PreTrainedModel, tmp_path: Path) -> None:
+    engine = engine_over(url, folder=tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"weights_folder: cannot write .*File too large"):
+            asyncio.run(engine.load_weights(WeightUpdate(1, other.named_parameters())))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    asyncio.run(engine.close())
+
+
+def test_weights_that_take_too_long_to_load_are_not_loaded_a_second_time(
+    url: str, other: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_over(url, reload_timeout_s=0.1)
+    with serving([lambda *_: time.sleep(0.5)]) as served:
+        server = engine.engines[url]
+        server._http._url = httpx.URL(served.url)
+        with pytest.raises(RemoteError, match=r"did not answer within 0\.1 s"):
+            asyncio.run(server.reload("/folder", "1", 0.1))
+    assert len(served.requests) == 1
+    asyncio.run(engine.close())
+
+
 def test_a_server_with_too_short_a_context_is_refused(
     servers: GenerateServers, folder: Path
 ) -> None:
@@ -370,8 +475,10 @@ def test_what_is_no_such_server_is_one_line_with_a_remedy(
     step: Step, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("winnow.http.client.HttpJson._pause_s", lambda *_: 0.0)
+    before = set(threading.enumerate())
     with serving([step]) as served, pytest.raises(ConfigError, match=line) as caught:
         make_http_engine([served.url], "hush", 10.0, 40, 40, LONGEST, slots=1)
+    assert set(threading.enumerate()) <= before
     assert "\n" not in str(caught.value)
     assert "hush" not in str(caught.value)
     assert served.requests[0].headers["authorization"] == "Bearer hush"
@@ -384,6 +491,14 @@ def test_a_server_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         pytest.raises(ConfigError, match=r"did not answer within 0\.1 s, 3 times over"),
     ):
         make_http_engine([served.url], None, 0.1, 40, 40, LONGEST, slots=1)
+
+
+def test_a_list_of_models_that_is_none_is_no_fault_of_the_users() -> None:
+    content = [{"token_id": 1, "logprob": -1.0}]
+    good = {"token_ids": [1], "logprobs": {"content": content}, "finish_reason": "length"}
+    with serving([reply(200, {"choices": [good]}), reply(200, [])]) as served:
+        engine = make_http_engine([served.url], None, 10.0, 40, 40, LONGEST, slots=1)
+        asyncio.run(engine.close())
 
 
 def test_nothing_listens_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,7 @@ def _mode(c: Config) -> Iterator[str]:
     mode, sampling = _given(c, "trainer/mode"), c.sampling
     if isinstance(c.trainer.mode, SyncMode):
         return
-    if not _engines(c):
+    if not _engines(c) and not isinstance(c.rollout.engine, HttpEngineConfig):
         yield (
             f"{mode} writes answers while a step is learnt, which takes engines in processes of "
             f"their own, got {_given(c, 'rollout/engine', 'rollout.engine.processes')}; set "

@@ -6,6 +6,10 @@
 
     load_weights ──► folder of safetensors ──► every server reads it; those that come back, too
 
+A server that cuts or refuses a connection counts as lost until it answers and has loaded the newest
+weights once more: one that was restarted cannot be told from one that was not. A restart between
+two answers breaks no connection, so each begins with a look at the name of the server's weights.
+
 Answers are written free of ticks, each in a request of its own. What a server wrote has come here
 token by token, so that nothing of it is lost with the server, and new weights interrupt no more
 than a moment: an answer goes on behind its prefix, with keys and values that the new weights make.
@@ -22,14 +26,12 @@ import logging
 import shutil
 import tempfile
 import time
-import weakref
 from bisect import insort
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
-from uuid import uuid4
 
 import numpy as np
 from torch import Tensor
@@ -46,7 +48,7 @@ from winnow.rollout.engine import (
 from winnow.rollout.http_server import Chunk, GenerateServer
 from winnow.rollout.tick_engine import PendingAnswer
 from winnow.rollout.weights import tensors
-from winnow.types import FinishReason, FloatArray, Segment
+from winnow.types import FinishReason, Segment
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +57,9 @@ _TRIES = 5
 _PAUSE_S = 0.5
 """Between two looks at a server that does not answer; it doubles, up to the longest."""
 _LONGEST_PAUSE_S = 10.0
+_PING_S = 10.0
+"""Longest wait for a lost server's answer to anything; its machine may be gone."""
 _SHARD_BYTES = 1 << 30
-_SAME = 0.05
-"""Nats by which scores of a server that was restarted may differ on average from those that were
-compared with the trainer's: the same program and weights, in other batches."""
 
 
 class _Writing(PendingAnswer):
@@ -71,19 +72,6 @@ class _Writing(PendingAnswer):
         self.failures = 0
         """Requests in a row that brought no token."""
         self.task: asyncio.Task[None] | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        """Take note of what is written before a request."""
-        self._mark = len(self.ids), self.spans
-
-    def undo(self) -> int:
-        """Forget what came of the newest request; returns how many tokens that were."""
-        begun, self.spans = self._mark
-        lost = len(self.ids) - begun
-        del self.ids[begun:], self.logprobs[begun:]
-        self.reason = None
-        return lost
 
     def __len__(self) -> int:
         return len(self.prefix) + len(self.ids)
@@ -128,25 +116,26 @@ class HttpEngine:
         self._slots, self._decode, self._live = slots, decode, live_updates
         self._parent = folder
         self._reload_s, self._restart_s = reload_timeout_s, restart_timeout_s
-        self._name = f"winnow-{uuid4().hex[:12]}"
+        self._root: tempfile.TemporaryDirectory[str] | None = None  # ends with the process, too
         self._count = itertools.count()
-        self._weights: Path | None = None  # folder of the newest
-        self._folders: list[Path] = []  # that were made
-        self._delete = weakref.finalize(self, _delete, self._folders)  # at the process's end, too
+        self._weights: Path | None = None  # folder of the newest; its name is theirs
+        self._reading: dict[GenerateServer, Path] = {}  # what servers load just now
         self._queue: list[_Writing] = []
         self._running: dict[GenerateServer, list[_Writing]] = {s: [] for s in servers}
-        self._reviving: dict[GenerateServer, asyncio.Task[None]] = {}
+        self._lost: dict[GenerateServer, asyncio.Task[None]] = {}  # and what waits for them
+        self._silent_since = 0.0  # when the last of all servers was lost
         self._events: list[CompletionEvent] = []
         self._news = asyncio.Event()
         self._fault: BaseException | None = None
         self._is_open = True  # no weights are coming
         self._version = self._generated = 0
+        self._is_awaited = False  # `events` waits
         self._counted: int | None = None  # tokens at the last `progress`
 
     @property
     def engines(self) -> Mapping[str, GenerateServer]:
         """The servers that answer, by address."""
-        return {s.url: s for s in self._servers if s not in self._reviving}
+        return {s.url: s for s in self._servers if s not in self._lost}
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         """Queue groups.
@@ -174,8 +163,11 @@ class HttpEngine:
             WorkerError: no server answers.
             ConfigError: one refuses what it is asked.
         """
-        self._counted = None
-        await self._until(lambda: bool(self._events) or not self._is_busy())
+        self._counted, self._is_awaited = None, True
+        try:
+            await self._until(lambda: bool(self._events) or not self._is_busy())
+        finally:
+            self._is_awaited = False
         events, self._events = self._events, []
         return events
 
@@ -192,13 +184,13 @@ class HttpEngine:
     async def progress(self) -> Sequence[CompletionEvent]:
         """Return events and answers begun, those too that wait to go on.
 
-        Until the next `events`, `status` tells the tokens of this moment, so that the token account
-        agrees with it though servers write on.
+        Where no `events` waits, `status` tells the tokens of this moment until the next one, so
+        that the token account agrees with it though servers write on.
         """
         events, self._events = self._events, []
         begun = [*self._under_way(), *(w for w in self._queue if w.ids)]
         running = [self._event(w, "running") for w in begun]
-        self._counted = self._generated
+        self._counted = None if self._is_awaited else self._generated
         return [*events, *sorted(running, key=attrgetter("key"))]
 
     async def abort(self, group_ids: Collection[int]) -> None:
@@ -234,14 +226,13 @@ class HttpEngine:
             for writing in self._under_way():
                 self._requeue(writing)
             self._weights, self._version = folder, update.version
-            await asyncio.gather(*map(self._reload, self.engines.values()))
+            await asyncio.gather(*map(self._publish, self.engines.values()))
             await self._until(lambda: bool(self.engines))
         finally:
             self._is_open = True
-        if not self._reviving:  # no server may read them yet
-            older = [f for f in self._folders if f.parent == self._parent and f != folder]
-            _delete(older)
-            self._folders[:] = [f for f in self._folders if f not in older]
+        used = {folder, *self._reading.values()}
+        for older in set(folder.parent.iterdir()) - used:
+            shutil.rmtree(older, ignore_errors=True)
         self._deal()
 
     def status(self) -> EngineStatus:
@@ -261,11 +252,12 @@ class HttpEngine:
             self._stop(writing)
         self._queue.clear()
         self._events.clear()
-        for task in self._reviving.values():
+        for task in self._lost.values():
             task.cancel()
         for server in self._servers:
             server.close()
-        self._delete()
+        if self._root is not None:
+            self._root.cleanup()
 
     # -- answers ------------------------------------------------------------------------------
 
@@ -312,7 +304,6 @@ class HttpEngine:
 
     async def _write(self, writing: _Writing, server: GenerateServer) -> None:
         """Have a server go on with an answer, to its end or the server's."""
-        writing.begin()
         begun, own = len(writing), writing.task
         sampling = writing.group.sampling_of(writing.request)
         settings = {
@@ -327,14 +318,15 @@ class HttpEngine:
 
         def receive(chunk: Chunk) -> None:
             if writing.task is own and writing.reason is None:
-                self._take(writing, server, chunk)
+                self._take(writing, server.url, chunk)
 
         try:
+            if self._weights is not None and await server.version() != self._weights.name:
+                raise RemoteError(f"{server.url} was restarted, or given other weights")
             await server.write([*writing.context.tolist(), *writing.ids], settings, receive)
-            if writing.reason is not None:
-                self._finish(writing, "finished")
-                return
-            raise RemoteError(f"{server.url} ended an answer that has not come to its end", 500)
+            if writing.reason is None:
+                raise RemoteError(f"{server.url} ended an answer that has not come to its end", 500)
+            self._finish(writing, "finished")
         except RemoteError as error:
             writing.failures = 0 if len(writing) > begun else writing.failures + 1
             status = error.status or 0
@@ -350,15 +342,9 @@ class HttpEngine:
                 self._requeue(writing)
                 self._deal()
 
-    def _take(self, writing: _Writing, server: GenerateServer, chunk: Chunk) -> None:
+    def _take(self, writing: _Writing, url: str, chunk: Chunk) -> None:
         """Enter tokens of an answer, up to the one that ends it."""
         sampling = writing.group.sampling
-        if self._weights is not None and not chunk.versions <= {self._label}:
-            # They wrote all that this server has sent since it was asked.
-            for each in self._running[server]:
-                self._generated -= each.undo()
-            self._lose(server, f"{server.url} was restarted, or given other weights")
-            return
         for token, logprob in zip(chunk.ids, chunk.logprobs, strict=True):
             writing.ids.append(token)
             writing.logprobs.append(logprob)
@@ -374,7 +360,7 @@ class HttpEngine:
             length = len(writing.group.prompt_ids) + len(writing)
             self._raise_in_events(
                 ConfigError(
-                    f"{server.url} ends answers at {length:,} tokens with their prompts; start it "
+                    f"{url} ends answers at {length:,} tokens with their prompts; start it "
                     "with a larger --max-model-len"
                 )
             )
@@ -417,76 +403,79 @@ class HttpEngine:
     # -- servers ------------------------------------------------------------------------------
 
     def _lose(self, server: GenerateServer, reason: str) -> None:
-        """Ask a server nothing until it answers again."""
-        if server in self._reviving:
+        """Ask a server nothing until it answers again, and holds the newest weights."""
+        if server in self._lost:
             return
         log.warning("%s; its %d answers go on", reason, len(self._running[server]))
-        self._reviving[server] = self._begin(self._revive(server, reason))
+        self._lost[server] = self._begin(self._revive(server, reason))
+        if not self.engines:
+            self._silent_since = time.monotonic()
         for writing in list(self._running[server]):
             self._requeue(writing)
         self._deal()
 
     async def _revive(self, server: GenerateServer, reason: str) -> None:
-        """Wait until a server answers, and holds the weights of now."""
-        began, pause_s = time.monotonic(), _PAUSE_S
+        """Wait until a server answers, and give it the newest weights."""
+        pause_s = _PAUSE_S
         while True:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             try:
-                await self._renew(server)
+                await server.ping(_PING_S)
+                await self._give_newest(server)
                 break
-            except (RemoteError, WorkerError) as error:
+            except RemoteError as error:
                 reason = str(error)
-            if time.monotonic() - began > self._restart_s and not self.engines:
+            if not self.engines and time.monotonic() - self._silent_since > self._restart_s:
                 raise WorkerError(
                     f"no server of rollout.engine.url has answered for {self._restart_s:g} s "
                     f"(rollout.engine.restart_timeout_s): {reason}",
                     "engine",
                     0,
                 )
-        del self._reviving[server]
+        del self._lost[server]
         log.warning("%s answers again", server.url)
         self._news.set()
         self._deal()
 
-    async def _renew(self, server: GenerateServer) -> None:
-        """Check that a server answers; give it the newest weights if it holds others."""
-        await server.ping()
-        # Others may come meanwhile.
-        while self._weights is not None and await server.version() != self._label:
-            label = self._label
-            known = [s.scored for s in self._servers if s.scored and s.scored.version == label]
-            await server.reload(str(self._weights), label, self._reload_s)
-            if known:
-                _check_same(server.url, known[0].scores, await server.logprobs_of(*known[0].asked))
+    async def _give_newest(self, server: GenerateServer) -> None:
+        """Have a server load the newest weights, also those that come meanwhile."""
+        held = None
+        while self._weights != held:
+            assert self._weights is not None
+            held = self._reading[server] = self._weights
+            try:
+                await server.reload(str(held), held.name, self._reload_s)
+            finally:
+                del self._reading[server]
 
-    @property
-    def _label(self) -> str:
-        """Name of the newest weights, by which servers know them."""
-        return "" if self._weights is None else self._weights.name
-
-    async def _reload(self, server: GenerateServer) -> None:
-        assert self._weights is not None
+    async def _publish(self, server: GenerateServer) -> None:
         try:
-            await server.reload(str(self._weights), self._label, self._reload_s)
+            await self._give_newest(server)
         except RemoteError as error:
-            if error.status is not None:
-                raise PublicationError(
-                    f"weights of version {self._version}: {error}; the servers must see "
-                    f"{self._weights.parent} by the same path (rollout.engine.weights_folder)"
-                ) from None
-            self._lose(server, str(error))
+            if error.status is None:
+                self._lose(server, str(error))
+                return
+            raise PublicationError(
+                f"weights of version {self._version}: {error}; the servers must see the folder "
+                "of rollout.engine.weights_folder by the same path"
+            ) from None
 
     async def _write_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> Path:
         """Write tensors as safetensors of bounded size; returns their folder."""
+        from safetensors import SafetensorError
+
         try:
-            if self._parent is None:
-                self._parent = Path(tempfile.mkdtemp(prefix="winnow-weights-"))
-                self._folders.append(self._parent)
-                self._parent.chmod(0o755)  # a server may run as another user
-            folder = self._parent / f"{self._name}-{next(self._count)}-version-{version}"
-            folder.mkdir(parents=True, exist_ok=True)
-            self._folders.append(folder)
+            if self._root is None:
+                if self._parent is not None:
+                    self._parent.mkdir(parents=True, exist_ok=True)
+                self._root = tempfile.TemporaryDirectory(
+                    prefix="winnow-weights-", dir=self._parent, ignore_cleanup_errors=True
+                )
+                Path(self._root.name).chmod(0o755)  # a server may run as another user
+            root = Path(self._root.name)
+            folder = root / f"{root.name}-{next(self._count)}-version-{version}"
+            folder.mkdir()
             shard: dict[str, Tensor] = {}
             size = count = 0
             for name, tensor in named:
@@ -496,26 +485,13 @@ class HttpEngine:
                 shard[name] = tensor.detach().cpu().contiguous()
                 size += tensor.nbytes
             await asyncio.to_thread(_save, shard, folder / f"model-{count:05}.safetensors")
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"rollout.engine.weights_folder: cannot write weights to {error.filename}: "
-                f"{error.strerror}; name a folder with room that the servers see, too"
+                f"rollout.engine.weights_folder: cannot write weights to "
+                f"{self._parent or tempfile.gettempdir()}: {error}; name a folder with room that "
+                "the servers see, too"
             ) from error
         return folder
-
-
-def _check_same(url: str, before: Sequence[FloatArray], after: Sequence[FloatArray]) -> None:
-    gaps = np.abs(np.concatenate(before) - np.concatenate(after))
-    if not float(gaps.mean()) <= _SAME:
-        raise PublicationError(
-            f"{url} was restarted, and does not answer with the weights that it was given: mean "
-            f"|Δlogp| of {len(gaps)} fixed tokens is {gaps.mean():.3g} nats"
-        )
-
-
-def _delete(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _save(shard: dict[str, Tensor], file: Path) -> None:
@@ -565,6 +541,11 @@ def make_http_engine(
             else {"allowed_token_ids": list(range(vocab_size))}
         )
     servers = [GenerateServer(url, token, timeout_s, forbidden) for url in urls]
-    for server in servers:
-        server.probe_blocking(longest)
+    try:
+        for server in servers:
+            server.probe_blocking(longest)
+    except ConfigError:
+        for server in servers:
+            server.close()
+        raise
     return HttpEngine(servers, **options)

@@ -45,19 +45,6 @@ class Chunk:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str | None
-    versions: frozenset[str]
-    """Names of the weights that wrote the answer, where it has ended and the server tells them."""
-
-
-@dataclass(frozen=True)
-class ScoredTokens:
-    """Log-probs of given tokens, as a server told them."""
-
-    version: str
-    """Name of the weights."""
-    asked: tuple[Sequence[IntArray], float, int | None]
-    """Arguments of `logprobs_of`."""
-    scores: list[FloatArray]
 
 
 class GenerateServer:
@@ -86,8 +73,6 @@ class GenerateServer:
         self._settings = {**_CALM, **(forbidden or {})}
         self.salt = "winnow"
         """Names the weights in the prefix cache: what older ones left there is not found again."""
-        self.scored: ScoredTokens | None = None
-        """The newest scores."""
         self._count = itertools.count()
 
     async def write(
@@ -137,7 +122,6 @@ class GenerateServer:
             if error.is_passing:
                 raise WorkerError(str(error), "engine", 0) from None
             raise ConfigError(f"{error}; it must give log-probs of given tokens") from None
-        self.scored = ScoredTokens(self.salt, (sequences, temperature, last), found)
         return found
 
     async def _score(self, ids: IntArray, at: int, temperature: float, salt: str) -> float:
@@ -175,7 +159,8 @@ class GenerateServer:
             models = await self._http.post("/v1/models", None, self._timeout_s)
         except RemoteError as error:
             raise ConfigError(f"{error}; {_remedy(error)}") from None
-        limits = [m.get("max_model_len") for m in models.get("data", [])]
+        listed = models.get("data") if isinstance(models, dict) else None
+        limits = [m.get("max_model_len") for m in listed or () if isinstance(m, dict)]
         short = [limit for limit in limits if isinstance(limit, int) and limit < (positions or 0)]
         if short:
             raise ConfigError(
@@ -197,8 +182,8 @@ class GenerateServer:
         """
         asked = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         try:
-            await self._http.post("/collective_rpc", asked, timeout_s)
-            await self._http.post("/update_weight_version", {"new_version": version}, timeout_s)
+            await self._once("/collective_rpc", asked, timeout_s)
+            await self._once("/update_weight_version", {"new_version": version}, timeout_s)
         except RemoteError as error:
             if error.status in (404, 405):
                 raise ConfigError(
@@ -208,13 +193,13 @@ class GenerateServer:
             raise
         self.salt = version
 
-    async def ping(self) -> None:
+    async def ping(self, timeout_s: float) -> None:
         """Ask for anything.
 
         Raises:
             RemoteError: no answer came.
         """
-        await self._http.post("/v1/models", None, self._timeout_s)
+        await self._once("/v1/models", None, timeout_s)
 
     async def version(self) -> str:
         """Return the name of the weights that the server holds.
@@ -223,7 +208,12 @@ class GenerateServer:
             RemoteError: it does not answer, or tells none.
         """
         said = await self._http.post("/weight_info", None, self._timeout_s)
-        return str(said.get("weight_version"))
+        return str(said.get("weight_version")) if isinstance(said, dict) else ""
+
+    async def _once(self, path: str, body: Any, timeout_s: float) -> Any:
+        """Ask without a second try: a reload that takes too long must not be begun again."""
+        work = self._http.attempt(path, body, timeout_s, 1)
+        return await asyncio.wrap_future(self._http.submit(work))
 
     async def sleep_and_wake(self) -> bool:
         """Have the server let go of its memory and take it back; False where it cannot.
@@ -268,9 +258,7 @@ class GenerateServer:
                 if ids != tuple(entry["token_id"] for entry in content):
                     raise ValueError
                 logprobs = tuple(float(entry["logprob"]) for entry in content)
-                spans = choice.get("weight_versions") or ()
-                versions = frozenset(str(span["version"]) for span in spans)
-                yield Chunk(ids, logprobs, choice["finish_reason"], versions)
+                yield Chunk(ids, logprobs, choice["finish_reason"])
         except (LookupError, TypeError, ValueError, AttributeError):
             raise self._http.error("answers without ids and a log-prob of each") from None
 

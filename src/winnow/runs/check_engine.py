@@ -15,6 +15,7 @@ Shapes: `B` answers to a prompt, `T` their tokens, `V` vocabulary.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ import torch
 from winnow.config.load import resolve_recipe
 from winnow.config.root import Config
 from winnow.errors import ConfigError, PublicationError
+from winnow.http.client import RemoteError
 from winnow.learning.canary import Canary, CanaryScores
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import head_logits, hidden_states, output_head
@@ -115,10 +117,10 @@ def config_to_check(target: str, overrides: Sequence[str], model: str | None) ->
         ConfigError: it is wrong, or names no model.
     """
     words = ["trainer/strategy=single", "reward.processes=0", "warm_start=none"]
-    words += [] if model is None else [f"model.path='{model}'"]
+    words += [] if model is None else [f"model.path={json.dumps(model)}"]
     is_server = target.startswith(("http://", "https://"))
     if is_server:
-        words += ["rollout/engine=http", f"rollout.engine.url=['{target}']"]
+        words += ["rollout/engine=http", f"rollout.engine.url={json.dumps([target])}"]
         words += [
             f"data.max_prompt_tokens={_PROMPT_TOKENS}",
             f"rollout.max_response_tokens={TOKENS}",
@@ -162,8 +164,8 @@ def run_engine_check(config: Config, update: str | None) -> list[EngineFinding]:
 async def _examine(
     engine: Engine, own: Witness, other: Witness | None, seed: int
 ) -> list[EngineFinding]:
-    found = [await own.compare("weights", engine, 0)]
     try:
+        found = [await own.compare("weights", engine, 0)]
         found += await _sampling(engine, own, seed)
         found.append(await _update(engine, own, other))
         found.append(await _sleep(engine, own))
@@ -306,7 +308,10 @@ async def _update(engine: Engine, own: Witness, other: Witness | None) -> Engine
 async def _sleep(engine: Engine, own: Witness) -> EngineFinding:
     """Let servers sleep and wake, and compare their weights again."""
     servers = engine.engines.values() if isinstance(engine, HttpEngine) else ()
-    slept = [await server.sleep_and_wake() for server in servers]
+    try:
+        slept = [await server.sleep_and_wake() for server in servers]
+    except RemoteError as error:
+        return EngineFinding("sleep", "failed", str(error))
     if not slept or not all(slept):
         return EngineFinding("sleep", "not offered", "the engine has no sleep, or does not use it")
     return await own.compare("sleep", engine, 3)

@@ -97,7 +97,7 @@ def test_a_server_that_is_well_passes_and_keeps_its_weights(
         ("--top_p=0.99", (), {"support"}, "the least likely 0.5% of probability came 0 times"),
         ("--raw_logprobs", ("rollout.temperature=0.7",), {"weights"}, "does not answer as the"),
         ("--keeps_head", ("update",), {"update"}, "the new weights: .* does not answer as the"),
-        ("--loads_nothing", ("update",), {"update"}, "the new weights: .* does not answer as"),
+        ("--sleeps_badly", (), {"sleep"}, "answered 500: .*no sleep mode"),
         ("--without_updates", ("update",), {"update"}, "start vLLM with VLLM_SERVER_DEV_MODE=1"),
     ],
 )

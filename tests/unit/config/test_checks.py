@@ -99,7 +99,10 @@ CASES = [
     (
         ["trainer/mode=one_step_off", "rollout/engine=custom", "rollout.engine.path=mine.py:Mine"],
         ["trainer/mode=one_step_off", "rollout/engine=custom", "trainer/mode=sync"],
-        ["rollout/engine=custom", "rollout.engine.path=mine.py:Mine"],
+        [
+            *("trainer/mode=one_step_off", "rollout/engine=http", "run.deterministic=false"),
+            "rollout.engine.url=http://127.0.0.1:8000",
+        ],
     ),
     (
         ["trainer/mode=async"],
