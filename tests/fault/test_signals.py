@@ -104,6 +104,17 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_no_draft(lab: Lab) -> None:
     assert differences(lab.run("undisturbed"), run) == []
 
 
+def test_ctrl_c_twice_while_a_step_is_learnt_ends_at_once(lab: Lab) -> None:
+    run = lab.run("twice-learning")
+    process = lab.start(run.name, "trainer.epochs=400", "trainer.save_every=100")
+    assert wait_for(process, lambda: lines(run) >= 2 and bool(list(run.glob("rollouts/step-1*"))))
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert code_of(process, 60) == 130
+
+
 def test_a_stop_before_the_first_step_leaves_a_run_that_can_begin_again(lab: Lab) -> None:
     run = lab.run("early")
     process = lab.start(run.name)

@@ -303,26 +303,37 @@ def _print_settings(recipe: str, words: list[str]) -> None:
 # else wants a core; asleep they cost some speed on an idle machine, where the user may say ACTIVE.
 # Read once by OpenMP, so it must be set before torch is imported.
 _CALM_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
+_INTERRUPTED = 130
 
 
 def main() -> None:
     """Entry point: errors for the user become one line and exit code 2."""
     os.environ.setdefault(*_CALM_THREADS)
     heap.leave_at_exit()
+    code = _run()
+    if code == _INTERRUPTED:
+        from winnow.workers.threads import end_process
+
+        end_process(code)
+    sys.exit(code)
+
+
+def _run() -> int:
+    """Run the command that was typed; returns the exit code."""
     try:
-        sys.exit(app(prog_name="winnow", standalone_mode=False) or 0)
+        return app(prog_name="winnow", standalone_mode=False) or 0
     except WinnowError as error:
         for line in str(error).splitlines():
             print(f"winnow: {line}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except _UsageError as error:
         # Without words it is the help of a command without arguments, which is shown already.
         if error.format_message():
             print(f"winnow: {_usage_line(error)}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:
         print("winnow: interrupted", file=sys.stderr)
-        sys.exit(130)
+        return _INTERRUPTED
 
 
 _UsageError: Any = typer.BadParameter.__base__

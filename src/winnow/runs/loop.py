@@ -167,7 +167,7 @@ async def train(run: Run) -> None:
         run.sinks.log(before, {**figures, **watch.lap(), **run.scoring_figures()})
     run.state.note(before, run.unfinished, figures)
     if run.unfinished is not None:
-        await _finish(run, before, run.unfinished, (0, 0), watch, Nothing(run))
+        await _finish(run, before, run.unfinished, (0, 0), watch, ForegroundSampling(run))
     await _SCRIPTS[run.mode](run, watch)
 
 
@@ -183,7 +183,7 @@ async def _sync(run: Run, watch: Stopwatch) -> None:
         run.check_scoring()
         metrics = Metrics()
         learned = await in_thread(run.learner.learn, sampled.groups, step, metrics, watch)
-        await _conclude(run, step, sampled, learned, metrics, watch, Nothing(run))
+        await _conclude(run, step, sampled, learned, metrics, watch, ForegroundSampling(run))
 
 
 async def _one_step_off(run: Run, watch: Stopwatch) -> None:
@@ -203,15 +203,15 @@ async def _one_step_off(run: Run, watch: Stopwatch) -> None:
     for step in range(run.first_step, last + 1):
         run.stop.check()
         sampled, metrics = pending.popleft(), Metrics()
-        beside = Beside(run, step + 1, min(step + 1, last))
+        sampling = BackgroundSampling(run, step + 1, min(step + 1, last))
         try:
             learned = await _learn_beside(run, step, sampled, metrics, watch)
             with watch.phase("wait"):
-                await beside.ended()
-            await _conclude(run, step, sampled, learned, metrics, watch, beside)
-            beside.check()
+                await sampling.wait_until_done()
+            await _conclude(run, step, sampled, learned, metrics, watch, sampling)
+            sampling.raise_failure()
         finally:
-            await beside.close()
+            await sampling.close()
 
 
 async def _async(run: Run, watch: Stopwatch) -> None:
@@ -228,22 +228,22 @@ async def _async(run: Run, watch: Stopwatch) -> None:
     pending = run.pending.steps
     run.sampler.published(run.first_step - 1)
     run.stop.check()
-    beside = Beside(run, run.first_step + len(pending), run.steps)
+    sampling = BackgroundSampling(run, run.first_step + len(pending), run.steps)
     try:
         for step in range(run.first_step, run.steps + 1):
             with watch.phase("wait"):
-                await run.stop.interruptible(beside.cut())
+                await run.stop.interruptible(sampling.wait_for_step())
             sampled, metrics = pending.popleft(), Metrics()
             learned = await _learn_beside(run, step, sampled, metrics, watch)
-            await _conclude(run, step, sampled, learned, metrics, watch, beside)
+            await _conclude(run, step, sampled, learned, metrics, watch, sampling)
     except Stopped:
         with contextlib.suppress(WorkerError):  # then the last boundary counts
-            await beside.pause()
-            if beside.failure is None:
+            await sampling.pause()
+            if sampling.failure is None:
                 run.state.note_sampling()
         raise
     finally:
-        await beside.close()
+        await sampling.close()
 
 
 async def _learn_beside(
@@ -274,7 +274,7 @@ async def _conclude(
     learned: Learned,
     metrics: Metrics,
     watch: Stopwatch,
-    beside: Nothing,
+    sampling: ForegroundSampling,
 ) -> None:
     """Publish the weights of a step that is learnt, and record it."""
     with watch.phase("publish"):
@@ -285,7 +285,7 @@ async def _conclude(
         run.keep_ledger(step, sampled)
     record_step(metrics, sampled, learned)
     tokens = sampled.counts.tokens.generated, learned.packed_tokens
-    await _finish(run, step, metrics.record(), tokens, watch, beside)
+    await _finish(run, step, metrics.record(), tokens, watch, sampling)
 
 
 async def _finish(
@@ -294,48 +294,48 @@ async def _finish(
     record: Mapping[str, Number],
     tokens: tuple[int, int],
     watch: Stopwatch,
-    beside: Nothing,
+    sampling: ForegroundSampling,
 ) -> None:
     """Evaluate, log and save a step, each if it is due."""
     figures: Mapping[str, Number] = {}
     if run.evaluations.due(step):
         with watch.phase("evaluate"):
-            await beside.pause()
+            await sampling.pause()
         # Evaluation may take longer than whoever stops this run will wait.
         with watch.phase("checkpoint"):
-            run.state.note(step, record, instead=beside.instead)
+            run.state.note(step, record, overrides=sampling.overrides)
         with watch.phase("evaluate"):
             figures = await run.stop.interruptible(run.evaluator.evaluate(step))
-            beside.go_on()
+            sampling.resume()
     times = watch.lap()
     work = {**run.throughput.figures(*tokens, times), **run.scoring_figures()}
-    run.sinks.log(step, {**record, **figures, **times, **beside.figures(times), **work})
+    run.sinks.log(step, {**record, **figures, **times, **sampling.figures(times), **work})
     with watch.phase("checkpoint"):
-        await beside.look()
-        run.state.note(step, None, figures, beside.instead)
+        await sampling.enter_progress()
+        run.state.note(step, None, figures, sampling.overrides)
         if run.checkpoints.due(step):
-            await beside.save()
+            await sampling.save()
 
 
-# Sampling beside learning
+# Sampling as the end of a step finds it
 
 
-class Nothing:
-    """No sampling beside learning."""
+class ForegroundSampling:
+    """Sampling that has ended before its step is learnt: none is under way at the step's end."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.instead: Mapping[str, Any] = {}
-        """States by part that a note must have instead of the present ones."""
+        self.overrides: Mapping[str, Any] = {}
+        """States by part that a boundary's note must have in the place of the present ones."""
 
-    async def look(self) -> None:
+    async def enter_progress(self) -> None:
         """Have the ledger know what is written by now, for a note."""
 
     async def pause(self) -> None:
         """Turn everything that runs into prefixes, so that the engine is free for other work."""
         await self._run.sampler.halt()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Go on after a pause."""
 
     def figures(self, times: Mapping[str, Number]) -> dict[str, Number]:
@@ -347,11 +347,12 @@ class Nothing:
         self._run.state.save()
 
 
-class Beside(Nothing):
-    """A task that samples steps `first` to `last`, and leaves them in `run.pending`.
+class BackgroundSampling(ForegroundSampling):
+    """A task that samples steps `first` to `last` while others are learnt.
 
-    An error of scoring, or no signal, ends it and waits to be raised by `check`: what is cut can be
-    learnt before, and a note then has the sampler as it was when that step's sampling began.
+    It leaves them in `run.pending`. An error of scoring, or no signal, ends it and waits to be
+    raised by `raise_failure`: what is cut can be learnt before, and a note then has the sampler as
+    it was when that step's sampling began.
     """
 
     def __init__(self, run: Run, first: int, last: int) -> None:
@@ -362,9 +363,9 @@ class Beside(Nothing):
         self._began: float | None = None  # of the step that is sampled
         self._sampling_s = 0.0
         self._told_s = -run.sampler.idle_s
-        self.go_on()
+        self.resume()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._task = asyncio.create_task(self._sample())
         self._task.add_done_callback(lambda _: self._news.set())
 
@@ -378,7 +379,7 @@ class Beside(Nothing):
                 sampled = await run.sampler.step(version, learns=self._next - 1)
                 run.check_scoring()
             except (NoSignalError, RewardError) as error:
-                self.failure, self.instead = error, before
+                self.failure, self.overrides = error, before
             else:
                 # Nothing was awaited since the cut: the step is in the ledger, or here.
                 run.pending.steps.append(sampled)
@@ -389,34 +390,36 @@ class Beside(Nothing):
                 self._sampling_s += now - began
                 run.tell("sampler", "rollout", began, now)
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise what ended the sampling, if that was no signal or failed scoring."""
         if self.failure is not None:
             raise self.failure
 
-    async def cut(self) -> None:
+    async def wait_for_step(self) -> None:
         """Wait until a step is pending.
 
         Raises:
             WinnowError: there is none, and sampling has ended.
         """
         while not self._run.pending.steps:
-            self.check()
+            self.raise_failure()
             if self._task.done():
                 self._task.result()
             self._news.clear()
             await self._news.wait()
 
-    async def ended(self) -> None:
+    async def wait_until_done(self) -> None:
         """Wait until all steps are sampled, or `failure` says why not."""
         await asyncio.wait([self._task])
         self._task.result()
 
-    async def look(self) -> None:
+    async def enter_progress(self) -> None:
         if not self._task.done():
-            await self._run.sampler.take_down()
+            await self._run.sampler.enter_progress()
 
     async def pause(self) -> None:
+        if self._task.done() and not self._task.cancelled():
+            self._task.result()  # an error is not lost with its task
         await self.close()
         await super().pause()
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, cast
@@ -30,6 +31,7 @@ from winnow.observe.files import RunFolder, sync
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metrics import Record, Timeline, no_timeline
 from winnow.runs.checkpoint import Checkpoint, Manifest, Snapshot, clean, prune, save_checkpoint
+from winnow.workers.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -163,14 +165,14 @@ class RunState:
         step: int,
         unfinished: Record | None,
         figures: Record | None = None,
-        instead: Mapping[str, Any] = MappingProxyType({}),
+        overrides: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Note that a step is done, or all of it but its evaluation.
 
         Args:
             unfinished: the step's figures, while its evaluation is to come.
             figures: of the evaluation.
-            instead: states of some parts, by name, which have gone on since the boundary.
+            overrides: states of some parts, by name, which have gone on since the boundary.
 
         Raises:
             ConfigError: they lack the required one.
@@ -181,8 +183,8 @@ class RunState:
             raise ConfigError(
                 f"trainer.keep_best={best} is no figure of the evaluation; there are {names}"
             )
-        now = self.snapshot(*(name for name in self._parts if name not in instead))
-        states = {**now, **instead}
+        now = self.snapshot(*(name for name in self._parts if name not in overrides))
+        states = {**now, **overrides}
         self._states = {**states, "random": _random_states(), "unfinished": unfinished}
         self._manifest = replace(
             self._manifest,
@@ -209,10 +211,8 @@ class RunState:
             copied = self._tensors.copy()
             snapshot = replace(copied, state={**self._states, **copied.state})
             self.wait()
-            self._thread = threading.Thread(
-                target=self._write, args=(self._manifest, snapshot), name="checkpoint", daemon=True
-            )
-            self._thread.start()
+            write = partial(self._write, self._manifest, snapshot)
+            self._thread = start_thread(write, "checkpoint")
             self._saved = key
         return bool(self._states)
 

@@ -186,6 +186,7 @@ class Sampler:
         self._waits_for_engine = False
         self._untaken: list[CompletionEvent] = []  # by a wait that was cancelled
         self._is_asking = False
+        self._progress_turn = asyncio.Lock()
         self._untold = 0
         self.idle_s = 0.0
         """Seconds in which engines had nothing to write and waited for a publication."""
@@ -245,20 +246,19 @@ class Sampler:
         self.ledger.version = version
         self._scores.wake()
 
-    async def take_down(self) -> None:
-        """Enter what is written of answers under way, while a step is sampled.
-
-        Of several engines some have told before others, and what ended since has been entered.
-        """
-        self._is_asking = True
-        try:
-            told = await self._engine.progress()
-        finally:
-            self._is_asking = False
-        running = set(self.ledger.groups.with_engine())
-        await self._take(
-            [e for e in told if e.kind != "running" or e.key in running], stalled=False
-        )
+    async def enter_progress(self) -> None:
+        """Enter what is written of answers under way, also while a step is sampled."""
+        async with self._progress_turn:  # of two calls at once, one would enter the older state
+            self._is_asking = True
+            try:
+                told = await self._engine.progress()
+            finally:
+                self._is_asking = False
+            # Of several engines some have told before others: what ended since has been entered.
+            running = set(self.ledger.groups.with_engine())
+            await self._take(
+                [e for e in told if e.kind != "running" or e.key in running], stalled=False
+            )
         self._scores.wake()
 
     async def halt(self) -> None:
@@ -304,7 +304,11 @@ class Sampler:
         if self._deterministic or not live or not self.ledger.may_keep_running:
             await self.halt()
         else:
-            await self._take(await self._engine.progress(), stalled=False)
+            await self.enter_progress()
+            while self.ledger.groups.failing:  # a cut would pass them over without a fate
+                await self._abort_failing()
+                await self._take(await self._events(), stalled=False)
+                await self.enter_progress()
         self._untold = self._untold_tokens()
 
     def _untold_tokens(self) -> int:
@@ -347,14 +351,14 @@ class Sampler:
     async def _events(self) -> Sequence[CompletionEvent]:
         """Wait for the engine's events, up to the tick at which a score is due."""
         if not self._untaken:
-            await self._hear()
+            await self._collect_events()
         events, self._untaken = self._untaken, []
         return events
 
-    async def _hear(self) -> None:
+    async def _collect_events(self) -> None:
         """Wait for the engine's events, and keep them until they are taken.
 
-        They are kept by the task that heard them, so that no cancellation loses one.
+        They are kept by the task that collected them, so that no cancellation loses one.
         """
         until = self._scores.next_due if self._deterministic else None
         self._waits_for_engine = True
@@ -379,7 +383,7 @@ class Sampler:
         began = asyncio.get_running_loop().time()
         waiting = [asyncio.ensure_future(self._scores.news())]
         if self.ledger.groups.running:
-            waiting.append(asyncio.ensure_future(self._hear()))
+            waiting.append(asyncio.ensure_future(self._collect_events()))
         is_idle = len(waiting) == 1 and not self._scores.under_way
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -429,6 +433,10 @@ class Sampler:
         else:
             tick = self._engine.status().tick
             await self._see(self._scores.due(tick) if self.ledger.groups.running else None)
+        await self._abort_failing()
+
+    async def _abort_failing(self) -> None:
+        """Ask for the answers that the engine still has of failed groups."""
         failing = [group.id for group in self.ledger.groups.failing.values() if group.running]
         if failing:
             await self._engine.abort(failing)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_at_work: set[threading.Thread] = set()
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -40,5 +44,34 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         except RuntimeError:  # the loop is closed: nobody waits
             return
 
-    threading.Thread(target=run, name=getattr(work, "__name__", "work"), daemon=True).start()
+    start_thread(run, getattr(work, "__name__", "work"))
     return await future
+
+
+def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
+    """Start a daemon thread of which `end_process` knows."""
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _at_work.discard(thread)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _at_work.add(thread)
+    thread.start()
+    return thread
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process with an exit code, whatever its threads are at.
+
+    A thread that comes back from torch's compiled code while the interpreter goes down aborts the
+    process with SIGABRT; where one is at work the system ends them all.
+    """
+    if not _at_work:
+        sys.exit(code)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

@@ -10,6 +10,7 @@ import asyncio
 import random
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -372,6 +373,25 @@ def test_what_goes_wrong_is_raised_in_each_mode_and_no_task_is_left(
     assert newest.step == len(world.learnt) if is_saved else newest.step <= len(world.learnt)
     whole = World(tmp_path / "b", mode, random.Random(2)).resume(newest).train()
     check_course(world.learnt[: newest.step] + whole.learnt, whole.sampler, 2)
+
+
+def test_an_evaluation_does_not_hide_that_sampling_has_failed(tmp_path: Path) -> None:
+    world = World(tmp_path, "async", random.Random(2))
+    events, learn, has_failed = world.engine.events, world.learn, threading.Event()
+
+    async def failing_once(until: int | None = None) -> Any:
+        if world.sampler.ledger.learns == 3 and not has_failed.is_set():
+            has_failed.set()
+            raise TrainingError("the engine wrote no token")
+        return await events(until)
+
+    def late(groups: Any, step: int, *rest: Any) -> Learned:
+        assert step < 3 or has_failed.wait(20)
+        return learn(groups, step, *rest)
+
+    world.engine.events, world.learn = failing_once, late  # type: ignore[method-assign]
+    with pytest.raises(TrainingError):
+        world.train()
 
 
 def test_an_engine_that_cannot_take_weights_live_is_refused(tmp_path: Path) -> None:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from tests.states import read_back
 
 from engines import Prompts, ScriptedEngine, greedy_seed, uniforms, written
-from winnow.config.rollout import SamplingConfig, VarianceFilter
+from winnow.config.rollout import NoFilter, SamplingConfig, VarianceFilter
 from winnow.errors import NoSignalError, RewardError, TrainingError
 from winnow.rollout.engine import (
     AnswerRequest,
+    CompletionEvent,
     GroupRequest,
     SamplingParams,
     WeightUpdate,
     answer_seed,
 )
+from winnow.rollout.engine_group import EngineGroup
 from winnow.sampling import stream
 from winnow.sampling.accounting import FATES, StepGroups
 from winnow.sampling.ledger import Ledger
@@ -62,7 +64,8 @@ class Run:
         **settings: Any,
     ) -> None:
         self.engine = engine or ScriptedEngine(ragged, slots=16)
-        self.engine.live_updates = not self.deterministic
+        if isinstance(self.engine, ScriptedEngine):
+            self.engine.live_updates = not self.deterministic
         self.prompts = Prompts()
         self.version = 0
         self.sampler = Sampler(
@@ -581,6 +584,77 @@ def test_the_other_answers_of_a_failed_group_do_not_go_on_in_vain() -> None:
     (step,) = run.steps(1)
     (failed,) = [settled for settled in step.discarded if settled.fate == "failed"]
     assert (failed.group.id, failed.tokens) == (1, 4 + 4)
+
+
+class WritesOn(ScriptedEngine):
+    """An engine that goes on to its next end while it is asked for progress."""
+
+    async def progress(self) -> Sequence[CompletionEvent]:
+        self._run_to_next_end(None)
+        return await super().progress()
+
+
+@only_free
+def test_a_group_that_fails_at_a_cut_is_not_without_a_fate() -> None:
+    def length(request: GroupRequest, answer: AnswerRequest) -> int:
+        return LIMIT if (request.group_id, answer.index) == (4, 1) else 3
+
+    def fails(group: int, answer: int, attempt: int) -> int | None:
+        return (2, 5)[attempt] if (group, answer) == (4, 0) else None
+
+    settings = {"lookahead": 1, "max_attempts": 1, "filter": NoFilter()}
+    run = Run(WritesOn(length, slots=16, fails=fails), always(1.0), **settings)
+    (step,) = run.steps(1)
+    counts = step.counts
+    assert counts.fates["failed"] == 1
+    ended = len(step.trained) + len(step.discarded)
+    assert counts.carried_qualified + counts.carried_open == counts.tally.admitted - ended
+
+
+@only_free
+def test_progress_may_be_asked_for_while_a_cut_asks_for_it() -> None:
+    """As at a boundary of trainer/mode=async; one engine answers later than the other."""
+
+    class Late(ScriptedEngine):
+        late = 0
+
+        async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
+            for _ in range(3):
+                await asyncio.sleep(0)
+            return await super().events(until)
+
+        async def progress(self) -> Sequence[CompletionEvent]:
+            late, self.late = self.late, 0
+            for _ in range(late):
+                await asyncio.sleep(0)
+            return await super().progress()
+
+    engines = [Late(ragged, slots=6, live_updates=True) for _ in range(2)]
+    group = EngineGroup(cast("Any", engines), deterministic=False)
+    run = Run(cast("Any", group), lookahead=2)
+    asked = group.progress
+    boundaries: list[asyncio.Task[None]] = []
+
+    async def boundary() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await run.sampler.enter_progress()
+
+    async def progress() -> Sequence[CompletionEvent]:
+        if not boundaries:
+            engines[1].late = 40
+            boundaries.append(asyncio.create_task(boundary()))
+        return await asked()
+
+    group.progress = progress  # type: ignore[method-assign]
+
+    async def go() -> None:
+        for _ in range(30):
+            await run.step()
+            await boundaries.pop()
+
+    asyncio.run(go())
+    assert not boundaries
 
 
 def test_a_failure_without_a_prefix_costs_what_was_written_and_says_so(
