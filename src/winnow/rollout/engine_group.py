@@ -262,6 +262,7 @@ class EngineGroup:
         self._fault: BaseException | None = None  # what ended an engine's writing, to be raised
         self._last_death: WorkerError | PublicationError | None = None
         self._old_version: int | None = None  # while new weights come
+        self._is_awaited = False  # `events` waits
         self._counted: int | None = None  # tokens at the last `progress`
 
     @property
@@ -291,14 +292,17 @@ class EngineGroup:
         Raises:
             WorkerError: an engine died; in free mode, the last one.
         """
-        self._counted = None
-        await (self._advance(until) if self._deterministic else self._listen())
+        self._counted, self._is_awaited = None, True
+        try:
+            await (self._advance(until) if self._deterministic else self._listen())
+        finally:
+            self._is_awaited = False
         return self._take_inboxes()
 
     async def progress(self) -> Sequence[CompletionEvent]:
         """Return events and answers under way; in deterministic mode a quantum ends first.
 
-        Until the next `events`, `status` tells the tokens that had been written at this moment, so
+        Where no `events` waits, `status` tells the tokens of this moment until the next one, so
         that the token account agrees with it though engines write on.
         """
         await self._end_quantum()
@@ -313,7 +317,7 @@ class EngineGroup:
             counts[client.name] = client.status.generated_tokens
 
         await self._each([client for client in self._alive() if client.asks], look)
-        self._counted = sum(counts.values())
+        self._counted = None if self._is_awaited else sum(counts.values())
         return [*self._ordered(told), *sorted(running, key=attrgetter("key"))]
 
     async def abort(self, group_ids: Collection[int]) -> None:

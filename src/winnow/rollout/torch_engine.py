@@ -129,7 +129,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         for ids in sequences:
             with torch.inference_mode():
                 hidden, _ = self._run_prefill([ids])
-                following = torch.from_numpy(ids[1:][-last:]).to(self._device)
+                following = torch.tensor(ids[1:][-last:], device=self._device)
                 states = hidden[0, -len(following) :]
                 found.append(logprobs_along(self._logits, states, following, temperature))
             await asyncio.sleep(0)

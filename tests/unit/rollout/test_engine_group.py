@@ -230,6 +230,25 @@ def test_in_deterministic_mode_a_death_is_an_error() -> None:
 # Free mode
 
 
+def test_tokens_are_counted_on_when_progress_is_asked_for_while_events_are_awaited() -> None:
+    async def run() -> None:
+        engine = Mortal(delay=1)
+        group = EngineGroup([engine], False)
+        await group.submit([request(0)])
+        waiting = asyncio.create_task(group.events())
+        await asyncio.sleep(0)
+        await group.progress()
+        told = group.status().generated_tokens
+        await engine.progress()
+        assert not waiting.done()
+        # What watches over engines must see that they write.
+        assert group.status().generated_tokens > told
+        await waiting
+        await group.close()
+
+    asyncio.run(run())
+
+
 def test_a_slow_engine_holds_up_nobody() -> None:
     async def run() -> None:
         engines = [Mortal(slots=4), Mortal(slots=4)]
