@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks.kill import STEPS, Lab, code_of, differences, kill_at, leftovers, wait_for
 from tests.fault.test_signals import lines
+from tests.processes import workers_of
 
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
@@ -47,14 +49,12 @@ def test_a_boundary_holds_the_step_that_is_cut_and_not_learnt(calm: Path) -> Non
 
 def test_killed_at_random_moments_it_ends_with_the_same_bits(calm: Path, lab: Lab) -> None:
     rng = random.Random(3)
-    killed = 0
-    for number in range(2):
-        name = f"killed-beside-{number}"
-        for _ in range(3):
-            process = lab.start(name, *BESIDE, "trainer.save_every=1")
-            killed += kill_at(lab, process, name, rng) is not None
-        assert lab.start(name, *BESIDE, "trainer.save_every=1").wait(240) == 0
-        assert differences(calm, lab.run(name)) == []
+    name, killed = "killed-beside", 0
+    for _ in range(3):
+        process = lab.start(name, *BESIDE, "trainer.save_every=1")
+        killed += kill_at(lab, process, name, rng) is not None
+    assert lab.start(name, *BESIDE, "trainer.save_every=1").wait(240) == 0
+    assert differences(calm, lab.run(name)) == []
     assert killed
 
 
@@ -100,7 +100,7 @@ def test_async_killed_at_random_moments_loses_no_group_and_learns_none_twice(lab
     rng = random.Random(4)
     run = lab.run("killed-async")
     killed = 0
-    for _ in range(4):
+    for _ in range(3):
         killed += kill_at(lab, lab.start(run.name, *RUNNING_ON), run.name, rng) is not None
     assert lab.start(run.name, *RUNNING_ON).wait(240) == 0
     assert killed
@@ -118,3 +118,16 @@ def test_async_stopped_saves_answers_under_way_and_goes_on_behind_them(lab: Lab)
     assert not ledger["groups"].running
     assert lab.start(run.name, *RUNNING_ON).wait(240) == 0
     check_nothing_is_lost_or_repeated(run)
+
+
+def test_async_goes_on_without_an_engine_that_is_killed_and_loses_no_answer(lab: Lab) -> None:
+    run = lab.run("engine-killed-async")
+    process = lab.start(run.name, *RUNNING_ON, "rollout.engine.processes=2")
+    assert wait_for(process, lambda: lines(run) >= 3)
+    os.kill(workers_of(run)["engine 1[0]"], signal.SIGKILL)
+    assert process.wait(240) == 0
+    assert "engine 1 died, 1 of 2 are left" in (run / "log.txt").read_text()
+    check_nothing_is_lost_or_repeated(run)
+    # Each answer of every group that is told of was finished: none failed with its engine.
+    rows = read_ledger(RunFolder(run)).to_pylist()
+    assert all(row["fate"] != "failed" and row["answers"] == 4 for row in rows)

@@ -224,7 +224,7 @@ def check_course(steps: Sequence[StepGroups], last: Sampler, staleness: int) -> 
     assert sum(step.counts.tokens.in_progress for step in steps) == steps[-1].counts.in_progress
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     st.sampled_from(MODES),
     st.integers(1, 2),
@@ -246,7 +246,7 @@ def test_in_each_mode_every_group_is_learnt_once_in_order_and_in_time(
         ]
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     st.sampled_from(MODES),
     st.integers(1, STEPS - 1),
@@ -273,7 +273,7 @@ def saved(world: World) -> list[Checkpoint]:
     return checkpoints_in(world.folder / "checkpoints")
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.sampled_from(MODES), st.integers(1, STEPS - 1), st.integers(0, 2**32))
 def test_a_request_to_stop_leaves_a_state_that_goes_on(mode: Mode, step: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
