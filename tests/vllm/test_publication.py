@@ -191,6 +191,32 @@ def test_the_canary_catches_a_stale_tied_head_of_weights_5_percent_apart(
     asyncio.run(run())
 
 
+def test_an_engine_that_slept_writes_with_the_weights_that_wake_it() -> None:
+    """On a CPU vLLM gives no memory back, but its scheduler and prefix cache sleep as on a GPU."""
+    engine, new = vllm_engine(model_of("qwen3")), learned()
+    prompt = np.random.default_rng(0).integers(3, VOCAB, 140)
+
+    async def run() -> list[Any]:
+        await engine.submit([group_of(prompt, 0)])
+        await engine.events(until=3)
+        with pytest.raises(ValueError, match="abort what runs before the engine sleeps"):
+            await engine.sleep()
+        await engine.abort([0])
+        assert len(await engine.events()) == 3
+        remote = RemoteEngine(Wire(EngineWorker(engine)), Reply(None, [], engine.status()))
+        group = EngineGroup([remote], True)
+        await group.sleep()
+        assert engine._llm.engine_core.engine_core.is_scheduler_paused()
+        await group.wake()
+        await group.load_weights(WeightUpdate(1, weights_of(new)))
+        await group.submit([group_of(prompt, 1)])
+        return list(await group.events())
+
+    for event in asyncio.run(run()):
+        want = reference_logprobs(learned(dtype=torch.float64), prompt, event.segment.token_ids)
+        np.testing.assert_allclose(event.segment.logprobs, want, atol=5e-6)
+
+
 SIZES = count(1000)
 
 

@@ -36,6 +36,7 @@ _OWN_KEYS = {
     "kv_cache_memory_bytes": "rollout.engine.cache_gib",
     "enable_prefix_caching": "rollout.engine.prefix_caching",
     "enable_chunked_prefill": "rollout.engine.chunked_prefill",
+    "enable_sleep_mode": "rollout.engine.sleep",
     "max_model_len": "data.max_prompt_tokens and rollout.max_response_tokens",
     "model": "model.path",
     "dtype": "model.dtype",
@@ -76,6 +77,9 @@ class VllmEngineConfig(Section):
     """Keep the keys and values of prompts: the answers to a prompt share one prefill."""
     chunked_prefill: bool = True
     """Cut long prompts, so that answers under way go on while one is prefilled."""
+    sleep: bool = False
+    """Give GPU memory back while a step is learnt, for engines that share GPUs with ranks: weights
+    go to the host's memory, the cache is dropped. Takes GPUs and trainer/mode=sync."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further options of vLLM's `EngineArgs`, by its names, such as
     {gpu_memory_utilization: 0.5, enforce_eager: true}."""

@@ -290,6 +290,9 @@ def _evaluation(c: Config) -> Iterator[str]:
         )
 
 
+_OVERLAPPED = "trainer/mode=one_step_off", "trainer/mode=async"
+
+
 def _engine(c: Config) -> Iterator[str]:
     engine = c.rollout.engine
     longest = longest_tokens(c)
@@ -303,6 +306,13 @@ def _engine(c: Config) -> Iterator[str]:
             f"{given} prefill no answer that goes on behind {longest} tokens, the longest prompt "
             f"and response; set prefill_tokens to {longest} or more, or chunked_prefill=true"
         )
+    sleeps = isinstance(engine, VllmEngineConfig) and engine.sleep
+    for key in ("trainer/mode", "run.device"):
+        if sleeps and (given := _given(c, key)) in ("run.device=cpu", *_OVERLAPPED):
+            yield (
+                f"rollout.engine.sleep=true and {given} exclude each other, as engines sleep on "
+                "GPUs while a step is learnt; set rollout.engine.sleep=false"
+            )
     if isinstance(engine, HttpEngineConfig) and c.run.deterministic:
         yield (
             "run.deterministic=true and rollout/engine=http exclude each other: servers write free "

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal, cast
 
 from winnow.errors import PublicationError, WorkerError
 from winnow.rollout.engine import (
@@ -369,6 +369,15 @@ class EngineGroup:
 
         await self._each(self._alive(), take)
         return held
+
+    async def sleep(self) -> None:
+        """Have all engines give their GPU memory back; they must be able to."""
+        await self._end_quantum()
+        await self._each(self._alive(), lambda client: cast(Any, client.engine).sleep())
+
+    async def wake(self) -> None:
+        """Have them take it again."""
+        await self._each(self._alive(), lambda client: cast(Any, client.engine).wake())
 
     def _reject(self, name: str, error: PublicationError) -> None:
         """Do without an engine that took damaged weights."""

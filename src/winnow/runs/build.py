@@ -157,6 +157,7 @@ def build(
         evaluator=evaluator,
         sinks=sinks,
         publish=placed.publish,
+        rest=placed.publish.rest,
         throughput=Throughput(placed.passes, policy.device, peak, placed.ranks),
         state=state,
         stop=stop,

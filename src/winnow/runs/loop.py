@@ -54,6 +54,9 @@ class Sharing:
         await self._engine.load_weights(WeightUpdate(version))
         return {}
 
+    async def rest(self, sampler: Sampler) -> None:
+        """Leave the memory as it is: it is one."""
+
 
 class Sending:
     """Publishes weights, and has a canary check that the engine uses them.
@@ -61,6 +64,8 @@ class Sending:
     Args:
         weights: makes the update of a version, for an engine of this kind.
         expected: computes the trainer's log-probs of the canary's sequences.
+        sleeps: the engine has `sleep` and `wake`, and is to give its memory back between `rest` and
+            the next publication.
     """
 
     def __init__(
@@ -69,9 +74,11 @@ class Sending:
         weights: Callable[[int], WeightUpdate],
         canary: Canary,
         expected: Callable[[Canary], CanaryScores],
+        sleeps: bool = False,
     ) -> None:
         self._engine, self._weights = engine, weights
         self._canary, self._expected = canary, expected
+        self._sleeps, self._is_asleep = sleeps, False
 
     async def __call__(self, version: int) -> Mapping[str, Number]:
         """Publish and return `publish/max_delta` in nats.
@@ -81,10 +88,24 @@ class Sending:
         """
         expected = await in_thread(self._expected, self._canary)
         engine = self._engine
+        if self._is_asleep:
+            await cast(Any, engine).wake()
+            self._is_asleep = False
         await engine.load_weights(self._weights(version))
         members = getattr(engine, "engines", {"the engine": engine})  # of several: each
         asked = cast("Mapping[str, PublishedEngine]", members)
         return {"publish/max_delta": await self._canary.check(expected, version, asked)}
+
+    async def rest(self, sampler: Sampler) -> None:
+        """Have an engine that sleeps give its memory to learning; answers become prefixes."""
+        if self._sleeps:
+            await sampler.halt()
+            await cast(Any, self._engine).sleep()
+            self._is_asleep = True
+
+
+async def _keep_memory(sampler: Sampler) -> None:
+    """Leave engines as they are while a step is learnt."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +167,8 @@ class Run:
     """Figures of the step before the first, when a stop came before its evaluation."""
     tell: Timeline = no_timeline
     """Is told who did what from when to when."""
+    rest: Callable[[Sampler], Awaitable[None]] = _keep_memory
+    """Has engines give memory to learning, until `publish`."""
     notes: tuple[str, ...] = ()
     """Lines that the user should read before it starts."""
 
@@ -181,6 +204,7 @@ async def _sync(run: Run, watch: Stopwatch) -> None:
         with watch.phase("rollout"):
             sampled = await run.stop.interruptible(run.sampler.step(step - 1))
         run.check_scoring()
+        await run.rest(run.sampler)
         metrics = Metrics()
         learned = await in_thread(run.learner.learn, sampled.groups, step, metrics, watch)
         await _conclude(run, step, sampled, learned, metrics, watch, ForegroundSampling(run))

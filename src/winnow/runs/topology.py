@@ -44,7 +44,7 @@ from winnow.rollout.torch_engine import TorchEngine
 from winnow.runs.build_learner import make_learner
 from winnow.runs.checkpoint import this_machine
 from winnow.runs.loading import Policies
-from winnow.runs.loop import Publish, Sending, Sharing
+from winnow.runs.loop import Sending, Sharing
 from winnow.runs.metrics import Passes
 from winnow.runs.rewarding import asked_models, make_rewards
 from winnow.runs.state import LocalTensors, Tensors
@@ -80,7 +80,7 @@ class Topology:
     engine: Engine
     learner: AnyLearner
     tensors: Tensors
-    publish: Publish
+    publish: Sharing | Sending
     passes: Passes
     machine: Mapping[str, str | int]
     """Facts that the bits of the learning side depend on beside the recipe."""
@@ -311,7 +311,9 @@ def placed_models(
         engine=engine,
         learner=learner,
         tensors=learner,
-        publish=Sending(engine, weights, canary_of(config, policy), learner.canary),
+        publish=Sending(
+            engine, weights, canary_of(config, policy), learner.canary, _sleeps(config)
+        ),
         passes=learner.facts.passes,
         machine={**learner.facts.machine, "ranks": ranks.size},
         ranks=ranks.size,
@@ -328,13 +330,14 @@ def _learning_here(
         from winnow.models.lora import adapter_writer as writer
 
     own = learning.policy
-    publish: Publish = Sharing(engine)
+    publish: Sharing | Sending = Sharing(engine)
     if is_apart:
         publish = Sending(
             engine,
             lambda version: WeightUpdate(version, own.export_weights()),
             canary_of(config, policy),
             lambda canary: canary.expected(own),
+            _sleeps(config),
         )
     return Topology(
         engine=engine,
@@ -345,6 +348,11 @@ def _learning_here(
         machine=this_machine(policy.device),
         ranks=1,
     )
+
+
+def _sleeps(config: Config) -> bool:
+    engine = config.rollout.engine
+    return isinstance(engine, VllmEngineConfig) and engine.sleep
 
 
 def canary_of(config: Config, policy: Policies) -> Canary:
@@ -438,7 +446,7 @@ def _vllm_options(config: Config) -> dict[str, Any]:
     engine = config.rollout.engine
     if not isinstance(engine, VllmEngineConfig):
         return {}
-    names = {"tensor_parallel", "prefix_caching", "chunked_prefill", "extra"}
+    names = {"tensor_parallel", "prefix_caching", "chunked_prefill", "sleep", "extra"}
     return engine.model_dump(include=names)
 
 

@@ -15,6 +15,7 @@ FUSED = ["algorithm.correction.mode=fused", "trainer.mini_batch_groups=null"]
 POOLED = ["cluster=ray", "trainer/strategy=fsdp2", "cluster.roles.policy=a"]
 UNCHUNKED = ["rollout/engine=vllm", "rollout.engine.chunked_prefill=false"]
 SPLIT = ["rollout/engine=vllm", "rollout.engine.tensor_parallel=2"]
+ASLEEP = ["rollout/engine=vllm", "rollout.engine.sleep=true", "run.device=auto"]
 POOL = "cluster.pools.a.per_node=2"
 # Overrides of the quickstart that contradict each other, what the line must say, and a way out.
 CASES = [
@@ -37,6 +38,16 @@ CASES = [
         ["trainer/strategy=fsdp2", "trainer.strategy.ranks=4", "trainer.strategy.replicas=3"],
         ["trainer.strategy.ranks=4", "trainer.strategy.replicas=3", "a divisor"],
         ["trainer/strategy=fsdp2", "trainer.strategy.ranks=4", "trainer.strategy.replicas=2"],
+    ),
+    (
+        [*ASLEEP, "run.device=cpu"],
+        ["rollout.engine.sleep=true and run.device=cpu", "set rollout.engine.sleep=false"],
+        ASLEEP,
+    ),
+    (
+        [*ASLEEP, "trainer/mode=one_step_off"],
+        ["rollout.engine.sleep=true and trainer/mode=one_step_off"],
+        ["rollout/engine=vllm", "trainer/mode=one_step_off"],
     ),
     (
         ["cluster=ray"],

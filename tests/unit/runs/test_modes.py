@@ -27,6 +27,7 @@ from tests.engines import Prompts, ScriptedEngine, uniforms
 from winnow.config.rollout import SamplingConfig
 from winnow.config.trainer import TrainerConfig
 from winnow.errors import ConfigError, NoSignalError, RewardError, TrainingError, WorkerError
+from winnow.learning.canary import Canary, CanaryLimits, CanaryScores
 from winnow.learning.learner import Learned
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog, read_metrics
@@ -34,7 +35,7 @@ from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
 from winnow.rollout.engine_group import EngineGroup
 from winnow.runs.checkpoint import Checkpoint, Manifest, Snapshot, checkpoints_in, load_state
-from winnow.runs.loop import Mode, PendingSteps, Run, Schedule, train
+from winnow.runs.loop import Mode, PendingSteps, Run, Schedule, Sending, train
 from winnow.runs.metrics import Passes, Throughput
 from winnow.runs.process import ShutdownSignal, Stopped
 from winnow.runs.state import RunState
@@ -78,12 +79,18 @@ class World:
     """A run in a folder; begin another one in the same folder to resume."""
 
     def __init__(
-        self, folder: Path, mode: Mode, rng: random.Random, engines: int = 1, **sampling: Any
+        self,
+        folder: Path,
+        mode: Mode,
+        rng: random.Random,
+        engines: int = 1,
+        engine: type[ScriptedEngine] = ScriptedEngine,
+        **sampling: Any,
     ) -> None:
         self.rng, self.folder = rng, folder
         is_free = mode == "async"
         options: Any = {"slots": 10, "live_updates": is_free}
-        self.engine: Any = ScriptedEngine(ragged, **options)
+        self.engine: Any = engine(ragged, **options)
         if engines > 1:
             members = [SlowToTell(rng, ragged, **options) for _ in range(engines)]
             self.engine = EngineGroup(cast(Any, members), not is_free, 4)
@@ -392,6 +399,53 @@ def test_an_evaluation_does_not_hide_that_sampling_has_failed(tmp_path: Path) ->
     world.engine.events, world.learn = failing_once, late  # type: ignore[method-assign]
     with pytest.raises(TrainingError):
         world.train()
+
+
+class Sleeper(ScriptedEngine):
+    """An engine that gives its memory back, and can do nothing until it has it again."""
+
+    is_asleep, sleeps = False, 0
+
+    async def sleep(self) -> None:
+        assert not self.status().running + self.status().queued
+        self.is_asleep, self.sleeps = True, self.sleeps + 1
+
+    async def wake(self) -> None:
+        assert self.is_asleep
+        self.is_asleep = False
+
+    async def submit(self, groups: Sequence[GroupRequest]) -> None:
+        assert not self.is_asleep
+        await super().submit(groups)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        assert not self.is_asleep
+        await super().load_weights(update)
+
+    async def logprobs_of(self, sequences: Any, temperature: float, last: int) -> Any:
+        assert not self.is_asleep
+        return [np.zeros(1, np.float32)]
+
+
+def test_engines_that_share_gpus_sleep_while_a_step_is_learnt(tmp_path: Path) -> None:
+    """In free mode, where answers would run on; they go on behind their prefixes."""
+    world = World(tmp_path, "async", random.Random(3), engine=Sleeper)
+    scores = CanaryScores((np.zeros(1, np.float32),), CanaryLimits(1.0, 1.0))
+    canary = Canary((np.array([1, 2]),), 1.0, torch.float32)
+    sending = Sending(world.engine, WeightUpdate, canary, lambda canary: scores, sleeps=True)
+    world.run.mode, world.run.publish, world.run.rest = "sync", sending, sending.rest
+    learn = world.learn
+
+    def learn_alone(*args: Any) -> Learned:
+        assert world.engine.is_asleep
+        return learn(*args)
+
+    world.learn = learn_alone  # type: ignore[method-assign]
+    world.train()
+    assert world.engine.sleeps == STEPS
+    assert not world.engine.is_asleep
+    assert any(len(a.prefix or ()) for g in world.engine.submitted for a in g.answers)
+    check_course(world.learnt, world.sampler, 2)
 
 
 def test_an_engine_that_cannot_take_weights_live_is_refused(tmp_path: Path) -> None:
