@@ -137,7 +137,7 @@ OVERRIDES = [
     ),
     (
         ["rollout.engine=tgi"],
-        f"rollout.engine must be one of torch, vllm, custom, got 'tgi' {SHELL}",
+        f"rollout.engine must be one of torch, vllm, http, custom, got 'tgi' {SHELL}",
     ),
     (
         ["algorithm/policy_loss=reinforce", "algorithm.policy_loss.dual_clip=4"],
