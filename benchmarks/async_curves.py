@@ -201,7 +201,7 @@ def draw(courses: Courses, path: Path) -> None:
         axis.set_axisbelow(True)
         axis.set_xlim(left=0)
         axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    left.set_ylim(0, 1)
+    left.set_ylim(0.3, 1)
     left.legend(loc="lower right", frameon=False)
     figure.savefig(path)
 
