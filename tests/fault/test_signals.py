@@ -106,9 +106,9 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_no_draft(lab: Lab) -> None:
 
 def test_ctrl_c_twice_while_a_step_is_learnt_ends_at_once(lab: Lab) -> None:
     run = lab.run("twice-learning")
-    process = lab.start(run.name, "trainer.epochs=400", "trainer.save_every=100")
+    process = lab.start(run.name, "trainer.epochs=100", "trainer.save_every=100")
     assert wait_for(process, lambda: lines(run) >= 2 and bool(list(run.glob("rollouts/step-1*"))))
-    time.sleep(0.5)
+    time.sleep(1.5)
     process.send_signal(signal.SIGINT)
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
