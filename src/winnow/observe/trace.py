@@ -51,10 +51,9 @@ log = logging.getLogger(__name__)
 class TraceFile:
     """A `Timeline` and a sink that write trace.json; several threads may tell.
 
-    A disk that refuses ends the timeline with a warning in the log, and not the run.
-
-    Raises:
-        WinnowError: the file cannot be made.
+    The file is made when the first step, or the evaluation before it, is logged: a run that never
+    came so far leaves its folder as it was. A disk that refuses ends the timeline with a warning in
+    the log, and not the run.
     """
 
     def __init__(self, path: Path, limit_bytes: int = LIMIT_BYTES) -> None:
@@ -66,7 +65,8 @@ class TraceFile:
         self._slices: dict[str, tuple[str, float, float]] = {}
         """The last slice of each actor, to which another may be added: name, begin, end."""
         self._flushed_s = time.perf_counter()
-        self._file: AppendFile | None = _continued(path)
+        self._file: AppendFile | None = None
+        self._is_logged = False  # else events wait for the file
 
     def __call__(self, actor: str, phase: str, began_s: float, ended_s: float) -> None:
         """Note what an actor did, and from when to when by `time.perf_counter`."""
@@ -91,6 +91,9 @@ class TraceFile:
         waiting = {kind: record.get(f"sampling/groups/carried_{kind}", 0) for kind in kinds}
         with self._lock:
             self._add("groups that wait", "C", time.perf_counter(), args=waiting)
+            if not self._is_logged:
+                self._is_logged = True
+                self._open()
         self._mark(f"step {step}")
 
     def close(self) -> None:
@@ -125,7 +128,15 @@ class TraceFile:
             name, began_s, ended_s = self._slices.pop(actor)
             self._add(name, "X", began_s, actor, dur=round((ended_s - began_s) * 1e6))
 
+    def _open(self) -> None:
+        try:
+            self._file = _continued(self._path)
+        except WinnowError as error:
+            log.warning("%s (no timeline)", error)
+
     def _flush(self, end: bytes = b"") -> None:
+        if not self._is_logged:
+            return
         for actor in list(self._slices):
             self._finish(actor)
         events, self._events = self._events, []

@@ -46,6 +46,7 @@ def test_slices_that_follow_each_other_are_one_and_others_are_not(tmp_path: Path
     trace("engine 1", "write", now + 0.1 + short, now + 0.2)
     trace("engine 1", "publish", now + 0.2, now + 0.25)
     trace("engine 1", "write", now + 0.25 + gap, now + 0.3)
+    trace.log(1, {})
     trace.close()
     expected = [
         ("engine 1", "write", 0.0, 0.2),
@@ -67,11 +68,20 @@ def test_phases_of_a_stopwatch_stand_within_each_other(tmp_path: Path) -> None:
     watch = Stopwatch(tell=trace)
     with watch.phase("outer"), watch.phase("inner"):
         pass
+    trace.log(1, {})
     trace.close()
     (_, inner, began, lasted), (_, outer, first, whole) = slices(tmp_path / "trace.json")
     assert (inner, outer) == ("inner", "outer")
     assert first <= began
     assert began + lasted <= first + whole + 2e-6
+
+
+def test_a_run_that_logs_nothing_leaves_no_file(tmp_path: Path) -> None:
+    trace = TraceFile(tmp_path / "trace.json")
+    trace.start(RunInfo("refused", 3, 1))
+    trace("trainer", "evaluate", 0.0, 5.0)
+    trace.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("cut", [None, 1, 30])
