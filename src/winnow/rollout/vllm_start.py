@@ -67,7 +67,8 @@ def check_installed() -> str:
     Raises:
         ConfigError: it is absent, or older than the engine was written for.
     """
-    if importlib.util.find_spec("vllm") is None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:  # nothing, or a folder that happens to be called so
         raise ConfigError(f"rollout/engine=vllm needs vLLM; install it: {_INSTALL}")
     version = _version()
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])

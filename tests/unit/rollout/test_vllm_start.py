@@ -35,7 +35,13 @@ def install(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.syspath_prepend(str(folder))
 
 
-def test_a_vllm_that_is_absent_is_told_with_the_way_to_get_it() -> None:
+@pytest.mark.parametrize("has_folder", [False, True], ids=["nothing", "a folder of that name"])
+def test_a_vllm_that_is_absent_is_told_with_the_way_to_get_it(
+    has_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_folder:
+        (tmp_path / "vllm").mkdir()
+        monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError) as caught:
         check_installed()
     assert str(caught.value) == (
