@@ -196,7 +196,9 @@ class TensorTransfer(WeightTransferEngine[NoInit, NamedTensors]):  # type: ignor
     init_info_cls, update_info_cls = NoInit, NamedTensors
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        pass
+        # Not where this module is imported: a forked worker has it from the process that forks.
+        if multiprocessing.parent_process() is not None:  # of tensor parallelism
+            die_with(os.getppid())
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -227,7 +229,5 @@ class WorkerExtension:
     """Has vLLM import this module in each of its workers, before it looks for `BACKEND`."""
 
 
-if multiprocessing.parent_process() is not None:  # of tensor parallelism, and killed alone
-    die_with(os.getppid())
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, TensorTransfer)
