@@ -524,7 +524,10 @@ def test_pools_that_a_cluster_lacks_are_refused(ray: Any, run: Any) -> None:
     ("address", "told"),
     [
         ("127.0.0.1:1", r"^cluster\.address: no Ray at 127\.0\.0\.1:1: .*refused"),
-        ("127.0.0.1:65536", r"^cluster\.address must be auto or HOST:PORT, got '127\.0\.0\.1:65536'"),
+        (
+            "127.0.0.1:65536",
+            r"^cluster\.address must be auto or HOST:PORT, got '127\.0\.0\.1:65536'",
+        ),
         ("head", r"^cluster\.address must be auto or HOST:PORT, got 'head'$"),
         ("ray://head:10001", r"^cluster\.address must be auto or HOST:PORT"),
     ],

@@ -69,7 +69,10 @@ def check_installed() -> str:
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:  # nothing, or a folder that happens to be called so
-        raise ConfigError(f"rollout/engine=vllm needs vLLM; install it: {_INSTALL}")
+        raise ConfigError(
+            f"rollout/engine=vllm needs vLLM; install it: {_INSTALL}, "
+            "or choose rollout/engine=torch"
+        )
     version = _version()
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     if numbers < TESTED:

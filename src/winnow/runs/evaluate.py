@@ -4,11 +4,16 @@ A run brings its recipe along, which says how its model is asked; any other mode
 recipe for evaluation says. Where the answers go is decided before anything is loaded. Ctrl-C or
 SIGTERM ends it with nothing written: answers that are finished first are the short ones, so
 figures of a part would flatter.
+
+A run's kind of engine writes the answers, on this machine: the embedded one, or vLLM, which is
+started with the model's folder. Servers belong to whoever started them. Their weights are compared
+with the model's, and never changed, as a run may be training with them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -23,15 +28,18 @@ import winnow
 from winnow.config.data import DataConfig, NoTask
 from winnow.config.files import evaluation_recipe
 from winnow.config.load import load_recipe, resolve_recipe
-from winnow.config.model import ModelConfig
+from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.reward import RewardConfig
+from winnow.config.rollout import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
 from winnow.config.root import Config
+from winnow.config.trainer import LocalCluster, SyncMode, WholeModels
 from winnow.data.tokenizer import may_be_hub_name
 from winnow.errors import (
     CheckpointError,
     ConfigError,
     DataError,
     ModelError,
+    PublicationError,
     RewardError,
     WinnowError,
 )
@@ -46,8 +54,9 @@ from winnow.evaluation.report import (
 )
 from winnow.observe.files import RunFolder, free_path, refusals_told, require_trust, write_atomic
 from winnow.rewards.routing import Router
-from winnow.rollout.engine import WeightUpdate
+from winnow.rollout.engine import Engine, WeightUpdate
 from winnow.runs.build import make_evaluator, use_machine
+from winnow.runs.check_engine import Witness, members_of
 from winnow.runs.checkpoint import (
     CONFIG,
     MANIFEST,
@@ -55,16 +64,24 @@ from winnow.runs.checkpoint import (
     find_checkpoint,
     verify,
 )
-from winnow.runs.loading import load_policy
+from winnow.runs.loading import Policies, load_policy
 from winnow.runs.process import ShutdownSignal, Stopped
 from winnow.runs.rewarding import make_rewards
-from winnow.runs.topology import make_engine
+from winnow.runs.topology import (
+    check_engine,
+    engine_of,
+    has_engines_apart,
+    other_processes,
+    uses_device,
+)
 
 DEFAULT_RECIPE = "default"
 _FOLDERS = Path("evals")
 """Folder of the evaluations of models that belong to no run."""
 _LONG = 20
 """Characters from which on the words of a template are an instruction."""
+_OF_RUNS = "model", "rollout/engine", "rollout.engine"
+"""Settings that a run brings along although a recipe says how it is asked."""
 _NO_PROMPTS = "no held-out prompts: give --data FILE, data.eval_files=[FILE] or a task"
 
 
@@ -96,6 +113,8 @@ class Subject:
     """Step of a run's checkpoint, else 0."""
     answers: Path
     report: Path
+    note: str = ""
+    """A line for the user, shown before the first answer."""
 
 
 def run_evaluation(request: EvalRequest, console: Console) -> Report:
@@ -143,11 +162,14 @@ def _evaluation(subject: Subject, console: Console, stop: ShutdownSignal) -> Rep
 
 def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Evaluated, Evaluator]:
     config = subject.config
-    device = use_machine(config)
+    check_engine(config)
+    holds_none = _holds_no_weights(config)
+    device = use_machine(config, not holds_none or uses_device(config))
     with contextlib.ExitStack() as held:
         try:
-            policy = load_policy(config, subject.model, device)
-            engine = make_engine(config, policy)
+            policy = load_policy(config, subject.model, device, hollow=holds_none)
+            others = held.enter_context(other_processes(config, policy, None))
+            engine = engine_of(config, policy, others())
             rewards = make_rewards(config, device, policy.decode, False)
             held.callback(rewards.close)
             evaluator = make_evaluator(config, policy, engine, lambda _: subject.answers, rewards)
@@ -161,12 +183,49 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
             raise DataError(_NO_PROMPTS)
         _check_not_asked_twice(config.data, evaluator)
         console.print(Text(_title(subject, evaluator), style="bold"), soft_wrap=True)
+        if subject.note:
+            console.print(Text(subject.note), soft_wrap=True)
 
         async def ask() -> Evaluated:
-            await engine.load_weights(WeightUpdate(version=subject.step))
-            return await watched(evaluator, subject.step, console, config.observe.console)
+            try:
+                await _settle_weights(subject, policy, engine)
+                return await watched(evaluator, subject.step, console, config.observe.console)
+            finally:
+                await engine.close()
 
         return stop.run(ask()), evaluator
+
+
+def _holds_no_weights(config: Config) -> bool:
+    """Return whether the engine alone has the model: vLLM, unless an adapter is to be merged."""
+    is_vllm = isinstance(config.rollout.engine, VllmEngineConfig)
+    return is_vllm and not isinstance(config.model.adapter, LoraAdapter)
+
+
+async def _settle_weights(subject: Subject, policy: Policies, engine: Engine) -> None:
+    """Tell the engine the version; give vLLM an adapter, and compare what servers hold.
+
+    Raises:
+        ConfigError: servers hold other weights than the model.
+        PublicationError: vLLM did not take them.
+    """
+    config, step = subject.config, subject.step
+    if not has_engines_apart(config) or _holds_no_weights(config):
+        await engine.load_weights(WeightUpdate(step))
+        return
+    is_http = isinstance(config.rollout.engine, HttpEngineConfig)
+    witness = Witness.of(config, policy, policy.model)
+    tensors = None if is_http else witness.strategy.export_weights()
+    await engine.load_weights(WeightUpdate(step, tensors))
+    try:
+        await witness.canary.check(witness.expected, step, members_of(engine))
+    except PublicationError as error:
+        if not is_http:
+            raise
+        raise ConfigError(
+            f"{error}; start the server with --model {Path(subject.model).absolute()}, or choose "
+            "rollout/engine=torch"
+        ) from None
 
 
 def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, Any]:
@@ -177,6 +236,7 @@ def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, 
         "model": subject.model,
         "step": subject.step,
         "winnow": winnow.__version__,
+        "engine": config.rollout.engine.name,
         "data": list(config.data.eval_files) or config.data.task.name,
         "settings": {
             "n": asked.n,
@@ -257,7 +317,7 @@ def subject_of(request: EvalRequest) -> Subject:
         )
     config = _recipe(request.recipe or DEFAULT_RECIPE, request.overrides)
     model = config.model.model_copy(update={"path": request.model})
-    config = _asking(request, config, model)
+    config, _ = _writing(_asking(request, config, model), True)
     answers, report = _places(request.out, None, path.absolute().name)
     return Subject(request.model, request.model, config, 0, answers, report)
 
@@ -281,18 +341,20 @@ def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, given:
     """Settle the asking of a run's model; the recipe lies in the folder that was given."""
     recipe, overrides = str(given / CONFIG), request.overrides
     if request.recipe is None:
-        config = load_recipe(recipe, overrides)
-        model = config.model
+        config = own = load_recipe(recipe, overrides)
     else:
-        # The run says which model, the recipe how to ask it.
-        model = load_recipe(recipe, [o for o in overrides if _is_of_model(o)]).model
-        config = _recipe(request.recipe, [o for o in overrides if not _is_of_model(o)])
-    config = _asking(request, config, model)
+        # The run says which model and engine, the recipe how to ask it.
+        own = load_recipe(recipe, [o for o in overrides if _is_of(o, _OF_RUNS)])
+        config = _recipe(request.recipe, [o for o in overrides if not _is_of(o, _OF_RUNS)])
+        rollout = config.rollout.model_copy(update={"engine": own.rollout.engine})
+        config = config.model_copy(update={"rollout": rollout})
+    is_told = any(_is_of(override, _OF_RUNS[1:]) for override in overrides)
+    config, note = _writing(_asking(request, config, own.model), is_told)
     require_trust(config, overrides, run.path, "model.trust_remote_code=true")
     name = f"checkpoint-{checkpoint.step}"
     answers, report = _places(request.out, run if run.config.is_file() else None, name)
     title = f"{run.name}, step {checkpoint.step}"
-    return Subject(title, str(checkpoint.model), config, checkpoint.step, answers, report)
+    return Subject(title, str(checkpoint.model), config, checkpoint.step, answers, report, note)
 
 
 def _recipe(name: str, overrides: Sequence[str]) -> Config:
@@ -323,6 +385,34 @@ def _asking(request: EvalRequest, config: Config, model: ModelConfig) -> Config:
     )
 
 
+def _writing(config: Config, is_told: bool) -> tuple[Config, str]:
+    """Settle the engine, and leave out all other processes of a run; returns what to say of it.
+
+    Args:
+        is_told: the user has named servers for this evaluation.
+    """
+    engine, note = config.rollout.engine, ""
+    if isinstance(engine, TorchEngineConfig):
+        engine = engine.model_copy(update={"processes": 0})
+    elif isinstance(engine, VllmEngineConfig):
+        engine = engine.model_copy(update={"sleep": False})
+    elif isinstance(engine, HttpEngineConfig) and not is_told:
+        engine = TorchEngineConfig()
+        note = (
+            "The run's servers are not asked, as they may hold other weights: the torch engine "
+            "writes (servers started with this checkpoint: rollout.engine.url=URL)"
+        )
+    sections: dict[str, dict[str, Any]] = {
+        "rollout": {"engine": engine},
+        "trainer": {"mode": SyncMode(), "strategy": WholeModels()},
+        "reward": {"processes": 0},
+    }
+    settled = {
+        name: getattr(config, name).model_copy(update=update) for name, update in sections.items()
+    }
+    return config.model_copy(update={**settled, "cluster": LocalCluster()}), note
+
+
 def _places(out: str | None, run: RunFolder | None, name: str) -> tuple[Path, Path]:
     """Say where answers and report go: to `--out`, among a run's evaluations, or to evals/."""
     if out is None and run is not None:
@@ -336,5 +426,6 @@ def _places(out: str | None, run: RunFolder | None, name: str) -> tuple[Path, Pa
     return answers, report
 
 
-def _is_of_model(override: str) -> bool:
-    return override.lstrip("+~").startswith(("model.", "model/", "model="))
+def _is_of(override: str, keys: Sequence[str]) -> bool:
+    """Return whether an override is of one of these keys, or below it."""
+    return re.match(rf"[+~]*({'|'.join(map(re.escape, keys))})([./=]|$)", override) is not None

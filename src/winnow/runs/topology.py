@@ -114,7 +114,8 @@ def other_processes(
     }
     roles = ["rollout"] * counts["rollout"]
     roles += [role for role in ("reward", "policy") if counts[role]]
-    with contextlib.closing(WorkerGroups()) as groups, launcher(config, groups) as launch:
+    trains = counts["policy"] > 0 or policy.device.type != "cpu"
+    with contextlib.closing(WorkerGroups()) as groups, launcher(config, groups, trains) as launch:
 
         @functools.cache
         def started() -> dict[str, list[WorkerGroup]]:
@@ -126,8 +127,11 @@ def other_processes(
 
 
 @contextlib.contextmanager
-def launcher(config: Config, groups: WorkerGroups) -> Iterator[Launch]:
+def launcher(config: Config, groups: WorkerGroups, trains: bool = True) -> Iterator[Launch]:
     """Prepare this machine or the cluster for a recipe's processes, and yield what starts them.
+
+    Args:
+        trains: as for `local_devices`.
 
     Raises:
         ConfigError: machine or cluster are too small, or Ray is not installed.
@@ -139,7 +143,8 @@ def launcher(config: Config, groups: WorkerGroups) -> Iterator[Launch]:
     if not isinstance(cluster, RayCluster):
         from winnow.workers.group import start_local
 
-        devices, counts, width = local_devices(config), workers_of(config), devices_each(config)
+        devices, counts = local_devices(config, trains), workers_of(config)
+        width = devices_each(config)
 
         def start_here(role: str, arguments: Mapping[str, Any], number: int) -> Starting:
             size, own = counts[role], devices.get(role)
@@ -176,11 +181,14 @@ def launcher(config: Config, groups: WorkerGroups) -> Iterator[Launch]:
             reserved.release()
 
 
-def local_devices(config: Config) -> dict[str, range]:
+def local_devices(config: Config, trains: bool = True) -> dict[str, range]:
     """Choose a GPU of this machine for each process, by role; none on CPUs.
 
     Ranks come first, or the run's own process where it trains, then engines, then what scores with
     a reward model.
+
+    Args:
+        trains: False where neither ranks nor the run's own process take a GPU, as in an evaluation.
 
     Raises:
         ConfigError: there are fewer GPUs.
@@ -190,7 +198,8 @@ def local_devices(config: Config) -> dict[str, range]:
             raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
         return {}
     counts, devices = workers_of(config), torch.cuda.device_count()
-    ranks, width, scoring = max(counts["policy"], 1), devices_each(config), _reward_devices(config)
+    ranks = max(counts["policy"], int(trains))
+    width, scoring = devices_each(config), _reward_devices(config)
     engines = counts["rollout"] * width
     needs = ranks + engines + scoring
     if needs > devices:

