@@ -40,21 +40,27 @@ class Model:
     async def write(self, ids: list[int], given: dict[str, Any]) -> AsyncIterator[Any]:
         """Yield (tokens, log-probs, how it ended) as they are drawn."""
         from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
+        from winnow.types import Segment
 
         self.asked += 1
-        number, top_p = self.asked, min(given.get("top_p", 1.0), self.args.top_p)
-        sampling = SamplingParams(
-            given["max_tokens"], given.get("temperature", 1.0), top_p, given.get("top_k", 0),
-            given.get("min_p", 0.0), tuple(given.get("stop_token_ids") or ()),
-        )  # fmt: skip
-        answer = AnswerRequest(0, seed=given.get("seed") or number)
+        number, seed, start = self.asked, given.get("seed") or self.asked, len(ids)
+        keys = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        numbers = [given.get(key, default) for key, default in keys.items()]
+        numbers[1] = min(numbers[1], self.args.top_p)
+        if self.args.exact:
+            own = given["extra_args"]["winnow"]
+            numbers, seed, start = own["numbers"], own["seed"] % 2**64, own["start"]
+        done = len(ids) - start
+        prefix = Segment(np.array(ids[start:], np.int64), np.zeros(done, np.float32), ())
+        stops = tuple(given.get("stop_token_ids") or ())
+        sampling = SamplingParams(given["max_tokens"] + done, *numbers, stops)
+        answer = AnswerRequest(0, seed, prefix)
         self.news[number] = queue = asyncio.Queue[Any]()
-        group = GroupRequest(number, np.array(ids), (answer,), sampling, number)
+        group = GroupRequest(number, np.array(ids[:start]), (answer,), sampling, number)
         try:
             await self.engine.submit([group])
             if self.ticking is None or self.ticking.done():
                 self.ticking = asyncio.create_task(self._tick())
-            done = 0
             while True:
                 event = await queue.get()
                 segment = event.segment
@@ -122,6 +128,12 @@ def app(args: argparse.Namespace) -> Any:
         body["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = tops
         return body
 
+    async def force(ids: list[int], own: dict[str, Any]) -> Any:
+        whole = np.array([*ids, *own["forced"]])
+        number = len(own["forced"])
+        (found,) = await model.engine.logprobs_of([whole], own["numbers"][0], number)
+        return choice(own["forced"], found.tolist(), "length")
+
     async def generate(request: Request) -> Response:
         body = await request.json()
         ids, given = body["token_ids"], body["sampling_params"]
@@ -129,6 +141,8 @@ def app(args: argparse.Namespace) -> Any:
             given["max_tokens"] = args.longest - len(ids)
         if given.get("logprob_token_ids"):
             return JSONResponse(await score(ids, given))
+        if args.exact and "forced" in given["extra_args"]["winnow"]:
+            return JSONResponse(await force(ids, given["extra_args"]["winnow"]))
         if not body.get("stream"):
             all_ids: list[int] = []
             all_logprobs: list[float] = []
@@ -139,6 +153,7 @@ def app(args: argparse.Namespace) -> Any:
         async def chunks() -> AsyncIterator[str]:
             async for some, logprobs, reason in model.write(ids, given):
                 yield f"data: {json.dumps(choice(some, logprobs, reason))}\n\n"
+            await asyncio.sleep(args.lingers_s)
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(chunks(), media_type="text/event-stream")
@@ -211,6 +226,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=256)
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--tick_s", type=float, default=0.0)
+    parser.add_argument("--lingers_s", type=float, default=0.0)
     parser.add_argument("--dies_after", type=int, default=None)
     for flag in (
         "--keeps_head",
@@ -218,6 +234,7 @@ def main() -> None:
         "--without_updates",
         "--raw_logprobs",
         "--sleeps_badly",
+        "--exact",
     ):
         parser.add_argument(flag, action="store_true")
     args = parser.parse_args()

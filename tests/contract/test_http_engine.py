@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from tests.contract.test_engine import STOP, groups_of, reference_logprobs
+from tests.contract.test_engine import STOP, groups_of, reference_logprobs, torch_engine
 from tests.faulty_http import Step, hang_up, noise, reply, serving
 from tests.generate_server import GenerateServers
 from tests.small_models import digits_folder
@@ -29,7 +29,8 @@ from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import CompletionEvent, SamplingParams, WeightUpdate, generate
-from winnow.rollout.http_engine import HttpEngine, make_http_engine, seed_behind
+from winnow.rollout.http_engine import HttpEngine, make_http_engine
+from winnow.rollout.http_server import seed_behind
 
 SHAPE = {"vocab_size": 40, "initializer_range": 0.3, "tie_word_embeddings": False}
 LONGEST = 200
@@ -106,6 +107,63 @@ def test_answers_have_the_models_logprobs_and_end_where_they_should(
         reasons.add(answer.finish_reason)
     assert reasons == {"stop", "length"}
     asyncio.run(engine.close())
+
+
+def test_an_answer_that_has_its_last_token_is_finished_before_its_request_is(
+    servers: GenerateServers, folder: Path
+) -> None:
+    engine = engine_over(servers.start(folder, "--lingers_s=30")[0])
+
+    async def run() -> Sequence[CompletionEvent]:
+        await engine.submit(groups_of(2, 2, SamplingParams(6)))
+        while engine.status().generated_tokens < 24:
+            await asyncio.sleep(0.001)
+        await engine.abort([0, 1])
+        return await engine.events()
+
+    events = asyncio.run(run())
+    assert [(e.kind, len(e.segment)) for e in events] == [("finished", 6)] * 4
+    asyncio.run(engine.close())
+
+
+def test_exact_draws_are_the_torch_engines_though_answers_are_cut_and_a_server_dies(
+    servers: GenerateServers, folder: Path
+) -> None:
+    mortal = servers.start(folder, "--exact", "--dies_after=150")[0]
+    engine = engine_over(mortal, servers.start(folder, "--exact")[0], exact_draws=True)
+    groups = groups_of(6, 3, replace(SAMPLING, max_tokens=60, temperature=0.9, top_p=0.95))
+    wanted = asyncio.run(
+        generate(torch_engine(AutoModelForCausalLM.from_pretrained(folder).eval()), groups)
+    )
+
+    async def run() -> dict[Any, Any]:
+        await engine.submit(groups)
+        while engine.status().generated_tokens < 100:
+            await asyncio.sleep(0.001)
+        await engine.abort([group.group_id for group in groups])
+        prefixes = {event.key: event.segment for event in await engine.events()}
+        rest = [
+            replace(
+                group,
+                answers=tuple(
+                    replace(a, prefix=prefixes[group.group_id, a.index]) for a in group.answers
+                ),
+            )
+            for group in groups
+        ]
+        return await generate(engine, rest)
+
+    done = asyncio.run(run())
+    assert mortal not in engine.engines
+    for key, answer in wanted.items():
+        assert done[key].token_ids.tolist() == answer.token_ids.tolist(), key
+        np.testing.assert_allclose(done[key].logprobs, answer.logprobs, atol=1e-5)
+    asyncio.run(engine.close())
+
+
+def test_exact_draws_are_refused_by_what_a_server_writes(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"exact_draws=true asks; start it with --logits-proc"):
+        engine_over(url, exact_draws=True)
 
 
 def test_an_aborted_answer_comes_back_in_part_and_goes_on_behind_it(
@@ -522,6 +580,9 @@ def test_a_request_that_always_fails_ends_as_a_failed_answer(
         (event,) = asyncio.run(run())
     assert (event.kind, len(served.requests)) == ("failed", 5)
     assert "out of memory" in event.error
+    status = engine.status()
+    assert (status.slots, status.running, status.queued) == (8, 0, 0)
+    assert list(engine.engines) == [url]
     asyncio.run(engine.close())
 
 

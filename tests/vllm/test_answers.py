@@ -17,8 +17,9 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 from winnow.errors import ConfigError
+from winnow.rollout.draw import draw_arguments
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
-from winnow.rollout.vllm_plugin import HashSampler, HashSamplerV2, draw_arguments
+from winnow.rollout.vllm_plugin import HashSampler, HashSamplerV2
 from winnow.types import Segment
 
 SAMPLING = [

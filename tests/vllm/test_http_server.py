@@ -2,7 +2,7 @@
 
 Two servers serve all tests of this file: one with an untied head, which takes new weights as it
 should, and one with a tied head, of which vLLM on a CPU keeps the old one. The first can be made
-to truncate what it samples (`tests.vllm.nucleus`).
+to truncate what it samples (`tests.vllm.nucleus`), the second draws by Winnow's processor.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.contract.test_engine import groups_of, reference_logprobs
+from tests.contract.test_engine import groups_of, reference_logprobs, torch_engine
 from tests.generate_server import GenerateServers
 from tests.integration.runs.test_check_engine import check, failed
 from tests.small_models import digits_folder
 from tests.winnow_command import in_this_process
 from transformers import AutoModelForCausalLM
 
+from winnow.errors import ConfigError
 from winnow.observe.jsonl import read_metrics
 from winnow.rollout.engine import CompletionEvent, SamplingParams, generate
 from winnow.rollout.http_engine import HttpEngine, make_http_engine
 
 ROOT = Path(__file__).parents[2]
 ROWS = 64
+EXACT = "rollout.engine.exact_draws=true"
 SHAPE = {
     "vocab_size": ROWS, "hidden_size": 64, "head_dim": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "initializer_range": 0.2,
@@ -76,7 +78,7 @@ def start(model: Path, folder: Path, *options: str) -> VllmServer:
         port = free.getsockname()[1]
     words = ["--model", str(model), "--host=127.0.0.1", f"--port={port}", "--enable-scale-out"]
     words += ["--dtype=float32", f"--kv-cache-memory-bytes={1 << 26}", "--enforce-eager"]
-    words += ["--max-num-seqs=64", "--max-model-len=256", "--logprobs-mode=processed_logprobs"]
+    words += ["--max-num-seqs=64", "--max-model-len=256"]
     log = folder / "server.log"
     environment = {
         **{"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
@@ -101,7 +103,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmServ
         settings = {"do_sample": True, "top_p": 0.8, "temperature": 0.5, "eos_token_id": 1}
         settings["repetition_penalty"] = 1.5
         (model / "generation_config.json").write_text(json.dumps(settings))
-        options = () if tied else ("--logits-processors=tests.vllm.nucleus:Nucleus",)
+        processor = (
+            "winnow.rollout.vllm_plugin:HashSampler" if tied else "tests.vllm.nucleus:Nucleus"
+        )
+        mode = "processed_logits" if tied else "processed_logprobs"
+        options = f"--logits-processors={processor}", f"--logprobs-mode={mode}"
         started.append(start(model, folder, *options))
     try:
         yield started[0].wait(), started[1].wait()
@@ -122,8 +128,8 @@ def other_weights(folder: Path, to: Path) -> Path:
     return to
 
 
-def engine_over(*urls: str, vocab_size: int = ROWS) -> HttpEngine:
-    options: dict[str, Any] = {"slots": 32, "live_updates": True}
+def engine_over(*urls: str, vocab_size: int = ROWS, exact: bool = False) -> HttpEngine:
+    options: dict[str, Any] = {"slots": 32, "live_updates": True, "exact_draws": exact}
     return make_http_engine(urls, None, 60.0, vocab_size, ROWS, 256, **options)
 
 
@@ -230,7 +236,7 @@ def test_the_head_that_a_reload_leaves_behind_is_found(
 ) -> None:
     _, server = servers
     other = other_weights(server.model, tmp_path / "other")
-    words = ("--model", str(server.model), "--update", str(other))
+    words = ("--model", str(server.model), "--update", str(other), EXACT, "rollout.temperature=0.7")
     code, found = check(server.url, tmp_path, *words)
     assert (code, failed(found) - {"sleep"}) == (1, {"update"}), found
     assert "the new weights: " in found["update"][1]
@@ -257,14 +263,25 @@ def test_a_run_trains_with_answers_of_the_server(
     assert steps[0]["mismatch/abs_delta"] < 1e-4
 
 
-def test_a_server_that_is_killed_in_the_middle_of_answers_costs_none(
+def test_a_request_without_our_draws_is_refused_by_a_server_that_makes_them(
+    servers: tuple[VllmServer, VllmServer],
+) -> None:
+    _, server = servers
+    with pytest.raises(ConfigError, match=r"400: .*runs with rollout\.engine\.exact_draws=true"):
+        engine_over(server.url)
+    engine_over(server.url, exact=True).engines[server.url].close()
+
+
+def test_exact_draws_are_the_torch_engines_though_a_server_is_killed(
     servers: tuple[VllmServer, VllmServer], tmp_path: Path
 ) -> None:
+    """The other server has a `TorchEngine`: an answer that moves goes on with the same tokens."""
     _, mortal = servers
     others = GenerateServers(tmp_path)
     try:
-        url, _ = others.start(mortal.model, "--slots=32")
-        engine, groups = engine_over(mortal.url, url), groups_of(6, 4, SamplingParams(200))
+        url, _ = others.start(mortal.model, "--slots=32", "--exact")
+        engine = engine_over(mortal.url, url, exact=True)
+        groups = groups_of(6, 4, SamplingParams(200, temperature=0.9, top_p=0.95))
 
         async def run() -> dict[Any, Any]:
             writing = asyncio.create_task(generate(engine, groups))
@@ -273,9 +290,17 @@ def test_a_server_that_is_killed_in_the_middle_of_answers_costs_none(
             mortal.kill()
             return await writing
 
+        alone = engine_over(mortal.url, exact=True)
+        whole = asyncio.run(generate(alone, groups))
+        asyncio.run(alone.close())
         done = asyncio.run(run())
         assert list(engine.engines) == [url]
-        check_logprobs(mortal.model, done, groups)
+        model = AutoModelForCausalLM.from_pretrained(mortal.model).eval()
+        wanted = asyncio.run(generate(torch_engine(model, slots=32), groups))
+        for key, answer in wanted.items():
+            for found in (whole[key], done[key]):
+                assert found.token_ids.tolist() == answer.token_ids.tolist(), key
+                np.testing.assert_allclose(found.logprobs, answer.logprobs, atol=5e-5)
         assert engine.status().generated_tokens == 24 * 200
         asyncio.run(engine.close())
     finally:

@@ -114,6 +114,9 @@ class HttpEngineConfig(Section):
     """Environment variable that holds the servers' key (--api-key), which is sent as a bearer."""
     slots: int = Field(64, ge=1)
     """Answers under way at each server; more than it writes at once (--max-num-seqs) only wait."""
+    exact_draws: bool = False
+    """Winnow's draws, on servers that have its logits processor (docs/http_engine.md): an answer's
+    tokens follow from its seed, however often it is interrupted. false: the server's draws."""
     weights_folder: str | None = None
     """Folder that the run and all servers see by the same path; new weights are written there. null
     makes one among this machine's temporary files."""

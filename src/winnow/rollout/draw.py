@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from winnow.rollout.engine import SamplingParams
 from winnow.types import FloatArray
 
+DRAWS = "winnow"
+"""The key of a request's `extra_args` under which a vLLM with our processor finds its draws."""
 _SCORED_AT_ONCE = 256
 """Tokens of a given sequence whose logits exist at once."""
 _BLOCK = 64
@@ -49,6 +53,28 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     z = (z ^ _shift(z, 27)) * _MIX_2
     z = z ^ _shift(z, 31)
     return _shift(z, 11).to(torch.float64) * 2.0**-53
+
+
+def draw_arguments(
+    sampling: SamplingParams,
+    seed: int,
+    start: int,
+    vocabulary: int,
+    forced: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Return the `extra_args` of a request to a vLLM that draws by `vllm_plugin`.
+
+    Args:
+        sampling: temperature and truncation; the rest does not matter here.
+        seed: key of the answer's random numbers, 64 bits.
+        start: tokens of the context before position 0 of the answer.
+        vocabulary: ids at or beyond it are never drawn.
+        forced: ids from position 0 on that are taken instead of drawn ones.
+    """
+    numbers = [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p]
+    signed = int(np.uint64(seed).astype(np.int64))
+    own = {"numbers": numbers, "seed": signed, "start": start, "vocabulary": vocabulary}
+    return {DRAWS: own | ({} if forced is None else {"forced": list(forced)})}
 
 
 def truncate(logprobs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ token by token, so that nothing of it is lost with the server, and new weights i
 than a moment: an answer goes on behind its prefix, with keys and values that the new weights make.
 
 Random numbers are the server's: a seed goes with each request, but where an answer is cut, and
-so what follows, depends on time. Hence there is no deterministic mode.
+so what follows, depends on time. With `exact_draws` the servers draw by `vllm_plugin`, and an
+answer's tokens follow from weights and seed. Which answers are asked for depends on time all the
+same: hence there is no deterministic mode.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ import tempfile
 import time
 from bisect import insort
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from hashlib import blake2b
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -304,16 +305,12 @@ class HttpEngine:
 
     async def _write(self, writing: _Writing, server: GenerateServer) -> None:
         """Have a server go on with an answer, to its end or the server's."""
-        begun, own = len(writing), writing.task
-        sampling = writing.group.sampling_of(writing.request)
+        begun, own, group = len(writing), writing.task, writing.group
+        sampling = group.sampling_of(writing.request)
         settings = {
             "max_tokens": sampling.max_tokens - begun,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
             "stop_token_ids": list(sampling.stop_token_ids),
-            "seed": seed_behind(writing.request.seed, begun),
+            **server.draws(sampling, writing.request.seed, len(group.prompt_ids), begun),
         }
 
         def receive(chunk: Chunk) -> None:
@@ -326,8 +323,9 @@ class HttpEngine:
             await server.write([*writing.context.tolist(), *writing.ids], settings, receive)
             if writing.reason is None:
                 raise RemoteError(f"{server.url} ended an answer that has not come to its end", 500)
-            self._finish(writing, "finished")
         except RemoteError as error:
+            if writing.reason is not None:
+                return
             writing.failures = 0 if len(writing) > begun else writing.failures + 1
             status = error.status or 0
             if 400 <= status < 500 and status != 429:
@@ -364,8 +362,10 @@ class HttpEngine:
                     "with a larger --max-model-len"
                 )
             )
-        if writing.reason is not None and chunk.finish_reason is None:
-            self._finish(writing, "finished")  # by a stop string, of which the server knows nothing
+        if writing.reason is not None:
+            if chunk.finish_reason is not None:
+                writing.task = None  # its request ends by itself
+            self._finish(writing, "finished")
 
     def _completes_stop(self, writing: _Writing) -> bool:
         stops = writing.group.sampling.stop
@@ -501,16 +501,6 @@ def _save(shard: dict[str, Tensor], file: Path) -> None:
     file.chmod(0o644)
 
 
-def seed_behind(seed: int, written: int) -> int:
-    """Return the seed, 63 bits, of a request that goes on behind so many tokens of an answer.
-
-    A server begins its random numbers anew at each request: with the same seed, numbers that drew
-    the first tokens would draw those behind the prefix, too.
-    """
-    digest = blake2b(f"{seed} {written}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def make_http_engine(
     urls: Sequence[str],
     token: str | None,
@@ -518,6 +508,7 @@ def make_http_engine(
     vocab_size: int,
     rows: int,
     longest: int,
+    exact_draws: bool = False,
     **options: Any,
 ) -> HttpEngine:
     """Make the engine over servers that are up.
@@ -526,21 +517,13 @@ def make_http_engine(
         vocab_size: ids at or beyond it are never drawn.
         rows: logits that the model has.
         longest: most tokens of a request.
+        exact_draws: they draw by our logits processor.
         options: of `HttpEngine`.
 
     Raises:
         ConfigError: a server does not answer, or does not offer what is needed.
     """
-    forbidden: dict[str, Any] = {}
-    if vocab_size < rows:
-        masked = range(vocab_size, rows)
-        is_narrow = len(masked) <= vocab_size
-        forbidden = (
-            {"logit_bias": {str(i): -100.0 for i in masked}}
-            if is_narrow
-            else {"allowed_token_ids": list(range(vocab_size))}
-        )
-    servers = [GenerateServer(url, token, timeout_s, forbidden) for url in urls]
+    servers = [GenerateServer(u, token, timeout_s, vocab_size, rows, exact_draws) for u in urls]
     try:
         for server in servers:
             server.probe_blocking(longest)

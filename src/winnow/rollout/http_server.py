@@ -13,15 +13,22 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
 from winnow.errors import ConfigError, WorkerError
 from winnow.http.client import HttpJson, RemoteError
+from winnow.rollout.draw import draw_arguments
+from winnow.rollout.engine import SamplingParams
 from winnow.types import FloatArray, IntArray
 
 GENERATE = "/inference/v1/generate"
+_PROCESSOR = "winnow.rollout.vllm_plugin:HashSampler"
+_FORCED = 17
+"""Tokens that a server is asked for by name, which none writes by chance."""
 _SCORED_AT_ONCE = 64
 """Requests for scores that are under way at once."""
 _CALM: Mapping[str, Any] = {
@@ -54,7 +61,9 @@ class GenerateServer:
         url: its address.
         token: its key, if it asks for one.
         timeout_s: longest wait for the next token, or for any other answer.
-        forbidden: settings that keep ids beyond the vocabulary from being drawn.
+        vocabulary: ids at or beyond it are never drawn.
+        rows: logits that its model has.
+        exact_draws: it draws by our logits processor.
 
     Raises:
         RewardError: the address is none.
@@ -65,15 +74,52 @@ class GenerateServer:
         url: str,
         token: str | None = None,
         timeout_s: float = 600.0,
-        forbidden: Mapping[str, Any] | None = None,
+        vocabulary: int = 0,
+        rows: int = 0,
+        exact_draws: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self._http = HttpJson(self.url, token, max_concurrent=_SCORED_AT_ONCE)
         self._timeout_s = timeout_s
-        self._settings = {**_CALM, **(forbidden or {})}
-        self.salt = "winnow"
-        """Names the weights in the prefix cache: what older ones left there is not found again."""
+        self._vocabulary, self._exact = vocabulary, exact_draws
+        self._settings = dict(_CALM)
+        if vocabulary < rows and not exact_draws:
+            is_narrow = rows - vocabulary <= vocabulary
+            self._settings |= (
+                {"logit_bias": {str(i): -100.0 for i in range(vocabulary, rows)}}
+                if is_narrow
+                else {"allowed_token_ids": list(range(vocabulary))}
+            )
+        self.salt = f"winnow {uuid4().hex}"
+        """Names the weights in the prefix cache: what older ones left there is not found again,
+        those of other clients either."""
         self._count = itertools.count()
+
+    def draws(
+        self,
+        sampling: SamplingParams,
+        seed: int,
+        start: int,
+        written: int = 0,
+        forced: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """Return the settings by which tokens of an answer are drawn.
+
+        Args:
+            start: tokens of its prompt.
+            written: tokens of the answer behind them.
+            forced: ids that are taken instead of drawn ones, with exact draws.
+        """
+        if self._exact:
+            own = draw_arguments(sampling, seed, start, self._vocabulary, forced)
+            return {"temperature": 0.0, "extra_args": own}
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": seed_behind(seed, written),
+        }
 
     async def write(
         self,
@@ -116,6 +162,9 @@ class GenerateServer:
         found = []
         try:
             for first, ids in zip(firsts, sequences, strict=True):
+                if self._exact:
+                    found.append(await self._force(ids, first, temperature, salt))
+                    continue
                 asked = (self._score(ids, at, temperature, salt) for at in range(first, len(ids)))
                 found.append(np.array(await asyncio.gather(*asked), np.float32))
         except RemoteError as error:
@@ -123,6 +172,26 @@ class GenerateServer:
                 raise WorkerError(str(error), "engine", 0) from None
             raise ConfigError(f"{error}; it must give log-probs of given tokens") from None
         return found
+
+    async def _force(self, ids: IntArray, first: int, temperature: float, salt: str) -> FloatArray:
+        """Have tokens written from `first` on, whatever would be drawn; returns their log-probs.
+
+        Raises:
+            RemoteError: the server draws by itself.
+        """
+        forced = ids[first:].tolist()
+        if not forced:
+            return np.zeros(0, np.float32)
+        draws = self.draws(SamplingParams(0, temperature), 0, first, forced=forced)
+        settings = {"max_tokens": len(forced), "logprobs": 0, **draws}
+        body = self._body(ids[:first].tolist(), settings) | {"cache_salt": salt}
+        (got,) = self._chunks(await self._http.post(GENERATE, body, self._timeout_s))
+        if list(got.ids) != forced or not any(got.logprobs):
+            raise self._http.error(
+                "does not draw as rollout.engine.exact_draws=true asks; start it with "
+                f"--logits-processors {_PROCESSOR} --logprobs-mode processed_logits"
+            )
+        return np.array(got.logprobs, np.float32)
 
     async def _score(self, ids: IntArray, at: int, temperature: float, salt: str) -> float:
         wanted = int(ids[at])
@@ -150,12 +219,15 @@ class GenerateServer:
         Raises:
             ConfigError: it does not; the line says what to do.
         """
-        body = self._body([0], {"max_tokens": 1, "temperature": 1.0, "logprobs": 0})
+        draws = self.draws(SamplingParams(1), 0, 1)
+        body = self._body([0], {"max_tokens": 1, "logprobs": 0, **draws})
         try:
             answer = await self._http.post(GENERATE, body, self._timeout_s)
             chunk = next(iter(self._chunks(answer)), None)
             if chunk is None or len(chunk.ids) != 1:
                 raise self._http.error(f"wrote no token at {GENERATE}")
+            if self._exact:
+                await self._force(np.arange(_FORCED) % self._vocabulary, 1, 1.0, self.salt)
             models = await self._http.post("/v1/models", None, self._timeout_s)
         except RemoteError as error:
             raise ConfigError(f"{error}; {_remedy(error)}") from None
@@ -261,6 +333,16 @@ class GenerateServer:
                 yield Chunk(ids, logprobs, choice["finish_reason"])
         except (LookupError, TypeError, ValueError, AttributeError):
             raise self._http.error("answers without ids and a log-prob of each") from None
+
+
+def seed_behind(seed: int, written: int) -> int:
+    """Return the seed, 63 bits, of a request that goes on behind so many tokens of an answer.
+
+    A server begins its random numbers anew at each request: with the same seed, numbers that drew
+    the first tokens would draw those behind the prefix, too.
+    """
+    digest = blake2b(f"{seed} {written}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _remedy(error: RemoteError) -> str:

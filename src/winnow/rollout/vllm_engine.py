@@ -49,6 +49,7 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from winnow.errors import PublicationError, WorkerError  # noqa: E402
 from winnow.rollout import vllm_plugin  # noqa: E402
+from winnow.rollout.draw import draw_arguments  # noqa: E402
 from winnow.rollout.engine import (  # noqa: E402
     CompletionEvent,
     GroupRequest,
@@ -280,7 +281,7 @@ class VllmEngine(TickEngine[WrittenAnswer]):
         group, request = answer.group, answer.request
         sampling = group.sampling_of(request)
         start = len(group.prompt_ids)
-        own = vllm_plugin.draw_arguments(sampling, request.seed, start, self._vocab_size)
+        own = draw_arguments(sampling, request.seed, start, self._vocab_size)
         # What goes on and what is older keeps its memory when the cache is full.
         priority = 0 if len(answer.prefix) else 1 + max(group.priority, 0)
         params = _params(sampling.max_tokens - len(answer.prefix), own, sampling.stop_token_ids)
@@ -355,7 +356,7 @@ class VllmEngine(TickEngine[WrittenAnswer]):
             if start == len(ids):  # a single token has none before it
                 continue
             forced = ids[start:].tolist()
-            own = vllm_plugin.draw_arguments(sampling, 0, start, self._vocab_size, forced)
+            own = draw_arguments(sampling, 0, start, self._vocab_size, forced)
             params = _params(len(forced), own, kind=RequestOutputKind.FINAL_ONLY)
             names[self._add(ids[:start], params, -1)] = place
         self._scored |= dict.fromkeys(names)

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
@@ -39,34 +38,11 @@ from vllm.v1.sample.logits_processor.interface import (
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
-from winnow.rollout.draw import RowParams, draw, uniform
+from winnow.rollout.draw import DRAWS, RowParams, draw, uniform
 from winnow.rollout.engine import SamplingParams
 from winnow.workers.child import die_with
 
 BACKEND = "winnow"
-_KEY = "winnow"
-
-
-def draw_arguments(
-    sampling: SamplingParams,
-    seed: int,
-    start: int,
-    vocabulary: int,
-    forced: Sequence[int] | None = None,
-) -> dict[str, Any]:
-    """Return the `extra_args` of a request.
-
-    Args:
-        sampling: temperature and truncation; the rest does not matter here.
-        seed: key of the answer's random numbers, 64 bits.
-        start: tokens of the context before position 0 of the answer.
-        vocabulary: ids at or beyond it are never drawn.
-        forced: ids from position 0 on that are taken instead of drawn ones.
-    """
-    numbers = [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p]
-    signed = int(np.uint64(seed).astype(np.int64))
-    own = {"numbers": numbers, "seed": signed, "start": start, "vocabulary": vocabulary}
-    return {_KEY: own | ({} if forced is None else {"forced": list(forced)})}
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +61,27 @@ class _Row:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any] | None, context: int, written: Sequence[int]) -> _Row:
-        own = (extra or {})[_KEY]
+        own = (extra or {})[DRAWS]
         temperature, top_p, top_k, min_p = own["numbers"]
         sampling = SamplingParams(0, temperature, top_p, top_k, min_p)
         numbers = own["seed"], own["start"], own["vocabulary"], own.get("forced", ())
         return cls(sampling, *numbers, context, written)
+
+    @classmethod
+    def validate(cls, params: Any) -> None:
+        """Refuse a request of somebody else, at which the whole engine would end.
+
+        Raises:
+            ValueError: it does not say how its tokens are drawn.
+        """
+        try:
+            row = cls.of(params.extra_args, 0, ())
+            _Draws([row], torch.device("cpu"))
+        except Exception as error:
+            raise ValueError(
+                "this server draws by winnow's logits processor, for runs with "
+                f"rollout.engine.exact_draws=true; the request lacks its arguments ({error!r})"
+            ) from error
 
 
 class _Draws:
@@ -131,6 +123,10 @@ class HashSampler(LogitsProcessor):  # type: ignore[misc]
         self._rows: dict[int, _Row] = {}
         self._draws: _Draws | None = None
 
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        _Row.validate(sampling_params)
+
     def is_argmax_invariant(self) -> bool:
         return False
 
@@ -162,6 +158,10 @@ class HashSamplerV2(LogitsProcessorV2):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._rows: dict[int, _Row] = {}
         self._drawn: tuple[list[_Row], _Draws] | None = None
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        _Row.validate(sampling_params)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         self._rows[req_idx] = _Row.of(sampling_params.extra_args, 0, ())

@@ -411,6 +411,7 @@ def http_engine(config: Config, policy: Policies) -> HttpEngine:
         policy.vocabulary,
         policy.model.config.vocab_size,
         max(longest_tokens(config), *map(len, canary_of(config, policy).sequences)),
+        exact_draws=section.exact_draws,
         slots=section.slots,
         decode=decoder(policy.tokenizer, special_tokens=True),
         live_updates=not config.run.deterministic,
