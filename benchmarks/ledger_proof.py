@@ -1,42 +1,54 @@
 """Compare the ledgers of runs that were disturbed with that of one that was not.
 
-    python benchmarks/ledger_proof.py [--kills 20] [--minutes 20] [--modes sync one_step_off async]
+    python benchmarks/ledger_proof.py [--kills 20] [--minutes 20] [--modes sync-0 async-2 ...]
                                       [--out benchmarks/results/ledger_proof.md] [--runs FOLDER]
 
-In each mode a small run (the quickstart's task) is left alone once. It is then repeated: killed
-with SIGKILL at random moments and resumed until that many kills are done; with two engines for
-one; with its model on two ranks; and with a fault that is put in on purpose: resumed from a
-checkpoint whose loader has gone on by three prompts. `winnow ledger diff` compares each with the
-undisturbed one, and `winnow ledger check` looks at each alone. All must be the same but the last.
+The number behind a mode is `sampling.max_staleness`. In each a small run (the quickstart's task) is
+left alone once. It is then repeated: killed with SIGKILL at random moments and resumed until that
+many kills are done; with two engines for one; with its model on two ranks; and with a fault that is
+put in on purpose: resumed from a checkpoint whose loader has gone on by three prompts. Each is
+compared with the undisturbed one as `winnow ledger diff` does. All must be the same but the last.
+
+Runs of modes that repeat bit for bit are compared group by group; with two engines only where no
+answer goes on under other weights. The others are compared as with `--no-order`. Runs that are
+killed and those on two engines or ranks are forked from a process that has imported everything.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.kill import LONGEST_S, STEPS, Lab, kill_at, wait_for
+from tests.fault.quick_lab import SPARES, QuickLab
+from tests.forked import Forked, Server
 
+from winnow.observe.ledger_diff import diff, open_ledger
 from winnow.runs.checkpoint import checkpoints_in
 
+STEP_OFF = "trainer/mode=one_step_off"
 MODES: dict[str, tuple[str, ...]] = {
-    "sync": ("rollout.engine.processes=1",),
-    "one_step_off": ("trainer/mode=one_step_off", "sampling.max_staleness=2"),
-    "async": ("trainer/mode=async", "run.deterministic=false", "sampling.max_staleness=2"),
+    "sync-0": ("sampling.max_staleness=0",),
+    "sync-1": ("sampling.max_staleness=1",),
+    "one_step_off-1": (STEP_OFF, "sampling.max_staleness=1"),
+    "one_step_off-2": (STEP_OFF, "sampling.max_staleness=2"),
+    "async-2": ("trainer/mode=async", "run.deterministic=false", "sampling.max_staleness=2"),
 }
-"""Settings by mode, each with one engine apart."""
+"""Settings by mode."""
+APART = ("rollout.engine.processes=1", "trainer.save_every=1")
+"""Of every run."""
+ALIKE = ("sync-0", "one_step_off-1")
+"""Modes that learn the same tokens with any number of engines."""
 ENGINES = ("rollout.engine.processes=2",)
 RANKS = ("trainer/strategy=fsdp2", "trainer.strategy.ranks=2")
-SAVE = "trainer.save_every=1"
 SKIPPED = 3
 
 
@@ -53,28 +65,40 @@ class Row:
     """What `winnow ledger diff` found, in a few words."""
 
 
-def ledger(*words: str) -> Any:
-    """Call `winnow ledger` and read its JSON."""
-    command = [sys.executable, "-m", "winnow.cli.main", "ledger", *words, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 1), done.stderr
-    return json.loads(done.stdout)
+class ForkedLab(QuickLab):
+    """A lab whose runs, with all that they start, are forked from a server."""
+
+    def start(self, name: str, *settings: str) -> Forked:  # type: ignore[override]
+        """The command, in a process of its own."""
+        assert self.server is not None
+        where = {"WINNOW_CACHE": str(self.folder / "cache")}
+        words = self.words(name, *settings)
+        return self.server.start("winnow.cli.main", words, environment=where, spares=SPARES)
 
 
 def compared(
-    mode: str, what: str, lab: Lab, names: Sequence[str], *options: str, wanted: bool = True
+    mode: str,
+    what: str,
+    lab: Lab,
+    names: Sequence[str],
+    exact: bool | None = None,
+    wanted: bool = True,
 ) -> Row:
-    """Compare runs with the undisturbed one; options go to `winnow ledger diff`."""
-    faults, late, compared_by = dict[str, int](), 0, ""
+    """Compare runs with the undisturbed one; `exact` as `winnow ledger diff` takes it."""
+    faults, late, back, compared_by = dict[str, int](), 0, 0, ""
     for name in names:
-        found = ledger("diff", str(lab.run("undisturbed")), str(lab.run(name)), *options)
-        late += found["times"]["count"]
-        compared_by = "group by group" if found["exact"] else "loss, repetition, prompts' order"
-        for each in [*found["differences"], *found["b"]["faults"], *found["a"]["faults"]]:
-            faults[each["what"]] = faults.get(each["what"], 0) + each["count"]
+        found = diff(open_ledger(lab.run("undisturbed")), open_ledger(lab.run(name)), exact)
+        late += found.times.count
+        back += found.given_back.count
+        compared_by = "group by group" if found.exact else "loss, repetition, prompts' order"
+        for each in [*found.differences, *found.b.faults, *found.a.faults]:
+            faults[each.what] = faults.get(each.what, 0) + each.count
+            print(name, each, flush=True)
     said = ", ".join(f"{name}: {count}" for name, count in faults.items()) or "none"
     if late:
         said += f" ({late} groups admitted or settled at another time)"
+    if back:
+        said += f" ({back} other groups given back)"
     row = Row(mode, what, len(names), not faults, wanted, f"{compared_by} | {said}")
     print(row, flush=True)
     return row
@@ -86,10 +110,10 @@ def killed(lab: Lab, kills: int, rng: random.Random, until: float) -> tuple[list
     while done < kills and time.monotonic() < until:
         name = f"killed-{len(names)}"
         for _ in range(min(5, kills - done)):
-            if kill_at(lab, lab.start(name, SAVE), name, rng) is None:
+            if kill_at(lab, lab.start(name), name, rng) is None:
                 break
             done += 1
-        assert lab.start(name, SAVE).wait(LONGEST_S) == 0
+        assert lab.start(name).wait(LONGEST_S) == 0
         names.append(name)
     return names, done
 
@@ -97,7 +121,7 @@ def killed(lab: Lab, kills: int, rng: random.Random, until: float) -> tuple[list
 def skipping(lab: Lab) -> str:
     """Resume a run from a checkpoint whose loader has skipped prompts."""
     name, run = "skipping", lab.run("skipping")
-    process = lab.start(name, SAVE)
+    process = lab.start(name)
     wait_for(process, lambda: any(c.step >= 2 for c in checkpoints_in(run / "checkpoints")))
     process.kill()
     process.wait()
@@ -115,21 +139,23 @@ def skipping(lab: Lab) -> str:
     return name
 
 
-def proof(mode: str, folder: Path, kills: int, seed: int, until: float) -> list[Row]:
+def proof(
+    mode: str, folder: Path, kills: int, seed: int, until: float, server: Server
+) -> list[Row]:
     """Make all comparisons of a mode."""
     folder.mkdir(parents=True)
-    lab = Lab(folder, settings=MODES[mode]).undisturbed()
-    rows = [compared(mode, "undisturbed, again", lab, [lab.timed("again").run("again").name])]
+    fresh = Lab(folder, settings=(*APART, *MODES[mode])).undisturbed()
+    rows = [compared(mode, "undisturbed, again", fresh, [fresh.timed("again").run("again").name])]
+    lab = ForkedLab(folder, fresh.seconds, fresh.settings, server)
     names, done = killed(lab, kills, random.Random(seed), until)
     rows.append(compared(mode, f"{done} kills", lab, names))
     for what, settings in (("2 engines for 1", ENGINES), ("2 ranks for 1", RANKS)):
         name = what.replace(" ", "-")
-        assert lab.start(name, SAVE, *settings).wait(LONGEST_S) == 0
-        # Engines write in another order, which changes what is carried over a cut.
-        options = ("--no-order",) if settings is ENGINES else ()
-        rows.append(compared(mode, what, lab, [name], *options))
+        assert lab.start(name, *settings).wait(LONGEST_S) == 0
+        exact = None if mode in ALIKE or settings is RANKS else False
+        rows.append(compared(mode, what, lab, [name], exact))
     what = f"fault: {SKIPPED} prompts skipped in a resume"
-    rows.append(compared(mode, what, lab, [skipping(lab)], wanted=False))
+    rows.append(compared(mode, what, lab, [skipping(fresh)], wanted=False))
     return rows
 
 
@@ -159,10 +185,10 @@ def main() -> None:
     args = parser.parse_args()
     until = time.monotonic() + 60 * args.minutes
     rows = list[Row]()
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, closing(Server()) as server:
         for mode in args.modes:
             folder = (args.runs or Path(scratch)).resolve() / mode
-            rows += proof(mode, folder, args.kills, args.seed, until)
+            rows += proof(mode, folder, args.kills, args.seed, until, server)
             if args.out is not None:
                 command = " ".join(["python", "benchmarks/ledger_proof.py", *sys.argv[1:]])
                 head = (

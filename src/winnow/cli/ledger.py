@@ -51,6 +51,10 @@ def diff_command(
     _print_differences(found.differences)
     if found.not_compared:
         typer.echo(f"The token ids of {found.not_compared:,} groups are not known and not compared")
+    if found.given_back.count:
+        typer.echo(
+            f"Groups given back differ: {found.given_back.count:,}; their prompts come again"
+        )
     if found.times.count:
         typer.echo(f"Of {found.times.count:,} groups the time of admission or of the end differs:")
         for example in found.times.examples:

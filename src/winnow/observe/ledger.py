@@ -8,6 +8,7 @@ admitted and has no row is open: unfinished, waiting for a cut, or cut and not l
 | column | meaning |
 |---|---|
 | group | admission index |
+| turn | place of its prompt among those the loader gave out; one given back keeps it |
 | step | the step whose cut settled it |
 | fate | trained, all_right, all_wrong, surplus, stale, failed |
 | learnt_step | the step whose update it was part of; null unless trained |
@@ -43,8 +44,9 @@ from winnow.types import Group
 _INT, _TEXT = pa.int32(), pa.string()
 SCHEMA = pa.schema(
     [
-        *(("group", pa.int64()), ("step", _INT), ("fate", _TEXT), ("learnt_step", _INT)),
-        *(("returned", pa.bool_()), ("prompt_uid", _TEXT), ("problem", _TEXT)),
+        *(("group", pa.int64()), ("turn", pa.int64()), ("step", _INT), ("fate", _TEXT)),
+        *(("learnt_step", _INT), ("returned", pa.bool_())),
+        *(("prompt_uid", _TEXT), ("problem", _TEXT)),
         *(("admitted_version", _INT), ("versions", pa.list_(_INT)), ("staleness", _INT)),
         *(("answers", _INT),),
         *(("tokens", pa.int64()), ("token_crc", pa.uint32()), ("score_crc", pa.uint32())),
@@ -58,6 +60,11 @@ class Settlement(Protocol):
     @property
     def group(self) -> Group:
         """Its finished and scored answers."""
+        ...
+
+    @property
+    def turn(self) -> int:
+        """Place of its prompt among those that the loader gave out."""
         ...
 
     @property
@@ -102,7 +109,7 @@ def write_ledger(
         group, fate = each.group, each.fate
         went_back = fate in ("surplus", "stale") or group.id in later
         row = (
-            *(group.id, step, fate, step if fate == "trained" else None, went_back),
+            *(group.id, each.turn, step, fate, step if fate == "trained" else None, went_back),
             *(group.prompt.uid, problem_id(group.prompt), each.admitted_version),
             *(_versions(group), each.staleness, len(group.scored), each.tokens),
             *(_token_crc(group), _score_crc(group)),
@@ -121,6 +128,8 @@ def write_ledger(
 
 def read_ledger(folder: RunFolder) -> pa.Table:
     """Read the ledger of a run, in the order of admission; the steps are 1, 2, 3, … to the last.
+
+    Parts of an older winnow have no turns: they are null.
 
     Raises:
         WinnowError: there is none, a step is missing, or a part is damaged.
@@ -143,8 +152,11 @@ def read_ledger(folder: RunFolder) -> pa.Table:
 
 def _read(path: Path) -> pa.Table:
     try:
+        table = pq.ParquetFile(path).read()
+        if "turn" not in table.column_names:
+            table = table.append_column("turn", pa.nulls(len(table), pa.int64()))
         # Schema and all, or a column of lists that holds nothing could read otherwise.
-        return pq.ParquetFile(path).read().select(SCHEMA.names).cast(SCHEMA)
+        return table.select(SCHEMA.names).cast(SCHEMA)
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0]
         raise WinnowError(

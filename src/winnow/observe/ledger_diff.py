@@ -1,16 +1,16 @@
 """Check a run's ledger, and compare two runs by what they consumed.
 
 Where a run repeats bit for bit (`run.deterministic=true`, any trainer.mode but async), two ledgers
-are compared group by group. Elsewhere fates depend on how long things took, and the
-promise is another: no admission index is lost or told twice, groups learn in the order of their
-admission, and prompts come in the loader's order, given back ones first.
+are compared group by group, each by the turn of its prompt; groups that were given back are left
+out, because they come again. Elsewhere fates depend on how long things took, and the promise is
+another: no admission index is lost or told twice, groups learn in the order of their admission, and
+prompts come in the loader's order, given back ones first.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from winnow.types import BoolArray, IntArray
 
 ASPECTS: Mapping[str, tuple[str, ...]] = {
     "prompts": ("prompt_uid", "problem"),
-    "fates": ("fate", "returned"),
+    "fates": ("fate",),
     "learning steps": ("learnt_step",),
     "tokens": ("answers", "tokens", "token_crc"),
     "scores": ("score_crc",),
@@ -50,7 +50,7 @@ class Difference:
     what: str
     count: int
     examples: tuple[str, ...]
-    """The first few, by admission index."""
+    """The first few, by turn or admission index."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,8 @@ class LedgerDiff:
     differences: tuple[Difference, ...]
     times: Difference
     """Groups that differ in `TIMES`."""
+    given_back: Difference
+    """Groups that one of the runs alone gave back, or at another step."""
     not_compared: int = 0
     """Groups whose token ids one of the runs did not have at hand."""
 
@@ -150,7 +152,7 @@ def check(run: LedgerRun) -> LedgerReport:
     table = run.table
     groups = _ints(table, "group")
     fates, tokens = np.array(table["fate"].to_pylist()), _ints(table, "tokens")
-    faults = [*_twice(groups), *_order(run, groups), *_returned(run)[1]]
+    faults = [*_twice(groups), *_order(run, groups), *_turns(run)]
     waiting = -1
     if run.metrics and run.metrics[-1]["step"] == run.steps:
         admitted = sum(int(record["sampling/groups/admitted"]) for record in run.metrics)
@@ -190,12 +192,12 @@ def diff(a: LedgerRun, b: LedgerRun, exact: bool | None = None) -> LedgerDiff:
     if a.steps != b.steps:
         found.append(Difference("last step", abs(a.steps - b.steps), (f"{a.steps} | {b.steps}",)))
     if exact:
-        (*compared, times), blind = _group_by_group(a.table, b.table)
+        (*compared, times), blind = _group_by_group(_kept(a.table), _kept(b.table))
         found += compared
     else:
-        found += _prompt_order(a, b)
+        found.append(_prompt_order(a, b))
     found = [difference for difference in found if difference.count]
-    return LedgerDiff(check(a), check(b), exact, tuple(found), times, blind)
+    return LedgerDiff(check(a), check(b), exact, tuple(found), times, _given_back(a, b), blind)
 
 
 def _group_by_group(a: pa.Table, b: pa.Table) -> tuple[list[Difference], int]:
@@ -204,9 +206,9 @@ def _group_by_group(a: pa.Table, b: pa.Table) -> tuple[list[Difference], int]:
     Returns:
         The differences, and how many groups lack token ids.
     """
-    (left, at_a), (right, at_b) = (np.unique(_ints(t, "group"), return_index=True) for t in (a, b))
+    (left, at_a), (right, at_b) = (np.unique(_ints(t, "turn"), return_index=True) for t in (a, b))
     found = [
-        _listed(f"groups of {name} alone", np.setdiff1d(mine, other))
+        _listed(f"groups of {name} alone", np.setdiff1d(mine, other), "turn")
         for name, mine, other in (("A", left, right), ("B", right, left))
     ]
     shared, in_a, in_b = np.intersect1d(left, right, return_indices=True)
@@ -219,7 +221,7 @@ def _group_by_group(a: pa.Table, b: pa.Table) -> tuple[list[Difference], int]:
             differs = _unlike(a[name], b[name])
             unlike |= differs & ~blind if name == "token_crc" else differs
         examples = [
-            f"group {shared[at]}: {_shown(a, columns, at)} | {_shown(b, columns, at)}"
+            f"turn {shared[at]}: {_shown(a, columns, at)} | {_shown(b, columns, at)}"
             for at in np.flatnonzero(unlike)[:SHOWN].tolist()
         ]
         found.append(Difference(aspect, int(unlike.sum()), tuple(examples)))
@@ -238,65 +240,40 @@ def _shown(table: pa.Table, columns: Iterable[str], at: int) -> str:
     return ", ".join(f"{name} {table[name][at].as_py()}" for name in columns)
 
 
-def _prompt_order(a: LedgerRun, b: LedgerRun) -> Iterator[Difference]:
-    """Compare the prompts that the loaders gave out afresh, as far as both runs went."""
-    left, right = _returned(a)[0], _returned(b)[0]
+def _prompt_order(a: LedgerRun, b: LedgerRun) -> Difference:
+    """Compare the prompts that the loaders gave out, as far as both runs have a row of them."""
+    left, right = (dict(zip(*_columns(run, "turn", "prompt_uid"), strict=True)) for run in (a, b))
     unlike = [
-        f"the loader's prompt {at}: {mine} | {other}"
-        for at, (mine, other) in enumerate(zip(left, right, strict=False))
-        if mine != other and None not in (mine, other)
+        f"turn {turn}: {left[turn]} | {right[turn]}"
+        for turn in sorted(left.keys() & right.keys())
+        if left[turn] != right[turn]
     ]
-    yield _fault("prompts", unlike)
+    return _fault("prompts", unlike)
 
 
-@dataclass
-class _Loader:
-    """The loader's course, told from a ledger: what it gave out, and what came back to it."""
-
-    fresh: list[str | None] = field(default_factory=list)
-    """Prompts given out that had not come back; None for an open group's."""
-    back: deque[tuple[int, str]] = field(default_factory=deque)
-    """Groups and prompts given back, the next one first."""
-    open: int = 0
-    """Open groups since the last one that has a row: of each it is not known what it was given."""
-    faults: list[str] = field(default_factory=list)
-
-    def give(self, group: int, uid: str) -> None:
-        while self.open and self.back and self.back[0][1] != uid:
-            self.back.popleft()
-            self.open -= 1
-        self.fresh += [None] * self.open
-        self.open = 0
-        if not self.back:
-            self.fresh.append(uid)
-            return
-        before, due = self.back.popleft()
-        if uid != due:
-            self.faults.append(f"group {group} has {uid}, but {due} of group {before} was due")
+def _given_back(a: LedgerRun, b: LedgerRun) -> Difference:
+    """Compare the groups that were given back: which these are depends on how many were open."""
+    names = ("group", "turn", "step", "fate", "tokens", "score_crc", "returned")
+    found = [{row for row in zip(*_columns(run, *names), strict=True) if row[-1]} for run in (a, b)]
+    return _fault("given back", [f"group {row[0]}" for row in sorted(found[0] ^ found[1])])
 
 
-def _returned(run: LedgerRun) -> tuple[list[str | None], list[Difference]]:
-    """Follow the loader through a run; return its fresh prompts, and faults of its order."""
-    table = run.table
-    columns = ("group", "prompt_uid", "fate", "returned", "admitted_version", "step")
-    groups, uids, fates, returned, admitted, steps = (table[c].to_pylist() for c in columns)
-    # A stale group goes back before its step admits any, the others after it admitted all.
-    moments: dict[int, list[tuple[int, str]]] = {}
-    for at, went in enumerate(returned):
-        if went:
-            moment = steps[at] - (fates[at] == "stale")  # as a weight version
-            moments.setdefault(moment, []).append((groups[at], uids[at]))
-    pending = deque(sorted(moments))
-    loader, due = _Loader(), 0
-    for group, uid, version in zip(groups, uids, admitted, strict=True):
-        if group < due:  # a second row, which is a fault of its own
-            continue
-        while pending and pending[0] <= version:
-            loader.back.extendleft(reversed(moments[pending.popleft()]))
-        loader.open += group - due
-        loader.give(group, uid)
-        due = group + 1
-    return loader.fresh, [_fault("prompts given back that did not come next", loader.faults)]
+def _turns(run: LedgerRun) -> Iterator[Difference]:
+    """Look for prompts that were lost, came twice, or not in their turn when given back."""
+    if run.table["turn"].null_count:  # an older winnow's
+        return
+    first = dict[int, str]()
+    wrong = list[str]()
+    for group, turn, uid in zip(*_columns(run, "group", "turn", "prompt_uid"), strict=True):
+        if (due := first.setdefault(turn, uid)) != uid:
+            wrong.append(f"group {group} has {uid}, but {due} was given back and is due")
+    yield _fault("prompts given back that did not come next", wrong)
+    kept, counts = np.unique(_ints(_kept(run.table), "turn"), return_counts=True)
+    yield _listed("prompts in more than one group", kept[counts > 1], "turn")
+    if run.in_order:
+        trained = run.table.filter(pc.field("fate") == "trained")
+        reached = max(_ints(trained, "turn"), default=0)
+        yield _listed("prompts lost", np.setdiff1d(np.arange(reached), kept), "turn")
 
 
 def _twice(groups: IntArray) -> Iterator[Difference]:
@@ -341,11 +318,22 @@ def _accounts(
 
 
 def _ints(table: pa.Table, name: str) -> IntArray:
-    return table[name].to_numpy().astype(np.int64)  # type: ignore[no-any-return]
+    column = pc.coalesce(table[name], table["group"]) if name == "turn" else table[name]
+    return column.to_numpy().astype(np.int64)  # type: ignore[no-any-return]
 
 
-def _listed(what: str, groups: IntArray) -> Difference:
-    return _fault(what, [f"group {group}" for group in groups.tolist()])
+def _columns(run: LedgerRun, *names: str) -> list[list[Any]]:
+    given = {"turn": _ints(run.table, "turn").tolist()}
+    return [given.get(name) or run.table[name].to_pylist() for name in names]
+
+
+def _kept(table: pa.Table) -> pa.Table:
+    """Return the groups that were not given back: one for each turn."""
+    return table.filter(pc.invert(table["returned"]))
+
+
+def _listed(what: str, numbers: IntArray, name: str = "group") -> Difference:
+    return _fault(what, [f"{name} {number}" for number in numbers.tolist()])
 
 
 def _fault(what: str, found: Sequence[str]) -> Difference:

@@ -2,8 +2,8 @@
 
 Token ids go in, token ids and log-probs come out. An engine knows a group only as a shared prompt
 with several answers; scoring, filtering and waiting are left to the sampler. The random numbers of
-an answer depend on the run's seed, the group's id and the answer's index alone, so that an answer
-is the same however often it is interrupted, and wherever it is written.
+an answer depend on the run's seed, its prompt's turn and the answer's index alone, so that an
+answer is the same however often it is interrupted, and wherever it is written.
 """
 
 from __future__ import annotations
@@ -268,9 +268,9 @@ def load_custom_engine(path: str, options: Mapping[str, Any], **given: Any) -> E
     return engine
 
 
-def answer_seed(run_seed: int, group_id: int, answer: int) -> int:
+def answer_seed(run_seed: int, turn: int, answer: int) -> int:
     """Hash three numbers to 64 bits, unsigned, alike in every process and on every machine."""
-    digest = blake2b(_SEED_KEY.pack(run_seed, group_id, answer), digest_size=8).digest()
+    digest = blake2b(_SEED_KEY.pack(run_seed, turn, answer), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
@@ -281,15 +281,18 @@ def group_request(
     sampling: SamplingParams,
     run_seed: int,
     greedy: int | None = None,
+    turn: int | None = None,
 ) -> GroupRequest:
     """Make the request for answers of a group.
 
     Args:
         prefixes: by the answer's index, what is written of it already.
         greedy: index of the one answer that is not sampled, if the group has one.
+        turn: seeds the answers, with the run's seed; None: the group's id.
     """
+    turn = group_id if turn is None else turn
     answers = tuple(
-        AnswerRequest(index, answer_seed(run_seed, group_id, index), prefix, index == greedy)
+        AnswerRequest(index, answer_seed(run_seed, turn, index), prefix, index == greedy)
         for index, prefix in prefixes.items()
     )
     return GroupRequest(group_id, prompt.token_ids, answers, sampling, priority=group_id)

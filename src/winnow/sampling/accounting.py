@@ -101,6 +101,13 @@ class SettledGroup:
     """Versions between its oldest token and the weights that learn the step that settled it."""
     tokens: int
     """Generated for it, unfinished answers included."""
+    turn: int = -1
+    """Its prompt's place among those that the loader gave out; by default the group's id, as in
+    older states."""
+
+    def __post_init__(self) -> None:
+        if self.turn < 0:
+            object.__setattr__(self, "turn", self.group.id)
 
 
 @dataclass
@@ -219,7 +226,7 @@ class StepAccounting:
         versions = (answer.trajectory.versions for answer in group.scored)
         oldest = min((each[0] for each in versions if each), default=version)
         self.settled.append(
-            SettledGroup(group, fate, state.version, version - oldest, state.tokens)
+            SettledGroup(group, fate, state.version, version - oldest, state.tokens, state.turn)
         )
 
     def fates(self) -> dict[Fate, int]:

@@ -7,6 +7,11 @@ a verdict. A group that does not qualify ends there; a qualified one waits for a
 is in admission order: a step trains on the earliest-admitted N groups that qualify, and may
 be cut once every group before the N-th is closed, so that a group's fate depends on its
 admission index only, never on when it finished.
+
+A prompt's *turn* is its place among the prompts that the loader gave out. A prompt that is given
+back keeps its turn when it comes again under another admission index. Turns seed the answers: where
+no answer goes on under other weights, a run learns the same tokens however many groups were open
+when a step was cut.
 """
 
 from __future__ import annotations
@@ -63,6 +68,12 @@ class GroupState:
     """Number of sampled answers."""
     unscored: int
     running: int = 0
+    turn: int = -1
+    """Its prompt's turn; by default the group's id, as in older states."""
+
+    def __post_init__(self) -> None:
+        if self.turn < 0:
+            self.turn = self.id
 
     @property
     def sampled(self) -> list[AnswerState]:
@@ -103,6 +114,8 @@ class Dispatch:
     group_id: int
     prompt: Prompt
     prefixes: dict[int, Segment | None]
+    turn: int
+    """Seeds the answers."""
     greedy: int | None = None
     """The index that the group's greedy answer has, whether it is among these or not."""
 
@@ -150,7 +163,7 @@ class LiveGroups:
                     prefixes[index] = answer.prefix
             group.running += len(prefixes)
             self.running += len(prefixes)
-            batch.append(Dispatch(group_id, group.prompt, prefixes, group.greedy))
+            batch.append(Dispatch(group_id, group.prompt, prefixes, group.turn, group.greedy))
         self.waiting.clear()
         return batch
 
@@ -240,7 +253,9 @@ class Ledger:
         self._judge = make_judge(config.filter)
         self._in_order = config.commit == "admission_order"
         self._drop_failed_scores = drop_failed_scores
-        self.next_id = 0
+        self.next_id = self.next_turn = 0
+        self.turns_again: deque[int] = deque()
+        """Turns of the prompts given back, in the order in which they come again."""
         doubt = 0.0 if isinstance(config.filter, NoFilter) else 1.0
         self.prefix = ClosedPrefix(QualifyRate(config.rate_decay, doubt))
         self.queue: deque[int] = deque()
@@ -267,7 +282,7 @@ class Ledger:
         qualified = self.groups.qualified
         self.queue = deque(group_id for group_id in self.queue if group_id in qualified)
         self.looked_at -= len(stale)
-        return [group.prompt for group in stale]
+        return self._give_back({group.id: (group.turn, group.prompt) for group in stale})
 
     def may_admit(self) -> bool:
         """Return whether one more group may open (`admission.may_open`, and the bound)."""
@@ -277,12 +292,17 @@ class Ledger:
         )
 
     def admit(self, prompt: Prompt) -> int:
-        """Open a group for a prompt; its id is the admission index."""
-        group_id = self.next_id
+        """Open a group for the loader's next prompt; its id is the admission index."""
+        group_id, turn = self.next_id, self.next_turn
+        if self.turns_again:
+            turn = self.turns_again.popleft()
+        else:
+            self.next_turn += 1
         history = self.rate.history(prompt.uid)
         answers = [AnswerState() for _ in range(self._n + self._with_baseline)]
+        n, unscored = self._n, len(answers)
         self.groups.enter(
-            GroupState(group_id, prompt, self.version, history, answers, self._n, len(answers))
+            GroupState(group_id, prompt, self.version, history, answers, n, unscored, turn=turn)
         )
         self.next_id += 1
         self.looked_at += 1
@@ -513,15 +533,21 @@ class Ledger:
     def _drop_later(self, last: int) -> list[Prompt]:
         # Those that closed without qualifying go back as well: otherwise a prompt would get
         # its second chance for being slow.
-        ended = (s.group for s in self.accounting.settled if s.group.id > last)
-        prompts = {group.id: group.prompt for group in ended}
+        ended = (settled for settled in self.accounting.settled if settled.group.id > last)
+        dropped = {each.group.id: (each.turn, each.group.prompt) for each in ended}
         # The prefix ends here: groups that closed behind an open one must not reach p̂.
         self.prefix.skip_to(self.next_id)
         for group in self.groups.waiting_for_cut():
-            prompts[group.id] = group.prompt
+            dropped[group.id] = group.turn, group.prompt
             self._drop(group, "surplus")
         self.queue.clear()
-        return [prompts[group_id] for group_id in sorted(prompts)]
+        return self._give_back(dropped)
+
+    def _give_back(self, dropped: Mapping[int, tuple[int, Prompt]]) -> list[Prompt]:
+        """Return the prompts of dropped groups, by admission; they come next, each in its turn."""
+        again = [dropped[group_id] for group_id in sorted(dropped)]
+        self.turns_again.extendleft(turn for turn, _ in reversed(again))
+        return [prompt for _, prompt in again]
 
     # State
 
@@ -532,13 +558,15 @@ class Ledger:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become what `state_dict` described."""
-        known = {"learns": state["version"], **state}  # an older run's has none
+        older = {"learns": state["version"], "next_turn": state["next_id"], "turns_again": deque()}
+        known = {**older, **state}
         for name in _STATE:
             setattr(self, name, _copied(known[name]))
 
 
 _STATE = (
     *("version", "learns", "looked_at", "short_steps", "next_id"),
+    *("next_turn", "turns_again"),
     *("queue", "prefix", "groups", "accounting"),
 )
 """Attributes of a ledger that a checkpoint holds."""

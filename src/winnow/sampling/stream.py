@@ -163,7 +163,7 @@ class Sampler:
                 side by side.
             n: answers a prompt.
             sampling: how tokens are drawn.
-            run_seed: seeds every answer, with its group and index.
+            run_seed: seeds every answer, with its prompt's turn and its index.
             with_baseline: ask for one greedy answer a prompt beside the n.
             drop_failed_scores: a failed scoring fails its group.
             deterministic: what happens does not depend on how long anything takes.
@@ -342,7 +342,9 @@ class Sampler:
             ledger.admit(self._next_prompt())
         sampling, seed = self._sampling, self._run_seed
         requests = [
-            group_request(ask.group_id, ask.prompt, ask.prefixes, sampling, seed, ask.greedy)
+            group_request(
+                *(ask.group_id, ask.prompt, ask.prefixes, sampling, seed), ask.greedy, ask.turn
+            )
             for ask in ledger.dispatch()
         ]
         if requests:

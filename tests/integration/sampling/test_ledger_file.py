@@ -61,6 +61,7 @@ class Course:
     fails: Callable[[int, int, int], int | None] = lambda group, answer, attempt: None
     sampling: dict[str, Any] = field(default_factory=dict)
     prompts: Prompts = field(default_factory=Prompts)
+    slots: int = 16
 
     def __post_init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -70,7 +71,7 @@ class Course:
         mode = f"run: {{deterministic: {str(self.deterministic).lower()}}}\n"
         self.run.config.write_text(mode + f"sampling: {json.dumps(self.sampling)}\n")
         free = not self.deterministic
-        self.engine = ScriptedEngine(ragged, slots=16, fails=self.fails, live_updates=free)
+        self.engine = ScriptedEngine(ragged, slots=self.slots, fails=self.fails, live_updates=free)
         self.sampler = Sampler(
             SamplingConfig(**{"groups_per_step": 3, "max_attempts": 1, **self.sampling}),
             engine=self.engine,
@@ -244,6 +245,47 @@ def test_a_resume_that_forgets_what_was_given_back_is_found_in_one_run(tmp_path:
     assert "prompts given back that did not come next" in found.out
 
 
+def test_another_number_of_slots_consumes_the_same_where_nothing_is_carried(
+    tmp_path: Path,
+) -> None:
+    for name, slots in (("a", 16), ("b", 4)):
+        Course(tmp_path / name, sampling={"max_staleness": 0}, slots=slots).steps(1, 5)
+        course = Course(tmp_path / f"{name}-carried", sampling={"max_staleness": 1}, slots=slots)
+        course.steps(1, 5)
+    found = ledger("diff", "a", "b", folder=tmp_path)
+    assert found.code == 0
+    assert "Groups given back differ: " in found.out
+    again = ledger("diff", "a", "a", folder=tmp_path)
+    assert "given back" not in again.out
+    assert ledger("diff", "a-carried", "b-carried", folder=tmp_path).code == 1
+    assert ledger("diff", "a-carried", "b-carried", "--no-order", folder=tmp_path).code == 0
+
+
+def test_a_ledger_without_turns_can_be_read_and_its_turns_are_the_admission_indices(
+    tmp_path: Path,
+) -> None:
+    course = Course(tmp_path / "a").steps(1, 3)
+    older = course.copy("b")
+    for path in (older / "ledger.parquet").iterdir():
+        pq.write_table(pq.ParquetFile(path).read().drop_columns("turn"), path)
+    assert ledger("check", "b", folder=tmp_path).code == 0
+    assert ledger("diff", "a", "b", folder=tmp_path).code == 0
+    changed(older, 2, lambda rows: [rows[0] | {"tokens": 0}, *rows[1:]])
+    (older / "metrics.jsonl").unlink()
+    found = ledger("diff", "a", "b", folder=tmp_path)
+    assert f"turn {read_ledger(RunFolder(older)).filter(pc.field('step') == 2)['group'][0]}" in (
+        found.out
+    )
+
+
+def lose_turn(rows: Rows) -> Rows:
+    return [rows[0] | {"turn": -1}, *rows[1:]]
+
+
+def repeat_turn(rows: Rows) -> Rows:
+    return [rows[0], rows[1] | {"turn": rows[0]["turn"], "prompt_uid": rows[0]["prompt_uid"]}]
+
+
 def drop_first(rows: Rows) -> Rows:
     return rows[1:]
 
@@ -266,6 +308,8 @@ def lose_tokens(rows: Rows) -> Rows:
         (drop_first, "groups lost: 1"),
         (drop_first, "groups without a fate: 1"),
         (repeat_first, "groups with more than one row: 1"),
+        (lose_turn, "prompts lost: 1"),
+        (repeat_turn, "prompts in more than one group: 1"),
         (learn_late, "groups learnt before an earlier one: 1"),
         (lose_tokens, "sums that metrics.jsonl has otherwise: 1"),
     ],
@@ -301,7 +345,7 @@ def test_each_column_is_compared_under_its_own_name(
     changed(course.copy("b"), 1, other)
     found = diff(open_ledger(tmp_path / "a"), open_ledger(tmp_path / "b"))
     assert [(each.what, each.count) for each in found.differences] == [(aspect, 1)]
-    assert found.differences[0].examples[0].startswith("group 0: ")
+    assert found.differences[0].examples[0].startswith("turn 0: ")
     assert not found.same
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import tempfile
 from dataclasses import asdict
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,6 +20,8 @@ from tests.states import read_back, same
 
 from winnow.config.rollout import NoFilter, SamplingConfig, VarianceFilter
 from winnow.rollout.engine import answer_seed
+from winnow.runs.checkpoint import STATE_CLASSES
+from winnow.runs.state_file import read_state, write_state
 from winnow.sampling.accounting import SettledGroup, StepGroups
 from winnow.sampling.ledger import Ledger
 from winnow.types import Score, Segment, Trajectory
@@ -454,6 +459,38 @@ def test_a_ledger_restored_at_any_event_goes_on_as_if_nothing_had_been(
         if event % every == 0:
             restored.ledger = copy_of(restored.ledger, n, drop_failed_scores, baseline)
     assert same(restored.ledger.state_dict(), undisturbed.ledger.state_dict())
+
+
+def older(state: dict[str, Any]) -> dict[str, Any]:
+    """A ledger's state as a winnow without turns wrote it."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_state(Path(folder), state)
+        path = Path(folder) / "state.json"
+        told = json.loads(path.read_text(), object_hook=without_turns)
+        path.write_text(json.dumps(told))
+        return read_state(Path(folder), STATE_CLASSES)
+
+
+def without_turns(entries: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entries.items() if not key.startswith(("turn", "next_t"))}
+
+
+def test_in_a_state_without_turns_they_are_the_admission_indices() -> None:
+    ledger = start(groups_per_step=1, max_staleness=0)
+    admit_all(ledger)
+    halt(ledger)
+    finished = ledger.admit(prompt(2))
+    ledger.dispatch()
+    finish(ledger, finished, (0, 0))
+    copy = Ledger(ledger.config, 2)
+    copy.load_state_dict(older(ledger.state_dict()))
+    assert same(copy.state_dict(), ledger.state_dict())
+    copy.admit(prompt(3))
+    assert [(group.id, group.turn) for group in copy.groups.open.values()] == [
+        (0, 0),
+        (1, 1),
+        (3, 3),
+    ]
 
 
 class Destined(World):

@@ -1,4 +1,4 @@
-"""The bound of admission over random schedules of sampling, learning and publishing.
+"""Random schedules of sampling, learning, publishing: the bound of admission, and what is trained.
 
 A world without clock: at each moment one thing happens that may happen, drawn at random: a token is
 written, an answer ends, a score is seen, weights are published. How long learning takes is thereby
@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines import extended, prompt, written
+from engines import Prompts, extended, written
 from winnow.config.rollout import BandFilter, SamplingConfig
+from winnow.rollout.engine import answer_seed
 from winnow.sampling.accounting import StepGroups
 from winnow.sampling.ledger import Ledger
 from winnow.types import Score, Segment, Trajectory
@@ -32,6 +33,8 @@ class World:
         self.ledger = Ledger(config, ANSWERS)
         self.mode, self.rng = mode, rng
         self.published = 0
+        self.prompts = Prompts()
+        self.turns: dict[int, int] = {}
         self.running: dict[Key, Segment] = {}
         self.unscored: list[Key] = []
         self.steps: list[StepGroups] = []
@@ -54,8 +57,10 @@ class World:
     def admit(self) -> None:
         ledger = self.ledger
         while ledger.may_admit():
-            ledger.admit(prompt(ledger.next_id))
+            ledger.admit(self.prompts.next())
         for ask in ledger.dispatch():
+            assert str(ask.turn) == ask.prompt.uid  # as the loader counts
+            self.turns[ask.group_id] = ask.turn
             for index, prefix in ask.prefixes.items():
                 key = ask.group_id, index
                 self.running[key] = prefix or written(self.seed(key), 0, 0, 0)
@@ -73,7 +78,7 @@ class World:
         return found
 
     def seed(self, key: Key) -> int:
-        return key[0] * ANSWERS + key[1]
+        return self.turns[key[0]] * ANSWERS + key[1]
 
     def longer(self, key: Key) -> Segment:
         before = self.running[key]
@@ -95,20 +100,28 @@ class World:
         self.unscored.append(key)
 
     def abort(self) -> None:
-        key = self.rng.choice(sorted(self.running))
+        self.give_up(self.rng.choice(sorted(self.running)))
+
+    def give_up(self, key: Key) -> None:
         self.ledger.aborted(*key, self.running.pop(key), stalled=False)
 
     def score(self) -> None:
         key = self.unscored.pop(self.rng.randrange(len(self.unscored)))
-        right = float(self.rng.random() < 0.7)
+        right = float(self.is_right(key))
         self.ledger.scored(*key, Score(right, right))
+
+    def is_right(self, key: Key) -> bool:
+        return self.rng.random() < 0.7
 
     def publish(self) -> None:
         self.published += 1
         self.ledger.version = self.published
 
     def cut(self) -> None:
+        for key in [] if self.ledger.may_keep_running else sorted(self.running):
+            self.give_up(key)
         self.steps.append(self.ledger.commit())
+        self.prompts.give_back(self.steps[-1].returned)
         if self.mode != "async":
             late = {"sync": 0, "one_step_off": 1}[self.mode]
             self.published = max(len(self.steps) - late, 0)
@@ -169,3 +182,46 @@ def test_the_bound_is_reached(staleness: int) -> None:
         world.run()
         found |= {step.counts.staleness_max for step in world.steps}
     assert max(found) == staleness
+
+
+class Destined(World):
+    """Whether an answer is right depends on its turn, its index and the weights that wrote it."""
+
+    def is_right(self, key: Key) -> bool:
+        group, index = key
+        if group not in self.ledger.groups.open:
+            return False
+        trajectory = self.ledger.groups.finished_answer(*key)[1]
+        mark = sum(100**place * version for place, version in enumerate(trajectory.versions))
+        return answer_seed(mark, self.turns[group], index) % 10 < 6
+
+    def trained(self) -> list[list[object]]:
+        """Turns and weight versions of what each step learnt."""
+        self.run()
+        return [
+            [(s.turn, [a.trajectory.versions for a in s.group.scored]) for s in step.trained]
+            for step in self.steps
+        ]
+
+
+@given(
+    st.sampled_from([("sync", 0), ("one_step_off", 1)]),
+    st.builds(
+        SamplingConfig,
+        groups_per_step=st.integers(1, 4),
+        filter=st.just(BandFilter(low=0.5)),
+        lookahead=st.sampled_from([0.0, 0.5, 1.0]),
+        max_groups_per_step=st.sampled_from([None, None, 5]),
+    ),
+    st.integers(0, 2**32),
+)
+def test_where_no_answer_goes_on_under_other_weights_schedules_do_not_change_what_is_trained(
+    mode: tuple[Mode, int], given: SamplingConfig, seed: int
+) -> None:
+    name, staleness = mode
+    lookahead = min(given.lookahead, staleness)
+    config = given.model_copy(update={"max_staleness": staleness, "lookahead": lookahead})
+    one, other = (Destined(config, name, random.Random(seed + more)) for more in (0, 1))
+    assert one.trained() == other.trained()
+    turns = [settled.turn for step in one.steps for settled in step.trained]
+    assert turns == sorted(set(turns))

@@ -244,6 +244,48 @@ def test_a_returned_prompt_comes_again_as_a_new_group() -> None:
     assert len(set(ids)) == len(ids)
 
 
+def engines(slots: int, deterministic: bool) -> list[Any]:
+    """One engine with so many slots, one with a few, and the first as two."""
+    alone = [ScriptedEngine(ragged, slots=count) for count in (slots, 5)]
+    halves = [ScriptedEngine(ragged, slots=slots // 2) for _ in range(2)]
+    return [*alone, EngineGroup(halves, True, 3)] if deterministic else alone
+
+
+def learnt(run: Run, beside_learning: bool) -> list[object]:
+    """Turns, tokens and versions of what six steps train."""
+
+    async def go() -> list[object]:
+        found = []
+        for learns in range(6):
+            version = max(0, learns - beside_learning)
+            await run.engine.load_weights(WeightUpdate(version))
+            run.sampler.published(version)
+            step = await run.sampler.step(version, learns)
+            found += [
+                (learns, s.turn, s.group.prompt.uid, a.trajectory.token_ids.tolist(), a.trajectory)
+                for s in step.trained
+                for a in s.group.answers
+            ]
+        return [(*first, answer.versions) for *first, answer in found]
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize(("staleness", "beside_learning"), [(0, False), (1, True)])
+def test_any_number_of_slots_and_engines_learns_the_same_tokens(
+    staleness: int, beside_learning: bool
+) -> None:
+    runs = [
+        Run(engine, max_staleness=staleness, score_lag_ticks=2)
+        for engine in engines(16, Run.deterministic)
+    ]
+    first, *others = (learnt(run, beside_learning) for run in runs)
+    for other in others:
+        assert other == first
+    groups = {run.sampler.ledger.next_id for run in runs}
+    assert (len(groups) == 1) == beside_learning  # other surplus where it is given back
+
+
 def test_the_same_seed_gives_the_same_steps() -> None:
     def fingerprint() -> list[object]:
         return [
