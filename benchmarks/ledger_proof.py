@@ -105,12 +105,13 @@ def compared(
 
 
 def killed(lab: Lab, kills: int, rng: random.Random, until: float) -> tuple[list[str], int]:
-    """Kill and resume runs; returns their names and the number of kills."""
+    """Kill and resume runs; returns their names and the number of kills before a run's end."""
     names, done = list[str](), 0
     while done < kills and time.monotonic() < until:
         name = f"killed-{len(names)}"
         for _ in range(min(5, kills - done)):
-            if kill_at(lab, lab.start(name), name, rng) is None:
+            kill = kill_at(lab, lab.start(name), name, rng)
+            if kill is None or kill.saved == STEPS:
                 break
             done += 1
         assert lab.start(name).wait(LONGEST_S) == 0
@@ -145,8 +146,8 @@ def proof(
     """Make all comparisons of a mode."""
     folder.mkdir(parents=True)
     fresh = Lab(folder, settings=(*APART, *MODES[mode])).undisturbed()
-    rows = [compared(mode, "undisturbed, again", fresh, [fresh.timed("again").run("again").name])]
-    lab = ForkedLab(folder, fresh.seconds, fresh.settings, server)
+    lab = ForkedLab(folder, fresh.seconds, fresh.settings, server).timed("again")
+    rows = [compared(mode, "undisturbed, again", lab, ["again"])]
     names, done = killed(lab, kills, random.Random(seed), until)
     rows.append(compared(mode, f"{done} kills", lab, names))
     for what, settings in (("2 engines for 1", ENGINES), ("2 ranks for 1", RANKS)):
