@@ -7,8 +7,12 @@ and 128 rows. They take turns, so that what else the machine does falls on all a
 16 prompts x 8 answers of 256 tokens; `ragged` is 256 prompts of 8 to 64 tokens whose answers end
 by one of 64 stop tokens, 128 tokens on average and at most 384, so that rows are filled again.
 `vllm` samples itself, `winnow draws` is `rollout/engine=vllm`, and Hugging Face `generate` gets
-batches of 128, in which tokens behind a stop count for nobody. The table shows each one's median;
-`generate`, a reference that takes several times as long, runs in the first round alone.
+batches of 128, in which tokens behind a stop count for nobody. The table shows each one's median,
+and the first engine's rate over it: the median of the rounds' ratios, and the least and the
+largest. `generate`, a reference that takes several times as long, runs in the first round alone.
+All engines have the same number of OpenMP threads and bind none of them to a core (vLLM does that
+only where its worker is a process apart). With two threads, CPU seconds count those that a thread
+spins while it waits for the other: on a machine that does other work they tell little.
 """
 
 from __future__ import annotations
@@ -209,12 +213,11 @@ ENGINES = {TORCH: torch_engine, VLLM: vllm, OWN_DRAWS: own_draws, GENERATE: gene
 
 def serve(engine: str, folder: str, dtype: str, threads: int) -> None:
     """Write the workloads that come as lines, and print what each took."""
-    if engine not in (VLLM, OWN_DRAWS):  # vLLM sets its own
-        import torch
+    import torch
 
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads)  # which vLLM forbids once it has started
     write = ENGINES[engine](folder, DTYPES[dtype])
-    print(MARK + "{}", flush=True)
+    print(MARK + json.dumps({"threads": torch.get_num_threads()}), flush=True)
     for line in sys.stdin:
         prompts = prompts_of(line.strip())
         cpu, wall = time.process_time(), time.perf_counter()
@@ -246,7 +249,9 @@ class Child:
             text=True,
             env=os.environ | environment,
         )
-        self._answer()
+        has = self._answer()["threads"]
+        if has != threads:
+            raise SystemExit(f"{engine} computes with {has} threads instead of {threads}")
 
     def _answer(self) -> dict[str, float]:
         assert self._process.stdout is not None
@@ -273,6 +278,12 @@ class Child:
         """Return its median tokens a CPU second (0) or a second (1)."""
         return statistics.median(rates[column] for rates in self.rates[workload])
 
+    def ratios(self, other: Child, workload: str, column: int) -> str:
+        """Return the median, least and largest ratio of its rates to another's, by round."""
+        pairs = zip(self.rates[workload], other.rates[workload], strict=False)
+        found = [ours[column] / theirs[column] for ours, theirs in pairs]
+        return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
     def close(self) -> None:
         """End the process."""
         self._process.communicate()
@@ -288,18 +299,13 @@ def compare(folder: str, dtype: str, threads: int, args: argparse.Namespace) -> 
             for child in children:
                 if round_ == 0 or child.engine != GENERATE:
                     child.run(workload)
+    load = f"{os.getloadavg()[1]:.0f}"
     for workload in args.workloads:
-        first = children[0]
         for child in children:
-            cpu, wall = (child.median(workload, column) for column in (0, 1))
-            rounds = zip(first.rates[workload], child.rates[workload], strict=False)
-            ratios = [ours[0] / theirs[0] for ours, theirs in rounds]
-            print(
-                f"| {dtype} | {threads} | {workload} | {child.engine} | {cpu:,.0f} | {wall:,.0f} "
-                f"| {first.median(workload, 0) / cpu:.2f} | {min(ratios):.2f} to {max(ratios):.2f} "
-                f"| {first.median(workload, 1) / wall:.2f} |",
-                flush=True,
-            )
+            rates = [f"{child.median(workload, column):,.0f}" for column in (0, 1)]
+            ratios = [children[0].ratios(child, workload, column) for column in (0, 1)]
+            cells = [dtype, str(threads), workload, child.engine, *rates, *ratios, load]
+            print(f"| {' | '.join(cells)} |", flush=True)
     for child in children:
         child.close()
 
@@ -320,8 +326,8 @@ def main() -> None:
         serve(engine, folder, dtype, int(threads))
         return
     print(
-        f"| dtype | threads | answers | engine | tokens/CPU s | tokens/s "
-        f"| {args.engines[0]} over it, CPU | of the rounds | wall |"
+        "| dtype | threads | answers | engine | tokens/CPU s | tokens/s "
+        f"| {args.engines[0]} over it, CPU | wall | load |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -78,21 +78,32 @@ class PromptBlock:
     layers: list[tuple[Tensor, Tensor]]
 
 
-@dataclass(eq=False)
 class PrefillLayout:
-    """An `AttentionLayout`: causal over P right-padded sequences; keeps keys and values."""
+    """An `AttentionLayout`: causal over P sequences; keeps their keys and values, right-padded.
 
-    prompts: int
-    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    All other layers of the model see the tokens themselves, `T` in all, without padding.
+
+    Args:
+        lengths: [P] tokens of each sequence, each at least 1.
+    """
+
+    def __init__(self, lengths: IntArray, device: torch.device) -> None:
+        self.prompts, self.length = len(lengths), int(lengths.max())
+        places = np.flatnonzero(np.arange(self.length) < lengths[:, None])
+        self._places = torch.from_numpy(places).to(device)
+        """[T] of the tokens in a table [P * L]."""
+        self.positions = self._places % self.length
+        """[T] of the tokens in their sequences."""
+        self.layers: list[tuple[Tensor, Tensor]] = []
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
         # Padding lies behind every real token: it needs no mask.
         assert layer == len(self.layers)
-        q, k, v = (x.view(self.prompts, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (self._padded(x).transpose(1, 2) for x in (q, k, v))
         self.layers.append((k, v))
-        length, enable_gqa = q.shape[2], q.shape[1] != k.shape[1]
+        length, enable_gqa = self.length, q.shape[1] != k.shape[1]
         mask = None
         if window is not None and window < length:
             distance = torch.arange(length, device=q.device)
@@ -101,7 +112,15 @@ class PrefillLayout:
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
         )
-        return out.transpose(1, 2).flatten(0, 1)
+        rows = out.transpose(1, 2).flatten(0, 1)
+        return rows if len(rows) == len(self._places) else rows[self._places]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """Return [P, L, heads, D] of [T, heads, D]."""
+        rows = self.prompts * self.length
+        if len(x) < rows:
+            x = x.new_zeros(rows, *x.shape[1:]).index_copy_(0, self._places, x)
+        return x.view(self.prompts, self.length, *x.shape[1:])
 
 
 class SlotCache:

@@ -130,7 +130,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
             with torch.inference_mode():
                 hidden, _ = self._run_prefill([ids])
                 following = torch.tensor(ids[1:][-last:], device=self._device)
-                states = hidden[0, -len(following) :]
+                states = hidden[-len(following) :]
                 found.append(logprobs_along(self._logits, states, following, temperature))
             await asyncio.sleep(0)
         return found
@@ -186,19 +186,17 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
     def _run_prefill(
         self, contexts: Sequence[IntArray]
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return hidden states [P, L, H] of contexts without their last tokens, keys and values.
+        """Return hidden states [T, H] of contexts without their last tokens, keys and values.
 
-        The last token of a context is fed by the first tick, which draws the next one.
+        The last token of a context is fed by the first tick, which draws the next one. A context of
+        one token is given whole, as none can be empty; its row sees nothing of it.
         """
-        width = max(1, *(len(context) - 1 for context in contexts))
-        padded = np.zeros((len(contexts), width), np.int64)
-        for row, context in enumerate(contexts):
-            padded[row, : len(context) - 1] = context[:-1]
-        ids = torch.from_numpy(padded).to(self._device)
-        positions = torch.arange(width, device=self._device).repeat(len(contexts))
-        layout = PrefillLayout(len(contexts))
-        hidden = hidden_states(self._model, ids.flatten(), positions, layout)
-        return hidden.view(len(contexts), width, -1), layout.layers
+        lengths = np.array([max(1, len(context) - 1) for context in contexts])
+        ids = np.concatenate([c[:n] for c, n in zip(contexts, lengths, strict=True)])
+        layout = PrefillLayout(lengths, self._device)
+        tokens = torch.from_numpy(ids).to(self._device, torch.long)
+        hidden = hidden_states(self._model, tokens, layout.positions, layout)
+        return hidden, layout.layers
 
     # -- one tick -----------------------------------------------------------------------------
 

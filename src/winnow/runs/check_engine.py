@@ -238,10 +238,10 @@ def ranks_of(
     head = output_head(model)
     ids = np.stack([np.concatenate([prompt, answer.token_ids]) for answer in answers])
     flat = torch.from_numpy(ids[:, :-1].copy()).to(head.weight.device)
-    positions = torch.arange(flat.shape[1], device=flat.device).repeat(len(flat))
+    layout = PrefillLayout(np.full(len(flat), flat.shape[1]), flat.device)
     ranks, gaps = [], []
     with torch.inference_mode():
-        hidden = hidden_states(model, flat.flatten(), positions, PrefillLayout(len(flat)))
+        hidden = hidden_states(model, flat.flatten(), layout.positions, layout)
         hidden = hidden.view(len(flat), flat.shape[1], -1)[:, len(prompt) - 1 :]
         for row, answer in zip(hidden, answers, strict=True):
             logits = head_logits(head, row, own.fp32_head)[:, : own.vocabulary]

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
-from winnow.rollout.slots import DecodeLayout, PrefilledAnswer, PromptBlock, SlotCache, Slots
+from winnow.rollout.slots import (
+    DecodeLayout,
+    PrefilledAnswer,
+    PrefillLayout,
+    PromptBlock,
+    SlotCache,
+    Slots,
+)
 
 PLAIN, NUCLEUS = SamplingParams(5), SamplingParams(5, top_p=0.5)
 
@@ -66,3 +73,34 @@ def test_a_query_sees_its_rows_keys_and_the_new_one(
             scores = keys[row, own, seen].double() @ q[row, head].double() * 0.4
             want = scores.softmax(-1) @ values[row, own, seen].double()
             torch.testing.assert_close(got[row, head].double(), want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("lengths", [[7, 1, 4], [4, 4]])
+def test_tokens_of_a_prefill_see_those_before_them_and_their_keys_are_kept(
+    lengths: list[int], window: int | None
+) -> None:
+    heads, kv_heads, width = 6, 2, 16
+    generator = torch.Generator().manual_seed(0)
+    layout = PrefillLayout(np.array(lengths), torch.device("cpu"))
+    assert layout.positions.tolist() == [i for length in lengths for i in range(length)]
+    q, k, v = (
+        torch.randn(sum(lengths), n, width, generator=generator, dtype=torch.float64)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    got = layout.attend(0, q, k, v, 0.4, window)
+
+    [kept] = layout.layers
+    begin = 0
+    for row, length in enumerate(lengths):
+        here = slice(begin, begin + length)
+        for table, given in zip(kept, (k, v), strict=True):
+            assert torch.equal(table[row, :, :length], given[here].transpose(0, 1))
+            assert not table[row, :, length:].any()
+        for place in range(length):
+            seen = slice(begin + max(0, place + 1 - (window or length)), begin + place + 1)
+            for head in range(heads):
+                own = head // (heads // kv_heads)
+                weights = (k[seen, own] @ q[begin + place, head] * 0.4).softmax(-1)
+                torch.testing.assert_close(got[begin + place, head], weights @ v[seen, own])
+        begin += length
