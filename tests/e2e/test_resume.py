@@ -14,12 +14,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from benchmarks.kill import SETTINGS, STEPS, contents, differences, figures
 from tests.winnow_command import Outcome, in_this_process
 
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts
-from winnow.runs.checkpoint import Checkpoint, checkpoints_in, load_state
+from winnow.runs.checkpoint import (
+    Checkpoint,
+    _write_manifest,
+    checkpoints_in,
+    load_state,
+    read_manifest,
+)
+from winnow.runs.state_file import write_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LATE_SCORER = """
@@ -134,6 +142,22 @@ def test_a_checkpoint_can_be_chosen(home: Home) -> None:
     assert differences(home.run("calm"), run) == []
     said = home.winnow("resume", f"runs/{run.name}/checkpoints/step-4").check()
     assert "after step 4" in said.out
+    assert differences(home.run("calm"), run) == []
+
+
+def test_a_run_from_before_there_were_modes_goes_on_with_the_same_bits(home: Home) -> None:
+    """Its states have no steps that wait to be learnt, its recipe no `trainer.mode`."""
+    run = home.cut_off("calm", "older", 3)
+    newest = checkpoints_in(run / "checkpoints")[-1]
+    state = load_state(newest)
+    del state["pending"], state["sampler"]["ledger"]["learns"]
+    write_state(newest.path, state)
+    for path in (run / "config.yaml", newest.path / "config.yaml"):
+        recipe = yaml.safe_load(path.read_text())
+        del recipe["trainer"]["mode"], recipe["observe"]["trace"]
+        path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    _write_manifest(newest.path, read_manifest(newest))
+    home.train(run.name).check()
     assert differences(home.run("calm"), run) == []
 
 

@@ -9,7 +9,7 @@ from benchmarks.kill import SETTINGS, Lab
 from tests.forked import Forked, Server
 
 STARTERS = (
-    *("trainer/strategy=", "trainer.max_restarts=", "rollout/engine=vllm"),
+    *("trainer/strategy=", "trainer/mode=", "trainer.max_restarts=", "rollout/engine=vllm"),
     *("rollout.engine.processes=", "reward.processes="),
 )
 """Settings of a run that starts processes with models."""

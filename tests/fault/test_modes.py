@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.kill import STEPS, Lab, code_of, differences, kill_at, leftovers, wait_for
+from tests.fault.test_ranks import check_same
 from tests.fault.test_signals import lines
 from tests.processes import workers_of
 
@@ -28,11 +29,7 @@ def calm(lab: Lab) -> Path:
     return lab.run("calm-beside")
 
 
-def test_the_same_bits_come_again_and_every_group_but_the_first_is_one_step_off(
-    calm: Path, lab: Lab
-) -> None:
-    assert lab.start("again-beside", *BESIDE, "trainer.save_every=2").wait(240) == 0
-    assert differences(calm, lab.run("again-beside")) == []
+def test_every_group_but_the_first_is_one_step_off(calm: Path) -> None:
     records = read_metrics(calm / "metrics.jsonl")[1:]
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert records[0]["sampling/staleness/max"] == 0
@@ -50,7 +47,7 @@ def test_a_boundary_holds_the_step_that_is_cut_and_not_learnt(calm: Path) -> Non
 def test_killed_at_random_moments_it_ends_with_the_same_bits(calm: Path, lab: Lab) -> None:
     rng = random.Random(3)
     name, killed = "killed-beside", 0
-    for _ in range(3):
+    for _ in range(2):
         process = lab.start(name, *BESIDE, "trainer.save_every=1")
         killed += kill_at(lab, process, name, rng) is not None
     assert lab.start(name, *BESIDE, "trainer.save_every=1").wait(240) == 0
@@ -58,15 +55,28 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(calm: Path, lab: La
     assert killed
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_request_to_stop_waits_for_the_barrier_and_the_run_goes_on_exactly(
-    number: int, code: int, calm: Path, lab: Lab
+def test_two_engines_and_two_ranks_end_with_the_same_bits_though_a_rank_is_killed(
+    lab: Lab,
 ) -> None:
-    run = lab.run(f"stopped-beside-{number}")
+    shared = *BESIDE, "trainer/strategy=fsdp2", "rollout.engine.processes=2", "trainer.save_every=1"
+    assert lab.start("calm-shared", *shared).wait(240) == 0
+    run = lab.run("killed-shared")
+    process = lab.start(run.name, *shared, "trainer.max_restarts=1")
+    assert wait_for(process, lambda: lines(run) >= 3)
+    os.kill(workers_of(run)["learner[1]"], signal.SIGKILL)
+    assert code_of(process, 240) == 0
+    check_same(lab.run("calm-shared"), run)
+    assert "learner[1] was killed by SIGKILL" in (run / "log.txt").read_text()
+
+
+def test_a_request_to_stop_waits_for_the_barrier_and_the_run_goes_on_exactly(
+    calm: Path, lab: Lab
+) -> None:
+    run = lab.run("stopped-beside")
     process = lab.start(run.name, *BESIDE, "trainer.save_every=100")
     assert wait_for(process, lambda: lines(run) >= 3)
-    process.send_signal(number)
-    assert code_of(process, 120) == code
+    process.send_signal(signal.SIGTERM)
+    assert code_of(process, 120) == 75
     assert list(leftovers(run)) == []
     (saved,) = checkpoints_in(run / "checkpoints")
     assert 2 <= saved.step < STEPS
@@ -100,7 +110,7 @@ def test_async_killed_at_random_moments_loses_no_group_and_learns_none_twice(lab
     rng = random.Random(4)
     run = lab.run("killed-async")
     killed = 0
-    for _ in range(3):
+    for _ in range(2):
         killed += kill_at(lab, lab.start(run.name, *RUNNING_ON), run.name, rng) is not None
     assert lab.start(run.name, *RUNNING_ON).wait(240) == 0
     assert killed

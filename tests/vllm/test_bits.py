@@ -13,7 +13,11 @@ import pytest
 from benchmarks.kill import LONGEST_S, STEPS, code_of, differences, figures
 from benchmarks.vllm_bits import SPLIT, TWO, VLLM, answers, gets_on, model_of
 from tests.fault.quick_lab import QuickLab
+from tests.fault.test_modes import BESIDE, RUNNING_ON, check_nothing_is_lost_or_repeated
 from tests.processes import descendants, driver_of, gone, workers_of
+
+from winnow.observe.files import RunFolder
+from winnow.observe.ledger import read_ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -37,6 +41,22 @@ def test_two_engines_write_and_teach_what_two_torch_engines_do(lab: QuickLab) ->
     assert workers_of(run).keys() == {"engine 0[0]", "engine 1[0]"}
     assert answers(run) == answers(wanted)
     assert model_of(run) == model_of(wanted)
+
+
+def test_one_step_off_writes_and_teaches_what_it_does_with_the_torch_engine(lab: QuickLab) -> None:
+    wanted = trained(lab, "torch-beside", *BESIDE, "rollout.engine.processes=1")
+    run = trained(lab, "beside", VLLM, *BESIDE)
+    assert answers(run) == answers(wanted)
+    assert model_of(run) == model_of(wanted)
+    staleness = [line["sampling/staleness/max"] for line in figures(run)[1:]]
+    assert staleness[0] == 0
+    assert min(staleness[1:]) >= 1
+
+
+def test_async_swaps_weights_in_flight_and_loses_no_group(lab: QuickLab) -> None:
+    run = trained(lab, "async", VLLM, *RUNNING_ON)
+    check_nothing_is_lost_or_repeated(run)
+    assert any(len(row["versions"]) > 1 for row in read_ledger(RunFolder(run)).to_pylist())
 
 
 def test_actors_on_ray_give_the_bits_of_processes(lab: QuickLab, calm: Path) -> None:

@@ -1,7 +1,7 @@
 """ledger.parquet: one row for each group whose life ended, the same however long anything took.
 
-A folder of one part a step, `ledger.parquet/step-N.parquet`, which pyarrow, pandas and polars read
-as one table. A part is written when its step has been learnt and is replaced where a resumed run
+A folder of one part a step, `ledger.parquet/step-N.parquet`, which pyarrow and pandas read as one
+table. A part is written when its step has been learnt and is replaced where a resumed run
 does the step again, so that the folder always tells of one course of the run. A group that was
 admitted and has no row is open: unfinished, waiting for a cut, or cut and not learnt yet.
 

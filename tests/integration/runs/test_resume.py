@@ -103,6 +103,15 @@ def test_another_recipe_is_refused_and_each_key_named(tmp_path: Path) -> None:
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("modes", [("one_step_off", "sync"), ("sync", "one_step_off")])
+def test_another_mode_is_another_recipe(modes: tuple[str, str], tmp_path: Path) -> None:
+    """What is sampled with which weights depends on it."""
+    was, now = modes
+    run_to(tmp_path, 5, f"trainer/mode={was}")
+    with pytest.raises(ConfigError, match=rf"trainer\.mode\.name was '{was}' and is '{now}'; set"):
+        open_again(recipe(tmp_path, f"trainer/mode={now}"))
+
+
 @pytest.mark.parametrize(
     "override",
     [
