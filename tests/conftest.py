@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ from tests.examples import QUICK, THOROUGH
 from tests.ranks import Ranks
 
 if TYPE_CHECKING:
+    from benchmarks.kill import Lab
+    from tests.forked import Server
+
     from winnow.data.prepare import Prepared
 
 # Set before torch is imported: the run is parallel already, one process a core.
@@ -91,6 +95,44 @@ def ranks() -> Iterator[Ranks]:
     """Four processes in one gloo group, started when they are first asked."""
     with Ranks(4) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def mounting() -> Iterator[Server]:
+    """Starts processes that have imported everything, and see mounts of their own."""
+    from tests.fault.small_disk import namespace
+    from tests.forked import Server
+
+    server = Server(*namespace())
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Starts processes that have imported everything."""
+    from tests.fault.small_disk import why_not
+    from tests.forked import Server
+
+    if os.geteuid() == 0 and why_not() is None:  # whoever may mount is the same user there
+        yield request.getfixturevalue("mounting")
+        return
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Lab:
+    """A small run of the quickstart's task, undisturbed, that others are compared with."""
+    from benchmarks.kill import LONGEST_S, Lab
+    from tests.fault.quick_lab import QuickLab
+
+    fresh = Lab(tmp_path_factory.mktemp("lab"))
+    quick = QuickLab(fresh.folder, server=server)
+    assert quick.start("warm-up", "trainer.steps=1").wait(LONGEST_S) == 0
+    # How long a run takes tells when to kill it; a forked one does not import.
+    return replace(quick, seconds=fresh.timed().seconds)
 
 
 LONGEST_FIRST = (

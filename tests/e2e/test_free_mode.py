@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks.kill import STEPS, Lab, leftovers, wait_for
-from tests.winnow_command import in_own_process
 
 from winnow.config.load import load_recipe
 from winnow.data.loader import PromptLoader, training_prompts
@@ -43,8 +42,7 @@ class Killed:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    lab = Lab(tmp_path_factory.mktemp("lab"))
+def killed(lab: Lab) -> Killed:
     run = lab.run("free")
     process = lab.start("free", *SETTINGS)
     assert wait_for(process, lambda: lines(run) > 3)  # that of step 2 is one of them
@@ -80,7 +78,9 @@ def written(answer: AnswerState) -> list[int]:
 
 
 def test_a_killed_run_goes_on_to_its_end_and_leaves_nothing_behind(killed: Killed) -> None:
-    assert [r["step"] for r in read_metrics(killed.run / "metrics.jsonl")] == list(range(STEPS + 1))
+    records = read_metrics(killed.run / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(STEPS + 1))
+    assert all(np.isfinite(record["actor/loss"]) for record in records[1:])
     assert checkpoints_in(killed.run / "checkpoints")[-1].step == STEPS
     assert list(leftovers(killed.run)) == []
     assert f"after step {killed.step} of {STEPS}" in (killed.run / "log.txt").read_text()
@@ -142,14 +142,3 @@ def test_every_token_is_accounted_for_and_every_step_is_full(killed: Killed) -> 
 def test_answers_go_on_across_new_weights(killed: Killed) -> None:
     spans = [(row["oldest_version"], row["newest_version"]) for row in rows(killed.run)]
     assert any(newest > oldest for oldest, newest in spans)
-
-
-def test_three_steps_of_the_quickstart_end_well(tmp_path: Path) -> None:
-    short = ["trainer.steps=3", "optim.warmup_steps=1", "evaluation.every=null"]
-    held_out = ["data.task.eval_problems=40", "evaluation.n=1"]
-    command = ["train", "quickstart", "run.deterministic=false", "run.name=free", *short, *held_out]
-    out = in_own_process(*command, folder=tmp_path).check().out
-    assert "free: done" in out
-    records = read_metrics(tmp_path / "runs/free/metrics.jsonl")
-    assert [record["step"] for record in records] == [0, 1, 2, 3]
-    assert all(np.isfinite(record["actor/loss"]) for record in records[1:])

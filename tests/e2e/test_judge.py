@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from benchmarks.kill import Lab, content, differences, wait_for
+from tests.fault.quick_lab import QuickLab
 from tests.faulty_http import Served, Step, reply, serving, together
+from tests.forked import Server
 from tests.judges import coin, completion, judging
 from tests.winnow_command import Outcome, in_this_process
 
@@ -32,8 +34,8 @@ JUDGED = (
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    return Lab(tmp_path_factory.mktemp("lab"))
+def lab(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Lab:
+    return QuickLab(tmp_path_factory.mktemp("lab"), server=server)
 
 
 def train(lab: Lab, name: str, step: Step, *settings: str) -> tuple[Outcome, Served]:
