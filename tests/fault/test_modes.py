@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,7 @@ def test_a_request_to_stop_waits_for_the_barrier_and_the_run_goes_on_exactly(
     run = lab.run("stopped-beside")
     process = lab.start(run.name, *BESIDE, "trainer.save_every=100")
     assert wait_for(process, lambda: lines(run) >= 3)
+    time.sleep(0.2 * read_metrics(run / "metrics.jsonl")[-1]["time/step_s"])  # it learns by then
     process.send_signal(signal.SIGTERM)
     assert code_of(process, 120) == 75
     assert list(leftovers(run)) == []
