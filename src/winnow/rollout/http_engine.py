@@ -30,26 +30,25 @@ import tempfile
 import time
 from bisect import insort
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from torch import Tensor
 
 from winnow.errors import ConfigError, PublicationError, WorkerError
 from winnow.http.client import RemoteError
 from winnow.rollout.engine import (
-    AnswerRequest,
     CompletionEvent,
     EngineStatus,
     GroupRequest,
     WeightUpdate,
 )
 from winnow.rollout.http_server import Chunk, GenerateServer
-from winnow.rollout.tick_engine import PendingAnswer
+from winnow.rollout.tick_engine import QueueEngine, WrittenAnswer
 from winnow.rollout.weights import tensors
-from winnow.types import FinishReason, Segment
+from winnow.types import FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -63,34 +62,21 @@ _PING_S = 10.0
 _SHARD_BYTES = 1 << 30
 
 
-class _Writing(PendingAnswer):
+@dataclass(eq=False)
+class _Writing(WrittenAnswer):
     """An answer, queued or at a server."""
 
-    def __init__(self, group: GroupRequest, request: AnswerRequest) -> None:
-        super().__init__(group, request)
-        self.ids, self.logprobs = [], []  # type: tuple[list[int], list[float]]
-        self.reason: FinishReason | None = None
-        self.failures = 0
-        """Requests in a row that brought no token."""
-        self.task: asyncio.Task[None] | None = None
-
-    def __len__(self) -> int:
-        return len(self.prefix) + len(self.ids)
+    reason: FinishReason | None = None
+    failures: int = 0
+    """Requests in a row that brought no token."""
+    task: asyncio.Task[None] | None = None
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        return not len(self), self.group.priority, self.request.index
-
-    def segment(self) -> Segment:
-        """Return all that is written."""
-        return Segment(
-            np.concatenate([self.prefix.token_ids, np.array(self.ids, np.int64)]),
-            np.concatenate([self.prefix.logprobs, np.array(self.logprobs, np.float32)]),
-            self.spans,
-        )
+        return not self.ids, self.group.priority, self.request.index
 
 
-class HttpEngine:
+class HttpEngine(QueueEngine[_Writing]):
     """Implements `Engine`; `engines` are what a canary asks.
 
     Args:
@@ -113,23 +99,20 @@ class HttpEngine:
         reload_timeout_s: float = 600.0,
         restart_timeout_s: float = 300.0,
     ) -> None:
-        self._servers = list(servers)
-        self._slots, self._decode, self._live = slots, decode, live_updates
+        super().__init__(_Writing, decode, live_updates)
+        self._servers, self._slots = list(servers), slots
         self._parent = folder
         self._reload_s, self._restart_s = reload_timeout_s, restart_timeout_s
         self._root: tempfile.TemporaryDirectory[str] | None = None  # ends with the process, too
         self._count = itertools.count()
         self._weights: Path | None = None  # folder of the newest; its name is theirs
         self._reading: dict[GenerateServer, Path] = {}  # what servers load just now
-        self._queue: list[_Writing] = []
-        self._running: dict[GenerateServer, list[_Writing]] = {s: [] for s in servers}
+        self._at: dict[GenerateServer, list[_Writing]] = {s: [] for s in servers}
         self._lost: dict[GenerateServer, asyncio.Task[None]] = {}  # and what waits for them
         self._silent_since = 0.0  # when the last of all servers was lost
-        self._events: list[CompletionEvent] = []
         self._news = asyncio.Event()
         self._fault: BaseException | None = None
         self._is_open = True  # no weights are coming
-        self._version = self._generated = 0
         self._is_awaited = False  # `events` waits
         self._counted: int | None = None  # tokens at the last `progress`
 
@@ -139,22 +122,7 @@ class HttpEngine:
         return {s.url: s for s in self._servers if s not in self._lost}
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
-        """Queue groups.
-
-        Raises:
-            ValueError: stop strings without `decode`, or a prefix that leaves nothing to write.
-        """
-        for group in groups:
-            if group.sampling.stop and self._decode is None:
-                raise ValueError("stop strings need a tokenizer: give the engine `decode`")
-            for request in group.answers:
-                writing = _Writing(group, request)
-                if len(writing) >= group.sampling.max_tokens:
-                    raise ValueError(
-                        f"group {group.group_id}: a prefix of {len(writing)} tokens leaves "
-                        f"nothing to write within max_tokens {group.sampling.max_tokens}"
-                    )
-                insort(self._queue, writing, key=attrgetter("order"))
+        await super().submit(groups)
         self._deal()
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
@@ -166,7 +134,7 @@ class HttpEngine:
         """
         self._counted, self._is_awaited = None, True
         try:
-            await self._until(lambda: bool(self._events) or not self._is_busy())
+            await self._until(lambda: bool(self._events) or not (self._queue or self._running))
         finally:
             self._is_awaited = False
         events, self._events = self._events, []
@@ -189,14 +157,14 @@ class HttpEngine:
         that the token account agrees with it though servers write on.
         """
         events, self._events = self._events, []
-        begun = [*self._under_way(), *(w for w in self._queue if w.ids)]
+        begun = [*self._running, *(w for w in self._queue if len(w.ids) > len(w.prefix))]
         running = [self._event(w, "running") for w in begun]
         self._counted = None if self._is_awaited else self._generated
         return [*events, *sorted(running, key=attrgetter("key"))]
 
     async def abort(self, group_ids: Collection[int]) -> None:
         wanted = set(group_ids)
-        found = [w for w in (*self._under_way(), *self._queue) if w.group.group_id in wanted]
+        found = [w for w in (*self._running, *self._queue) if w.group.group_id in wanted]
         self._queue = [w for w in self._queue if w.group.group_id not in wanted]
         for writing in found:
             self._stop(writing)
@@ -214,8 +182,7 @@ class HttpEngine:
             ConfigError: a server does not offer that, or the folder cannot be written.
             WorkerError: no server answers.
         """
-        if self._is_busy() and not self._live:
-            raise ValueError("abort what runs before new weights: its cache is of the old ones")
+        self._check_may_change()
         if update.tensors is None and update.buckets is None:
             self._version = update.version
             return
@@ -224,7 +191,7 @@ class HttpEngine:
         folder = await self._write_weights(named, update.version)
         self._is_open = False
         try:
-            for writing in self._under_way():
+            for writing in self._running:
                 self._requeue(writing)
             self._weights, self._version = folder, update.version
             await asyncio.gather(*map(self._publish, self.engines.values()))
@@ -237,19 +204,12 @@ class HttpEngine:
         self._deal()
 
     def status(self) -> EngineStatus:
-        return EngineStatus(
-            slots=self._slots * len(self._servers),
-            running=sum(map(len, self._running.values())),
-            queued=len(self._queue),
-            weight_version=self._version,
-            generated_tokens=self._generated if self._counted is None else self._counted,
-            tick=0,
-            live_updates=self._live,
-        )
+        told = super().status()
+        return told if self._counted is None else replace(told, generated_tokens=self._counted)
 
     async def close(self) -> None:
         """Drop all answers, end all requests, and delete the folder of weights."""
-        for writing in self._under_way():
+        for writing in self._running:
             self._stop(writing)
         self._queue.clear()
         self._events.clear()
@@ -262,21 +222,27 @@ class HttpEngine:
 
     # -- answers ------------------------------------------------------------------------------
 
-    def _is_busy(self) -> bool:
-        return bool(self._queue) or any(self._running.values())
+    @property
+    def _slot_count(self) -> int:
+        return self._slots * len(self._servers)
 
-    def _under_way(self) -> list[_Writing]:
-        return [writing for each in self._running.values() for writing in each]
+    @property
+    def _running(self) -> Sequence[_Writing]:
+        return [writing for each in self._at.values() for writing in each]
+
+    def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
+        running = self._running
+        return [running[row].ids[-width:] for row in rows]
 
     def _deal(self) -> None:
         """Give the servers what they have room for."""
         while self._is_open and self._queue:
             ready = self.engines.values()
-            server = min(ready, key=lambda s: len(self._running[s]), default=None)
-            if server is None or len(self._running[server]) >= self._slots:
+            server = min(ready, key=lambda s: len(self._at[s]), default=None)
+            if server is None or len(self._at[server]) >= self._slots:
                 return
             writing = self._queue.pop(0)
-            self._running[server].append(writing)
+            self._at[server].append(writing)
             writing.task = self._begin(self._write(writing, server))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -295,7 +261,7 @@ class HttpEngine:
         task, writing.task = writing.task, None
         if task is not None:
             task.cancel()
-        for each in self._running.values():
+        for each in self._at.values():
             if writing in each:
                 each.remove(writing)
 
@@ -305,7 +271,7 @@ class HttpEngine:
 
     async def _write(self, writing: _Writing, server: GenerateServer) -> None:
         """Have a server go on with an answer, to its end or the server's."""
-        begun, own, group = len(writing), writing.task, writing.group
+        begun, own, group = len(writing.ids), writing.task, writing.group
         sampling = group.sampling_of(writing.request)
         settings = {
             "max_tokens": sampling.max_tokens - begun,
@@ -320,13 +286,13 @@ class HttpEngine:
         try:
             if self._weights is not None and await server.version() != self._weights.name:
                 raise RemoteError(f"{server.url} was restarted, or given other weights")
-            await server.write([*writing.context.tolist(), *writing.ids], settings, receive)
+            await server.write([*group.prompt_ids.tolist(), *writing.ids], settings, receive)
             if writing.reason is None:
                 raise RemoteError(f"{server.url} ended an answer that has not come to its end", 500)
         except RemoteError as error:
             if writing.reason is not None:
                 return
-            writing.failures = 0 if len(writing) > begun else writing.failures + 1
+            writing.failures = 0 if len(writing.ids) > begun else writing.failures + 1
             status = error.status or 0
             if 400 <= status < 500 and status != 429:
                 self._stop(writing)
@@ -342,20 +308,22 @@ class HttpEngine:
 
     def _take(self, writing: _Writing, url: str, chunk: Chunk) -> None:
         """Enter tokens of an answer, up to the one that ends it."""
-        sampling = writing.group.sampling
+        sampling, row = writing.group.sampling, self._running.index(writing)
         for token, logprob in zip(chunk.ids, chunk.logprobs, strict=True):
             writing.ids.append(token)
             writing.logprobs.append(logprob)
             self._generated += 1
-            if token in sampling.stop_token_ids or self._completes_stop(writing):
+            if token in sampling.stop_token_ids or (
+                sampling.stop and self._with_stop_string([row])
+            ):
                 writing.reason = "stop"
-            elif len(writing) >= sampling.max_tokens:
+            elif len(writing.ids) >= sampling.max_tokens:
                 writing.reason = "length"
             if writing.reason is not None:
                 break
-        writing.spans = writing.spans_to(len(writing), self._version)
+        writing.spans = writing.spans_to(len(writing.ids), self._version)
         if chunk.finish_reason == "length" and writing.reason is None:
-            length = len(writing.group.prompt_ids) + len(writing)
+            length = len(writing.group.prompt_ids) + len(writing.ids)
             self._raise_in_events(
                 ConfigError(
                     f"{url} ends answers at {length:,} tokens with their prompts; start it "
@@ -366,17 +334,6 @@ class HttpEngine:
             if chunk.finish_reason is not None:
                 writing.task = None  # its request ends by itself
             self._finish(writing, "finished")
-
-    def _completes_stop(self, writing: _Writing) -> bool:
-        stops = writing.group.sampling.stop
-        if not stops:
-            return False
-        assert self._decode is not None
-        # A character takes at most four byte-level tokens.
-        width = 4 * max(map(len, stops)) + 4
-        tail = [*writing.prefix.token_ids[-width:].tolist(), *writing.ids[-width:]][-width:]
-        text = self._decode(tail)
-        return any(stop in text for stop in stops)
 
     def _finish(
         self, writing: _Writing, kind: Literal["finished", "failed"], error: str = ""
@@ -394,7 +351,7 @@ class HttpEngine:
     ) -> CompletionEvent:
         reason = writing.reason if kind == "finished" else "aborted"
         assert reason is not None
-        return CompletionEvent(*writing.key, kind, writing.segment(), reason, 0, error)
+        return CompletionEvent(*writing.key, kind, writing.segment(self._version), reason, 0, error)
 
     def _raise_in_events(self, error: BaseException) -> None:
         self._fault = self._fault or error
@@ -406,11 +363,11 @@ class HttpEngine:
         """Ask a server nothing until it answers again, and holds the newest weights."""
         if server in self._lost:
             return
-        log.warning("%s; its %d answers go on", reason, len(self._running[server]))
+        log.warning("%s; its %d answers go on", reason, len(self._at[server]))
         self._lost[server] = self._begin(self._revive(server, reason))
         if not self.engines:
             self._silent_since = time.monotonic()
-        for writing in list(self._running[server]):
+        for writing in list(self._at[server]):
             self._requeue(writing)
         self._deal()
 

@@ -1,4 +1,4 @@
-"""Queue, events and gates for new weights, which engines with decode ticks have in common.
+"""Queue, submission and stop strings of all engines; events and gates of those with decode ticks.
 
     submit ──► queue (prefixes first, then by priority) ──► rows ── tick: one token a row ──► events
 
@@ -77,11 +77,29 @@ class PendingAnswer:
         return (*spans, VersionSpan(version, length))
 
 
+@dataclass(eq=False)
+class WrittenAnswer(PendingAnswer):
+    """A pending answer with all of its tokens so far."""
+
+    ids: list[int] = field(init=False)
+    logprobs: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.ids = self.prefix.token_ids.tolist()
+        self.logprobs = self.prefix.logprobs.tolist()
+
+    def segment(self, version: int) -> Segment:
+        """Return all that is written; what has no span yet is of this version."""
+        ids, logprobs = np.array(self.ids, np.int64), np.array(self.logprobs, np.float32)
+        return Segment(ids, logprobs, self.spans_to(len(ids), version))
+
+
 Answer = TypeVar("Answer", bound=PendingAnswer)
 
 
-class TickEngine(ABC, Generic[Answer]):
-    """Implements `PublishedEngine`, but for rows, ticks and weights.
+class QueueEngine(ABC, Generic[Answer]):
+    """Queue of answers and list of events, with submission, status and stop strings.
 
     Args:
         make_answer: makes what the queue holds.
@@ -98,10 +116,7 @@ class TickEngine(ABC, Generic[Answer]):
         self._make_answer, self._decode, self._live_updates = make_answer, decode, live_updates
         self._queue: list[Answer] = []
         self._events: list[CompletionEvent] = []  # that nobody has taken yet
-        self._arriving: WeightReceiver | None = None
         self._version = self._tick = self._generated = 0
-
-    # -- left to each engine --------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -114,39 +129,13 @@ class TickEngine(ABC, Generic[Answer]):
         """Answers of the rows."""
 
     @abstractmethod
-    def _advance(self) -> list[CompletionEvent]:
-        """Fill free rows and run one tick; returns what that finished, by group and answer."""
-
-    @abstractmethod
-    def _written(self, rows: Sequence[int]) -> list[Segment]:
-        """Return answers so far, prefixes included; new tokens are of the version in use."""
-
-    @abstractmethod
     def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
         """Return the newest ids of answers, at most `width` of each and none of the prompt."""
-
-    @abstractmethod
-    def _leave(self, rows: Sequence[int]) -> None:
-        """Free rows."""
-
-    @abstractmethod
-    def _receiver(self, version: int) -> WeightReceiver:
-        """Begin an update."""
-
-    @abstractmethod
-    async def _take_tensors(self, update: WeightUpdate) -> None:
-        """Take an update's tensors, all of them."""
-
-    @abstractmethod
-    def _renew(self) -> None:
-        """Prepare for the next version: nothing is used of which older weights made the keys."""
 
     def _check(self, group: GroupRequest) -> None:
         """Refuse what this engine cannot write, by a ValueError."""
         if group.sampling.stop and self._decode is None:
             raise ValueError("stop strings need a tokenizer: give the engine `decode`")
-
-    # -- the protocol ---------------------------------------------------------------------------
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         """Queue groups.
@@ -165,6 +154,74 @@ class TickEngine(ABC, Generic[Answer]):
                         f"nothing to write within max_tokens {group.sampling.max_tokens}"
                     )
                 insort(self._queue, answer, key=attrgetter("order"))
+
+    def _check_may_change(self) -> None:
+        if (self._running or self._queue) and not self._live_updates:
+            raise ValueError("abort what runs before new weights: its cache is of the old ones")
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            slots=self._slot_count,
+            running=len(self._running),
+            queued=len(self._queue),
+            weight_version=self._version,
+            generated_tokens=self._generated,
+            tick=self._tick,
+            live_updates=self._live_updates,
+        )
+
+    def _with_stop_string(self, rows: Sequence[int]) -> list[int]:
+        """Return those of rows whose newest tokens complete one of their stop strings."""
+        if not rows:
+            return []
+        assert self._decode is not None
+        stops = [self._running[row].group.sampling.stop for row in rows]
+        # A character takes at most four byte-level tokens.
+        width = 4 * max(len(stop) for each in stops for stop in each) + 4
+        texts = map(self._decode, self._tails(rows, width))
+        found = zip(rows, stops, texts, strict=True)
+        return [row for row, each, text in found if any(stop in text for stop in each)]
+
+
+class TickEngine(QueueEngine[Answer]):
+    """Implements `PublishedEngine`, but for rows, ticks and weights; arguments of `QueueEngine`."""
+
+    def __init__(
+        self,
+        make_answer: Callable[[GroupRequest, AnswerRequest], Answer],
+        decode: Callable[[Sequence[int]], str] | None,
+        live_updates: bool,
+    ) -> None:
+        super().__init__(make_answer, decode, live_updates)
+        self._arriving: WeightReceiver | None = None
+
+    # -- left to each engine --------------------------------------------------------------------
+
+    @abstractmethod
+    def _advance(self) -> list[CompletionEvent]:
+        """Fill free rows and run one tick; returns what that finished, by group and answer."""
+
+    @abstractmethod
+    def _written(self, rows: Sequence[int]) -> list[Segment]:
+        """Return answers so far, prefixes included; new tokens are of the version in use."""
+
+    @abstractmethod
+    def _leave(self, rows: Sequence[int]) -> None:
+        """Free rows."""
+
+    @abstractmethod
+    def _receiver(self, version: int) -> WeightReceiver:
+        """Begin an update."""
+
+    @abstractmethod
+    async def _take_tensors(self, update: WeightUpdate) -> None:
+        """Take an update's tensors, all of them."""
+
+    @abstractmethod
+    def _renew(self) -> None:
+        """Prepare for the next version: nothing is used of which older weights made the keys."""
+
+    # -- the protocol ---------------------------------------------------------------------------
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
         """Tick until an answer is finished; returns the events since the last call."""
@@ -217,10 +274,6 @@ class TickEngine(ABC, Generic[Answer]):
         self._renew()
         self._version = update.version
 
-    def _check_may_change(self) -> None:
-        if (self._running or self._queue) and not self._live_updates:
-            raise ValueError("abort what runs before new weights: its cache is of the old ones")
-
     async def take_bucket(self, bucket: Bucket) -> int:
         """Copy a bucket into the model; answers under way wait until all have come.
 
@@ -236,17 +289,6 @@ class TickEngine(ABC, Generic[Answer]):
         assert self._arriving is not None, "bucket 0 comes first"
         return self._arriving.take(bucket)
 
-    def status(self) -> EngineStatus:
-        return EngineStatus(
-            slots=self._slot_count,
-            running=len(self._running),
-            queued=len(self._queue),
-            weight_version=self._version,
-            generated_tokens=self._generated,
-            tick=self._tick,
-            live_updates=self._live_updates,
-        )
-
     async def close(self) -> None:
         """Drop queue and rows."""
         self._queue.clear()
@@ -254,18 +296,6 @@ class TickEngine(ABC, Generic[Answer]):
         self._leave(range(len(self._running)))
 
     # -- for each engine ------------------------------------------------------------------------
-
-    def _with_stop_string(self, rows: Sequence[int]) -> list[int]:
-        """Return those of rows whose newest tokens complete one of their stop strings."""
-        if not rows:
-            return []
-        assert self._decode is not None
-        stops = [self._running[row].group.sampling.stop for row in rows]
-        # A character takes at most four byte-level tokens.
-        width = 4 * max(len(stop) for each in stops for stop in each) + 4
-        texts = map(self._decode, self._tails(rows, width))
-        found = zip(rows, stops, texts, strict=True)
-        return [row for row, each, text in found if any(stop in text for stop in each)]
 
     def _events_of(
         self,

@@ -18,7 +18,7 @@ import os
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import count
 from operator import attrgetter
 from typing import Any, Literal
@@ -57,7 +57,7 @@ from winnow.rollout.engine import (  # noqa: E402
     WeightUpdate,
 )
 from winnow.rollout.remote_engine import EngineWorker, decode_of  # noqa: E402
-from winnow.rollout.tick_engine import PendingAnswer, TickEngine  # noqa: E402
+from winnow.rollout.tick_engine import TickEngine, WrittenAnswer  # noqa: E402
 from winnow.rollout.vllm_start import check_extra, check_head_size, refusal  # noqa: E402
 from winnow.rollout.weights import Bucket, Piece, WeightReceiver, buckets  # noqa: E402
 from winnow.types import FinishReason, FloatArray, IntArray, Segment  # noqa: E402
@@ -73,18 +73,11 @@ _SALTS = count()
 
 
 @dataclass(eq=False)
-class WrittenAnswer(PendingAnswer):
-    """A pending answer with all of its tokens so far."""
+class RunningAnswer(WrittenAnswer):
+    """A written answer that vLLM has, or will have."""
 
-    ids: list[int] = field(init=False)
-    logprobs: list[float] = field(init=False)
     name: str = ""
     """Its request's at vLLM, while it has one."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.ids = self.prefix.token_ids.tolist()
-        self.logprobs = self.prefix.logprobs.tolist()
 
 
 class StagedReceiver(WeightReceiver):
@@ -132,7 +125,7 @@ class StagedReceiver(WeightReceiver):
         self._finish()
 
 
-class VllmEngine(TickEngine[WrittenAnswer]):
+class VllmEngine(TickEngine[RunningAnswer]):
     """Implements `PublishedEngine` over a vLLM in this process.
 
     A publication that fails once vLLM has begun with it cannot be repeated: every later call that
@@ -156,10 +149,10 @@ class VllmEngine(TickEngine[WrittenAnswer]):
         decode: Callable[[Sequence[int]], str] | None = None,
         live_updates: bool = False,
     ) -> None:
-        super().__init__(WrittenAnswer, decode, live_updates)
+        super().__init__(RunningAnswer, decode, live_updates)
         self._llm, self._model, self._slots = llm, model, slots
         self._vocab_size = vocab_size
-        self._rows: list[WrittenAnswer] = []
+        self._rows: list[RunningAnswer] = []
         self._scored: dict[str, FloatArray | None] = {}
         self._numbers = count()
         self._broken: str | None = None
@@ -170,7 +163,7 @@ class VllmEngine(TickEngine[WrittenAnswer]):
         return self._slots
 
     @property
-    def _running(self) -> Sequence[WrittenAnswer]:
+    def _running(self) -> Sequence[RunningAnswer]:
         return self._rows
 
     def _check(self, group: GroupRequest) -> None:
@@ -277,7 +270,7 @@ class VllmEngine(TickEngine[WrittenAnswer]):
         self._leave(rows)
         return events
 
-    def _place(self, answer: WrittenAnswer) -> None:
+    def _place(self, answer: RunningAnswer) -> None:
         group, request = answer.group, answer.request
         sampling = group.sampling_of(request)
         start = len(group.prompt_ids)
@@ -319,14 +312,7 @@ class VllmEngine(TickEngine[WrittenAnswer]):
         return reasons | dict.fromkeys(self._with_stop_string(with_stops), "stop")
 
     def _written(self, rows: Sequence[int]) -> list[Segment]:
-        return [
-            Segment(
-                np.array(answer.ids, np.int64),
-                np.array(answer.logprobs, np.float32),
-                answer.spans_to(len(answer.ids), self._version),
-            )
-            for answer in (self._rows[row] for row in rows)
-        ]
+        return [self._rows[row].segment(self._version) for row in rows]
 
     def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
         return [self._rows[row].ids[-width:] for row in rows]
