@@ -11,8 +11,9 @@ batches of 128, in which tokens behind a stop count for nobody. The table shows 
 and the first engine's rate over it: the median of the rounds' ratios, and the least and the
 largest. `generate`, a reference that takes several times as long, runs in the first round alone.
 All engines have the same number of OpenMP threads and bind none of them to a core (vLLM does that
-only where its worker is a process apart). With two threads, CPU seconds count those that a thread
-spins while it waits for the other: on a machine that does other work they tell little.
+only where its worker is a process apart). Threads sleep while they wait for each other, unless
+OMP_WAIT_POLICY is set: where they spin, as is OpenMP's default, CPU seconds count that, too, and
+beside other work two threads take many times as long.
 """
 
 from __future__ import annotations
@@ -247,7 +248,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=os.environ | environment,
+            env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | environment,
         )
         has = self._answer()["threads"]
         if has != threads:
