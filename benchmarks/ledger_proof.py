@@ -96,9 +96,9 @@ def compared(
             print(name, each, flush=True)
     said = ", ".join(f"{name}: {count}" for name, count in faults.items()) or "none"
     if late:
-        said += f" ({late} groups admitted or settled at another time)"
+        said += f" (admitted or settled at another time: {late})"
     if back:
-        said += f" ({back} other groups given back)"
+        said += f" (others given back: {back})"
     row = Row(mode, what, len(names), not faults, wanted, f"{compared_by} | {said}")
     print(row, flush=True)
     return row

@@ -2,7 +2,7 @@
 
 Token ids go in, token ids and log-probs come out. An engine knows a group only as a shared prompt
 with several answers; scoring, filtering and waiting are left to the sampler. The random numbers of
-an answer depend on the run's seed, its prompt's turn and the answer's index alone, so that an
+an answer depend on the run's seed, its group's turn or id and the answer's index alone, so that an
 answer is the same however often it is interrupted, and wherever it is written.
 """
 

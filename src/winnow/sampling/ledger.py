@@ -9,9 +9,9 @@ be cut once every group before the N-th is closed, so that a group's fate depend
 admission index only, never on when it finished.
 
 A prompt's *turn* is its place among the prompts that the loader gave out. A prompt that is given
-back keeps its turn when it comes again under another admission index. Turns seed the answers: where
-no answer goes on under other weights, a run learns the same tokens however many groups were open
-when a step was cut.
+back keeps its turn when it comes again under another admission index. In admission order turns seed
+the answers: if none goes on under other weights, a run learns the same tokens however many groups
+were open when a step was cut.
 """
 
 from __future__ import annotations
@@ -115,7 +115,6 @@ class Dispatch:
     prompt: Prompt
     prefixes: dict[int, Segment | None]
     turn: int
-    """Seeds the answers."""
     greedy: int | None = None
     """The index that the group's greedy answer has, whether it is among these or not."""
 

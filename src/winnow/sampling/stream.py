@@ -163,7 +163,8 @@ class Sampler:
                 side by side.
             n: answers a prompt.
             sampling: how tokens are drawn.
-            run_seed: seeds every answer, with its prompt's turn and its index.
+            run_seed: seeds every answer, with its index and its prompt's turn (in completion order
+                its group's id).
             with_baseline: ask for one greedy answer a prompt beside the n.
             drop_failed_scores: a failed scoring fails its group.
             deterministic: what happens does not depend on how long anything takes.
@@ -341,9 +342,12 @@ class Sampler:
         while ledger.may_admit():
             ledger.admit(self._next_prompt())
         sampling, seed = self._sampling, self._run_seed
+        # In completion order a prompt comes again for being slow; its old seeds would be so again.
+        in_order = self._config.commit == "admission_order"
         requests = [
             group_request(
-                *(ask.group_id, ask.prompt, ask.prefixes, sampling, seed), ask.greedy, ask.turn
+                *(ask.group_id, ask.prompt, ask.prefixes, sampling, seed, ask.greedy),
+                turn=ask.turn if in_order else None,
             )
             for ask in ledger.dispatch()
         ]

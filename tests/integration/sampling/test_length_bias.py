@@ -24,7 +24,6 @@ from winnow.rollout.engine import (
     GroupRequest,
     SamplingParams,
     WeightUpdate,
-    answer_seed,
 )
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Trajectory
@@ -74,11 +73,12 @@ class Lengths:
 
 @cache
 def run(steps: int, harder_is_longer: bool = False, slots: int = 256, **settings: Any) -> Lengths:
-    uids: dict[int, int] = {}
+    asked: dict[int, tuple[int, set[int]]] = {}
 
     def length(request: GroupRequest, answer: AnswerRequest) -> int:
-        uids[request.group_id] = int(request.prompt_ids[0])
-        return length_of(answer.seed, uids[request.group_id])
+        uid = int(request.prompt_ids[0])
+        asked.setdefault(request.group_id, (uid, set()))[1].add(answer.seed)
+        return length_of(answer.seed, uid)
 
     def score(prompt: Prompt, trajectory: Trajectory) -> Score:
         right = is_right(trajectory.token_ids[1], int(prompt.uid), harder_is_longer)
@@ -106,8 +106,8 @@ def run(steps: int, harder_is_longer: bool = False, slots: int = 256, **settings
 
     trained = asyncio.run(train())
     qualifying = []
-    for group, uid in uids.items():
-        seeds = [answer_seed(SEED, group, index) for index in range(ANSWERS)]
+    # A prompt that comes again with its old seeds is one group.
+    for uid, seeds in {(uid, frozenset(seeds)) for uid, seeds in asked.values()}:
         tokens = [int(VOCABULARY * uniform(seed, 1)) for seed in seeds]
         right = {is_right(token, uid, harder_is_longer) for token in tokens}
         if len(right) == 2:
