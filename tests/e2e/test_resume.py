@@ -21,6 +21,7 @@ from tests.winnow_command import Outcome, in_this_process
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts
 from winnow.runs.checkpoint import (
+    MANIFEST,
     Checkpoint,
     _write_manifest,
     checkpoints_in,
@@ -150,14 +151,17 @@ def test_a_run_from_before_there_were_modes_goes_on_with_the_same_bits(home: Hom
     run = home.cut_off("calm", "older", 3)
     newest = checkpoints_in(run / "checkpoints")[-1]
     state = load_state(newest)
-    del state["pending"], state["sampler"]["ledger"]["learns"]
+    ledger = state["sampler"]["ledger"]
+    del state["pending"], ledger["learns"], ledger["next_turn"], ledger["turns_again"]
     write_state(newest.path, state)
     for path in (run / "config.yaml", newest.path / "config.yaml"):
         recipe = yaml.safe_load(path.read_text())
         del recipe["trainer"]["mode"], recipe["observe"]["trace"]
         path.write_text(yaml.safe_dump(recipe, sort_keys=False))
-    _write_manifest(newest.path, read_manifest(newest))
-    home.train(run.name).check()
+    manifest = read_manifest(newest)
+    (newest.path / MANIFEST).unlink()
+    _write_manifest(newest.path, manifest)
+    assert "after step 3" in home.train(run.name).check().out
     assert differences(home.run("calm"), run) == []
 
 

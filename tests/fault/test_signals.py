@@ -77,12 +77,12 @@ def test_a_request_to_stop_saves_what_was_reached_and_the_run_goes_on_exactly(
 
 
 def test_a_stop_in_evaluation_keeps_the_step_and_the_evaluation_comes_later(lab: Lab) -> None:
-    more = ["data.task.eval_problems=300", "evaluation.n=4", "evaluation.before=false"]
+    more = ["data.task.eval_problems=100", "evaluation.n=4", "evaluation.before=false"]
     calm, run = lab.run("long-evaluation"), lab.run("stopped-evaluation")
     assert lab.start(calm.name, *more).wait(240) == 0
     process = lab.start(run.name, *more, "trainer.save_every=100")
     assert wait_for(process, (run / "rollouts" / "step-3.parquet").exists)
-    time.sleep(0.4)
+    time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     assert code_of(process, 60) == 75
     assert [c.step for c in checkpoints_in(run / "checkpoints")] == [3]
