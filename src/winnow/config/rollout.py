@@ -52,8 +52,10 @@ _FIXED = {
         "data_parallel_size",
         "distributed_executor_backend",
     ),
+    # They name Python code, which the run of a stranger could bring along.
+    *("worker_cls", "scheduler_cls", "reasoning_parser_plugin", "io_processor_plugin"),
 }
-"""Options of vLLM's on which the engine's draws and its weights rest."""
+"""Options of vLLM's on which the engine's draws, its weights or trust in a run rest."""
 
 
 class VllmEngineConfig(Section):
@@ -96,8 +98,8 @@ class VllmEngineConfig(Section):
                 yield f"rollout.engine.extra.{name} has a key of its own: set {_OWN_KEYS[name]}"
             elif name in _FIXED:
                 yield (
-                    f"rollout.engine.extra.{name} is not free, as Winnow's draws and weights rest "
-                    "on it; leave it out"
+                    f"rollout.engine.extra.{name} is not free, as Winnow's draws, weights or trust "
+                    "rest on it; leave it out"
                 )
 
 

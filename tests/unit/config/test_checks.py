@@ -146,6 +146,11 @@ CASES = [
         ["rollout/engine=vllm", "rollout.engine.extra={compilation_config: {level: 3}}"],
     ),
     (
+        ["rollout/engine=vllm", "rollout.engine.extra.worker_cls=mine.Worker"],
+        ["rollout.engine.extra.worker_cls", "leave it out"],
+        ["rollout/engine=vllm"],
+    ),
+    (
         [*UNCHUNKED, "rollout.engine.prefill_tokens=1151"],
         ["chunked_prefill=false", "prefill_tokens=1151", "to 1152 or more"],
         [*UNCHUNKED, "rollout.engine.prefill_tokens=1152"],
