@@ -54,6 +54,10 @@ _FIXED = {
     ),
     # They name Python code, which the run of a stranger could bring along.
     *("worker_cls", "scheduler_cls", "reasoning_parser_plugin", "io_processor_plugin"),
+    *("structured_outputs_config", "kv_transfer_config", "ec_transfer_config"),
+    *("ec_manager_config", "model_class_overrides", "speculative_config", "spec_model"),
+    *("log_config_file", "logging_config"),
+    *("compilation_config.backend", "compilation_config.inductor_passes"),
 }
 """Options of vLLM's on which the engine's draws, its weights or trust in a run rest."""
 
@@ -93,7 +97,8 @@ class VllmEngineConfig(Section):
                 "sets random numbers, threads and memory of the run's process; set "
                 "rollout.engine.processes=1 or more (null is 1), or choose rollout/engine=torch"
             )
-        for name in self.extra:
+        below = [f"{n}.{key}" for n, v in self.extra.items() if isinstance(v, dict) for key in v]
+        for name in (*self.extra, *below):
             if name in _OWN_KEYS:
                 yield f"rollout.engine.extra.{name} has a key of its own: set {_OWN_KEYS[name]}"
             elif name in _FIXED:

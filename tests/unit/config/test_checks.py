@@ -150,6 +150,23 @@ CASES = [
         ["rollout.engine.extra.worker_cls", "leave it out"],
         ["rollout/engine=vllm"],
     ),
+    *(
+        (
+            ["rollout/engine=vllm", f"rollout.engine.extra={{{option}: {{{key}: mine.py}}}}"],
+            [f"extra.{option}", key * (option == "compilation_config"), "leave it out"],
+            ["rollout/engine=vllm"],
+        )
+        for option, key in (
+            ("structured_outputs_config", "reasoning_parser_plugin"),
+            ("kv_transfer_config", "kv_connector_module_path"),
+            ("ec_transfer_config", "ec_connector_module_path"),
+            ("speculative_config", "model"),
+            ("logging_config", "pylogging_config_file"),
+            ("model_class_overrides", "Qwen3ForCausalLM"),
+            ("compilation_config", "backend"),
+            ("compilation_config", "inductor_passes"),
+        )
+    ),
     (
         [*UNCHUNKED, "rollout.engine.prefill_tokens=1151"],
         ["chunked_prefill=false", "prefill_tokens=1151", "to 1152 or more"],
