@@ -2,7 +2,8 @@
 
 It is a process of its own (`main`, which prints its port), so that it can be killed in the middle
 of an answer, and can be made ill in the ways in which real servers are: it truncates what it
-samples, keeps an old head, loads nothing, or gives log-probs of another temperature.
+samples, keeps an old head, loads nothing, gives log-probs of another temperature, or is given new
+weights by somebody else.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Model:
                 if event.group_id in self.news and event.kind in ("finished", "running"):
                     self.news[event.group_id].put_nowait(event)
             self.written = self.engine.status().generated_tokens
+            if self.args.renamed_after is not None and self.written > self.args.renamed_after:
+                self.version = "newer"
             if self.args.dies_after is not None and self.written > self.args.dies_after:
                 os.kill(os.getpid(), signal.SIGKILL)
             await asyncio.sleep(self.args.tick_s)
@@ -228,6 +231,7 @@ def main() -> None:
     parser.add_argument("--tick_s", type=float, default=0.0)
     parser.add_argument("--lingers_s", type=float, default=0.0)
     parser.add_argument("--dies_after", type=int, default=None)
+    parser.add_argument("--renamed_after", type=int, default=None)
     for flag in (
         "--keeps_head",
         "--loads_nothing",

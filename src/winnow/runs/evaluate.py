@@ -16,7 +16,7 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,11 @@ from winnow.evaluation.report import (
     print_report,
     watched,
 )
+from winnow.http.client import RemoteError
 from winnow.observe.files import RunFolder, free_path, refusals_told, require_trust, write_atomic
 from winnow.rewards.routing import Router
 from winnow.rollout.engine import Engine, WeightUpdate
+from winnow.rollout.http_engine import HttpEngine
 from winnow.runs.build import make_evaluator, use_machine
 from winnow.runs.check_engine import Witness, members_of
 from winnow.runs.checkpoint import (
@@ -117,6 +119,10 @@ class Subject:
     """A line for the user, shown before the first answer."""
 
 
+class _OtherWeights(ConfigError):
+    """Servers were given other weights while they wrote."""
+
+
 def run_evaluation(request: EvalRequest, console: Console) -> Report:
     """Evaluate a model, write answers and figures, and print the figures.
 
@@ -131,7 +137,7 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
         had_folder = folder.exists()
         try:
             return _evaluation(subject, console, stop)
-        except (KeyboardInterrupt, Stopped):
+        except (KeyboardInterrupt, Stopped, _OtherWeights):
             for file in (subject.answers, subject.report):
                 file.unlink(missing_ok=True)
             if not had_folder and folder.exists():
@@ -188,8 +194,11 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
 
         async def ask() -> Evaluated:
             try:
+                named = await _names_of_weights(engine)
                 await _settle_weights(subject, policy, engine)
-                return await watched(evaluator, subject.step, console, config.observe.console)
+                found = await watched(evaluator, subject.step, console, config.observe.console)
+                _check_same_weights(named, await _names_of_weights(engine))
+                return found
             finally:
                 await engine.close()
 
@@ -226,6 +235,24 @@ async def _settle_weights(subject: Subject, policy: Policies, engine: Engine) ->
             f"{error}; start the server with --model {Path(subject.model).absolute()}, or choose "
             "rollout/engine=torch"
         ) from None
+
+
+async def _names_of_weights(engine: Engine) -> dict[str, str]:
+    """Ask servers for the names of their weights, by address; no other engine has any."""
+    names = dict[str, str]()
+    for url, server in engine.engines.items() if isinstance(engine, HttpEngine) else ():
+        with contextlib.suppress(RemoteError):  # one that tells none takes no new ones either
+            names[url] = await server.version()
+    return names
+
+
+def _check_same_weights(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    for url in before.keys() & after.keys():
+        if before[url] != after[url]:
+            raise _OtherWeights(
+                f"{url} was given other weights ({after[url]}) while it wrote, perhaps by a run "
+                "that trains with it; the answers are not kept. Ask a server that nobody else uses"
+            )
 
 
 def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, Any]:

@@ -101,3 +101,11 @@ def test_a_run_is_evaluated_by_servers_only_if_they_are_named_and_hold_its_model
     assert kind == "http"
     assert len(theirs) == 16
     assert theirs != own  # the server's random numbers
+
+    url, process = servers.start(held, "--renamed_after=60")
+    words = ("eval", "runs/mine", "--out", "changed", f"rollout.engine.url={url}")
+    refused = in_this_process(*words, folder=tmp_path)
+    process.kill()
+    assert refused.code == 2
+    assert f"{url} was given other weights (newer) while it wrote" in refused.err
+    assert not (tmp_path / "changed").exists()
