@@ -162,7 +162,10 @@ def test_exact_draws_are_the_torch_engines_though_answers_are_cut_and_a_server_d
 
 
 def test_exact_draws_are_refused_by_what_a_server_writes(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"exact_draws=true asks; start it with --logits-proc"):
+    remedy = (
+        r"exact_draws=true asks; start it with --logits-proc.* --logprobs-mode processed_logits$"
+    )
+    with pytest.raises(ConfigError, match=remedy):
         engine_over(url, exact_draws=True)
 
 

@@ -177,7 +177,8 @@ class GenerateServer:
         """Have tokens written from `first` on, whatever would be drawn; returns their log-probs.
 
         Raises:
-            RemoteError: the server draws by itself.
+            RemoteError: it refuses, or does not answer.
+            ConfigError: it draws by itself.
         """
         forced = ids[first:].tolist()
         if not forced:
@@ -185,10 +186,11 @@ class GenerateServer:
         draws = self.draws(SamplingParams(0, temperature), 0, first, forced=forced)
         settings = {"max_tokens": len(forced), "logprobs": 0, **draws}
         body = self._body(ids[:first].tolist(), settings) | {"cache_salt": salt}
-        (got,) = self._chunks(await self._http.post(GENERATE, body, self._timeout_s))
-        if list(got.ids) != forced or not any(got.logprobs):
-            raise self._http.error(
-                "does not draw as rollout.engine.exact_draws=true asks; start it with "
+        answer = await self._http.post(GENERATE, body, self._timeout_s)
+        got = next(iter(self._chunks(answer)), None)
+        if got is None or list(got.ids) != forced or not any(got.logprobs):
+            raise ConfigError(
+                f"{self.url} does not draw as rollout.engine.exact_draws=true asks; start it with "
                 f"--logits-processors {_PROCESSOR} --logprobs-mode processed_logits"
             )
         return np.array(got.logprobs, np.float32)

@@ -264,11 +264,12 @@ def test_another_number_of_slots_consumes_the_same_where_nothing_is_carried(
 def test_a_ledger_without_turns_can_be_read_and_its_turns_are_the_admission_indices(
     tmp_path: Path,
 ) -> None:
-    course = Course(tmp_path / "a").steps(1, 3)
-    older = course.copy("b")
-    for path in (older / "ledger.parquet").iterdir():
-        pq.write_table(pq.ParquetFile(path).read().drop_columns("turn"), path)
-    assert ledger("check", "b", folder=tmp_path).code == 0
+    older = Course(tmp_path / "a").steps(1, 3).copy("b")
+    giving_back = Course(tmp_path / "c", sampling={"max_staleness": 0}).steps(1, 3).folder
+    for folder in (older, giving_back):
+        for path in (folder / "ledger.parquet").iterdir():
+            pq.write_table(pq.ParquetFile(path).read().drop_columns("turn"), path)
+        assert ledger("check", folder.name, folder=tmp_path).code == 0
     assert ledger("diff", "a", "b", folder=tmp_path).code == 0
     changed(older, 2, lambda rows: [rows[0] | {"tokens": 0}, *rows[1:]])
     (older / "metrics.jsonl").unlink()
