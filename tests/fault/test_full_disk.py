@@ -192,7 +192,7 @@ CASES = {
     "the evaluation of the last step": Full(
         f"eval/step-{STEPS}.parquet",
         f"rollouts/step-{STEPS - 1}.parquet",
-        (f"rollouts/step-{STEPS}.parquet",),
+        (f"rollouts/step-{STEPS}.parquet", f"ledger.parquet/step-{STEPS}.parquet"),
         more=1,
         saved=STEPS - 1,
     ),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from benchmarks.kill import STEPS, Lab, code_of, differences, kill_at, leftovers, wait_for
+from benchmarks.kill import STEPS, Lab, code_of, differences, leftovers, wait_for
 from tests.fault.test_ranks import check_same
 from tests.fault.test_signals import lines
 from tests.processes import workers_of
@@ -47,17 +48,26 @@ def test_a_boundary_holds_the_step_that_is_cut_and_not_learnt(calm: Path) -> Non
 
 
 def killed_twice(lab: Lab, name: str, settings: Sequence[str], rng: random.Random) -> Path:
-    """Kill a run at two random moments and finish it.
+    """Kill a run in its first steps and in its last, at a random moment of a step, and finish it.
 
     On a busy machine a run may be over before its moment is seen: then another one is killed.
     """
     for attempt in range(5):
         run = lab.run(f"{name}-{attempt}")
-        starts = (lab.start(run.name, *settings) for _ in range(2))
-        if all(kill_at(lab, process, run.name, rng) for process in starts):
+        if all(killed_behind(lab.start(run.name, *settings), run, step, rng) for step in (1, 4)):
             assert lab.start(run.name, *settings).wait(240) == 0
             return run
     pytest.fail("5 runs were over before they could be killed twice")
+
+
+def killed_behind(
+    process: subprocess.Popen[bytes], run: Path, step: int, rng: random.Random
+) -> bool:
+    """Kill a run at a random moment of the step behind `step`; False when it was over before."""
+    if wait_for(process, lambda: lines(run) > step):
+        time.sleep(rng.random() * read_metrics(run / "metrics.jsonl")[-1]["time/step_s"])
+    process.kill()
+    return process.wait() == -signal.SIGKILL
 
 
 def test_killed_at_random_moments_it_ends_with_the_same_bits(calm: Path, lab: Lab) -> None:
