@@ -559,6 +559,7 @@ def test_a_list_of_models_that_is_none_is_no_fault_of_the_users() -> None:
     good = {"token_ids": [1], "logprobs": {"content": content}, "finish_reason": "length"}
     with serving([reply(200, {"choices": [good]}), reply(200, [])]) as served:
         engine = make_http_engine([served.url], None, 10.0, 40, 40, LONGEST, slots=1)
+        assert engine.status().slots == 1
         asyncio.run(engine.close())
 
 

@@ -186,14 +186,7 @@ class QueueEngine(ABC, Generic[Answer]):
 class TickEngine(QueueEngine[Answer]):
     """Implements `PublishedEngine`, but for rows, ticks and weights; arguments of `QueueEngine`."""
 
-    def __init__(
-        self,
-        make_answer: Callable[[GroupRequest, AnswerRequest], Answer],
-        decode: Callable[[Sequence[int]], str] | None,
-        live_updates: bool,
-    ) -> None:
-        super().__init__(make_answer, decode, live_updates)
-        self._arriving: WeightReceiver | None = None
+    _arriving: WeightReceiver | None = None
 
     # -- left to each engine --------------------------------------------------------------------
 
