@@ -77,6 +77,13 @@ def prepare_command(
 @app.command("check", no_args_is_help=True)
 def check_command(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Parquet or JSONL, path or URL.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Settings of a run's data, such as data.columns.truth=label.",
+        ),
+    ] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Measure prompts in this model folder's tokens."),
@@ -89,7 +96,7 @@ def check_command(
         int | None,
         typer.Option(help="Count longer prompts; data.max_prompt_tokens by default."),
     ] = None,
-    prompt_key: Annotated[str, typer.Option(help="Column with the prompt.")] = "prompt",
+    prompt_key: Annotated[str | None, typer.Option(help="Column with the prompt.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Say what a data file holds: sources, lengths, duplicates, conflicting labels, overlap."""
@@ -100,17 +107,20 @@ def check_command(
             f"--max-prompt-tokens is {max_prompt_tokens}, but tokens need a tokenizer; name a "
             "model folder with --tokenizer"
         )
-    from winnow.config.data import DataConfig
+    from winnow.config.load import resolve_recipe
     from winnow.data.check import check
     from winnow.data.tokenizer import load_tokenizer
 
+    config = resolve_recipe(None, settings or ()).data
+    if prompt_key is not None:
+        config = config.model_copy(update={"prompt_key": prompt_key})
     report = check(
         file,
         _scorer_of,
         tokenizer=load_tokenizer(tokenizer, field="--tokenizer") if tokenizer else None,
-        limit=max_prompt_tokens or DataConfig().max_prompt_tokens,
+        limit=max_prompt_tokens or config.max_prompt_tokens,
         evaluation=evaluation,
-        prompt_key=prompt_key,
+        config=config,
     )
     if as_json:
         typer.echo(json.dumps(report, ensure_ascii=False, indent=2))
@@ -186,6 +196,7 @@ def _use(done: Prepared, instruction: str, unknown: list[str]) -> tuple[str, str
 
 def _show_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(f"{report['file']}: {report['rows']:,} rows", style="bold")
+    console.print(f"Read as {report['schema']}")
     lines: list[_Line] = [("Sources", None, "")]
     for source in report["sources"]:
         scorer = f"scored by {source['scorer']}" if source["scorer"] else "NO SCORER for it"

@@ -18,6 +18,7 @@ import typer
 from winnow.errors import ConfigError, DataError, RewardError
 
 if TYPE_CHECKING:
+    from winnow.config.data import DataConfig
     from winnow.config.reward import RewardConfig, UserFunction
     from winnow.config.root import Config
     from winnow.types import Prompt
@@ -63,7 +64,7 @@ def try_command(
     tokens: Annotated[
         int | None, typer.Option(min=0, help="Tokens of the answer, where its length is scored.")
     ] = None,
-    prompt_key: Annotated[str, typer.Option(help="Column with the prompt.")] = "prompt",
+    prompt_key: Annotated[str | None, typer.Option(help="Column with the prompt.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the score as JSON.")] = False,
 ) -> None:
     """Score one answer as a run would, with its limits, and show all that came of it.
@@ -79,7 +80,9 @@ def try_command(
     by_one = config.reward.function.path is not None
     any_source = by_one or config.reward.manager.name in ("remote", "custom")
     number = 1 if row is None else row
-    prompt = _prompt(file, number, truth, source or scorer, prompt_key, any_source)
+    changes = {} if prompt_key is None else {"prompt_key": prompt_key}
+    data = config.data.model_copy(update=changes)
+    prompt = _prompt(file, number, truth, source or scorer, data, any_source)
     text = _from_stdin() if answer is None else answer
     trial = _tried(config, prompt, text, tokens or 0, quiet=as_json)
     if as_json:
@@ -151,7 +154,12 @@ def _user_function(named: str, section: UserFunction) -> UserFunction:
 
 
 def _prompt(
-    file: str | None, number: int, truth: str | None, source: str | None, key: str, any_source: bool
+    file: str | None,
+    number: int,
+    truth: str | None,
+    source: str | None,
+    data: DataConfig,
+    any_source: bool,
 ) -> Prompt:
     import numpy as np
 
@@ -167,7 +175,7 @@ def _prompt(
                 "or --scorer"
             )
         return Prompt("try", nothing, "", source or "try", structure(truth))
-    rows = read_rows([file], key)
+    rows = read_rows([file], data)
     if not 1 <= number <= len(rows):
         raise DataError(f"--row is {number}, but {file} has rows 1 to {len(rows):,}; choose one")
     row = rows[number - 1]

@@ -59,17 +59,37 @@ Task = Annotated[
 ]
 
 
+class ColumnsConfig(Section):
+    """Columns of data files whose schema is not known, or not meant."""
+
+    prompt: str | None = None
+    """Column with the list of messages (or a bare string); null: data.prompt_key, or a known one
+    (problem, question, input, messages)."""
+    truth: str | None = None
+    """Column with the ground truth, or keys joined by dots (extra_info.answer), taken as it stands;
+    null: a known one (reward_model.ground_truth, solution, answer, label, ground_truth); none: rows
+    have no ground truth, and the reward needs none."""
+    source: str | None = None
+    """Column with the name that routes the answer to a scorer; null: data_source, if there is
+    one."""
+
+
 class DataConfig(Section):
     """Training and evaluation data, prompt form and length limits."""
 
     task: Task = NoTask()
     """A task that makes prompts, in place of files."""
     train_files: tuple[str, ...] = ()
-    """Parquet or JSONL files (paths or fsspec URLs) with rows in verl's schema."""
+    """Parquet or JSONL files (paths or fsspec URLs); docs/data.md says which columns are known."""
     eval_files: tuple[str, ...] = ()
     """Files for evaluation."""
     prompt_key: str = "prompt"
     """Column with the list of messages (or a bare string)."""
+    columns: ColumnsConfig = ColumnsConfig()
+    """Columns of prompt, ground truth and data source, by name."""
+    default_source: str | None = Field(None, min_length=1)
+    """Data source of rows that have none; null: gsm8k where the answers are GSM8K's, else the name
+    of the file."""
     chat_template: Literal["auto", "none"] = "auto"
     """auto applies the tokenizer's chat template if it has one; none joins the contents."""
     prompt_template: dict[str, str] = Field(default_factory=dict)
@@ -91,6 +111,11 @@ class DataConfig(Section):
         return value
 
     def conflicts(self) -> Iterator[str]:
+        if self.columns.prompt and self.prompt_key not in ("prompt", self.columns.prompt):
+            yield (
+                f"data.columns.prompt={self.columns.prompt} and data.prompt_key={self.prompt_key} "
+                "both name the prompt's column; leave data.prompt_key out"
+            )
         if self.train_files and not isinstance(self.task, NoTask):
             yield (
                 f"data.train_files={list(self.train_files)} and data/task={self.task.name} both "

@@ -31,7 +31,7 @@ def check_config(config: Config) -> None:
         ConfigError: a rule is broken; one line each.
     """
     rules = (
-        *(_start, _groups, _admission, _updates, _lengths, _scores, _evaluation, _engine),
+        *(_start, _truths, _groups, _admission, _updates, _lengths, _scores, _evaluation, _engine),
         *(_mode, _placement),
     )
     if faults := [fault for rule in rules for fault in rule(config)]:
@@ -148,6 +148,17 @@ def _start(c: Config) -> Iterator[str]:
         yield (
             f"warm_start=sft has demonstrations of sort_digits only, got {_given(c, 'data/task')}; "
             "choose data/task=sort_digits, or warm_start=none with a model.path"
+        )
+
+
+def _truths(c: Config) -> Iterator[str]:
+    reward = c.reward
+    is_own = reward.function.path or reward.manager.name in ("remote", "custom")
+    if c.data.columns.truth == "none" and not (is_own or "none" in reward.scorers.values()):
+        yield (
+            "data.columns.truth=none leaves the built-in scorers nothing to compare with; set "
+            "reward.function.path=FILE.py, 'reward.scorers={*: none}' where a model or a judge "
+            "scores, or name the column"
         )
 
 

@@ -13,7 +13,7 @@ A report is plain values, as `winnow data check --json` prints them:
 
 | key | value |
 |---|---|
-| file, rows | the file and its number of rows |
+| file, schema, rows | the file, the columns that were taken, and its number of rows |
 | sources | of each data source, the largest first: source, rows, scorer (null: none is known) |
 | lengths | unit (tokens, with the chat template, or characters), shortest, median, p95, longest, |
 | | limit, beyond (prompts longer than the limit; null without a tokenizer) |
@@ -56,16 +56,17 @@ def check(
     tokenizer: PreTrainedTokenizerBase | None = None,
     limit: int | None = None,
     evaluation: str | None = None,
-    prompt_key: str = "prompt",
+    config: DataConfig | None = None,
 ) -> dict[str, Any]:
-    """Report on a file as training would see it.
+    """Report on a file as training with the section `data` would see it.
 
     Raises:
         DataError: a file cannot be read, or a row of it is not usable.
         ModelError: the chat template fails.
     """
-    rows = read_rows([path], prompt_key)
-    others = read_rows([evaluation], prompt_key) if evaluation else []
+    config = config or DataConfig()
+    rows = read_rows([path], config)
+    others = read_rows([evaluation], config) if evaluation else []
     by_prompt: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_prompt[same(row.messages)].append(row)
@@ -76,11 +77,12 @@ def check(
     distinct = {(row.data_source, same(row.messages), _label(row)) for row in rows}
     return {
         "file": path,
+        "schema": rows[0].layout,
         "rows": len(rows),
         "sources": [
             {"source": name, "rows": count, "scorer": scorer_of(name)} for name, count in sources
         ],
-        "lengths": _lengths(rows, tokenizer, limit),
+        "lengths": _lengths(rows, tokenizer, config, limit),
         "unique_prompts": len(by_prompt),
         "copies": len(rows) - len(distinct),
         "alike_prompts": len(by_prompt) - len(by_look),
@@ -148,14 +150,18 @@ def _overlap(
 
 
 def _lengths(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase | None, limit: int | None
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: DataConfig,
+    limit: int | None,
 ) -> dict[str, Any]:
     if tokenizer is None:
         unit, limit = "characters", None
         lengths = sorted(len(row.text) for row in rows)
     else:
         unit = "tokens"
-        renderer = PromptRenderer(tokenizer, DataConfig(max_prompt_tokens=_ANY_LENGTH))
+        unbounded = config.model_copy(update={"max_prompt_tokens": _ANY_LENGTH})
+        renderer = PromptRenderer(tokenizer, unbounded)
         lengths = sorted(len(prompt.token_ids) for prompt in renderer.render(rows).prompts)
     median, p95 = np.quantile(lengths, [0.5, 0.95], method="inverted_cdf").tolist()
     return {

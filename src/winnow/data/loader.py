@@ -91,7 +91,7 @@ def training_prompts(
         return renderer.render([next(rows.candidates(index)) for index in range(rows.size)])
     if not config.train_files:
         raise DataError("data.train_files is empty and data/task=none; name the files to train on")
-    return renderer.render(read_rows(config.train_files, config.prompt_key))
+    return renderer.render(read_rows(config.train_files, config))
 
 
 def evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
@@ -102,7 +102,7 @@ def evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -
     """
     renderer = PromptRenderer(tokenizer, config)
     if config.eval_files:
-        return renderer.render(read_rows(config.eval_files, config.prompt_key))
+        return renderer.render(read_rows(config.eval_files, config))
     rows = _task_rows(config, seed=0)
     return renderer.render([] if rows is None else rows.held_out())
 
@@ -121,7 +121,7 @@ def _task_rows(config: DataConfig, seed: int) -> TaskRows | None:
     if isinstance(task, CustomTask):
         from winnow.data.user_source import UserRows
 
-        return UserRows(task, config.prompt_key)
+        return UserRows(task, config)
     return None
 
 

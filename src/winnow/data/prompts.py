@@ -35,6 +35,8 @@ class PromptSet:
     """Rows left out because they were too long."""
     cut: int = 0
     """Rows cut to the length limit."""
+    layouts: tuple[str, ...] = ()
+    """Files and the columns that were taken of them, for the user."""
 
     @property
     def size(self) -> int:
@@ -97,7 +99,7 @@ class PromptRenderer:
             raise self._none_fits(rows, [length for length, _ in fitted])
         limit = self._config.max_prompt_tokens
         cut = sum(length > limit for length, prompt in fitted if prompt is not None)
-        return PromptSet(prompts, len(rows) - len(prompts), cut)
+        return PromptSet(prompts, len(rows) - len(prompts), cut, _layouts(rows))
 
     def first_fitting(self, candidates: Iterator[Row]) -> Prompt:
         """Render the first row that fits, or is made to fit; each candidate is tokenized once.
@@ -189,6 +191,16 @@ class PromptRenderer:
         )
         for ids in encoded["input_ids"]:
             yield ids if ids[:1] == self._bos else self._bos + ids
+
+
+def _layouts(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Say which columns were taken, a line for the files of each layout."""
+    files: dict[str, dict[str, None]] = {}
+    for row in rows:
+        files.setdefault(row.layout, {})[row.uid.rpartition(":")[0]] = None
+    return tuple(
+        f"{', '.join(names)} read as {layout}" for layout, names in files.items() if layout
+    )
 
 
 def _templates(given: Mapping[str, str]) -> dict[str, str]:

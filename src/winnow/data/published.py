@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from winnow.data.sources import AFTER_MARK, Record, Row, after_mark, to_row, wrong_field
+from winnow.data.columns import AFTER_MARK, VERL, Record, after_mark, last_boxed, wrong_field
+from winnow.data.sources import Row, to_row
 
-_BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
 _DEGREES = re.compile(r"\^\\circ|\^\{\\circ\}|°")
 _FENCED = "\n\n```python\n{}\n```"
 _COMPLETE = (
@@ -66,22 +66,6 @@ def without_instruction(row: Row) -> tuple[Row, bool]:
 def with_dapo_instruction(question: str) -> str:
     """Ask a bare question as the published DAPO files do."""
     return f"{_DAPO_BEFORE}{question}{_DAPO_AFTER}"
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Read the last `\boxed{…}` (or `\fbox{…}`, or `\boxed 5`) of a text; None without one."""
-    found = list(_BOX.finditer(text))
-    if not found:
-        return None
-    rest = text[found[-1].end() :].lstrip()
-    if not rest.startswith("{"):
-        return re.split(r"[\s$]", rest, maxsplit=1)[0]
-    depth = 0
-    for mark in re.finditer(r"(?<!\\)(?:\\\\)*([{}])", rest):
-        depth += 1 if mark.group(1) == "{" else -1
-        if depth == 0:
-            return rest[1 : mark.end() - 1].strip()
-    return None
 
 
 Reader = tuple[Callable[[str], str | None], str]
@@ -208,7 +192,7 @@ def published_row(record: Record, origin: str, named: NamedSet) -> Row:
         asked, answer = read(record, origin, named)
         row = Row("", origin, named.data_source, ({"role": "user", "content": asked},), answer)
     else:
-        row = to_row({"data_source": named.data_source, **record}, origin)
+        row = to_row({"data_source": named.data_source, **record}, origin, "", VERL)
         info = row.extra.get("extra_info")
         index = info.get("index") if isinstance(info, dict) else None
         notes = {} if index is None else {"original_index": str(index)}

@@ -1,10 +1,10 @@
-"""Reading of data files, local or remote, into checked rows of the schema that verl's users have.
+"""Reading of data files, local or remote, into checked rows.
 
 Formats are told apart by name: `.parquet`, and one JSON object a line in `.jsonl`, `.json`,
 `.jsonl.gz`, `.json.gz`. A path with `://` is opened by fsspec. A row is checked when it is read, so
-that a fault is met before training and is named by its file, row and field. Rows count from 1. A
-raw GSM8K file (`question`, `answer`) is known by its columns. `winnow.data.prompts` turns a row's
-messages into tokens.
+that a fault is met before training and is named by its file, row and field. Rows count from 1.
+`winnow.data.columns` knows which columns count, and `winnow.data.prompts` turns a row's messages
+into tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from winnow.config.data import DataConfig
+from winnow.data.columns import VERL_TRUTH, Layout, Record, kind_of, layout_of, wrong_field
 from winnow.errors import DataError
 
-Record = Mapping[str, Any]
 Message = Mapping[str, Any]
-AFTER_MARK = "a text with the final answer after ####"
-_NAMES = {str: "text", list: "list", dict: "object", int: "number", float: "number"}
 _LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _PARQUET = ".parquet"
+MOST_BYTES_A_LINE = 64 << 20
+"""Most bytes of a JSON line."""
+_FORMAT = re.compile(r"\.(?:parquet|jsonl?(?:\.gz)?)$")
+_TRUTH = "ground_truth"
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +47,8 @@ class Row:
     ground_truth: Any
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Every other column."""
+    layout: str = ""
+    """The columns that were taken, for the user."""
 
     @property
     def text(self) -> str:
@@ -50,12 +56,13 @@ class Row:
         return "\n".join(message["content"] for message in self.messages)
 
 
-def read_rows(paths: Sequence[str], prompt_key: str = "prompt") -> list[Row]:
-    """Read and check the rows of all files, in order.
+def read_rows(paths: Sequence[str], config: DataConfig | None = None) -> list[Row]:
+    """Read and check the rows of all files, in order; `config` says which columns count.
 
     Raises:
         DataError: a file or a row is not usable.
     """
+    config = config or DataConfig()
     repeated = next((path for path, count in Counter(paths).items() if count > 1), None)
     if repeated is not None:
         raise DataError(f"{repeated}: given twice; name each data file once")
@@ -64,51 +71,43 @@ def read_rows(paths: Sequence[str], prompt_key: str = "prompt") -> list[Row]:
     for path, name in zip(paths, short, strict=True):
         # Files of one name in different folders need the whole path to tell their rows apart.
         file = name if short.count(name) == 1 else path
-        before = len(rows)
-        rows += (
-            to_row(record, f"{path} row {number}", f"{file}:{number}", prompt_key)
-            for number, record in read_records(path)
-        )
-        if len(rows) == before:
+        layout: Layout | None = None
+        for number, record in read_records(path):
+            origin = f"{path} row {number}"
+            layout = layout or layout_of(record, config, origin, _FORMAT.sub("", name))
+            rows.append(to_row(record, origin, f"{file}:{number}", layout))
+        if layout is None:
             raise DataError(f"{path}: the file has no rows; leave it out or write it again")
     return rows
 
 
-def to_row(record: Record, origin: str, uid: str = "", prompt_key: str = "prompt") -> Row:
-    """Check a record of verl's schema, or of raw GSM8K.
+def to_row(record: Record, origin: str, uid: str, layout: Layout) -> Row:
+    """Check a record of a layout.
 
     Raises:
         DataError: a column is missing or holds something else.
     """
-    has_schema = bool({prompt_key, "data_source", "reward_model"} & record.keys())
-    if not has_schema and {"question", "answer"} <= record.keys():
-        record = _from_gsm8k(record, origin, prompt_key)
-    source = record.get("data_source")
+    source = record.get(layout.source) if layout.source else None
+    source = layout.default_source if source in (None, "") and layout.default_source else source
     if not isinstance(source, str) or not source.strip():
-        raise wrong_field(
-            origin, "data_source", source, "a name that routes the answer to a scorer"
-        )
-    reward_model = record.get("reward_model")
-    if not isinstance(reward_model, dict):
-        raise wrong_field(
-            origin, "reward_model", reward_model, "an object with the key ground_truth"
-        )
-    reward_rest = dict(reward_model)
-    truth = reward_rest.pop("ground_truth", None)
-    if truth is None:
-        raise wrong_field(
-            origin, "reward_model.ground_truth", None, "what the scorer compares with"
-        )
+        name = layout.source or "data_source"
+        raise wrong_field(origin, name, source, "a name that routes the answer to a scorer")
+    truth = layout.truth_of(record, origin)
     if record.get("images"):
         raise DataError(
             f"{origin}: images is set, but only text can be trained on; remove such rows"
         )
-    used = {"data_source", "reward_model", prompt_key}
+    used = {layout.source, layout.truth, layout.prompt}
     extra = {key: value for key, value in record.items() if key not in used}
-    if reward_rest:
-        extra["reward_model"] = reward_rest
-    messages = _messages(record, origin, prompt_key)
-    return Row(uid, origin, source.strip(), messages, truth, extra)
+    if layout.truth == VERL_TRUTH:
+        rest = {key: value for key, value in extra.pop("reward_model").items() if key != _TRUTH}
+        extra |= {"reward_model": rest} if rest else {}
+    elif layout.name == "GSM8K":
+        extra = {"ability": "math", **extra}
+        asked = {"question": record[layout.prompt], "answer": record[layout.truth or ""]}
+        extra["extra_info"] = asked
+    messages = _messages(record, origin, layout.prompt)
+    return Row(uid, origin, source.strip(), messages, truth, extra, str(layout))
 
 
 def _messages(record: Record, origin: str, prompt_key: str) -> tuple[Message, ...]:
@@ -128,47 +127,12 @@ def _messages(record: Record, origin: str, prompt_key: str) -> tuple[Message, ..
                 raise wrong_field(origin, f"{place}.{key}", message.get(key), "a text")
         # Parquet gives every message each key that any of them has.
         messages.append({key: value for key, value in message.items() if value is not None})
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{origin}: {prompt_key} ends with an answer of the assistant; take that message off "
+            "the rows, as the policy writes it"
+        )
     return tuple(messages)
-
-
-def _from_gsm8k(record: Record, origin: str, prompt_key: str) -> Record:
-    """Bring a row of openai/grade-school-math into verl's schema."""
-    question, answer = record["question"], record["answer"]
-    if not isinstance(question, str) or not question:
-        raise wrong_field(origin, "question", question, "a text")
-    final = after_mark(answer) if isinstance(answer, str) else None
-    if final is None:
-        raise wrong_field(origin, "answer", answer, AFTER_MARK)
-    rest = {key: value for key, value in record.items() if key not in ("question", "answer")}
-    return {
-        **rest,
-        "data_source": "gsm8k",
-        prompt_key: question,
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": final},
-        "extra_info": {"question": question, "answer": answer},
-    }
-
-
-def after_mark(answer: str) -> str | None:
-    """Return the final number of a GSM8K answer, after its last `####`; None without the mark."""
-    _, mark, final = answer.rpartition("####")
-    return final.strip().replace(",", "").replace("$", "") if mark else None
-
-
-def wrong_field(origin: str, name: str, value: Any, wanted: str) -> DataError:
-    """Word the error for a column that is missing or holds something else than is wanted."""
-    fault = "is missing" if value is None else f"is {_kind(value)}"
-    return DataError(f"{origin}: {name} {fault}; it must be {wanted}")
-
-
-def _kind(value: Any) -> str:
-    """Name a value's type and show the value, cut short."""
-    if isinstance(value, str | list | dict) and not value:
-        return f"an empty {_NAMES[type(value)]}"
-    shown = repr(value)
-    name = _NAMES.get(type(value), type(value).__name__)
-    return f"the {name} {shown if len(shown) <= 40 else shown[:37] + '...'}"
 
 
 def read_records(path: str) -> Iterator[tuple[int, Record]]:
@@ -190,7 +154,7 @@ def read_records(path: str) -> Iterator[tuple[int, Record]]:
     for number, record in records:
         if not isinstance(record, dict):
             raise DataError(
-                f"{path} row {number}: must be an object with columns, got {_kind(record)}; "
+                f"{path} row {number}: must be an object with columns, got {kind_of(record)}; "
                 "write one JSON object a line"
             )
         yield number, record
@@ -218,18 +182,12 @@ def _read(path: str) -> bytes:
 
 
 def _lines(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
-    if path.endswith(".gz"):
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(
-                f"{path}: not a whole gzip file ({said(error)}); download or write it again"
-            ) from error
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    for number, line in enumerate(_split(path, content), start=1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8"))
+            # Windows programs write a byte order mark in front of a file.
+            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             if b"\\ud" in line.lower():
                 # An escape may name half a character, which no tokenizer can take.
                 json.dumps(record, ensure_ascii=False).encode()
@@ -240,6 +198,27 @@ def _lines(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
                 "a line"
             ) from error
         yield number, record
+
+
+def _split(path: str, content: bytes) -> Iterator[bytes]:
+    """Yield the lines of a file; a gzipped one, of which a few bytes may be very many, as read."""
+    stream: io.BufferedIOBase = io.BytesIO(content)
+    if path.endswith(".gz"):
+        stream = gzip.GzipFile(fileobj=stream)
+    number = 0
+    try:
+        while line := stream.readline(MOST_BYTES_A_LINE + 1):
+            number += 1
+            if len(line) > MOST_BYTES_A_LINE:
+                raise DataError(
+                    f"{path} row {number}: longer than {MOST_BYTES_A_LINE >> 20} MiB; write one "
+                    "JSON object a line"
+                )
+            yield line
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(
+            f"{path}: not a whole gzip file ({said(error)}); download or write it again"
+        ) from error
 
 
 def _parquet(path: str, content: bytes) -> Iterator[tuple[int, Any]]:

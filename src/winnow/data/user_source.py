@@ -26,7 +26,8 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from winnow.config.data import CustomTask
+from winnow.config.data import CustomTask, DataConfig
+from winnow.data.columns import layout_of
 from winnow.data.sources import Row, said, to_row
 from winnow.errors import DataError
 from winnow.user_code import load_user_object
@@ -40,13 +41,13 @@ _ATTEMPTS, _STRIDE = 20, 1 << 32
 class UserRows:
     """The rows of a user's source, checked as those of a file are; `TaskRows`."""
 
-    def __init__(self, task: CustomTask, prompt_key: str) -> None:
+    def __init__(self, task: CustomTask, config: DataConfig) -> None:
         """Make the source.
 
         Raises:
             DataError: the code fails, or makes something that has no rows by index.
         """
-        self._place, self._prompt_key = f"data.task.path {task.path}", prompt_key
+        self._place, self._config = f"data.task.path {task.path}", config
         make = load_user_object(task.path, "data.task.path", DataError)
         self._source: Any = _told(self._place, lambda: make(**task.options))
         self.name = task.path.rpartition(":")[2]
@@ -104,7 +105,8 @@ class UserRows:
                 f"{origin}: must be a dict with columns, got a {type(record).__name__}; see "
                 "docs/data.md"
             )
-        return to_row(dict(record), origin, uid, self._prompt_key)
+        layout = layout_of(record, self._config, origin, self.name)
+        return to_row(record, origin, uid, layout)
 
 
 def _told(origin: str, call: Callable[[], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -89,14 +89,13 @@ def make_evaluator(
     engine: Engine,
     file_of: Callable[[int], Path],
     rewards: Rewards,
+    held_out: PromptSet,
 ) -> Evaluator:
     """Held-out prompts, checked against the scorers.
 
     Raises:
-        DataError: the evaluation data is not usable.
         RewardError: a source has no scorer.
     """
-    held_out = evaluation_prompts(config.data, policy.tokenizer)
     check_positions(config, policy.path, policy.model, longest_prompt(config, held_out))
     rewards.check_sources(held_out.data_sources, held_out=True)
     return Evaluator(
@@ -134,7 +133,8 @@ def build(
     _check_prompts(config, policy, source, rewards)
     loader = PromptLoader(source, config.run.seed, config.data.shuffle)
     engine = placed.engine
-    evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin())
+    held_out = evaluation_prompts(config.data, policy.tokenizer)
+    evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin(), held_out)
     _time_engines(engine, tell)
     sampler = _make_sampler(config, policy, engine, loader, rewards, source, on_progress, tell)
     pending = PendingSteps()
@@ -172,7 +172,7 @@ def build(
         pending=pending,
         evaluate_before=config.evaluation.before and bool(evaluator.prompts),
         tell=tell,
-        notes=(*_notes(source), *kl_notes(config), *notices(config)),
+        notes=(*_notes(source, held_out, config), *kl_notes(config), *notices(config)),
     )
 
 
@@ -247,12 +247,18 @@ def keep_ledger(folder: RunFolder, step: int, sampled: StepGroups) -> None:
     write_ledger(folder, step, settled, len(sampled.returned))
 
 
-def _notes(source: PromptSource) -> list[str]:
-    if not isinstance(source, PromptSet):
-        return []
-    notes = [f"{source.size + source.filtered:,} rows of training data"]
-    if source.filtered:
-        notes.append(f"{source.filtered:,} left out: longer than data.max_prompt_tokens")
-    if source.cut:
-        notes.append(f"{source.cut:,} cut to data.max_prompt_tokens")
-    return ["; ".join(notes)]
+def _notes(source: PromptSource, held_out: PromptSet, config: Config) -> Iterator[str]:
+    """Say what was read, which columns were taken, and how many rows are left out and why."""
+    sets = {"training": source, "held-out": held_out}
+    for kind, found in sets.items():
+        if not isinstance(found, PromptSet) or not any((*found.layouts, found.filtered)):
+            continue
+        yield from (f"Data: {line}" for line in found.layouts)
+        limit = f"data.max_prompt_tokens={config.data.max_prompt_tokens}"
+        notes = [f"{found.size + found.filtered:,} rows of {kind} data"]
+        notes += [f"{found.filtered:,} left out: longer than {limit}"] if found.filtered else []
+        notes += [f"{found.cut:,} cut to {limit}"] if found.cut else []
+        most = config.evaluation.max_prompts
+        if kind == "held-out" and most is not None and most < found.size:
+            notes.append(f"the first {most:,} of the rest are asked (evaluation.max_prompts)")
+        yield ("Warning: " if 2 * found.filtered > found.size else "") + "; ".join(notes)

@@ -33,6 +33,7 @@ from winnow.config.reward import RewardConfig
 from winnow.config.rollout import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.trainer import LocalCluster, SyncMode, WholeModels
+from winnow.data.loader import evaluation_prompts
 from winnow.data.tokenizer import may_be_hub_name
 from winnow.errors import (
     CheckpointError,
@@ -158,7 +159,8 @@ def _evaluation(subject: Subject, console: Console, stop: ShutdownSignal) -> Rep
     print_report(report, console)
     if evaluator.left_out:
         console.print(
-            f"{evaluator.left_out:,} rows are left out: longer than data.max_prompt_tokens",
+            f"{evaluator.left_out:,} held-out rows are left out: longer than "
+            f"data.max_prompt_tokens={subject.config.data.max_prompt_tokens}",
             markup=False,
         )
     for line in (f"answers  {subject.answers}", f"figures  {subject.report}"):
@@ -178,7 +180,10 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
             engine = engine_of(config, policy, others())
             rewards = make_rewards(config, device, policy.decode, False)
             held.callback(rewards.close)
-            evaluator = make_evaluator(config, policy, engine, lambda _: subject.answers, rewards)
+            held_out = evaluation_prompts(config.data, policy.tokenizer)
+            evaluator = make_evaluator(
+                config, policy, engine, lambda _: subject.answers, rewards, held_out
+            )
         except ModelError as error:
             if config.evaluation.max_response_tokens is None:
                 raise
@@ -189,8 +194,9 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
             raise DataError(_NO_PROMPTS)
         _check_not_asked_twice(config.data, evaluator)
         console.print(Text(_title(subject, evaluator), style="bold"), soft_wrap=True)
-        if subject.note:
-            console.print(Text(subject.note), soft_wrap=True)
+        for line in (subject.note, *(f"Data: {line}" for line in held_out.layouts)):
+            if line:
+                console.print(Text(line), soft_wrap=True)
 
         async def ask() -> Evaluated:
             try:

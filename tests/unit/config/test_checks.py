@@ -20,6 +20,16 @@ POOL = "cluster.pools.a.per_node=2"
 # Overrides of the quickstart that contradict each other, what the line must say, and a way out.
 CASES = [
     (
+        ["data.columns.truth=none"],
+        ["data.columns.truth=none leaves", "reward.function.path=FILE.py"],
+        ["data.columns.truth=none", "reward.function.path=mine.py"],
+    ),
+    (
+        ["data.columns.prompt=a", "data.prompt_key=b"],
+        ["data.columns.prompt=a", "data.prompt_key=b", "leave data.prompt_key out"],
+        ["data.columns.prompt=a"],
+    ),
+    (
         ["rollout.n=1"],
         ["rollout.n=1", "sampling/filter=variance", "algorithm/advantage=grpo", "2 or more"],
         ["rollout.n=1", "sampling/filter=none"],

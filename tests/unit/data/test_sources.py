@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tests.examples import examples
 
+from winnow.config.data import DataConfig
 from winnow.data.sources import read_rows
 from winnow.errors import DataError
 
@@ -34,9 +36,9 @@ def without(key: str) -> dict[str, Any]:
     return {k: v for k, v in ROW.items() if k != key}
 
 
-def error_of(path: str, **arguments: str) -> str:
+def error_of(path: str, config: DataConfig | None = None) -> str:
     with pytest.raises(DataError) as caught:
-        read_rows([path], **arguments)
+        read_rows([path], config)
     return str(caught.value)
 
 
@@ -69,7 +71,8 @@ def test_parquet_and_json_lines_give_the_same_rows(write_jsonl: WriteJsonl, tmp_
 
 
 def test_a_bare_string_is_one_user_message(write_jsonl: WriteJsonl) -> None:
-    (row,) = read_rows([write_jsonl([{**without("prompt"), "ask": "1 + 1?"}])], prompt_key="ask")
+    path = write_jsonl([{**without("prompt"), "ask": "1 + 1?"}])
+    (row,) = read_rows([path], DataConfig(prompt_key="ask"))
     assert row.messages == ({"role": "user", "content": "1 + 1?"},)
 
 
@@ -134,9 +137,6 @@ BAD_ROWS = [
     ({**ROW, "images": ["a.png"]}, "images is set, but only text can be trained on; remove such "
      "rows"),
     ([1, 2], "must be an object with columns, got the list [1, 2]; write one JSON object a line"),
-    ({"question": "?", "answer": "no mark"}, "answer is the text 'no mark'; it must be a text with "
-     "the final answer after ####"),
-    ({"question": "", "answer": "#### 1"}, "question is an empty text; it must be a text"),
 ]  # fmt: skip
 
 
@@ -175,6 +175,30 @@ def test_an_unusable_file_is_named(name: str, content: bytes, message: str, tmp_
     assert found.startswith(f"{path}: {message}")
     assert "\n" not in found
     assert message[-1] != "(" or found.endswith("); download or write it again")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(ROW)}\n{json.dumps(ROW)}\n", encoding="utf-8-sig")
+    assert len(read_rows([str(path)])) == 2
+    path.write_bytes(json.dumps(ROW).encode() + b"\n\xef\xbb\xbf{}")
+    assert error_of(str(path)).startswith(f"{path} row 2: not valid JSON in UTF-8 (")
+
+
+def test_a_small_gzip_file_with_a_huge_line_is_refused_and_never_held_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(json.dumps(ROW).encode() + b"\n")
+        for _ in range(20):
+            file.write(bytes(16 << 20))
+    tracemalloc.start()
+    try:
+        message = error_of(str(path))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert message == f"{path} row 2: longer than 64 MiB; write one JSON object a line"
+    assert most < 200 << 20
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

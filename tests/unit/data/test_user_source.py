@@ -113,7 +113,10 @@ def test_a_row_that_is_too_long_gives_way_to_one_further_on(tmp_path: Path) -> N
         ("rows = lambda: 7", "returns a int, which has no rows by index; give it __getitem__("),
         ("rows = list", "has no rows; return at least one"),
         ("rows = lambda: [3]", "row 0: must be a dict with columns, got a int; see docs/data.md"),
-        ("rows = lambda: [{'prompt': '1'}]", "row 0: data_source is missing; it must be a name"),
+        (
+            "rows = lambda: [{'prompt': '1'}]",
+            "row 0: no known column holds the ground truth, of prompt; name the column",
+        ),
         (
             "rows = lambda: [{'data_source': 's', 'prompt': [], 'reward_model': "
             "{'ground_truth': 1}}]",

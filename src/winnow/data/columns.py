@@ -1,0 +1,197 @@
+r"""Recognition of the columns that hold prompt, ground truth and data source.
+
+| schema | prompt | ground truth |
+|---|---|---|
+| verl | `data.prompt_key` | `reward_model.ground_truth` |
+| GSM8K | `question` | `answer`, after its last `####` |
+| TRL | `prompt` | `solution` |
+| OpenRLHF | `input` | `label` |
+| others | `prompt`, `problem`, `question`, `input` or `messages` | `solution`, `answer`, `label`, |
+| | | `ground_truth` |
+
+Of a `solution` the last `\boxed{}` counts where it has one; beside a `problem` or a `question` an
+`answer` counts before the `solution`. `data.columns` names columns that nothing here knows. A data
+source comes from the column `data_source`, else from `data.default_source`, else it is named by the
+file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from winnow.config.data import DataConfig
+from winnow.errors import DataError
+
+Record = Mapping[str, Any]
+AFTER_MARK = "a text with the final answer after ####"
+VERL_TRUTH = "reward_model.ground_truth"
+_SOURCE = "data_source"
+_PROMPTS = ("problem", "question", "input", "messages")
+_TRUTHS = ("solution", "answer", "label", "ground_truth")
+_NAMES = {
+    ("prompt", "solution"): "TRL's columns",
+    ("input", "label"): "OpenRLHF's columns",
+}
+_KINDS = {str: "text", list: "list", dict: "object", int: "number", float: "number"}
+_BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of a file that hold prompt, ground truth and data source."""
+
+    name: str
+    """Of the schema, for the user."""
+    prompt: str
+    truth: str | None
+    """A column, or keys of objects joined by dots; None where rows have no ground truth."""
+    source: str | None
+    """None: all rows are of `default_source`."""
+    default_source: str | None = None
+    """Data source of rows whose column holds none."""
+    read: Callable[[str], str | None] | None = None
+    """Reads the ground truth out of a text."""
+    wanted: str = "what the scorer compares with"
+    """Says what the column of the truth must hold."""
+
+    def __str__(self) -> str:
+        truth = "no ground truth" if self.truth is None else f"ground truth from {self.truth}"
+        if self.truth == "solution" and self.read:
+            truth += " (its last \\boxed{} if it has one)"
+        source = f"data_source {self.default_source} for all"
+        source = f"data_source from {self.source}" if self.source else source
+        return f"{self.name}: prompt from {self.prompt}, {truth}, {source}"
+
+    def truth_of(self, record: Record, origin: str) -> Any:
+        """Return the ground truth of a record.
+
+        Raises:
+            DataError: it has none.
+        """
+        if self.truth is None:
+            return None
+        value = _value(record, self.truth)
+        if value is None and "." in self.truth and self.truth not in record:
+            parent, key = self.truth.rsplit(".", 1)
+            if not isinstance(found := _value(record, parent), dict):
+                raise wrong_field(origin, parent, found, f"an object with the key {key}")
+        if isinstance(value, str) and self.read is not None:
+            value = self.read(value)
+            if value is None:
+                raise wrong_field(origin, self.truth, _value(record, self.truth), self.wanted)
+        elif self.truth != VERL_TRUTH and type(value) in (int, float):
+            whole = isinstance(value, float) and value.is_integer()
+            value = str(int(value)) if whole else str(value)
+        if value is None or value == "":
+            raise wrong_field(origin, self.truth, value, self.wanted)
+        return value
+
+
+VERL = Layout("verl's schema", "prompt", VERL_TRUTH, _SOURCE)
+
+
+def layout_of(record: Record, config: DataConfig, origin: str, name: str) -> Layout:
+    """Recognise the columns of a file by its first record.
+
+    Args:
+        origin: names the record in messages.
+        name: data source of rows that have none.
+
+    Raises:
+        DataError: the columns are not known, or more than one may be meant.
+    """
+    columns, key = config.columns, config.prompt_key
+    source = columns.source or (_SOURCE if _SOURCE in record else None)
+    default = config.default_source or (None if source else name)
+    known = [column for column in _TRUTHS if column in record]
+    is_verl = VERL_TRUTH.partition(".")[0] in record or (_SOURCE in record and not known)
+    if not columns.truth and is_verl:
+        return Layout("verl's schema", columns.prompt or key, VERL_TRUTH, source, default)
+    prompt = columns.prompt or _one_of(record, (key, *_PROMPTS), origin, "prompt")
+    if columns.truth:
+        truth = None if columns.truth == "none" else columns.truth
+        return Layout("data.columns", prompt, truth, source, default)
+    if {"answer", "solution"} <= record.keys() and prompt in ("problem", "question"):
+        known.remove("solution")
+    truth = _one_of(record, tuple(known), origin, "truth")
+    if truth == "answer" and "####" in str(record[truth]):
+        default = config.default_source or (None if source else "gsm8k")
+        return Layout("GSM8K", prompt, truth, source, default, after_mark, AFTER_MARK)
+    read = _boxed_or_all if truth == "solution" else None
+    return Layout(_NAMES.get((prompt, truth), "columns"), prompt, truth, source, default, read)
+
+
+def _one_of(record: Record, names: tuple[str, ...], origin: str, part: str) -> str:
+    """Return the one of these columns that a record has."""
+    found = [name for name in dict.fromkeys(names) if name in record]
+    if len(found) == 1:
+        return found[0]
+    is_truth = part == "truth"
+    what = "ground truth" if is_truth else "prompt"
+    remedy = f"name the column: data.columns.{part}=COLUMN"
+    if found:
+        raise DataError(f"{origin}: {' and '.join(found)} may each hold the {what}; {remedy}")
+    has = ", ".join(_columns_of(record)) or "none"
+    none = " (none, where the reward needs none)" if is_truth else ""
+    raise DataError(f"{origin}: no known column holds the {what}, of {has}; {remedy}{none}")
+
+
+def _columns_of(record: Record, most: int = 8) -> list[str]:
+    """Return the names of a record's first columns, safe to print."""
+    names = ["".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)[:40]
+             for name in list(record)[:most]]  # fmt: skip
+    return [*names, "…"] if len(record) > most else names
+
+
+def _value(record: Record, path: str) -> Any:
+    """Return the value of a column, or of keys joined by dots within one; None without."""
+    if path in record:
+        return record[path]
+    value: Any = record
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def wrong_field(origin: str, name: str, value: Any, wanted: str) -> DataError:
+    """Word the error for a column that is missing or holds something else than is wanted."""
+    fault = "is missing" if value is None else f"is {kind_of(value)}"
+    return DataError(f"{origin}: {name} {fault}; it must be {wanted}")
+
+
+def kind_of(value: Any) -> str:
+    """Name a value's type and show the value, cut short."""
+    if isinstance(value, str | list | dict) and not value:
+        return f"an empty {_KINDS[type(value)]}"
+    shown = repr(value)
+    name = _KINDS.get(type(value), type(value).__name__)
+    return f"the {name} {shown if len(shown) <= 40 else shown[:37] + '...'}"
+
+
+def after_mark(answer: str) -> str | None:
+    """Return the final number of a GSM8K answer, after its last `####`; None without the mark."""
+    _, mark, final = answer.rpartition("####")
+    return final.strip().replace(",", "").replace("$", "") if mark else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Read the last `\boxed{…}` (or `\fbox{…}`, or `\boxed 5`) of a text; None without one."""
+    found = list(_BOX.finditer(text))
+    if not found:
+        return None
+    rest = text[found[-1].end() :].lstrip()
+    if not rest.startswith("{"):
+        return re.split(r"[\s$]", rest, maxsplit=1)[0]
+    depth = 0
+    for mark in re.finditer(r"(?<!\\)(?:\\\\)*([{}])", rest):
+        depth += 1 if mark.group(1) == "{" else -1
+        if depth == 0:
+            return rest[1 : mark.end() - 1].strip()
+    return None
+
+
+def _boxed_or_all(solution: str) -> str:
+    return last_boxed(solution) or solution.strip()
