@@ -44,7 +44,7 @@ class Layout:
     """The columns of a file that hold prompt, ground truth and data source."""
 
     name: str
-    """Of the schema, for the user."""
+    """Name of the schema, for the user."""
     prompt: str
     truth: str | None
     """A column, or keys of objects joined by dots; None where rows have no ground truth."""
