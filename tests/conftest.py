@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.examples import QUICK, THOROUGH
+from tests.hubs import Hub, serve_hub
 from tests.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -68,6 +69,13 @@ def signals_arrive() -> Iterator[None]:
     yield
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub that this process, and those it starts, take for the real one."""
+    with serve_hub(tmp_path, monkeypatch) as held:
+        yield held
 
 
 @pytest.fixture(scope="session")

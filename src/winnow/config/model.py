@@ -41,7 +41,13 @@ class ModelConfig(Section):
     """A Hugging Face folder with model and tokenizer."""
 
     path: str | None = None
-    """Folder (or hub name) of the model; null where a warm start makes one."""
+    """Folder of the model, URL of one (s3://, gs://, hdfs://, https://, file://), or hub name; null
+    where a warm start makes one."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub name; null is its main branch. A run keeps the commit."""
+    cache_dir: str | None = None
+    """Folder in which each machine keeps copies of models from URLs, such as /dev/shm/models for
+    its memory; null is WINNOW_MODEL_CACHE, WINNOW_CACHE/models or ~/.cache/winnow/models."""
     tokenizer: str | None = None
     """Folder of the tokenizer; null takes the model's own."""
     dtype: Dtype = "float32"
@@ -56,6 +62,18 @@ class ModelConfig(Section):
     """Run Python code that comes with the model folder."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+
+    @property
+    def source(self) -> str | None:
+        """The path, with its revision if there is one: NAME@REVISION."""
+        return self.path if self.revision is None else f"{self.path}@{self.revision}"
+
+    def conflicts(self) -> Iterator[str]:
+        if self.revision is not None and (self.path is None or "://" in self.path):
+            yield (
+                f"model.revision={self.revision} is of a model on the hub, and model.path="
+                f"{self.path or 'null'} is none; set model.revision=null, or model.path=OWNER/NAME"
+            )
 
 
 class ReferenceConfig(Section):

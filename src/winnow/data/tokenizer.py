@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from winnow.errors import ModelError
+from winnow.models.fetch import check_hub, local_folder, may_be_hub_name
 from winnow.types import IntArray
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def load_tokenizer(
 
     from winnow.models.causal_lm import quiet_transformers
 
-    folder = Path(path).expanduser()
+    here = local_folder(path, field)
+    folder = Path(here).expanduser()
     is_folder = folder.is_dir()
     if not is_folder and not may_be_hub_name(path):
         raise ModelError(
@@ -56,7 +58,7 @@ def load_tokenizer(
             "tokenizer's files from where the model comes from into it"
         )
     if not is_folder:
-        _check_hub(path, field)
+        check_hub(path, field)
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(
@@ -92,7 +94,9 @@ def stop_token_ids(
         ModelError: that file cannot be read.
     """
     ids = [cast(int, tokenizer.eos_token_id), *_listed(loaded)]
-    file = Path(model_path).expanduser() / "generation_config.json" if model_path else None
+    file = None
+    if model_path:
+        file = Path(local_folder(model_path)).expanduser() / "generation_config.json"
     if file is not None and file.is_file():
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
@@ -112,34 +116,6 @@ def stop_token_ids(
 def _listed(ids: Any) -> list[Any]:
     """Return the ids of `eos_token_id`, which may be one, several or none."""
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
-
-
-def _check_hub(name: str, field: str) -> None:
-    """Ask once whether there is such a model: transformers asks for a minute before it gives up."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
-    try:
-        cached = try_to_load_from_cache(name, "config.json")
-        is_known = isinstance(cached, str) or HfApi().repo_exists(name)
-    # Malformed names, offline mode, and the errors of whichever HTTP library is below.
-    except Exception as error:
-        reason = shorten(str(error), 200, placeholder=" …") or type(error).__name__
-        raise ModelError(
-            f"{field} {name}: no such folder, and the hub cannot be asked for it: "
-            f"{reason.rstrip('.')}; give a Hugging Face model folder"
-        ) from error
-    if not is_known:
-        raise ModelError(
-            f"{field} {name}: no such folder, and the hub has no such model; check the name"
-        )
-
-
-def may_be_hub_name(path: str) -> bool:
-    """Return whether a path is `name` or `owner/name`, and lies in no folder that is here."""
-    if path.startswith(("/", ".", "~")) or path.count("/") > 1 or "\\" in path:
-        return False
-    owner, slash, _ = path.partition("/")
-    return not (slash and Path(owner).is_dir())
 
 
 def decoder(

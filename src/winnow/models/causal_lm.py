@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
+from winnow.models.fetch import local_folder
 from winnow.observe.files import system_error
 
 if TYPE_CHECKING:
@@ -125,16 +126,24 @@ class Source:
     """A model's place, and the key of the recipe that names it."""
 
     path: str
+    """Its folder here, or a bare hub name."""
     field: str
+    given: str
+    """The recipe's word for it, which may be a URL."""
 
     def __str__(self) -> str:
-        return f"{self.field} {self.path}"
+        return f"{self.field} {self.given}"
 
 
 def find_model(path: str, field: str) -> Source:
-    """Return the place of a Hugging Face folder or hub name; a folder must have a config.json."""
-    folder = Path(path).expanduser()
-    where = Source(str(folder) if folder.is_dir() else path, field)
+    """Return the place of a Hugging Face folder, URL or hub name; it must have a config.json.
+
+    Raises:
+        ModelError: it has none, or cannot be fetched.
+    """
+    here = local_folder(path, field)
+    folder = Path(here).expanduser()
+    where = Source(str(folder) if folder.is_dir() else here, field, path)
     if folder.exists() and not (folder / "config.json").exists():
         raise ModelError(f"{where}: the folder has no config.json; give a Hugging Face folder")
     return where

@@ -198,7 +198,10 @@ def decode_of(tokenizer: str, trust_remote_code: bool) -> Callable[[Sequence[int
     """Return what turns token ids to text, special tokens included, of a tokenizer's folder."""
     from transformers import AutoTokenizer
 
-    read = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
+    from winnow.models.fetch import local_folder
+
+    folder = local_folder(tokenizer)
+    read = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return lambda ids: cast("str", read.decode(ids, skip_special_tokens=False))
 
 

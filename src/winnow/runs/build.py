@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts, t
 from winnow.data.prompts import PromptSet
 from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import Evaluator
+from winnow.models.fetch import MODEL_CACHE
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.ledger import write_ledger
@@ -43,7 +45,7 @@ LAG_OF_SCORERS_APART = 16
 
 
 def use_machine(config: Config, holds_model: bool = True) -> torch.device:
-    """Set the number of threads, and choose the device of this process.
+    """Set the number of threads and the cache of models, and choose the device of this process.
 
     Args:
         holds_model: else it is the CPU, and no GPU is asked for anything: they are for others.
@@ -51,6 +53,8 @@ def use_machine(config: Config, holds_model: bool = True) -> torch.device:
     Raises:
         ConfigError: run.device is cuda and there is none.
     """
+    if config.model.cache_dir is not None:
+        os.environ[MODEL_CACHE] = config.model.cache_dir
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     if config.run.device == "cpu" or not holds_model:

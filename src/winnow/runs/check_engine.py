@@ -143,13 +143,14 @@ def run_engine_check(config: Config, update: str | None) -> list[EngineFinding]:
     check_engine(config)
     device = use_machine(config)
     assert config.model.path is not None
-    policy = load_policy(config, config.model.path, device)
+    source = config.model.source or config.model.path
+    policy = load_policy(config, source, device)
 
     def witness(path: str) -> Witness:
         model = load_policy_model(config.model, path, device, config.run.seed)
         return Witness.of(config, policy, model)
 
-    own = witness(config.model.path)
+    own = witness(source)
     other = None if update is None else witness(update)
     if other is not None and _is_alike(own, other):
         raise ConfigError(

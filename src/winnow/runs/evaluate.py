@@ -34,7 +34,6 @@ from winnow.config.rollout import HttpEngineConfig, TorchEngineConfig, VllmEngin
 from winnow.config.root import Config
 from winnow.config.trainer import LocalCluster, SyncMode, WholeModels
 from winnow.data.loader import evaluation_prompts
-from winnow.data.tokenizer import may_be_hub_name
 from winnow.errors import (
     CheckpointError,
     ConfigError,
@@ -54,6 +53,7 @@ from winnow.evaluation.report import (
     watched,
 )
 from winnow.http.client import RemoteError
+from winnow.models.fetch import is_elsewhere, may_be_hub_name
 from winnow.observe.files import RunFolder, free_path, refusals_told, require_trust, write_atomic
 from winnow.rewards.routing import Router
 from winnow.rollout.engine import Engine, WeightUpdate
@@ -350,13 +350,16 @@ def subject_of(request: EvalRequest) -> Subject:
         )
     config = _recipe(request.recipe or DEFAULT_RECIPE, request.overrides)
     model = config.model.model_copy(update={"path": request.model})
+    source = model.source or request.model
     config, _ = _writing(_asking(request, config, model), True)
     answers, report = _places(request.out, None, path.absolute().name)
-    return Subject(request.model, request.model, config, 0, answers, report)
+    return Subject(source, source, config, 0, answers, report)
 
 
 def _is_run(path: Path, name: str) -> bool:
     """Tell a run from a model; a missing path is a model on the hub, or else taken for a run."""
+    if is_elsewhere(name):
+        return False
     if not path.exists():
         is_ours = name.endswith("/") or name.partition("/")[0] in ("runs", "evals")
         return is_ours or not may_be_hub_name(name)

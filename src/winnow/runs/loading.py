@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -10,16 +10,38 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from winnow.config.judge import SequenceClassifier
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.root import Config
 from winnow.data.prompts import PromptSet
 from winnow.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from winnow.errors import ModelError
 from winnow.models.causal_lm import ADAPTER_CONFIG, freeze, load_causal_lm, torch_dtype
+from winnow.models.fetch import local_folder
 from winnow.observe.rollouts import Decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def fetch_models(config: Config, tell: Callable[[str], None]) -> None:
+    """Fetch every model of a recipe that lies elsewhere, and say so, before anything is loaded.
+
+    Raises:
+        ModelError: one cannot be fetched.
+    """
+    named = {
+        "model.path": config.model.source,
+        "model.tokenizer": config.model.tokenizer,
+        "reference.path": config.reference.path,
+        "critic.path": config.critic.path,
+    }
+    if isinstance(config.reward.model, SequenceClassifier):
+        named["reward.model.path"] = config.reward.model.path
+        named["reward.model.tokenizer"] = config.reward.model.tokenizer
+    for field, path in named.items():
+        if path is not None:
+            local_folder(path, field, tell)
 
 
 def load_policy_model(
@@ -41,19 +63,20 @@ def load_policy_model(
     Raises:
         ModelError: model, adapter or frozen weights are not what the recipe says.
     """
+    given, path = path, local_folder(path)
     base = None
     if (Path(path) / ADAPTER_CONFIG).is_file():
         from winnow.models.lora import adapter_base, load_lora
 
-        base = adapter_base(Path(path), start or config.path)
+        base = adapter_base(Path(path), start or config.source)
     # Else what it started from would not be the model with the adapter switched off.
-    if base is not None and (path == config.path or not isinstance(config.adapter, LoraAdapter)):
+    if base is not None and (given == config.source or not isinstance(config.adapter, LoraAdapter)):
         raise ModelError(
-            f"model.path {path} is an adapter; merge it into its model first, as winnow export "
+            f"model.path {given} is an adapter; merge it into its model first, as winnow export "
             "does for a run, and give that"
         )
     dtype = torch_dtype(config.dtype)
-    model = load_causal_lm(base or path, dtype, device, config.trust_remote_code, hollow=hollow)
+    model = load_causal_lm(base or given, dtype, device, config.trust_remote_code, hollow=hollow)
     if base is not None:
         load_lora(model, Path(path))
     elif isinstance(config.adapter, LoraAdapter):

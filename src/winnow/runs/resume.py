@@ -33,6 +33,7 @@ from winnow.config.root import Config
 from winnow.config.rules import workers_of
 from winnow.config.schema import show
 from winnow.errors import CheckpointError, ConfigError
+from winnow.models.fetch import hub_commit, may_be_hub_name
 from winnow.observe.files import PARTIAL, RunFolder, disk_error, refusals_told
 from winnow.observe.jsonl import METRICS_FILE, MetricsLog
 from winnow.observe.rollouts import drop_rollouts_after
@@ -52,6 +53,7 @@ LOCK_FILE = ".lock"
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _MAY_DIFFER: dict[str, set[str]] = {
     "run": {"name", "description", "dir", "resume", "threads", "device"},
+    "model": {"cache_dir"},
     "warm_start": {"cache_dir"},
     "reward": {"workers", "processes"},
     # Who asks the judge, how fast, and where replies are kept.
@@ -81,6 +83,7 @@ _MAY_BE_MENDED: dict[str, set[str]] = {
 """Keys to change where a run stopped at its bound, at failing scorers, or at a judge that moved."""
 _NOTHING_YET = Manifest(step=-1, evaluated=False)
 _PYTHON_FILE = re.compile(r"(.+\.py)(:\w+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHOWN = 4
 _BEFORE_THE_START = {LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE}
 """Files of a run before there is anything to lose."""
@@ -200,6 +203,7 @@ def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
         if run.resume == "auto" and is_begun and CONFIG in names:
             held.enter_context(locked(named.path))
             return _continued(config, named, None)
+    config = _pinned(config)
     if named is None or is_begun or not names:
         named = RunFolder.create(run.dir, run.name, recipe)
     held.enter_context(locked(named.path))
@@ -236,22 +240,59 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
             "checkpoints"
         ) from error
     remedy = "set that back, or choose another run.name for a new run"
+    config, notes = _as_pinned(config, saved)
     _check_same(config, saved, folder.path, remedy)
     kept = config.model_copy(update={"run": saved.run})
     clean(folder.checkpoints)
     for partial in folder.path.glob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
-    checkpoint, notes = (wanted, []) if wanted is not None else newest_usable(folder.path)
+    checkpoint, faults = (wanted, []) if wanted is not None else newest_usable(folder.path)
+    notes += faults
     if checkpoint is None:
-        return Opened(
-            folder, kept, (f"{folder.path} has no checkpoint yet: starting at the beginning",)
-        )
+        notes.append(f"{folder.path} has no checkpoint yet: starting at the beginning")
+        return Opened(folder, kept, tuple(notes))
     manifest = verify(checkpoint)
     made_with = load_recipe(str(checkpoint.path / CONFIG))
     _check_same(config, made_with, checkpoint.path, "delete it, or put back this run's own")
     notes += code_notes(config, folder.path, manifest.code)
     notes.append(f"Continuing {folder.path} after step {checkpoint.step} of {config.trainer.steps}")
     return Opened(folder, kept, tuple(notes), checkpoint, manifest)
+
+
+def _pinned(config: Config) -> Config:
+    """Note the commit of a model on the hub, so that resuming takes no other.
+
+    Raises:
+        ModelError: there is no such model or revision, or it cannot be fetched.
+    """
+    path, revision = config.model.path, config.model.revision
+    is_here = path is None or "://" in path or Path(path).expanduser().exists()
+    if is_here and revision is None:
+        return config
+    if path is None or is_here or not may_be_hub_name(path):
+        if revision is None:  # no folder: its loader says so
+            return config
+        raise ConfigError(
+            f"model.revision={revision} is of a model on the hub, and model.path={path} is a "
+            "folder; set model.revision=null"
+        )
+    commit = hub_commit(f"{path}@{revision or 'main'}", "model.path")
+    return _with_revision(config, commit)
+
+
+def _as_pinned(config: Config, saved: Config) -> tuple[Config, list[str]]:
+    """Give a recipe that names a model's branch the commit that the run began with."""
+    was, now = saved.model.revision, config.model.revision
+    is_commit = now is not None and _COMMIT.fullmatch(now)
+    if was is None or is_commit or config.model.path != saved.model.path:
+        return config, []
+    note = f"{config.model.path} stays at revision {was}, which this run began with"
+    return _with_revision(config, was), [note] if now is not None else []
+
+
+def _with_revision(config: Config, commit: str) -> Config:
+    model = config.model.model_copy(update={"revision": commit})
+    return config.model_copy(update={"model": model})
 
 
 def _check_same(config: Config, saved: Config, path: Path, remedy: str) -> None:

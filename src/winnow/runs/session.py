@@ -15,6 +15,7 @@ from winnow import gc_tuning as heap
 from winnow.config.model import SftWarmStart
 from winnow.config.rollout import VarianceFilter
 from winnow.config.root import Config
+from winnow.config.trainer import LocalCluster
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.figures import duration
@@ -27,7 +28,7 @@ from winnow.observe.trace import TraceFile
 from winnow.runs.build import build, use_machine
 from winnow.runs.build_learner import needs_start
 from winnow.runs.checkpoint import checkpoints_in, load_state
-from winnow.runs.loading import load_policy
+from winnow.runs.loading import fetch_models, load_policy
 from winnow.runs.loop import Run, train
 from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped
 from winnow.runs.resume import Opened, opened_run
@@ -67,6 +68,7 @@ def run_training(
     seed_everything(config.run.seed)
     with opened_run(config, recipe) as opened, opened.folder.logging_to_file(), _errors_logged():
         folder = opened.folder
+        config = config.model_copy(update={"model": opened.config.model})  # at its commit
         heartbeat.folder(folder.path)
         sink = make_console(config.observe.console, console)
         _tell(sink, opened.notes or introduction(config, recipe, folder))
@@ -156,7 +158,7 @@ def _models(
     checkpoint, is_needed = opened.checkpoint, needs_start(config)
     if checkpoint is not None and not is_needed:
         return str(checkpoint.model), None, {}
-    began, start, figures = time.monotonic(), config.model.path, {}
+    began, start, figures = time.monotonic(), config.model.source, {}
     if isinstance(config.warm_start, SftWarmStart):
         from winnow.runs.warm_start import make_warm_start
 
@@ -164,6 +166,8 @@ def _models(
         start = str(make_warm_start(config, fresh, sink, heartbeat.beat))
         figures = {SFT_S: time.monotonic() - began}
     assert start is not None, "the configuration asks for a model or a warm start"
+    if isinstance(config.cluster, LocalCluster):  # elsewhere, each node fetches what it loads
+        fetch_models(config, sink.note)
     if checkpoint is not None:
         return str(checkpoint.model), start, {}
     return start, start if is_needed else None, figures

@@ -38,6 +38,7 @@ from winnow.data.tokenizer import decoder
 from winnow.errors import ConfigError
 from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import has_adapter, model_writer
+from winnow.models.fetch import MODEL_CACHE, local_folder
 from winnow.rewards.pipeline import Rewards
 from winnow.rollout.engine import Engine, WeightUpdate, load_custom_engine
 from winnow.rollout.torch_engine import TorchEngine
@@ -162,6 +163,8 @@ def launcher(config: Config, groups: WorkerGroups, trains: bool = True) -> Itera
     from winnow.workers.ray.group import start_ray
     from winnow.workers.ray.session import offers, ray_session, reserve
 
+    if config.model.cache_dir is not None:  # of each node; processes here inherit it
+        environment[MODEL_CACHE] = config.model.cache_dir
     variables = environment | cluster.environment
     with ray_session(cluster.address):
         # Not what this process sees: it may be on a node without, or kept from them.
@@ -440,7 +443,7 @@ def _engine_arguments(config: Config, policy: Policies, start: str | None) -> di
     """Return the arguments of an engine in a process of its own."""
     from winnow.models.lora import adapter_base
 
-    base = adapter_base(Path(policy.path), start or config.model.path)
+    base = adapter_base(Path(local_folder(policy.path)), start or config.model.source)
     return {
         "model": base or policy.path,
         "dtype": config.model.dtype,

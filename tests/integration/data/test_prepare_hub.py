@@ -4,123 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.hubs import COMMIT, Hub
 
 from winnow.data.prepare import Prepared, Request, download, prepare
 from winnow.data.published import with_dapo_instruction
 from winnow.data.sources import read_rows
 from winnow.errors import DataError
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MAIN = """
 from winnow.cli import main as cli
 from winnow.cli.data import app
 cli.app.add_typer(app, name="data")
 cli.main()
 """
-
-
-@dataclass
-class Hub:
-    """What the server holds, and what it was asked."""
-
-    repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    broken: set[str] = field(default_factory=set)
-    """Data sets that answer 500."""
-    gated: set[str] = field(default_factory=set)
-    asked: list[str] = field(default_factory=list)
-    url: str = ""
-
-
-def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0].strip("/")
-            hub.asked.append(f"{self.command} {path}")
-            parts = path.split("/")
-            if parts[:2] == ["api", "datasets"]:
-                self._listing("/".join(parts[2:4]), parts[5])
-            else:
-                self._file("/".join(parts[1:3]), parts[4], "/".join(parts[5:]))
-
-        do_HEAD = do_GET
-
-        def _listing(self, repo: str, revision: str) -> None:
-            if repo not in hub.repos:
-                self._answer(404, {"X-Error-Code": "RepoNotFound"})
-            elif repo in hub.broken:
-                self._answer(500, {})
-            elif repo in hub.gated:
-                self._answer(403, {"X-Error-Code": "GatedRepo"})
-            elif revision not in ("main", "v1", COMMIT):
-                self._answer(404, {"X-Error-Code": "RevisionNotFound"})
-            else:
-                files = [{"rfilename": name} for name in hub.repos[repo]]
-                body = {"id": repo, "sha": COMMIT, "siblings": files}
-                self._answer(200, {}, json.dumps(body).encode())
-
-        def _file(self, repo: str, revision: str, name: str) -> None:
-            content = hub.repos.get(repo, {}).get(name)
-            if content is None or revision != COMMIT:
-                self._answer(404, {"X-Error-Code": "EntryNotFound"})
-            else:
-                digest = hashlib.sha256(content).hexdigest()
-                self._answer(200, {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"'}, content)
-
-        def _answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    return Handler
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub that this process, and those it starts, take for the real one."""
-    from huggingface_hub import constants
-
-    held = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(held))
-    held.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    monkeypatch.setenv("HF_ENDPOINT", held.url)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    # Read when the library is imported, which may be long ago.
-    template = f"{held.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(constants, "ENDPOINT", held.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    yield held
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:
