@@ -52,7 +52,7 @@ def load_tokenizer(
         raise ModelError(
             f"{field} {path}: no such folder; give a Hugging Face model folder or a hub name"
         )
-    if is_folder and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if is_folder and not has_tokenizer(here):
         raise ModelError(
             f"{field} {path}: the folder has no tokenizer (such as tokenizer.json); copy the "
             "tokenizer's files from where the model comes from into it"
@@ -77,6 +77,11 @@ def load_tokenizer(
             "end; set eos_token in tokenizer_config.json"
         )
     return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def has_tokenizer(folder: str) -> bool:
+    """Return whether a folder has a tokenizer's files."""
+    return any((Path(folder).expanduser() / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def stop_token_ids(

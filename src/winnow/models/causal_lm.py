@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.models.fetch import local_folder
+from winnow.models.fetch import is_elsewhere, local_folder
 from winnow.observe.files import system_error
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def load_causal_lm(
     """Load a causal LM in evaluation mode, with Winnow's attention.
 
     Args:
-        path: a Hugging Face folder, or a hub name.
+        path: a Hugging Face folder, a URL, or a hub name; of an adapter's folder, the adapter is
+            merged into its model.
         field: the key of the recipe that gave `path`, for messages.
         hollow: leave the weights in their folder (`winnow.models.sharded_loading`).
 
@@ -109,7 +110,7 @@ def load_causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
-    where = find_model(path, field)
+    where = find_model(path, field, dtype, trust_remote_code)
     config = read_config(where, trust_remote_code)
     trust = {"trust_remote_code": trust_remote_code}
     build = partial(AutoModelForCausalLM.from_config, config, **trust)
@@ -118,6 +119,8 @@ def load_causal_lm(
     for name in _UNSUPPORTED_HEADS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ModelError(f"{where}: its config sets {name}, which the log-prob kernel lacks")
+    if is_elsewhere(path):  # an adapter of it names its place, not the copy's
+        model.name_or_path = path
     return settled(model, where, device)
 
 
@@ -135,14 +138,23 @@ class Source:
         return f"{self.field} {self.given}"
 
 
-def find_model(path: str, field: str) -> Source:
+def find_model(
+    path: str, field: str, dtype: torch.dtype, trust_remote_code: bool = False
+) -> Source:
     """Return the place of a Hugging Face folder, URL or hub name; it must have a config.json.
 
+    Args:
+        dtype: of the weights that an adapter's folder is merged to.
+
     Raises:
-        ModelError: it has none, or cannot be fetched.
+        ModelError: it has none, or cannot be fetched or merged.
     """
     here = local_folder(path, field)
     folder = Path(here).expanduser()
+    if (folder / ADAPTER_CONFIG).is_file():
+        from winnow.models.lora import merged_folder
+
+        return Source(str(merged_folder(folder, dtype, trust_remote_code)), field, path)
     where = Source(str(folder) if folder.is_dir() else here, field, path)
     if folder.exists() and not (folder / "config.json").exists():
         raise ModelError(f"{where}: the folder has no config.json; give a Hugging Face folder")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,13 +29,27 @@ from winnow.models.causal_lm import (
     add_files,
     failures_told,
     has_adapter,
+    load_causal_lm,
+    quiet_transformers,
     tokenizer_files,
 )
+from winnow.models.fetch import cache_root, local_folder
+from winnow.observe.files import atomic_folder, refusals_told
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_MORE = (
+    *("use_dora", "use_qalora", "modules_to_save", "fan_in_fan_out", "lora_bias"),
+    *(
+        "trainable_token_indices",
+        "target_parameters",
+        "layer_replication",
+        "alora_invocation_tokens",
+    ),
+)
+"""Options of peft that change more than linear layers, or these in another way."""
 _NAME = "default"
 _PEFT_PREFIX = "base_model.model."
 
@@ -48,6 +63,7 @@ def add_lora(model: PreTrainedModel, adapter: LoraAdapter, seed: int) -> None:
         ModelError: peft is not installed, or a target is no linear layer, or is the head.
     """
     targets = adapter.target_modules
+    base, _, revision = _base_name(model).partition("@")
     if not isinstance(targets, str):
         _check_targets(model, targets)
     config = _peft().LoraConfig(
@@ -57,7 +73,8 @@ def add_lora(model: PreTrainedModel, adapter: LoraAdapter, seed: int) -> None:
         target_modules=targets if isinstance(targets, str) else list(targets),
         use_rslora=adapter.rslora,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=_base_name(model),
+        base_model_name_or_path=base,
+        revision=revision or None,
     )
     _inject(model, config, seed)
 
@@ -69,6 +86,7 @@ def load_lora(model: PreTrainedModel, folder: Path) -> None:
         ModelError: peft is not installed, or the folder is damaged or of another model.
     """
     if not has_adapter(model):
+        _check_kind(folder)
         config = _peft().LoraConfig.from_pretrained(str(folder))
         config.inference_mode = False
         _inject(model, config, seed=0)
@@ -101,7 +119,8 @@ def adapter_base(folder: Path, instead: str | None = None) -> str | None:
     if not path.is_file():
         return None
     try:
-        base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        said = json.loads(path.read_text(encoding="utf-8"))
+        base, revision = said.get("base_model_name_or_path"), said.get("revision")
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is damaged: {error}; use another checkpoint") from error
     if not base:
@@ -110,7 +129,62 @@ def adapter_base(folder: Path, instead: str | None = None) -> str | None:
         if instead is None:
             raise ModelError(f"{folder} is an adapter of {base}, which is gone; put it back there")
         return instead
+    if revision and "://" not in base and not Path(base).is_dir():
+        return f"{base}@{revision}"
     return cast(str, base)
+
+
+def merged_folder(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Path:
+    """Return a model's folder in the cache that has a PEFT folder's adapter in its weights.
+
+    It is made once, for all processes of the node; other weights of either make another one.
+
+    Raises:
+        ModelError: adapter or base cannot be loaded, or the folder cannot be written.
+    """
+    from filelock import FileLock
+
+    base = adapter_base(folder)
+    assert base is not None
+    root = Path(local_folder(base))
+    told = [base, str(root), str(dtype)]
+    told += [
+        f"{p.name} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in sorted(root.glob("*.*"))
+    ]
+    digest = hashlib.sha256("\0".join(told).encode())
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        with failures_told(f"{folder}: cannot load its adapter", "use another one"):
+            digest.update((folder / name).read_bytes())
+    target = cache_root() / f"merged-{folder.name}-{digest.hexdigest()[:16]}"
+    with refusals_told(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.with_name(f".{target.name}.lock")):
+            if target.is_dir():
+                return target
+            model = load_causal_lm(base, dtype, torch.device("cpu"), trust_remote_code)
+            load_lora(model, folder)
+            merge(model)
+            with atomic_folder(target) as draft, quiet_transformers():
+                model.save_pretrained(draft)
+    return target
+
+
+def _check_kind(folder: Path) -> None:
+    """Refuse adapters that do more than add B A to linear layers.
+
+    Raises:
+        ModelError: this one does.
+    """
+    said = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    kind = said.get("peft_type")
+    found = [name for name in _MORE if said.get(name)]
+    found += ["bias"] if said.get("bias", "none") != "none" else []
+    if kind != "LORA" or found:
+        what = ", ".join(found) if kind == "LORA" else f"peft_type={kind}"
+        raise ModelError(
+            f"{folder}: its adapter has {what}, and only LoRA of linear layers can be trained or "
+            "merged here; merge it with peft (merge_and_unload), and give that folder"
+        )
 
 
 @contextlib.contextmanager

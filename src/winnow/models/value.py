@@ -55,7 +55,7 @@ def load_value_model(
     """
     from transformers.modeling_layers import GenericForTokenClassification
 
-    where = find_model(path, field)
+    where = find_model(path, field, dtype, trust_remote_code)
     model, loading = _load(where, GenericForTokenClassification, dtype, trust_remote_code, hollow)
     missing = set(loading["missing_keys"])
     architecture = (model.config.architectures or [""])[0]
@@ -86,7 +86,7 @@ def load_reward_model(
     """
     from transformers.modeling_layers import GenericForSequenceClassification
 
-    where = find_model(path, field)
+    where = find_model(path, field, dtype, trust_remote_code)
     model, loading = _load(where, GenericForSequenceClassification, dtype, trust_remote_code)
     check_weights(where, loading)
     return cast("PreTrainedModel", settled(model, where, device).requires_grad_(False))

@@ -48,6 +48,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E40
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from winnow.errors import PublicationError, WorkerError  # noqa: E402
+from winnow.models.causal_lm import find_model  # noqa: E402
 from winnow.rollout import vllm_plugin  # noqa: E402
 from winnow.rollout.draw import draw_arguments  # noqa: E402
 from winnow.rollout.engine import (  # noqa: E402
@@ -505,6 +506,7 @@ class VllmEngineWorker(EngineWorker):
         **options: Any,
     ) -> None:
         code = trust_remote_code
+        model = find_model(model, "model.path", getattr(torch, dtype), code).path
         llm = start_vllm(model, dtype=dtype, slots=slots, trust_remote_code=code, **options)
         shapes = meta_model(model, getattr(torch, dtype), code)
         decode = None if tokenizer is None else decode_of(tokenizer, code)

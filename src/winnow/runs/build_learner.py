@@ -31,6 +31,7 @@ from winnow.learning.learner import Learner, LearnerSettings
 from winnow.learning.policy import KlTerm, OldSource, Policy, PolicyObjective
 from winnow.learning.strategy import Strategy, lr_at
 from winnow.models.causal_lm import load_causal_lm, torch_dtype
+from winnow.runs.loading import is_adapter
 from winnow.runs.metrics import Passes
 
 if TYPE_CHECKING:
@@ -104,9 +105,9 @@ def make_learner(
         critic = Critic(others["critic"], ValueObjective(loss.clip, loss.aggregation, limit))
     reference = None
     if _needs_reference(config):
-        # With an adapter, unless another folder is named, the policy's own model without it.
-        reference = policy
-        if config.reference.path is not None or isinstance(config.model.adapter, NoAdapter):
+        # With a new adapter, unless another folder is named, the policy's own model without it.
+        reference, own = policy, config.reference.path
+        if own is not None or isinstance(config.model.adapter, NoAdapter) or is_adapter(start):
             frozen = _load(load_causal_lm, config, "reference", start, policy.device, mesh)
             reference = hold(frozen.requires_grad_(False), **readout)
     learner = Learner(

@@ -53,6 +53,7 @@ from winnow.evaluation.report import (
     watched,
 )
 from winnow.http.client import RemoteError
+from winnow.models.causal_lm import ADAPTER_CONFIG
 from winnow.models.fetch import is_elsewhere, may_be_hub_name
 from winnow.observe.files import RunFolder, free_path, refusals_told, require_trust, write_atomic
 from winnow.rewards.routing import Router
@@ -363,7 +364,7 @@ def _is_run(path: Path, name: str) -> bool:
     if not path.exists():
         is_ours = name.endswith("/") or name.partition("/")[0] in ("runs", "evals")
         return is_ours or not may_be_hub_name(name)
-    if (path / "config.json").is_file():
+    if any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         return False
     if not (path / CONFIG).is_file():
         raise WinnowError(

@@ -14,7 +14,7 @@ from winnow.config.judge import SequenceClassifier
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.root import Config
 from winnow.data.prompts import PromptSet
-from winnow.data.tokenizer import decoder, load_tokenizer, stop_token_ids
+from winnow.data.tokenizer import decoder, has_tokenizer, load_tokenizer, stop_token_ids
 from winnow.errors import ModelError
 from winnow.models.causal_lm import ADAPTER_CONFIG, freeze, load_causal_lm, torch_dtype
 from winnow.models.fetch import local_folder
@@ -68,13 +68,9 @@ def load_policy_model(
     if (Path(path) / ADAPTER_CONFIG).is_file():
         from winnow.models.lora import adapter_base, load_lora
 
-        base = adapter_base(Path(path), start or config.source)
-    # Else what it started from would not be the model with the adapter switched off.
-    if base is not None and (given == config.source or not isinstance(config.adapter, LoraAdapter)):
-        raise ModelError(
-            f"model.path {given} is an adapter; merge it into its model first, as winnow export "
-            "does for a run, and give that"
-        )
+        base = adapter_base(Path(path), _whole(start or config.source))
+    if not isinstance(config.adapter, LoraAdapter):
+        base = None  # an adapter is merged
     dtype = torch_dtype(config.dtype)
     model = load_causal_lm(base or given, dtype, device, config.trust_remote_code, hollow=hollow)
     if base is not None:
@@ -86,6 +82,32 @@ def load_policy_model(
     if config.freeze:
         freeze(model, config.freeze)
     return model
+
+
+def is_adapter(path: str | None) -> bool:
+    """Return whether a model's place holds an adapter alone, as a PEFT folder."""
+    return path is not None and (Path(local_folder(path)).expanduser() / ADAPTER_CONFIG).is_file()
+
+
+def start_notes(config: ModelConfig, start: str) -> list[str]:
+    """Say what becomes of an adapter that a run starts from."""
+    if not is_adapter(start):
+        return []
+    from winnow.models.lora import adapter_base
+
+    of = f"{start} is an adapter of {adapter_base(Path(local_folder(start)))}"
+    if isinstance(config.adapter, LoraAdapter):
+        return [f"{of}: it is trained on with its own rank and scale, not those of model.adapter"]
+    return [f"{of}: it is merged into a copy of that (model/adapter=lora would train it on)"]
+
+
+def _whole(path: str | None) -> str | None:
+    """Return the base of an adapter's folder; any other path as it is."""
+    if path is None or not is_adapter(path):
+        return path
+    from winnow.models.lora import adapter_base
+
+    return adapter_base(Path(local_folder(path)))
 
 
 @dataclass(frozen=True)
@@ -122,7 +144,10 @@ def load_policy(
     """
     given = config.model.tokenizer
     field = "model.tokenizer" if given else "model.path"
-    tokenizer = load_tokenizer(given or path, config.model.trust_remote_code, field)
+    source = given or path
+    if not given and is_adapter(path) and not has_tokenizer(local_folder(path)):
+        source = _whole(path) or path
+    tokenizer = load_tokenizer(source, config.model.trust_remote_code, field)
     model = load_policy_model(config.model, path, device, config.run.seed, start, hollow)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     embedded = cast(int, model.config.vocab_size)
@@ -137,7 +162,7 @@ def load_policy(
     generation = getattr(model, "generation_config", None)
     stop_ids = stop_token_ids(tokenizer, path, getattr(generation, "eos_token_id", None))
     decode = decoder(tokenizer)
-    return Policies(path, device, model, tokenizer, decode, vocabulary, stop_ids, given or path)
+    return Policies(path, device, model, tokenizer, decode, vocabulary, stop_ids, source)
 
 
 def check_finite(path: str, parameters: Iterable[tuple[str, Tensor]]) -> None:

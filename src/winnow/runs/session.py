@@ -28,7 +28,7 @@ from winnow.observe.trace import TraceFile
 from winnow.runs.build import build, use_machine
 from winnow.runs.build_learner import needs_start
 from winnow.runs.checkpoint import checkpoints_in, load_state
-from winnow.runs.loading import fetch_models, load_policy
+from winnow.runs.loading import fetch_models, load_policy, start_notes
 from winnow.runs.loop import Run, train
 from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped
 from winnow.runs.resume import Opened, opened_run
@@ -168,6 +168,7 @@ def _models(
     assert start is not None, "the configuration asks for a model or a warm start"
     if isinstance(config.cluster, LocalCluster):  # elsewhere, each node fetches what it loads
         fetch_models(config, sink.note)
+        _tell(sink, start_notes(config.model, start))
     if checkpoint is not None:
         return str(checkpoint.model), start, {}
     return start, start if is_needed else None, figures

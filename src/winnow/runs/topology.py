@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from winnow.config.judge import NoRewardModel, SequenceClassifier
+from winnow.config.model import LoraAdapter
 from winnow.config.rollout import (
     CustomEngine,
     HttpEngineConfig,
@@ -443,7 +444,9 @@ def _engine_arguments(config: Config, policy: Policies, start: str | None) -> di
     """Return the arguments of an engine in a process of its own."""
     from winnow.models.lora import adapter_base
 
-    base = adapter_base(Path(local_folder(policy.path)), start or config.model.source)
+    base = None
+    if isinstance(config.model.adapter, LoraAdapter):
+        base = adapter_base(Path(local_folder(policy.path)), start or config.model.source)
     return {
         "model": base or policy.path,
         "dtype": config.model.dtype,

@@ -9,12 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from tests.small_models import digits_folder
+from transformers import AutoModelForCausalLM
 
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
-from winnow.models.causal_lm import ADAPTER_CONFIG, has_adapter, load_causal_lm
+from winnow.models import fetch
+from winnow.models.causal_lm import (
+    ADAPTER_CONFIG,
+    has_adapter,
+    head_logits,
+    hidden_states,
+    load_causal_lm,
+    output_head,
+)
 from winnow.models.lora import (
     ADAPTER_WEIGHTS,
     adapter_base,
@@ -23,8 +34,11 @@ from winnow.models.lora import (
     add_lora,
     load_lora,
     merge,
+    merged_folder,
 )
-from winnow.runs.loading import load_policy_model
+from winnow.models.packed_attention import PackedLayout
+from winnow.models.sharded_loading import saved_weights
+from winnow.runs.loading import load_policy_model, start_notes
 
 CPU = torch.device("cpu")
 
@@ -129,12 +143,96 @@ def test_a_policy_goes_on_from_an_adapters_folder(base: Path, tmp_path: Path) ->
     assert all(bool((tensor == 1).all()) for _, tensor in adapter_weights(model))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {name for name, _ in model.named_parameters() if ".lora_" in name}
-    for section in (
-        ModelConfig(path=str(base)),
-        ModelConfig(path=str(adapter), adapter=LoraAdapter(rank=2)),
-    ):
-        with pytest.raises(ModelError, match=f"model.path {adapter} is an adapter; merge it"):
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WINNOW_MODEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetch, "_found", {})
+    return tmp_path / "cache"
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(3, 20)
+    layout = PackedLayout((17,), ids.device)
+    with torch.no_grad():
+        return head_logits(output_head(model), hidden_states(model, ids, torch.arange(17), layout))
+
+
+def peft_logits(adapter: Path) -> torch.Tensor:
+    """As peft itself computes them."""
+    base = AutoModelForCausalLM.from_pretrained(adapter_base(adapter))
+    with torch.no_grad():
+        found: Any = PeftModel.from_pretrained(base, adapter)(torch.arange(3, 20)[None])
+    return found.logits[0]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_run_may_start_from_an_adapters_folder(
+    base: Path, cache: Path, tmp_path: Path, elsewhere: bool
+) -> None:
+    adapter = adapter_of(base, tmp_path / "adapter", alpha=0.5)
+    path = f"file://{adapter}" if elsewhere else str(adapter)
+    expected = peft_logits(adapter)
+    goes_on = ModelConfig(path=path, adapter=LoraAdapter(rank=7))
+    model = load_policy_model(goes_on, path, CPU, seed=5)
+    assert all(bool((tensor == 1).all()) for _, tensor in adapter_weights(model))
+    assert {p.shape[0] for n, p in model.named_parameters() if "lora_A" in n} == {2}
+    torch.testing.assert_close(logits(model), expected)
+    assert "trained on with its own rank" in start_notes(goes_on, path)[0]
+    merged = ModelConfig(path=path)
+    for _ in range(2):
+        model = load_policy_model(merged, path, CPU, seed=5)
+        assert not has_adapter(model)
+        torch.testing.assert_close(logits(model), expected)
+    assert all(p.requires_grad for p in model.parameters())
+    assert "is merged into a copy" in start_notes(merged, path)[0]
+    assert len([*cache.glob("merged-*")]) == 1, "made once"
+    hollow = load_causal_lm(path, torch.float32, CPU, hollow=True)
+    rows = saved_weights(hollow)
+    assert rows is not None
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(rows.rows(name, slice(0, 16)), model.state_dict()[name])
+
+
+def test_merged_weights_follow_the_adapter_and_its_base(
+    base: Path, cache: Path, tmp_path: Path
+) -> None:
+    adapter = adapter_of(base, tmp_path / "adapter")
+    first = merged_folder(adapter, torch.float32)
+    assert merged_folder(adapter, torch.float32) == first
+    assert merged_folder(adapter, torch.bfloat16) != first
+    weights = load_file(adapter / ADAPTER_WEIGHTS)
+    save_file({n: 2 * tensor for n, tensor in weights.items()}, adapter / ADAPTER_WEIGHTS)
+    second = merged_folder(adapter, torch.float32)
+    assert second != first
+    digits_folder(base, initializer_range=0.5)
+    assert merged_folder(adapter, torch.float32) not in (first, second)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("use_dora", True), ("modules_to_save", ["lm_head"]), ("bias", "all"), ("peft_type", "IA3")],
+)
+def test_adapters_that_are_more_than_lora_are_refused(
+    base: Path, cache: Path, tmp_path: Path, option: str, value: object
+) -> None:
+    adapter = adapter_of(base, tmp_path / "adapter")
+    path = adapter / ADAPTER_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {option: value}))
+    for section in (ModelConfig(), ModelConfig(adapter=LoraAdapter())):
+        with pytest.raises(ModelError, match=rf"its adapter has {option}.*merge it with peft"):
             load_policy_model(section, str(adapter), CPU, seed=5)
+
+
+def test_an_adapter_names_its_base_on_the_hub_with_the_commit(base: Path, tmp_path: Path) -> None:
+    model = model_of(base)
+    model.name_or_path = "owner/digits@" + "0" * 40
+    add_lora(model, LoraAdapter(rank=2), seed=0)
+    adapter_writer(model, build_tokenizer())(dict(adapter_weights(model)), tmp_path / "adapter")
+    said = json.loads((tmp_path / "adapter" / ADAPTER_CONFIG).read_text())
+    assert (said["base_model_name_or_path"], said["revision"]) == ("owner/digits", "0" * 40)
+    assert adapter_base(tmp_path / "adapter") == model.name_or_path
 
 
 def test_parts_of_an_adapter_can_be_frozen(base: Path) -> None:
