@@ -90,8 +90,13 @@ class DataConfig(Section):
     default_source: str | None = Field(None, min_length=1)
     """Data source of rows that have none; null: gsm8k where the answers are GSM8K's, else the name
     of the file."""
-    chat_template: Literal["auto", "none"] = "auto"
-    """auto applies the tokenizer's chat template if it has one; none joins the contents."""
+    chat_template: str = "auto"
+    """auto applies the tokenizer's chat template if it has one; none joins the contents; else a
+    template in Jinja, or the file that holds it."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}."""
+    system_prompt: str | None = None
+    """Message of the system in front of every prompt, in the place of a row's own."""
     prompt_template: dict[str, str] = Field(default_factory=dict)
     """Text put around the last user message, by data source (case-insensitive, `*` for
     every source); `{prompt}` stands for the message."""
@@ -99,6 +104,10 @@ class DataConfig(Section):
     """Longest prompt in tokens."""
     overlong_prompts: Literal["filter", "error", "left", "right", "middle"] = "filter"
     """Fate of a longer prompt: leave the row out, stop, or cut it on that side."""
+    max_train_prompts: int | None = Field(None, ge=1)
+    """Take only so many rows, before the length limit: some by run.seed where data.shuffle is true,
+    else the first; of endless prompts the first so many, in epochs. evaluation.max_prompts is the
+    limit of held-out ones."""
     shuffle: bool = True
     """Reshuffle the rows in each epoch (seeded)."""
 

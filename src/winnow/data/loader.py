@@ -21,8 +21,8 @@ from winnow.types import IntArray, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SHUFFLE = 0x5EED_0DA7A
-"""Keeps the shuffles apart from other streams of the same seed."""
+_SHUFFLE, _CHOICE = 0x5EED_0DA7A, 0x5EED_0C401
+"""Keep shuffles and choices apart from other streams of the same seed."""
 
 
 class TaskRows(Protocol):
@@ -86,12 +86,25 @@ def training_prompts(
     renderer = PromptRenderer(tokenizer, config)
     rows = _task_rows(config, seed)
     if rows is not None:
-        if rows.size is None:
+        size = rows.size or config.max_train_prompts
+        if size is None:
             return GeneratedPrompts(rows, renderer)
-        return renderer.render([next(rows.candidates(index)) for index in range(rows.size)])
+        made = [next(rows.candidates(index)) for index in range(size)]
+        return renderer.render(_chosen(made, config, seed))
     if not config.train_files:
         raise DataError("data.train_files is empty and data/task=none; name the files to train on")
-    return renderer.render(read_rows(config.train_files, config))
+    return renderer.render(_chosen(read_rows(config.train_files, config), config, seed))
+
+
+def _chosen(rows: list[Row], config: DataConfig, seed: int) -> list[Row]:
+    """Take `data.max_train_prompts` of the rows, in their order."""
+    most = config.max_train_prompts
+    if most is None or most >= len(rows):
+        return rows
+    if not config.shuffle:
+        return rows[:most]
+    chosen = np.random.default_rng([seed, _CHOICE]).choice(len(rows), most, replace=False)
+    return [rows[index] for index in sorted(chosen)]
 
 
 def evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:

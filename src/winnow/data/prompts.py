@@ -6,16 +6,21 @@ around them all. A begin-of-sequence token appears once, whoever writes it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from winnow.config.data import DataConfig
-from winnow.data.sources import Row, said
+from winnow.data.sources import Row, excerpt, said
 from winnow.errors import ConfigError, DataError, ModelError
 from winnow.types import IntArray, Prompt
 
@@ -24,6 +29,14 @@ if TYPE_CHECKING:
 
 _PLACE = "{prompt}"
 _EVERY_SOURCE = "*"
+_IS_TEMPLATE = re.compile(r"\{[{%]")
+TEMPLATE_S = 5.0
+"""Seconds of CPU time in which a chat template must have rendered a prompt."""
+_FAULTS = (
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(RecursionError, MemoryError, TimeoutError),
+)
+"""Faults of a chat template beside its own errors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +90,10 @@ class PromptRenderer:
         self._tokenizer: Any = tokenizer
         self._config = config
         self._templates = _templates(config.prompt_template)
-        self._use_chat_template = config.chat_template == "auto" and bool(
-            self._tokenizer.chat_template
-        )
+        template = _chat_template(self._tokenizer, config)
+        self._use_chat_template = bool(template)
+        # Of several own ones the tokenizer chooses.
+        self._chat_template = None if config.chat_template == "auto" else template
         # Found by trying: not every tokenizer with a BOS token puts it in front.
         bos = self._tokenizer.bos_token_id
         adds_bos = bos is not None and self._tokenizer("a")["input_ids"][:1] == [bos]
@@ -116,8 +130,8 @@ class PromptRenderer:
 
     def _fitted(self, rows: Sequence[Row]) -> Iterator[tuple[int, Prompt | None]]:
         """Yield each row's length before the limit, and its prompt; None where it is left out."""
-        rows = [self._with_template(row) for row in rows]
-        texts = [self._text(row) for row in rows]
+        rows = [self._with_template(self._with_system(row)) for row in rows]
+        texts = self._texts(rows)
         limit, rule = self._config.max_prompt_tokens, self._config.overlong_prompts
         for row, text, ids in zip(rows, texts, self._encode(texts), strict=True):
             length = len(ids)
@@ -150,23 +164,54 @@ class PromptRenderer:
             "right or middle to cut them"
         )
 
+    def _texts(self, rows: Sequence[Row]) -> list[str]:
+        """Render the conversations; a template that does not end is stopped in the main thread."""
+        texts: list[str] = []
+        done = -1
+
+        def look(*_: object) -> None:
+            nonlocal done
+            if done == len(texts):
+                raise TimeoutError(f"it has not ended after {TEMPLATE_S:g} s")
+            done = len(texts)
+
+        with contextlib.ExitStack() as held:
+            is_main = threading.current_thread() is threading.main_thread()
+            if self._use_chat_template and is_main:
+                held.callback(signal.signal, signal.SIGVTALRM, signal.getsignal(signal.SIGVTALRM))
+                held.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
+                signal.signal(signal.SIGVTALRM, look)
+                signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_S, TEMPLATE_S)
+            for row in rows:
+                texts.append(self._text(row) if self._use_chat_template else row.text)
+        return texts
+
     def _text(self, row: Row) -> str:
-        if not self._use_chat_template:
-            return row.text
         from jinja2 import TemplateError
 
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in row.messages],
+                chat_template=self._chat_template,
                 tokenize=False,
                 add_generation_prompt=True,
+                **self._config.chat_template_kwargs,
             )
-        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+        except (TemplateError, *_FAULTS) as error:
+            is_own = self._config.chat_template != "auto"
+            whose = "data.chat_template" if is_own else "the tokenizer's chat template"
             raise ModelError(
-                f"{row.origin}: the tokenizer's chat template fails: {said(error)}; mend it, or "
-                "set data.chat_template=none"
+                f"{row.origin}: {whose} fails: {said(error)}; mend it, or set "
+                "data.chat_template=none"
             ) from error
         return cast(str, text)
+
+    def _with_system(self, row: Row) -> Row:
+        if self._config.system_prompt is None:
+            return row
+        rest = row.messages[1:] if row.messages[0]["role"] == "system" else row.messages
+        system = {"role": "system", "content": self._config.system_prompt}
+        return replace(row, messages=(system, *rest))
 
     def _with_template(self, row: Row) -> Row:
         template = self._templates.get(row.data_source.lower(), self._templates.get(_EVERY_SOURCE))
@@ -191,6 +236,34 @@ class PromptRenderer:
         )
         for ids in encoded["input_ids"]:
             yield ids if ids[:1] == self._bos else self._bos + ids
+
+
+def _chat_template(tokenizer: Any, config: DataConfig) -> str:
+    """Return the text of the chat template; empty where there is none.
+
+    Raises:
+        ConfigError: the file is not there, or a variable is not the template's.
+    """
+    template = config.chat_template
+    if template == "auto":
+        template = str(tokenizer.chat_template or "")
+    elif template == "none":
+        template = ""
+    elif not _IS_TEMPLATE.search(template):
+        try:
+            template = Path(template).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"data.chat_template {excerpt(template)}: {getattr(error, 'strerror', error)}; "
+                "give auto, none, a template in Jinja, or the file that holds it"
+            ) from error
+    for name in config.chat_template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name}: the chat template reads no variable of that "
+                "name; leave it out, or give another template in data.chat_template"
+            )
+    return template
 
 
 def _layouts(rows: Sequence[Row]) -> tuple[str, ...]:

@@ -260,6 +260,8 @@ def _notes(source: PromptSource, held_out: PromptSet, config: Config) -> Iterato
         yield from (f"Data: {line}" for line in found.layouts)
         limit = f"data.max_prompt_tokens={config.data.max_prompt_tokens}"
         notes = [f"{found.size + found.filtered:,} rows of {kind} data"]
+        if kind == "training" and config.data.max_train_prompts is not None:
+            notes[0] += " (data.max_train_prompts)"
         notes += [f"{found.filtered:,} left out: longer than {limit}"] if found.filtered else []
         notes += [f"{found.cut:,} cut to {limit}"] if found.cut else []
         most = config.evaluation.max_prompts

@@ -280,6 +280,8 @@ def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, 
             "max_response_tokens": config.rollout.max_response_tokens,
             "seed": config.run.seed,
             "chat_template": config.data.chat_template,
+            "chat_template_kwargs": config.data.chat_template_kwargs,
+            "system_prompt": config.data.system_prompt,
             # For comparisons to see a change of them.
             f"{SCORED}manager": config.reward.manager.name,
             f"{SCORED}judge": config.reward.judge.name,

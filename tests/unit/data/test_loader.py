@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,28 @@ def test_the_order_is_a_matter_of_the_seed_alone() -> None:
 def test_without_shuffling_prompts_come_in_the_order_of_their_rows() -> None:
     loader = PromptLoader(prompts(3), seed=3, shuffle=False)
     assert take(loader, 5) == ["f.jsonl:0", "f.jsonl:1", "f.jsonl:2", "f.jsonl:0", "f.jsonl:1"]
+
+
+def test_so_many_rows_are_taken_by_the_seed_or_the_first(
+    write_jsonl: Callable[..., str], generated: PromptSource
+) -> None:
+    path = write_jsonl([{"question": str(i), "answer": f"#### {i}"} for i in range(50)])
+
+    def taken(seed: int, **settings: Any) -> list[int]:
+        config = DataConfig(train_files=(path,), max_train_prompts=9, **settings)
+        found = training_prompts(config, TOKENIZER, seed)
+        return [int(found.prompt(i).ground_truth) for i in range(found.size or 0)]
+
+    assert taken(0, shuffle=False) == list(range(9))
+    assert taken(0) == taken(0) == sorted(set(taken(0)))
+    assert len(taken(0)) == 9
+    assert len({tuple(taken(seed)) for seed in range(5)}) == 5
+    assert {row for seed in range(40) for row in taken(seed)} == set(range(50))
+    limited = DataConfig(task=SortDigitsTask(), max_train_prompts=3)
+    of_a_task = training_prompts(limited, TOKENIZER, seed=1)
+    assert of_a_task.size == 3
+    first = [generated.prompt(i).uid for i in range(3)]
+    assert [of_a_task.prompt(i).uid for i in range(3)] == first
 
 
 def test_a_single_prompt_comes_again_and_again() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +130,66 @@ def test_a_chat_template_that_fails_is_named_with_the_row(template: str, reason:
     assert message.startswith(f"f.jsonl row 2: the tokenizer's chat template fails: {reason}")
     assert message.endswith("; mend it, or set data.chat_template=none")
     assert "\n" not in message
+
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+THINKS = CHAT + "{% if enable_thinking %}think{% endif %}"
+
+
+def test_variables_of_the_chat_template_and_a_system_prompt_reach_each_prompt() -> None:
+    tokenizer = train_bpe(TEXTS, chat=THINKS)
+    turns = ({"role": "system", "content": "rule"}, {"role": "user", "content": "a"})
+    asked = Row("f.jsonl:1", "f.jsonl row 1", "math", turns, "2")
+    on = {"chat_template_kwargs": {"enable_thinking": True}}
+    for settings, text in [
+        ({}, "<system>rule<user>a<assistant>"),
+        (on, "<system>rule<user>a<assistant>think"),
+        ({"system_prompt": "other"}, "<system>other<user>a<assistant>"),
+        ({"chat_template": "none", "system_prompt": "other"}, "other\na"),
+    ]:
+        assert render(tokenizer, asked, **settings).prompt(0).text == text
+    alone = render(
+        tokenizer, row(1, "a"), system_prompt="other", prompt_template={"*": "{prompt}!"}
+    )
+    assert alone.prompt(0).text == "<system>other<user>a!<assistant>"
+
+
+def test_a_chat_template_may_be_given_as_text_or_file(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("[{{ messages[-1].content }}]")
+    for given in (str(file), "[{{ messages[-1].content }}]"):
+        for tokenizer in (train_bpe(TEXTS), train_bpe(TEXTS, chat=CHAT)):
+            assert render(tokenizer, row(1, "a"), chat_template=given).prompt(0).text == "[a]"
+    for own, settings, message in [
+        (CHAT, {"chat_template": "none.jinja"}, "data.chat_template none.jinja: No such file or "
+         "directory; give auto, none, a template in Jinja, or the file that holds it"),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "data.chat_template_kwargs."
+         "enable_thinking: the chat template reads no variable of that name; leave it out, or give "
+         "another template in data.chat_template"),
+    ]:  # fmt: skip
+        assert error_of(ConfigError, train_bpe(TEXTS, chat=own), row(1, "a"), **settings) == message
+    message = error_of(ModelError, train_bpe(TEXTS), row(1, "a"), chat_template="{{ x.y }}")
+    assert message == (
+        "f.jsonl row 1: data.chat_template fails: 'x' is undefined; mend it, or set "
+        "data.chat_template=none"
+    )
+
+
+def test_a_chat_template_without_an_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("winnow.data.prompts.TEMPLATE_S", 0.05)
+    turn = "{% for i in range(99999) %}"
+    tokenizer = train_bpe(TEXTS, chat=turn + turn + turn + "{% endfor %}{% endfor %}{% endfor %}")
+    before = signal.getsignal(signal.SIGVTALRM)
+    message = error_of(ModelError, tokenizer, row(1, "a"), row(2, "b"))
+    assert message == (
+        "f.jsonl row 1: the tokenizer's chat template fails: it has not ended after 0.05 s; mend "
+        "it, or set data.chat_template=none"
+    )
+    assert signal.getsignal(signal.SIGVTALRM) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+    # Longer than the limit together, each of them short.
+    slow = train_bpe(TEXTS, chat="{% for i in range(30000) %}{% endfor %}a")
+    assert render(slow, *[row(i, "a") for i in range(150)]).size == 150
 
 
 DIGITS = build_tokenizer()
