@@ -192,6 +192,69 @@ def test_a_finished_run_says_so_and_changes_nothing(home: Home) -> None:
     assert differences(home.run("calm"), run) == []
 
 
+def test_a_finished_run_is_made_longer_and_each_change_is_told(home: Home) -> None:
+    flat = "optim.schedule=constant"
+    home.train("long", flat, "trainer.steps=3").check()
+    home.train("longer", flat, "trainer.steps=2").check()
+    said = home.train("longer", flat, "trainer.steps=3", "evaluation.every=1").check().out
+    assert "trainer.steps was 2 and is 3 from here on\n" in said
+    assert "evaluation.every was 3 and is 1 from here on\n" in said
+    model = "checkpoints/step-3/model/model.safetensors"
+    assert (home.run("longer") / model).read_bytes() == (home.run("long") / model).read_bytes()
+    shorter = home.train("longer", flat, "trainer.steps=1")
+    assert (shorter.code, shorter.err.count("\n")) == (2, 1)
+    assert "trainer.steps=1 is less than the 3 steps" in shorter.err
+
+
+def test_a_fork_that_changes_nothing_ends_as_its_origin(home: Home) -> None:
+    before = contents(home.run("calm"))
+    said = home.train("twin", "run.fork=runs/calm@4").check().out
+    assert f"Forked from runs/calm after step 4 of now {STEPS}" in said
+    assert differences(home.run("calm"), home.run("twin")) == []
+    assert contents(home.run("calm")) == before
+    assert yaml.safe_load((home.run("twin") / "config.yaml").read_text())["run"]["fork"] == (
+        "runs/calm@4"
+    )
+
+
+def test_a_fork_learns_by_its_own_settings_and_can_be_resumed(home: Home) -> None:
+    other = (
+        *("run.fork=runs/calm@4", "optim.lr=1e-3", "optim.schedule=constant"),
+        *("algorithm/policy_loss=cispo", "algorithm/kl/reward=fixed"),
+    )
+    said = home.train("own", *other).check().out
+    assert "optim.lr was 0.0004 and is 0.001\n" in said
+    rates = [record.get("actor/lr") for record in read_metrics(home.run("own") / "metrics.jsonl")]
+    assert rates[-2:] == [0.001, 0.001]
+    assert max(rate for rate in rates[:-2] if rate is not None) == 0.0004
+    # Killed before its first checkpoint, it has its origin's alone.
+    again = home.cut_off("own", "own-again", 4)
+    assert "Continuing runs/own-again after step 4" in home.train(again.name, *other).check().out
+    assert differences(home.run("own"), again) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["run.seed=1"], "run.seed was 0 and is 1"),
+        (["model.dtype=bfloat16"], "model.dtype was 'float32' and is 'bfloat16'"),
+        (["algorithm/advantage=gae"], "holds none; choose another"),
+        (["trainer.steps=4"], "leaves nothing to train after step 4"),
+        (["run.fork=runs/calm@99"], "has no checkpoint of step 99; there are: 1, 2,"),
+        (["run.fork=runs/nobody"], "run.fork=runs/nobody is neither a run's folder"),
+        (["rollout.n=6"], "groups under way, sampled by other settings: rollout.n was 4 and is 6"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_fork_that_the_state_cannot_hold_is_refused_and_leaves_no_folder(
+    settings: list[str], words: str, home: Home
+) -> None:
+    said = home.train("refused", "run.fork=runs/calm@4", *settings)
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    assert words in said.err
+    assert not home.run("refused").exists()
+
+
 def test_evaluation_leaves_no_trace_in_training(home: Home) -> None:
     home.train("unwatched", "evaluation.every=null", "evaluation.before=false").check()
     calm, unwatched = home.run("calm"), home.run("unwatched")

@@ -34,6 +34,9 @@ class RunConfig(Section):
     resume: str = "auto"
     """auto continues the run of that name if it is unfinished and its recipe the same; never
     starts a new one; a run's or checkpoint's folder is continued."""
+    fork: str | None = None
+    """Run that a new one goes on from: its weights, optimizer, place in the data and groups, at its
+    last checkpoint or that of RUN@STEP; settings that the state can hold may differ."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the data order, of sampling and of shuffles."""
     deterministic: bool = True

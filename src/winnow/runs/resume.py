@@ -8,6 +8,9 @@
 | a run's folder | that one | continued after its newest usable checkpoint |
 | a checkpoint's folder | the run it lies in | continued after that checkpoint |
 
+`run.fork` makes a new run that goes on from a copy of another's state (`recipe_changes` says how
+their recipes may differ). A start that is refused leaves no new folder.
+
 What is later than the checkpoint is dropped: lines of metrics, the ledger, rollouts, evaluations.
 It comes again, bit for bit.
 """
@@ -20,71 +23,42 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from winnow.config.load import differing_keys, dump_config, load_recipe
+from winnow.config.load import dump_config, load_recipe
 from winnow.config.root import Config
-from winnow.config.rules import workers_of
-from winnow.config.schema import show
-from winnow.errors import CheckpointError, ConfigError
+from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.models.fetch import hub_commit, may_be_hub_name
-from winnow.observe.files import PARTIAL, RunFolder, disk_error, refusals_told
+from winnow.observe.files import PARTIAL, RunFolder, disk_error, refusals_told, writing
 from winnow.observe.jsonl import METRICS_FILE, MetricsLog
-from winnow.observe.rollouts import drop_rollouts_after
+from winnow.observe.rollouts import drop_rollouts_after, rollout_files
 from winnow.runs.checkpoint import (
     CONFIG,
     Checkpoint,
     Manifest,
     checkpoints_in,
     clean,
+    find_checkpoint,
+    load_state,
     newest_usable,
     remove,
     verify,
 )
+from winnow.runs.recipe_changes import check_fork, check_same, forked_state
 
 LOCK_FILE = ".lock"
 """Its name in a run's folder. It stays there: a lock file that comes and goes can be held twice."""
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-_MAY_DIFFER: dict[str, set[str]] = {
-    "run": {"name", "description", "dir", "resume", "threads", "device"},
-    "model": {"cache_dir"},
-    "warm_start": {"cache_dir"},
-    "reward": {"workers", "processes"},
-    # Who asks the judge, how fast, and where replies are kept.
-    "reward.judge": {
-        *("api_key_env", "cache", "max_concurrent", "retries", "timeout_s"),
-        *("requests_per_minute", "tokens_per_minute"),
-    },
-    "rollout.engine": {
-        *("url", "token_env", "weights_folder"),
-        *("timeout_s", "reload_timeout_s", "restart_timeout_s"),
-    },
-    "sampling": {"stall_timeout_s"},
-    "trainer": {
-        *("save_every", "keep_last", "keep_every", "keep_best", "checkpoint_url"),
-        *("max_restarts", "stall_timeout_s"),
-    },
-    # A difference in ranks, as in threads, warns: `Opened.differences`.
-    "trainer.strategy": {"ranks", "replicas", "reshard_after_forward", "offload", "bucket_mb"},
-    "observe": {"console", "peak_tflops", "trace"},
-}
-"""Keys by section, beside those of `cluster`, on which no figure but times depends."""
-_MAY_BE_MENDED: dict[str, set[str]] = {
-    "reward": {"memory_mb", "timeout_s"},
-    "reward.judge": {"base_url"},
-    "sampling": {"max_groups_per_step", "on_bound"},
-}
-"""Keys to change where a run stopped at its bound, at failing scorers, or at a judge that moved."""
 _NOTHING_YET = Manifest(step=-1, evaluated=False)
 _PYTHON_FILE = re.compile(r"(.+\.py)(:\w+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SHOWN = 4
 _BEFORE_THE_START = {LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE}
 """Files of a run before there is anything to lose."""
 
@@ -103,6 +77,22 @@ class Opened:
     checkpoint: Checkpoint | None = None
     """The checkpoint to go on from; None starts at the beginning."""
     manifest: Manifest = _NOTHING_YET
+    forked: Config | None = None
+    """The recipe of the checkpoint, where that is still the one that the run was forked from."""
+    is_new: bool = False
+    """The folder was made by this start."""
+
+    def state(self, config: Config) -> dict[str, Any]:
+        """Read the state to go on from.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit the recipe of a fork.
+        """
+        assert self.checkpoint is not None
+        state = load_state(self.checkpoint)
+        if self.forked is None:
+            return state
+        return forked_state(config, self.forked, state, str(self.checkpoint.path))
 
     def is_finished(self, steps: int) -> bool:
         """Return whether nothing is left to do."""
@@ -178,13 +168,29 @@ def opened_run(config: Config, recipe: str) -> Iterator[Opened]:
     with contextlib.ExitStack() as held:
         with refusals_told(Path(config.run.dir)):
             opened = _opened(config, recipe, held)
-        yield opened
+            new = _files(opened.folder.path) if opened.is_new else None
+        try:
+            yield opened
+        except WinnowError as error:
+            path = opened.folder.path
+            if new is not None and error.exit_code == 2 and _files(path) <= new:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+
+
+def _files(folder: Path) -> set[Path]:
+    """List the files of a run that are worth keeping: those of before its start are not."""
+    found = {path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()}
+    kept = {path for path in found if path.parts[0] not in _BEFORE_THE_START}
+    metrics = Path(METRICS_FILE)
+    has_figures = metrics in found and (folder / metrics).stat().st_size > 0
+    return kept | {metrics} if has_figures else kept
 
 
 def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
     run, url = config.run, config.trainer.checkpoint_url
     if run.resume not in ("auto", "never"):
-        path, wanted = _asked_for(run.resume)
+        path, wanted = _asked_for("run.resume", run.resume)
         held.enter_context(locked(path))
         return _continued(config, RunFolder.open(path), wanted)
     named = None if run.name is None else RunFolder(Path(run.dir) / run.name)
@@ -203,20 +209,90 @@ def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
         if run.resume == "auto" and is_begun and CONFIG in names:
             held.enter_context(locked(named.path))
             return _continued(config, named, None)
-    config = _pinned(config)
+    origin = None if run.fork is None else _origin(config, run.fork)
+    config = _pinned(config) if origin is None else origin.config
     if named is None or is_begun or not names:
         named = RunFolder.create(run.dir, run.name, recipe)
     held.enter_context(locked(named.path))
     for name in names - {LOCK_FILE}:
         (named.path / name).unlink(missing_ok=True)
-    kept = config.model_copy(update={"run": run.model_copy(update={"resume": "auto"})})
+    fork = None if origin is None else f"{origin.run}@{origin.checkpoint.step}"
+    own = run.model_copy(update={"resume": "auto", "fork": fork})
+    kept = config.model_copy(update={"run": own})
+    if origin is not None:
+        with writing(named.path):
+            origin.copy(named)
     named.save_config(dump_config(kept))
-    return Opened(named, kept)
+    if origin is None:
+        return Opened(named, kept, is_new=True)
+    opened = _continued(kept, named, None)
+    return replace(opened, notes=origin.notes, is_new=True)
 
 
-def _asked_for(resume: str) -> tuple[Path, Checkpoint | None]:
-    """Find the run's folder that `run.resume` names, and the checkpoint if it is one's folder."""
-    given = Path(resume).expanduser()
+@dataclass(frozen=True)
+class _Origin:
+    """The checkpoint that a run is forked from."""
+
+    config: Config
+    """The recipe of the fork."""
+    run: Path
+    checkpoint: Checkpoint
+    notes: tuple[str, ...]
+
+    def copy(self, folder: RunFolder) -> None:
+        """Copy the run up to the checkpoint; files that never change are shared by links."""
+        origin = RunFolder(self.run)
+        for source in (origin.ledger, origin.rollouts, origin.evaluations):
+            for step, file in rollout_files(source):
+                if step <= self.checkpoint.step:
+                    (folder.path / source.name).mkdir(exist_ok=True)
+                    _link(file, folder.path / source.name / file.name)
+        shutil.copyfile(origin.metrics, folder.metrics)
+        target = folder.checkpoints / self.checkpoint.path.name
+        shutil.copytree(self.checkpoint.path, target, copy_function=_link)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """Make a file appear in a second place, as a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _origin(config: Config, fork: str) -> _Origin:
+    """Find the checkpoint that `run.fork` names, and check that its state fits the recipe.
+
+    Raises:
+        ConfigError: it names none, or the recipe is one of another model, data or optimizer.
+        CheckpointError: the checkpoint is damaged.
+    """
+    given, at, step = fork.rpartition("@")
+    if at and step.isdecimal():
+        run, wanted = _asked_for("run.fork", given)
+        wanted = find_checkpoint(run, int(step))
+    else:
+        run, wanted = _asked_for("run.fork", fork)
+    checkpoint, faults = (wanted, []) if wanted is not None else newest_usable(run)
+    if checkpoint is None:
+        raise ConfigError(f"run.fork={fork}: {run} has no checkpoint yet; name another run")
+    verify(checkpoint)
+    if config.trainer.steps <= checkpoint.step:
+        raise ConfigError(
+            f"trainer.steps={config.trainer.steps} leaves nothing to train after step "
+            f"{checkpoint.step} of {run}; set it to {checkpoint.step + 1} or more, or fork an "
+            "earlier step with run.fork=RUN@STEP"
+        )
+    made_with = load_recipe(str(checkpoint.path / CONFIG))
+    config, pinned = _as_pinned(config, made_with)
+    changes = check_fork(config, made_with, str(checkpoint.path))
+    began = f"Forked from {run} after step {checkpoint.step} of now {config.trainer.steps}"
+    return _Origin(config, run, checkpoint, (*faults, began, *pinned, *changes))
+
+
+def _asked_for(key: str, value: str) -> tuple[Path, Checkpoint | None]:
+    """Find the run's folder that a setting names, and the checkpoint if it is one's folder."""
+    given = Path(value).expanduser()
     path = given if len(given.parts) > 2 else given.absolute()
     own = [c for c in checkpoints_in(path.parent) if c.path == path]
     run = path.parent.parent
@@ -224,9 +300,10 @@ def _asked_for(resume: str) -> tuple[Path, Checkpoint | None]:
         return run, own[0]
     if (path / CONFIG).is_file():
         return given if given.name else path, None
+    remedy = "or auto or never" if key == "run.resume" else "or runs/NAME@STEP"
     raise ConfigError(
-        f"run.resume={resume} is neither a run's folder nor a checkpoint in one; "
-        "give runs/NAME or runs/NAME/checkpoints/step-N, or auto or never"
+        f"{key}={value} is neither a run's folder nor a checkpoint in one; "
+        f"give runs/NAME or runs/NAME/checkpoints/step-N, {remedy}"
     )
 
 
@@ -239,9 +316,12 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
             f"{folder.config} is damaged ({reason}); put back the config.yaml of one of the run's "
             "checkpoints"
         ) from error
-    remedy = "set that back, or choose another run.name for a new run"
+    remedy = (
+        "set that back, or choose another run.name for a new run (run.fork begins one from this "
+        "run's state)"
+    )
     config, notes = _as_pinned(config, saved)
-    _check_same(config, saved, folder.path, remedy)
+    changes = check_same(config, saved, str(folder.path), remedy)
     kept = config.model_copy(update={"run": saved.run})
     clean(folder.checkpoints)
     for partial in folder.path.glob(f"*{PARTIAL}"):
@@ -250,13 +330,21 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     notes += faults
     if checkpoint is None:
         notes.append(f"{folder.path} has no checkpoint yet: starting at the beginning")
-        return Opened(folder, kept, tuple(notes))
+        return Opened(folder, kept, (*notes, *changes))
     manifest = verify(checkpoint)
     made_with = load_recipe(str(checkpoint.path / CONFIG))
-    _check_same(config, made_with, checkpoint.path, "delete it, or put back this run's own")
+    forked = made_with if made_with.run.fork != kept.run.fork else None
+    if forked is None:
+        check_same(config, made_with, str(checkpoint.path), "delete it, or put back this run's own")
+    steps = config.trainer.steps
+    if steps < checkpoint.step:
+        raise ConfigError(
+            f"trainer.steps={steps} is less than the {checkpoint.step} steps that {folder.path} "
+            "has trained; give more, or go on from an earlier checkpoint with run.resume=FOLDER"
+        )
     notes += code_notes(config, folder.path, manifest.code)
-    notes.append(f"Continuing {folder.path} after step {checkpoint.step} of {config.trainer.steps}")
-    return Opened(folder, kept, tuple(notes), checkpoint, manifest)
+    notes += [f"Continuing {folder.path} after step {checkpoint.step} of {steps}", *changes]
+    return Opened(folder, kept, tuple(notes), checkpoint, manifest, forked)
 
 
 def _pinned(config: Config) -> Config:
@@ -293,25 +381,6 @@ def _as_pinned(config: Config, saved: Config) -> tuple[Config, list[str]]:
 def _with_revision(config: Config, commit: str) -> Config:
     model = config.model.model_copy(update={"revision": commit})
     return config.model_copy(update={"model": model})
-
-
-def _check_same(config: Config, saved: Config, path: Path, remedy: str) -> None:
-    """Refuse to go on from what lies at `path` with a recipe that gives other figures."""
-    changed = []
-    same_engines = workers_of(saved)["rollout"] == workers_of(config)["rollout"]
-    for key, was, now in differing_keys(saved, config):
-        if key == "rollout.engine.processes" and same_engines:
-            continue  # null, and the number that it stands for
-        section, _, name = key.replace("/", ".").rpartition(".")
-        allowed = _MAY_DIFFER.get(section, set()) | _MAY_BE_MENDED.get(section, set())
-        if name not in allowed and section.partition(".")[0] != "cluster":
-            changed.append(f"{key} was {show(was)} and is {show(now)}")
-    if not changed:
-        return
-    more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-    raise ConfigError(
-        f"{path} was trained with another recipe: {', '.join(changed[:_SHOWN])}{more}; {remedy}"
-    )
 
 
 def code_hashes(config: Config) -> dict[str, str]:

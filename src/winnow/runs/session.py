@@ -27,7 +27,7 @@ from winnow.observe.sinks import RunInfo, Sinks, UserSink
 from winnow.observe.trace import TraceFile
 from winnow.runs.build import build, use_machine
 from winnow.runs.build_learner import needs_start
-from winnow.runs.checkpoint import checkpoints_in, load_state
+from winnow.runs.checkpoint import checkpoints_in
 from winnow.runs.loading import fetch_models, load_policy, start_notes
 from winnow.runs.loop import Run, train
 from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped
@@ -44,6 +44,8 @@ from winnow.runs.topology import (
 from winnow.sampling.ledger import Ledger
 
 log = logging.getLogger(__name__)
+
+_FINISHED = "{} is finished: nothing to do (trainer.steps=N makes it longer, run.name a new run)"
 
 
 def run_training(
@@ -73,7 +75,7 @@ def run_training(
         sink = make_console(config.observe.console, console)
         _tell(sink, opened.notes or introduction(config, recipe, folder))
         if opened.is_finished(config.trainer.steps):
-            sink.note(f"{folder.path} is finished: nothing to do (a new run needs a new run.name)")
+            sink.note(_FINISHED.format(folder.path))
             _close(config, recipe, folder, console)
             return 0
         path, first, figures = _models(config, opened, fresh, sink, heartbeat)
@@ -179,7 +181,7 @@ def _resume(config: Config, opened: Opened, run: Run) -> None:
     seed_everything(config.run.seed)  # what was started since may have drawn
     checkpoint = opened.checkpoint
     if checkpoint is not None:
-        run.unfinished = run.state.restore(checkpoint, load_state(checkpoint))
+        run.unfinished = run.state.restore(checkpoint, opened.state(config))
         run.first_step = checkpoint.step + 1
         run.evaluate_before = False
 

@@ -117,12 +117,19 @@ def test_another_mode_is_another_recipe(modes: tuple[str, str], tmp_path: Path) 
     [
         *("observe.console=off", "run.threads=1", "trainer.save_every=3", "trainer.keep_last=7"),
         *("trainer.max_restarts=5", "trainer.stall_timeout_s=9", "sampling.on_bound=stop"),
-        "warm_start.cache_dir=elsewhere",
+        *("warm_start.cache_dir=elsewhere", "trainer.steps=9", "evaluation.every=1"),
+        *("evaluation.n=3", "observe.rollout_text_groups=1", "data.eval_files=[new.jsonl]"),
     ],
 )
 def test_keys_that_no_figure_depends_on_may_change(override: str, tmp_path: Path) -> None:
     run_to(tmp_path, 5)
-    assert open_again(recipe(tmp_path, override)).checkpoint is not None
+    opened = open_again(recipe(tmp_path, override))
+    assert opened.checkpoint is not None
+    key, _, value = override.partition("=")
+    told = [note for note in opened.notes if note.startswith(f"{key} was ")]
+    is_told = key != "run.threads"  # that is told with the machine
+    assert len(told) == is_told, opened.notes
+    assert all("is " in note and note.endswith("from here on") for note in told)
 
 
 def test_where_processes_are_and_how_many_train_may_change(tmp_path: Path) -> None:

@@ -1,0 +1,168 @@
+"""Settings that may change where a run goes on, and where another run is forked from it.
+
+| | on resuming | in a fork |
+|---|---|---|
+| steps, evaluation, saving, records, processes, paths of the rows | may change | may change |
+| rewards, losses, optimizer's numbers, engines, filters | refused | may change |
+| model, warm start, seed, rows and their form, strategy, commit order | refused | refused |
+
+Settings that groups under way depend on may change in a fork whose checkpoint holds none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from winnow.config.algorithm import GaeAdvantage, NoKl
+from winnow.config.load import differing_keys
+from winnow.config.root import Config
+from winnow.config.rules import workers_of
+from winnow.config.schema import show
+from winnow.errors import CheckpointError, ConfigError
+
+_SILENT = {"run.name", "run.description", "run.dir", "run.resume", "run.threads", "run.device"}
+"""Settings of a start, not of a run; threads and device are told with the machine."""
+_MAY_CHANGE: dict[str, set[str]] = {
+    "model": {"cache_dir"},
+    "warm_start": {"cache_dir"},
+    # The loader refuses other rows, and files in another order.
+    "data": {"train_files", "eval_files"},
+    "data.task": {"eval_problems"},
+    "reward": {"workers", "processes", "memory_mb", "timeout_s"},
+    # Who asks the judge, where, how fast, and where replies are kept.
+    "reward.judge": {
+        *("base_url", "api_key_env", "cache", "max_concurrent", "retries", "timeout_s"),
+        *("requests_per_minute", "tokens_per_minute"),
+    },
+    "rollout.engine": {
+        *("url", "token_env", "weights_folder"),
+        *("timeout_s", "reload_timeout_s", "restart_timeout_s"),
+    },
+    # A run that stopped at its bound asks for it.
+    "sampling": {"stall_timeout_s", "max_groups_per_step", "on_bound"},
+    "trainer": {
+        *("steps", "save_every", "keep_last", "keep_every", "keep_best", "checkpoint_url"),
+        *("max_restarts", "stall_timeout_s"),
+    },
+    # A difference in ranks, as in threads, warns: `Opened.differences`.
+    "trainer.strategy": {"ranks", "replicas", "reshard_after_forward", "offload", "bucket_mb"},
+}
+"""Keys by section, beside those of `_FREE`, on which no figure of a step depends but times."""
+_FREE = {"cluster", "evaluation", "observe"}
+"""Sections whose keys may all change."""
+_FORK_KEEPS = (
+    *("model.", "warm_start.", "data.", "critic.dtype", "run.seed"),
+    *("trainer.strategy.name", "sampling.commit"),
+)
+"""Beginnings of the keys that a fork takes over, but for what may always change and these."""
+_OF_NO_WEIGHT = {"model.trust_remote_code", "model.gradient_checkpointing", "model.fp32_head"}
+_OF_OPEN_GROUPS = {
+    *("rollout.n", "rollout.max_response_tokens", "rollout.stop", "trainer.mode.name"),
+    *("algorithm.advantage.name", "data.max_prompt_tokens"),
+}
+_SHOWN = 4
+
+
+def check_same(config: Config, saved: Config, what: str, remedy: str) -> list[str]:
+    """Refuse to go on with a recipe that gives other figures; return a line for each change.
+
+    Args:
+        saved: the recipe so far.
+        what: was trained with that, for the message.
+
+    Raises:
+        ConfigError: names the keys.
+    """
+    differing = list(_differing(config, saved))
+    _refuse([line for key, line in differing if not _may_change(key)], what, remedy)
+    lines = [f"{line} from here on" for key, line in differing if key not in _SILENT]
+    if config.trainer.steps != saved.trainer.steps and config.optim.schedule != "constant":
+        lines.append(
+            f"Warning: optim.schedule={config.optim.schedule} follows trainer.steps: the learning "
+            "rate goes on by its new course"
+        )
+    return lines
+
+
+def check_fork(config: Config, made_with: Config, what: str) -> list[str]:
+    """Refuse a fork whose recipe the state of a checkpoint cannot hold; return the changes.
+
+    Args:
+        made_with: the recipe of the checkpoint.
+
+    Raises:
+        ConfigError: names the keys.
+    """
+    differing = [(k, line) for k, line in _differing(config, made_with) if k != "run.fork"]
+    _refuse(
+        [line for key, line in differing if _is_kept(key)],
+        what,
+        "a fork takes over model, optimizer, data and groups: set that back, or start a new run",
+    )
+    if _has_critic(config) and not _has_critic(made_with):
+        raise ConfigError(
+            f"algorithm/advantage=gae learns a critic, and {what} holds none; choose another "
+            "advantage, or start a new run"
+        )
+    return [line for key, line in differing if key not in _SILENT]
+
+
+def forked_state(
+    config: Config, made_with: Config, state: Mapping[str, Any], what: str
+) -> dict[str, Any]:
+    """Return the state of a checkpoint as a fork goes on from it.
+
+    Raises:
+        CheckpointError: groups are under way in it that were sampled by other settings.
+    """
+    groups = state["sampler"]["ledger"]["groups"]
+    pending = len(state.get("pending", {}).get("steps", ()))
+    number = len(groups.open) + len(groups.qualified) + len(groups.failing)
+    changed = [line for key, line in _differing(config, made_with) if key in _OF_OPEN_GROUPS]
+    if changed and (number or pending):
+        held = f"{number} groups under way" if number else f"{pending} steps not learnt yet"
+        raise CheckpointError(
+            f"{what} holds {held}, sampled by other settings: {', '.join(changed)}; set that "
+            "back, or fork another step"
+        )
+    kl = config.algorithm.kl.reward
+    if kl == made_with.algorithm.kl.reward:
+        return dict(state)
+    # The KL's weight is part of the state, as it may adapt: another rule begins with its own.
+    advantage = {} if isinstance(kl, NoKl) else {"penalty": {"coef": kl.coef}}
+    return {**state, "learner": {**state["learner"], "advantage": advantage}}
+
+
+def _has_critic(config: Config) -> bool:
+    return isinstance(config.algorithm.advantage, GaeAdvantage)
+
+
+def _differing(config: Config, saved: Config) -> Iterator[tuple[str, str]]:
+    """Yield the keys that differ, each with a line that says how."""
+    same_engines = workers_of(saved)["rollout"] == workers_of(config)["rollout"]
+    for key, was, now in differing_keys(saved, config):
+        if key == "rollout.engine.processes" and same_engines:
+            continue  # null, and the number that it stands for
+        if key == "run.fork" and was is not None and now == was.rpartition("@")[0]:
+            continue  # the recipe names the run, the folder its checkpoint too
+        yield key.replace("/", "."), f"{key} was {show(was)} and is {show(now)}"
+
+
+def _may_change(key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    is_free = key.partition(".")[0] in _FREE
+    return is_free or key in _SILENT or name in _MAY_CHANGE.get(section, ())
+
+
+def _is_kept(key: str) -> bool:
+    return key.startswith(_FORK_KEEPS) and not _may_change(key) and key not in _OF_NO_WEIGHT
+
+
+def _refuse(changed: list[str], what: str, remedy: str) -> None:
+    if not changed:
+        return
+    more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    raise ConfigError(
+        f"{what} was trained with another recipe: {', '.join(changed[:_SHOWN])}{more}; {remedy}"
+    )
