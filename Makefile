@@ -40,7 +40,7 @@ PYTEST := OMP_NUM_THREADS=1 WINNOW_STRICT=$(if $(filter-out 0,$(STRICT)),1) $(BI
 VLLM_VENV := .venv-vllm
 VLLM := $(VLLM_VENV)/.installed-vllm
 
-.PHONY: help quickstart test test-vllm vllm unit size lint format install dev clean distclean
+.PHONY: help docs docs-serve quickstart test test-vllm vllm unit size lint format install dev clean distclean
 
 help: ## Show this list
 	@echo 'make quickstart   train a small model on this machine, from nothing'
@@ -48,6 +48,7 @@ help: ## Show this list
 	@echo 'make test-vllm    the tests of the vLLM engine, in .venv-vllm, which make vllm installs'
 	@echo 'make unit         the fast tests only'
 	@echo 'make size         lines of code a package, and the path of the quickstart'
+	@echo 'make docs         the site of the documentation, into site/ (docs-serve shows it live)'
 	@echo 'make lint         ruff, mypy and import-linter only'
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make install      .venv with what winnow needs; make dev adds the tools'
@@ -62,6 +63,13 @@ test: lint
 
 test-vllm: $(VLLM)
 	$(subst $(BIN)/,$(VLLM_VENV)/bin/,$(PYTEST)) tests/vllm tests/contract/test_engine.py
+
+docs: $(DEV)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo 'The site is in site/; open site/index.html, or: make docs-serve'
+
+docs-serve: $(DEV)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8000
 
 size: $(DEV)
 	$(BIN)/python -m benchmarks.size --imports --path quickstart
@@ -87,7 +95,7 @@ dev: $(DEV)
 vllm: $(VLLM)
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean

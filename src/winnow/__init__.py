@@ -1,6 +1,40 @@
 """Winnow trains language models by reinforcement learning from verifiable rewards.
 
-Nothing is imported here: `import winnow` stays instant, and each module imports what it needs.
+Nothing is imported here: `import winnow` stays instant, and each module imports what it needs. The
+names of `winnow.api` are found when they are asked for.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from winnow.api import (
+        LLM,
+        Completion,
+        RunRecord,
+        advantages,
+        load_config,
+        open_run,
+        score,
+        train,
+    )
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "Completion",
+    "RunRecord",
+    "advantages",
+    "load_config",
+    "open_run",
+    "score",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'winnow' has no attribute {name!r}")
+    from winnow import api
+
+    return getattr(api, name)

@@ -1,0 +1,62 @@
+"""Hooks of mkdocs: the page of all settings, made from the code, and links out of the site."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+_OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
+_HEAD = """# Every setting
+
+Made from the code, as `winnow train RECIPE --help-config PREFIX` prints it for a recipe. A key is
+given on the command line as `KEY=VALUE`, or in a recipe by its place in the tree. A variant, such
+as `algorithm/policy_loss=gspo`, is chosen as a whole; its keys exist where it is chosen.
+"""
+
+
+def settings_page() -> str:
+    """Write every key with type, default and meaning, a table for each section."""
+    from winnow.config.load import describe_config
+    from winnow.config.root import Config
+
+    lines, section = [_HEAD], ""
+    for row in describe_config(Config()):
+        name = re.split(r"[./]", row.key)[0]
+        if name != section:
+            section = name
+            lines += [
+                f"\n## {section}\n",
+                "| key | default | type | meaning |",
+                "|---|---|---|---|",
+            ]
+        only = f" *Only with `{row.variant}`.*" if row.variant else ""
+        cells = (f"`{row.key}`", f"`{row.default}`", row.type, f"{row.meaning}{only}")
+        lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Keep a text within one cell: bars end cells, and braces or brackets would be links."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the page of settings."""
+    files.append(File.generated(config, "settings.md", content=settings_page()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Name files of the repository that the site does not hold, instead of linking to them."""
+
+    def named(link: re.Match[str]) -> str:
+        if not (ROOT / link[2]).exists():
+            raise PluginError(f"docs/{page.file.src_path} links to {link[2]}, which is not there")
+        return f"{link[1]} (`{link[2]}` in the repository)"
+
+    return _OUTSIDE.sub(named, markdown)

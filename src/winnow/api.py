@@ -1,0 +1,371 @@
+"""Winnow from Python: `import winnow`, then `winnow.train`, `winnow.LLM`, `winnow.score`.
+
+What the command line does, for scripts and notebooks. Settings are those of recipes, in the same
+words: `winnow.train("gsm8k", ["model.path=FOLDER", "optim.lr=1e-6"])`. Nothing here needs an event
+loop, and all of it works where one is running already, as in a notebook.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from winnow.config.files import evaluation_recipe
+from winnow.config.load import dump_config, load_recipe, resolve_recipe
+from winnow.config.root import Config
+from winnow.errors import ConfigError, WinnowError
+from winnow.observe.files import RunFolder, free_path
+from winnow.observe.jsonl import read_metrics
+from winnow.types import FinishReason, FloatArray, IntArray, Prompt, Score
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from winnow.data.sources import Row
+
+T = TypeVar("T")
+
+load_config = load_recipe
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The files of a run that is under way or over, as Python reads them."""
+
+    path: Path
+
+    @property
+    def config(self) -> Config:
+        """The resolved recipe."""
+        return resolve_recipe(str(RunFolder.open(self.path).config))
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """Figures of each step, by name; step 0 is before the first update."""
+        return read_metrics(RunFolder.open(self.path).metrics)
+
+    def rollouts(self, step: int | None = None) -> pa.Table:
+        """Read the answers of a step, or of all steps: a row for each, with its fate and scores.
+
+        Raises:
+            WinnowError: that step has none.
+        """
+        from winnow.observe.rollouts import read_rollouts
+
+        folder = RunFolder.open(self.path)
+        return read_rollouts(folder.rollouts if step is None else folder.rollout(step))
+
+    @property
+    def model(self) -> Path:
+        """The folder of the newest checkpoint's model.
+
+        Raises:
+            WinnowError: the run has saved none yet.
+        """
+        from winnow.runs.checkpoint import find_checkpoint
+
+        return find_checkpoint(self.path, None).model
+
+
+def open_run(path: str | Path) -> RunRecord:
+    """Open the folder of a run.
+
+    Raises:
+        WinnowError: it holds none.
+    """
+    return RunRecord(RunFolder.open(path).path)
+
+
+def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> RunRecord:
+    """Train a recipe to its end, in a process of its own, as `winnow train` does.
+
+    What the run prints appears here. An interrupt (Ctrl-C, a notebook's stop) lets it save before
+    it is raised again; the same call with the same `run.name` goes on from there.
+
+    Args:
+        recipe: the name of a shipped recipe, a YAML file, or a configuration of `load_config`.
+        overrides: settings over the recipe's, in Hydra's grammar, such as `optim.lr=1e-6`.
+
+    Raises:
+        ConfigError: the recipe or a setting is wrong.
+        WinnowError: the run failed; its last lines say why.
+    """
+    with contextlib.ExitStack() as held:
+        if isinstance(recipe, Config):
+            folder = held.enter_context(tempfile.TemporaryDirectory(prefix="winnow-"))
+            text, recipe = dump_config(recipe), Path(folder) / "python.yaml"
+            recipe.write_text(text)
+        words = [str(recipe), *overrides]
+        config = load_recipe(str(recipe), overrides)
+        name = config.run.name
+        if name is None:
+            # Known here before the run says so.
+            name = free_path(Path(config.run.dir), Path(recipe).stem).name
+            words.append(f"run.name={name}")
+        child = subprocess.Popen(
+            [sys.executable, "-m", "winnow.cli.main", "train", *words], process_group=0
+        )
+        code = _wait(child)
+    if code:
+        raise WinnowError(f"the run ended with exit code {code}; its last lines say why")
+    return open_run(Path(config.run.dir) / name)
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """Wait for a run; the first interrupt lets it save, the second kills it."""
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        child.send_signal(signal.SIGINT)
+        try:
+            child.wait()
+        except KeyboardInterrupt:
+            child.kill()
+            child.wait()
+        raise
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """One answer to a prompt."""
+
+    text: str
+    token_ids: IntArray
+    """[L]"""
+    logprobs: FloatArray
+    """[L] nats, under softmax(logits / temperature), what was left out of a draw included."""
+    finish_reason: FinishReason
+    """stop, or length where `max_tokens` ended it."""
+
+
+class LLM:
+    """A model that writes answers, with the embedded rollout engine, in this process.
+
+    Example::
+
+        with winnow.LLM("runs/quickstart-1") as llm:
+            [[answer]] = llm.generate(["5391:"], temperature=0)
+
+    Args:
+        model: folder of a model or of a run (its newest checkpoint then), or a hub name.
+        overrides: settings, such as `model.dtype=bfloat16` or `rollout.engine.slots=64`.
+
+    Raises:
+        WinnowError: there is no such model, or it does not fit the settings.
+    """
+
+    def __init__(self, model: str | Path, overrides: Sequence[str] = ()) -> None:
+        from winnow.runs.build import use_machine
+        from winnow.runs.checkpoint import find_checkpoint
+        from winnow.runs.loading import load_policy
+        from winnow.runs.topology import make_engine
+
+        path, recipe = str(model), evaluation_recipe("default")
+        if (Path(model) / "config.yaml").is_file():
+            path = str(find_checkpoint(Path(model), None).model)
+            recipe = str(RunFolder(Path(model)).config)
+        self._config = resolve_recipe(recipe, overrides)
+        self._policy = load_policy(self._config, path, use_machine(self._config))
+        self._engine = make_engine(self._config, self._policy)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._asked = 0
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[Mapping[str, Any]]],
+        n: int = 1,
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+    ) -> list[list[Completion]]:
+        """Write n answers to each prompt; the same arguments give the same answers.
+
+        Args:
+            prompts: texts, or conversations of messages with `role` and `content`; the model's
+                chat template goes around both, if it has one.
+            max_tokens: `rollout.max_response_tokens` of the settings by default, and at most that.
+            temperature: 0 is greedy.
+            stop: strings that end an answer.
+
+        Raises:
+                WinnowError: a prompt is too long, this is closed, or the engine fails.
+        """
+        from winnow.data.prompts import PromptRenderer
+        from winnow.rollout.engine import SamplingParams, generate, group_request
+
+        if not self._thread.is_alive():
+            raise WinnowError("this LLM is closed; make another one")
+        limit = self._config.rollout.max_response_tokens
+        if max_tokens is not None and not 0 < max_tokens <= limit:
+            raise ConfigError(
+                f"max_tokens is {max_tokens}, but answers have 1 to {limit} tokens; give another, "
+                f"or LLM(…, ['rollout.max_response_tokens={max(max_tokens, 1)}'])"
+            )
+        rows = [self._row(number, prompt) for number, prompt in enumerate(prompts)]
+        data = self._config.data.model_copy(update={"overlong_prompts": "error"})
+        rendered = PromptRenderer(self._policy.tokenizer, data).render(rows).prompts
+        sampling = SamplingParams(
+            max_tokens or limit,
+            temperature,
+            top_p,
+            top_k,
+            stop_token_ids=self._policy.stop_ids,
+            stop=tuple(stop),
+        )
+        first, self._asked = self._asked, self._asked + len(rendered)
+        requests = [
+            group_request(first + i, prompt, dict.fromkeys(range(n)), sampling, seed, turn=i)
+            for i, prompt in enumerate(rendered)
+        ]
+        try:
+            found = self._run(generate(self._engine, requests))
+        except BaseException:
+            self._run(self._engine.abort([request.group_id for request in requests]))
+            self._run(self._engine.events())
+            raise
+        answers = (
+            Completion(self._policy.decode(t.token_ids), t.token_ids, t.logprobs, t.finish_reason)
+            for t in (found[request.group_id, i] for request in requests for i in range(n))
+        )
+        return [[next(answers) for _ in range(n)] for _ in requests]
+
+    def close(self) -> None:
+        """Release what the engine holds."""
+        if self._thread.is_alive():
+            self._run(self._engine.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @staticmethod
+    def _row(number: int, prompt: str | Sequence[Mapping[str, Any]]) -> Row:
+        from winnow.data.sources import Row
+
+        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return Row(f"prompts:{number}", f"prompts[{number}]", "python", tuple(map(dict, said)), "")
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def score(
+    answers: Sequence[str],
+    truth: Any,
+    *,
+    source: str | None = None,
+    function: str | None = None,
+    prompt: str = "",
+    extra_info: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+) -> list[Score]:
+    """Score answers to one prompt as a run would: same scorers, limits and sandbox.
+
+    Args:
+        truth: what the scorer compares with.
+        source: data source, which chooses the scorer, such as `math_dapo`; may be left out where a
+            function scores.
+        function: FILE.py or FILE.py:NAME with a reward function of yours.
+        extra_info: what the scorer gets beside the truth.
+        overrides: settings, such as `reward.timeout_s=2`.
+
+    Raises:
+        RewardError: nothing scores this source, or the function cannot be loaded. An answer whose
+            scoring fails is no error: `Score.error` says why.
+    """
+    import numpy as np
+
+    from winnow.runs.rewarding import make_rewards
+    from winnow.types import Segment, Trajectory
+
+    if isinstance(answers, str):
+        raise TypeError("answers is a text; give a list of texts")
+    if source is None and function is None:
+        raise ConfigError("score needs a source or a function, got neither; give one of them")
+    path, _, name = (function or "").partition(":")
+    words = [f"reward.function.path={path}"] if path else []
+    config = resolve_recipe(None, [*words, *([f"reward.function.name={name}"] if name else []),
+                                   "reward.on_failure=wrong", *overrides])  # fmt: skip
+    nothing: IntArray = np.zeros(0, np.int64)
+    extra = {"extra_info": dict(extra_info or {})}
+    asked = Prompt("python", nothing, prompt, source or "python", truth, extra)
+    silent = Trajectory((Segment(nothing, nothing.astype(np.float32), ()),), "stop")
+    with contextlib.closing(make_rewards(config, "cpu")) as rewards:
+        rewards.check_sources([asked.data_source])
+        rewards.check_prompt(asked)
+
+        async def all_scores() -> list[Score]:
+            given = (rewards.score(asked, silent, text, training=True) for text in answers)
+            return list(await asyncio.gather(*given))
+
+        return _off_the_loop(all_scores())
+
+
+def _off_the_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in a thread, since this one may have a loop already."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+def advantages(
+    rewards: Sequence[float], groups: Sequence[int], estimator: str = "grpo", **options: Any
+) -> list[float]:
+    """Return the advantage of each answer, by an estimator that needs rewards alone.
+
+    Args:
+        rewards: of the answers, [B].
+        groups: [B]; equal numbers are answers to one prompt.
+        estimator: as in a recipe's `algorithm/advantage`; `winnow.algorithms.advantages` has those
+            that need more than rewards.
+        options: the estimator's settings, over their defaults in recipes.
+
+    Raises:
+        ConfigError: there is no such estimator, it needs more, or an option is wrong.
+    """
+    import torch
+
+    from winnow.algorithms.advantages import ESTIMATORS, AdvantageInputs, estimate
+
+    words = [f"algorithm/advantage={estimator}"]
+    words += [f"algorithm.advantage.{key}={value}" for key, value in options.items()]
+    section = resolve_recipe(None, words).algorithm.advantage
+    found = ESTIMATORS.get(section.name)
+    if found is None or found.needs:
+        needs = " and ".join(sorted(found.needs)) if found else "code of its own"
+        raise ConfigError(
+            f"estimator={estimator} needs {needs} beside rewards; call it from "
+            "winnow.algorithms.advantages"
+        )
+    count, values = len(rewards), torch.tensor(rewards, dtype=torch.float64)
+    ones = torch.ones(count, dtype=torch.bool)
+    inputs = AdvantageInputs(
+        values, torch.tensor(groups), torch.arange(count + 1), ones, ones, values
+    )
+    samples = estimate(found, inputs, section.model_dump(exclude={"name"})).samples
+    return [float(value) for value in samples]

@@ -1,0 +1,256 @@
+"""docs/first_run.md typed as it stands, the notebook, and `import winnow` on the run they made."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+from benchmarks.kill import SETTINGS
+from nbclient import NotebookClient
+from tests.pages import ROOT, code_blocks, commands
+from tests.winnow_command import in_this_process
+
+import winnow
+from winnow.errors import ConfigError, DataError, RewardError, WinnowError
+
+SMALL = [
+    *(word for word in SETTINGS if "console" not in word),
+    *("trainer.steps=2", "trainer.save_every=1", "trainer.keep_last=null", "observe.console=plain"),
+]
+
+
+def wait_until(sign: Callable[[], bool]) -> None:
+    """Return once `sign` is true; fails after a minute."""
+    deadline = time.monotonic() + 60
+    while not sign():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which all of docs/first_run.md was typed, its training cut short."""
+    place = tmp_path_factory.mktemp("first")
+    page = (ROOT / "docs/first_run.md").read_text("utf-8")
+    for name, code in re.findall(r"`(\w+\.py)`.*?```python\n(.*?)^```", page, re.S | re.M):
+        (place / name).write_text(code)
+    for words in commands(page):
+        if words[0] == "train" and "quickstart" in words:
+            words = [*words, *SMALL]
+        elif words[0] == "train":
+            continue  # that with the reader's own model
+        if words[0] == "eval":
+            words = [word.replace("evaluation.n=16", "evaluation.n=2") for word in words]
+        words = ["1" if word == "10" else word for word in words]  # the step
+        in_this_process(*words, folder=place).check()
+    return place
+
+
+def test_the_first_run_works_as_written(place: Path) -> None:
+    for made in ("runs/first/curve.png", "runs/short", "after/report.json", "model/config.json"):
+        assert (place / made).exists(), made
+    assert len(list(place.rglob("manifest.json"))) == 4  # two steps of two runs
+
+
+def test_what_pages_show_in_python_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    page = (ROOT / "docs/reading_a_run.md").read_text("utf-8")
+    (shown,) = [text for kind, text in code_blocks(page) if kind == "python"]
+    exec(shown.replace("step=3", "step=2"), {})
+    (api, *_) = [
+        text
+        for kind, text in code_blocks((ROOT / "docs/python.md").read_text("utf-8"))
+        if kind == "python"
+    ]
+    given = {"run": winnow.open_run("runs/first")}
+    exec(api.replace("run = winnow.train", "(lambda *a: 0)"), given)
+    assert given["score"].accuracy in (0.0, 1.0)  # type: ignore[attr-defined]
+
+
+def test_the_notebook_runs(place: Path) -> None:
+    notebook = nbformat.read(ROOT / "examples/first_steps.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    words = ", ".join(f'"{word}"' for word in SMALL)
+    first = notebook.cells[1]
+    first.source = first.source.replace('"trainer.steps=8"', words)
+    for cell in notebook.cells[2:]:
+        cell.source = cell.source.replace("step=8", "step=2")
+    path = {"metadata": {"path": str(place)}}
+    NotebookClient(notebook, timeout=200, resources=path).execute()
+    *_, last = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    rewards, advantages = eval(last.outputs[-1]["data"]["text/plain"])
+    assert len(rewards) == len(advantages) == 4
+    assert (place / "runs/notebook/checkpoints/step-2").is_dir()
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> winnow.RunRecord:
+    """A run that is over."""
+    return winnow.open_run(place / "runs/first")
+
+
+@pytest.fixture(scope="module")
+def llm(run: winnow.RunRecord) -> winnow.LLM:
+    return winnow.LLM(run.path)
+
+
+def test_importing_winnow_imports_nothing_else() -> None:
+    program = "import sys, winnow; print([m for m in sys.modules if m.startswith('winnow')])"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert said.stdout.strip() == "['winnow']"
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        winnow.trian  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_runs_record_is_read(run: winnow.RunRecord) -> None:
+    assert [record["step"] for record in run.metrics][-1] == run.config.trainer.steps
+    assert run.rollouts(1).num_rows < run.rollouts().num_rows
+    assert (run.model / "config.json").is_file()
+    with pytest.raises(WinnowError, match="no rollouts at"):
+        run.rollouts(10_000)
+    with pytest.raises(WinnowError, match="is not a run's folder"):
+        winnow.open_run(run.path / "rollouts")
+
+
+def test_the_same_arguments_give_the_same_answers_in_any_company(llm: winnow.LLM) -> None:
+    both = llm.generate(["31:", "213:"], n=3, max_tokens=12)
+    assert [len(answers) for answers in both] == [3, 3]
+    again = llm.generate(["31:", "213:"], n=3, max_tokens=12)
+    assert [[c.text for c in answers] for answers in again] == [
+        [c.text for c in answers] for answers in both
+    ]
+    (fewer,) = llm.generate(["31:"], n=2, max_tokens=12)
+    assert [c.text for c in fewer] == [c.text for c in both[0][:2]]
+    other = llm.generate(["31:", "213:"], n=3, max_tokens=12, seed=1)
+    assert [[c.text for c in answers] for answers in other] != [
+        [c.text for c in answers] for answers in both
+    ]
+    for answer in (answer for answers in both for answer in answers):
+        assert answer.token_ids.shape == answer.logprobs.shape
+        assert len(answer.token_ids) <= 12
+        assert (answer.logprobs <= 0).all()
+
+
+def test_greedy_answers_are_alike_and_stop_strings_end_them(llm: winnow.LLM) -> None:
+    ((first, second),) = llm.generate(["213:"], n=2, temperature=0)
+    assert first.text == second.text
+    np.testing.assert_array_equal(first.logprobs, second.logprobs)
+    stop = first.text[2]
+    ((cut,),) = llm.generate(["213:"], temperature=0, stop=[stop])
+    assert cut.text == first.text[: first.text.index(stop) + 1]
+    assert cut.finish_reason == "stop"
+    ((short,),) = llm.generate([[{"role": "user", "content": "213:"}]], temperature=0, max_tokens=1)
+    assert (short.text, short.finish_reason) == (first.text[0], "length")
+
+
+def test_it_works_where_a_loop_runs_already(llm: winnow.LLM) -> None:
+    async def in_a_notebook() -> tuple[str, float]:
+        ((answer,),) = llm.generate(["21:"], temperature=0)
+        (score,) = winnow.score(["#12"], "12", source="sort_digits")
+        return answer.text, score.accuracy
+
+    assert asyncio.run(in_a_notebook())[1] == 1.0
+
+
+def test_prompts_that_do_not_fit_are_refused_and_the_engine_goes_on(llm: winnow.LLM) -> None:
+    with pytest.raises(DataError, match=r"prompts\[1\]: the prompt has"):
+        llm.generate(["21:", "1" * 5000 + ":"])
+    assert llm.generate([]) == []
+    with pytest.raises(ConfigError, match="max_tokens is 1000000, but answers have 1 to 48"):
+        llm.generate(["21:"], max_tokens=10**6)
+    assert llm.generate(["21:"])
+
+
+def test_an_engine_that_is_closed_is_closed(run: winnow.RunRecord) -> None:
+    with winnow.LLM(run.path) as llm:
+        llm.generate(["21:"], max_tokens=2)
+    llm.close()
+    with pytest.raises(WinnowError, match="is closed"):
+        llm.generate(["21:"])
+
+
+def test_scores_are_those_of_a_run(tmp_path: Path) -> None:
+    right, wrong = winnow.score(["Answer: 4", "5"], "4", source="math_dapo")
+    assert (right.reward, right.accuracy, wrong.reward, wrong.accuracy) == (1, 1, -1, 0)
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def longer(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if not solution_str: raise ValueError('nothing said')\n"
+        "    return {'score': len(solution_str) / extra_info['most'], 'acc': 0.5}\n"
+    )
+    function = f"{file}:longer"
+    half, failed = winnow.score(["ab", ""], None, function=function, extra_info={"most": 4})
+    assert (half.reward, half.accuracy) == (0.5, 0.5)
+    assert "nothing said" in failed.error
+    with pytest.raises(ConfigError, match="needs a source or a function"):
+        winnow.score(["x"], "y")
+    with pytest.raises(RewardError, match="no_such_source"):
+        winnow.score(["x"], "y", source="no_such_source")
+    with pytest.raises(TypeError, match="give a list"):
+        winnow.score("x", "y", source="math_dapo")
+
+
+def test_advantages_by_hand() -> None:
+    groups = [7, 7, 7, 2, 2]
+    assert winnow.advantages([1, 0, 0, 1, 1], groups, "rloo") == pytest.approx(
+        [1, -0.5, -0.5, 0, 0]
+    )
+    dr_grpo = winnow.advantages([1, 0, 0, 1, 1], groups, std_normalization="none")
+    assert dr_grpo == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0])
+    with pytest.raises(ConfigError, match="estimator=gae needs values"):
+        winnow.advantages([1.0], [0], "gae")
+    with pytest.raises(ConfigError, match=r"std_normalization must be one of"):
+        winnow.advantages([1.0], [0], std_normalization="some")
+
+
+def test_a_run_that_cannot_begin_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optim\.rl is no known key"):
+        winnow.train("quickstart", ["optim.rl=1"])
+    config = winnow.load_config("quickstart", [f"run.dir={tmp_path}", "run.name=x"])
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "mine.txt").touch()
+    with pytest.raises(WinnowError, match="exit code 2"):
+        winnow.train(config)
+
+
+def test_the_first_interrupt_lets_a_run_save_and_the_second_kills_it(tmp_path: Path) -> None:
+    program = (
+        "import signal, sys, time\n"
+        "def save(*_):\n"
+        "    open('told', 'w').close()\n"
+        "    time.sleep(float(sys.argv[1]))\n"
+        "    sys.exit(open('saved', 'w').close())\n"
+        "signal.signal(signal.SIGINT, save)\n"
+        "open('ready', 'w').close()\n"
+        "time.sleep(60)\n"
+    )
+    caller = (
+        "import subprocess, sys\n"
+        "from winnow.api import _wait\n"
+        "child = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], process_group=0)\n"
+        "print(child.pid, flush=True)\n"
+        "_wait(child)\n"
+    )
+    for seconds, signals, is_saved in ((0.2, 1, True), (60, 2, False)):
+        folder = tmp_path / str(signals)
+        folder.mkdir()
+        words = [sys.executable, "-c", caller, program, str(seconds)]
+        asking = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for mark in ("ready", "told")[:signals]:
+            wait_until((folder / mark).exists)
+            asking.send_signal(signal.SIGINT)
+        said, error = asking.communicate(timeout=60)
+        assert b"KeyboardInterrupt" in error
+        assert (folder / "saved").exists() == is_saved
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(said), 0)

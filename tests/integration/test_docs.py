@@ -1,0 +1,115 @@
+"""The pages of the documentation: each command is accepted, each link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+from tests.pages import PAGES, ROOT, commands
+
+from winnow.cli.main import app
+from winnow.config.files import evaluation_recipe
+from winnow.config.load import resolve_recipe
+from winnow.errors import WinnowError
+
+
+def refused(words: list[str]) -> str:
+    """What is wrong with a command; empty where it is accepted. Nothing is run."""
+    command: Any = typer.main.get_command(app)
+    context = command.make_context("winnow", list(words))
+    try:
+        while hasattr(command, "commands"):
+            words = [*context._protected_args, *context.args]
+            name, command, rest = command.resolve_command(context, words)
+            context = command.make_context(name, rest, parent=context)
+        given = context.params
+        if given.get("recipe") and "overrides" in given and not given.get("help_config"):
+            recipe = given["recipe"].replace("RECIPE", "quickstart")
+            if context.info_name == "eval":
+                recipe = evaluation_recipe(recipe)
+            elif recipe.endswith((".yaml", ".yml")):
+                recipe = "gsm8k"  # the reader's file
+            resolve_recipe(recipe, given["overrides"] or [])
+    except (WinnowError, typer.BadParameter.__base__) as error:  # type: ignore[misc]
+        return str(error) or repr(error)
+    return ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_is_accepted(page: Path) -> None:
+    faults = {shlex.join(words): refused(words) for words in commands(page.read_text("utf-8"))}
+    assert {command: fault for command, fault in faults.items() if fault} == {}
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["train quickstart optim.rl=1", "train quickstart --fesh", "evl x", "compare a", "train nope"],
+)
+def test_a_command_that_is_wrong_is_found(words: str) -> None:
+    assert refused(words.split())
+
+
+def test_commands_are_read_from_all_kinds_of_blocks() -> None:
+    page = "```sh\n.venv/bin/winnow a b  # c\n```\n\n    winnow c \\\n      d\n\n"
+    page += "```yaml\nwinnow: e\n```\n"
+    assert commands(page) == [["a", "b"], ["c", "d"]]
+    assert sum(len(commands(page.read_text("utf-8"))) for page in PAGES) > 40
+
+
+def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path))
+    build(config)
+    keys = (tmp_path / "settings/index.html").read_text("utf-8")
+    assert "rollout.max_response_tokens" in keys
+    assert "algorithm/policy_loss=gspo" in keys
+    assert "generate" in (tmp_path / "python/index.html").read_text("utf-8")
+
+
+def test_every_page_is_in_the_site_and_a_broken_link_is_found(tmp_path: Path) -> None:
+    named = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8"))
+    assert {p.name for p in PAGES} - {"README.md"} == set(named) - {"settings.md"}
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "index.md").write_text("[x](nowhere.md)\n")
+    text = {"docs_dir": str(docs), "nav": ["index.md"], "plugins": [], "hooks": []}
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"), **text)
+    with pytest.raises(Abort):
+        build(config)
+
+
+def test_the_examples_for_schedulers_hold_together() -> None:
+    examples = ROOT / "examples"
+    script = examples / "slurm/train.sbatch"
+    subprocess.run(["bash", "-n", script], check=True)
+    typed = re.search(r"winnow train \"\$@\" ([\s\S]*?) &\n", script.read_text())
+    assert typed is not None
+    text = re.sub(r"\$\(\([^)]*\)\)|\"?\$\w+\"?", "2", typed[1].replace("\\\n", " "))
+    text = text.replace('"2:2"', "h:2").replace('"slurm-2', "slurm").replace('"', "")
+    assert refused(["train", "dapo-math", *shlex.split(text)]) == ""
+
+    job = yaml.safe_load((examples / "kuberay/rayjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    program, *words = shlex.split(job["spec"]["entrypoint"])
+    assert program == "winnow"
+    assert refused(words) == ""
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    gpus = group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    asked = {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+    needed = int(asked["trainer.strategy.ranks"]) + int(asked["rollout.engine.processes"])
+    assert needed == group["replicas"] * int(gpus)
+
+    docker = (examples / "docker/Dockerfile").read_text()
+    copied = re.findall(r"^COPY (.*) \S+$", docker, re.MULTILINE)
+    assert all((ROOT / name).exists() for names in copied for name in names.split())
+    (extras,) = re.findall(r"'\.\[([\w,-]+)\]'", docker)
+    known = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert set(extras.split(",")) <= set(known)
