@@ -33,7 +33,7 @@ def refused(words: list[str]) -> str:
             context = command.make_context(name, rest, parent=context)
         given = context.params
         if given.get("recipe") and "overrides" in given and not given.get("help_config"):
-            recipe = given["recipe"].replace("RECIPE", "quickstart")
+            recipe = given["recipe"].replace("RECIPE", "gsm8k")
             if context.info_name == "eval":
                 recipe = evaluation_recipe(recipe)
             elif recipe.endswith((".yaml", ".yml")):
