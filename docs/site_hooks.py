@@ -45,6 +45,15 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
+def on_config(config: Any) -> Any:
+    """List pages that mkdocs.yml does not name at the end of the navigation."""
+    named = set(re.findall(r"[\w/]+\.md", str(config.nav)))
+    pages = (page.name for page in Path(config.docs_dir).glob("*.md"))
+    if more := sorted(set(pages) - named):
+        config.nav.append({"More": more})
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the page of settings."""
     files.append(File.generated(config, "settings.md", content=settings_page()))
