@@ -99,6 +99,15 @@ def prepare_file(tmp_path: Path) -> Callable[..., Prepared]:
 
 
 @pytest.fixture(scope="session")
+def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of trackio's runs: one a process, since trackio reads it while it is imported."""
+    folder = tmp_path_factory.mktemp("trackio")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Four processes in one gloo group, started when they are first asked."""
     with Ranks(4) as made:

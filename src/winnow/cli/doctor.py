@@ -22,6 +22,7 @@ import typer
 
 from winnow import __version__
 from winnow.config.reward import SandboxConfig
+from winnow.config.root import TRACKER_SECTIONS
 from winnow.errors import RewardError
 
 _GIB = 1 << 30
@@ -30,13 +31,14 @@ _LEAST_FREE = 2 * _GIB
 _LEAST_MEMORY = 2 * _GIB
 _DISTRIBUTION = "winnow-rl"
 """Name on the package index, where `winnow` is another project."""
-_NOT_FOR_USERS = {"all", "dev", "browser"}
+_NOT_FOR_USERS = {"all", "dev", "browser", "trackers"}
 _PURPOSE = {
     "ray": "many machines",
     "peft": "LoRA",
     "reasoning-gym": "procedural tasks",
     "vllm": "rollout/engine=vllm on GPUs",
     "serve": "winnow sandbox serve, winnow reward serve",
+    **{str(name): f"observe.trackers=[{name}]" for name in TRACKER_SECTIONS},
 }
 
 

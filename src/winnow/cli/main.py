@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -18,7 +19,7 @@ from winnow.cli.data import app as data_app
 from winnow.cli.ledger import app as ledger_app
 from winnow.cli.reward import app as reward_app
 from winnow.cli.sandbox import app as sandbox_app
-from winnow.errors import WinnowError
+from winnow.errors import ConfigError, WinnowError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -231,6 +232,28 @@ def doctor(
 
 
 @app.command()
+def metrics(
+    part: Annotated[str, typer.Argument(help="Beginning of the names, such as actor.")] = "",
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Write the page docs/metrics.md.")
+    ] = False,
+) -> None:
+    """List every figure that a run records: unit, meaning, and verl's name for it."""
+    from winnow.observe.metric_names import as_markdown, every_metric
+
+    if markdown:
+        typer.echo(as_markdown(), nl=False)
+        return
+    found = [row for row in every_metric() if row.name.startswith(part)]
+    if not found:
+        parts = ", ".join(dict.fromkeys(row.name.partition("/")[0] for row in every_metric()))
+        raise ConfigError(f"no figure's name begins with {part!r}; the parts are {parts}")
+    for row in found:
+        unit, verl = f" [{row.unit}]" if row.unit else "", f"; verl: {row.verl}" if row.verl else ""
+        typer.echo(f"{row.name}{unit}\n    {row.meaning}{verl}")
+
+
+@app.command()
 def recipes() -> None:
     """List the shipped recipes."""
     from winnow.config.files import available_recipes, evaluation_recipes
@@ -259,6 +282,7 @@ def _supervise(config: Config, words: list[str], folder: str | None) -> NoReturn
 
 def _train(config: Config, recipe: str, fresh: bool, heartbeat: int | None) -> None:
     """Train in this process, and end with the exit code of what stopped it."""
+    began = time.monotonic()
     from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped, outlive_readers
 
     outlive_readers()
@@ -268,7 +292,8 @@ def _train(config: Config, recipe: str, fresh: bool, heartbeat: int | None) -> N
             with heap.growing():
                 from winnow.runs.session import run_training
 
-            code = run_training(config, recipe, fresh, _console(), stop, Heartbeat(heartbeat))
+            beats = Heartbeat(heartbeat)
+            code = run_training(config, recipe, fresh, _console(), stop, beats, began)
     except Stopped as stopped:
         print(f"winnow: stopped by {stopped.reason}", file=sys.stderr)
         code = stopped.exit_code
@@ -311,10 +336,12 @@ def main() -> None:
     os.environ.setdefault(*_CALM_THREADS)
     heap.leave_at_exit()
     code = _run()
-    if code == _INTERRUPTED:
+    sinks = sys.modules.get("winnow.observe.sinks")
+    hangs = sinks is not None and sinks.hangs()
+    if code == _INTERRUPTED or hangs:
         from winnow.workers.threads import end_process
 
-        end_process(code)
+        end_process(code, at_once=hangs)
     sys.exit(code)
 
 

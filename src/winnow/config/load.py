@@ -27,6 +27,7 @@ from winnow.config.schema import (
     allowed,
     defaults,
     find,
+    is_names,
     is_section,
     is_table,
     is_text,
@@ -198,6 +199,7 @@ class Tree:
 
     def lay(self, settings: Sequence[Setting]) -> None:
         """Lay what one file, or the whole command line, sets over the values."""
+        settings = [each for setting in settings for each in self._options_apart(setting)]
         # Choices before values, so that each key meets the variants chosen in the end; outer unions
         # first, as an inner one may belong to the variant chosen for the outer.
         outer_first = sorted(settings, key=lambda s: len(s.path) - (s.path[-1] == "name"))
@@ -205,6 +207,20 @@ class Tree:
         for setting in settings:
             if setting not in choices:
                 self._set(setting)
+
+    def _options_apart(self, setting: Setting) -> Iterator[Setting]:
+        """Take the options out of a list of names: `[{name: wandb, mode: offline}]` names wandb,
+        and sets `mode` in the section wandb beside the list."""
+        path, entries, place, *_ = setting
+        is_list = isinstance(entries, list) and is_names(find(self.values, path).field)
+        names = []
+        for entry in entries if is_list else ():
+            named = isinstance(entry, dict) and isinstance(entry.get("name"), str)
+            names.append(entry["name"] if named else entry)
+            for key, value in _leaves(entry) if named else ():
+                if key != ("name",):
+                    yield Setting((*path[:-1], entry["name"], *key), value, place)
+        yield setting._replace(value=names) if is_list else setting
 
     def _choose(self, setting: Setting) -> bool:
         """Choose the variant that a setting names; False where it is no choice."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
 from winnow.config.algorithm import AlgorithmConfig
-from winnow.config.base import Options, Section, UserObject
+from winnow.config.base import Options, SecretError, Section, UserObject
 from winnow.config.data import DataConfig
 from winnow.config.model import ModelConfig, NoWarmStart, ReferenceConfig, WarmStart
 from winnow.config.reward import RewardConfig
@@ -65,8 +66,98 @@ class CustomSink(Section):
     """Keyword arguments passed to the class."""
 
 
+class TrackingConfig(Section):
+    """The names that a run has in all its trackers, what they show of it, and how long they may
+    take."""
+
+    project: str = Field("winnow", min_length=1)
+    """Project (wandb, trackio, swanlab) or experiment (mlflow)."""
+    name: str | None = Field(None, min_length=1)
+    """Name of the run there; null is the name of the run's folder."""
+    group: str | None = Field(None, min_length=1)
+    """Group of runs, such as the seeds of one setting."""
+    tags: tuple[str, ...] = ()
+    """Labels of the run."""
+    answers: int = Field(8, ge=0)
+    """Rows of each table of sample answers (prompt, answer, parts, score), of those whose text the
+    run keeps; 0 sends none."""
+    answers_every: int = Field(10, ge=1)
+    """Steps between tables of training answers; held-out ones come with each evaluation."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Seconds that a tracker, or a sink of your own, may take for one record before it is given
+    up; the run does not wait for it meanwhile."""
+    close_s: float = Field(60.0, gt=0)
+    """Seconds at the end of the run in which all of them together may send what is left."""
+
+
+class TensorboardConfig(Section):
+    """Options of the tracker tensorboard (winnow-rl[tensorboard])."""
+
+    dir: str | None = Field(None, min_length=1)
+    """Folder that holds a folder of events for each run; null is trackers/ in the run's own."""
+
+
+class WandbConfig(Section):
+    """Options of the tracker wandb (winnow-rl[wandb]); the key comes from `wandb login` or
+    WANDB_API_KEY."""
+
+    mode: Literal["online", "offline"] | None = None
+    """offline writes to the run's folder for `wandb sync`; null is WANDB_MODE, else online."""
+    entity: str | None = Field(None, min_length=1)
+    """User or team; null is your default one."""
+
+
+class MlflowConfig(Section):
+    """Options of the tracker mlflow (winnow-rl[mlflow]); user and password come from
+    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+
+    uri: str | None = Field(None, min_length=1)
+    """Address of the tracking server or data base; null is MLFLOW_TRACKING_URI, else a data base
+    in run.dir/mlflow."""
+
+    @field_validator("uri")
+    @classmethod
+    def _without_password(cls, value: str | None) -> str | None:
+        if value is not None and "@" in urlsplit(value).netloc:
+            raise SecretError(
+                "must hold no user and password (set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD)"
+            )
+        return value
+
+
+class TrackioConfig(Section):
+    """Options of the tracker trackio (winnow-rl[trackio]); local runs lie in TRACKIO_DIR."""
+
+    space_id: str | None = Field(None, min_length=1)
+    """Space on the Hugging Face hub that shows the runs, NAME or OWNER/NAME; null keeps them on
+    this machine."""
+    private: bool | None = None
+    """Make a new Space private; null is your organization's default."""
+
+
+class SwanlabConfig(Section):
+    """Options of the tracker swanlab (winnow-rl[swanlab]); the key comes from `swanlab login` or
+    SWANLAB_API_KEY."""
+
+    mode: Literal["online", "offline"] | None = None
+    """offline writes to the run's folder for `swanlab sync`; null is SWANLAB_MODE, else online."""
+    workspace: str | None = Field(None, min_length=1)
+    """User or organization; null is your default one."""
+
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
+TRACKER_SECTIONS: dict[TrackerName, type[Section]] = {
+    "tensorboard": TensorboardConfig,
+    "wandb": WandbConfig,
+    "mlflow": MlflowConfig,
+    "trackio": TrackioConfig,
+    "swanlab": SwanlabConfig,
+}
+
+
 class ObserveConfig(Section):
-    """Console, metrics.jsonl and rollouts."""
+    """Console, metrics.jsonl, rollouts and trackers."""
 
     console: Literal["auto", "plain", "off"] = "auto"
     """A live table on a terminal and one line a step elsewhere (auto), always lines (plain), or
@@ -78,10 +169,33 @@ class ObserveConfig(Section):
     """Write trace.json, a timeline of who did what and who waited, for chrome://tracing and
     ui.perfetto.dev; at most 32 MiB."""
     peak_tflops: float | None = Field(None, gt=0)
-    """Peak of the device in TFLOP/s, for model FLOP utilisation; null leaves that out."""
+    """Peak of a device in TFLOP/s, for model FLOP utilisation; null takes that of a known GPU in
+    model.dtype, and leaves it out elsewhere."""
     sinks: tuple[CustomSink, ...] = ()
     """Sinks of your own that get every record beside metrics.jsonl, such as
-    [{path: mine.py:Wandb, options: {project: x}}]."""
+    [{path: mine.py:Table, options: {file: x}}]."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Trackers that get curves, the recipe and sample answers, each in a thread of its own: names,
+    also with options, as in [tensorboard,{name: wandb, mode: offline}]; docs/trackers.md."""
+    tracking: TrackingConfig = TrackingConfig()
+    """The names, samples and time limits that all trackers share."""
+    tensorboard: TensorboardConfig = TensorboardConfig()
+    """Options of that tracker."""
+    wandb: WandbConfig = WandbConfig()
+    """Options of that tracker."""
+    mlflow: MlflowConfig = MlflowConfig()
+    """Options of that tracker."""
+    trackio: TrackioConfig = TrackioConfig()
+    """Options of that tracker."""
+    swanlab: SwanlabConfig = SwanlabConfig()
+    """Options of that tracker."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _each_once(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+        if len({*value}) < len(value):
+            raise ValueError("must name each tracker once")
+        return value
 
 
 class Config(Section):

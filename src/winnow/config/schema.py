@@ -48,6 +48,11 @@ def is_table(field: FieldInfo | None) -> bool:
     return field is not None and get_origin(field.annotation) is dict
 
 
+def is_names(field: FieldInfo | None) -> bool:
+    """Return whether a field is a list of names out of a given set."""
+    return field is not None and get_origin(_entry(field)) is Literal
+
+
 def is_text(field: FieldInfo) -> bool:
     """Return whether a field, or each entry of a table, takes any text and no numbers."""
     options = _options(_entry(field) if is_table(field) else field.annotation)

@@ -1,7 +1,7 @@
 """Files of a run: its folder runs/NAME/, its log, and writing that leaves the old or the new whole.
 
 `config.yaml`, `metrics.jsonl`, `ledger.parquet/`, `rollouts/`, `checkpoints/`, `eval/`, `log.txt`,
-`trace.json`, `curve.png`.
+`trace.json`, `trackers/`, `curve.png`.
 
 The folder may be a stranger's: `require_trust` asks before the model's own Python runs.
 """
@@ -202,6 +202,7 @@ class RunFolder:
         self.log = path / "log.txt"
         self.trace = path / "trace.json"  # who did what when
         self.curve = path / "curve.png"
+        self.trackers = path / "trackers"  # which runs of trackers are this one, and their files
 
     @classmethod
     def create(cls, runs: str | Path, name: str | None, recipe: str) -> RunFolder:

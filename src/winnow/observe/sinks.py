@@ -1,9 +1,9 @@
 """Sinks for the records of a run: `Sink` is the protocol, also for a sink of your own.
 
-`observe.sinks=[{path: mine.py:Wandb, options: {project: x}}]` names a class, which is called with
-its options once, before the first step. A record maps names (`winnow.observe.metrics`) to numbers.
-Calls come from the training loop, between steps, so a sink should hand slow work to a thread. One
-that raises is dropped with a warning, and the run goes on. Example:
+`observe.sinks=[{path: mine.py:Table, options: {file: x}}]` names a class, which is called with its
+options once, before the first step. A record maps names (`winnow.observe.metrics`) to numbers. All
+calls come from one thread that the sink has for itself: the run does not wait for it. One that
+raises or hangs is dropped with a warning, and the run goes on. Example:
 
     class Table:
         def __init__(self, file: str) -> None:
@@ -22,15 +22,30 @@ that raises is dropped with a warning, and the run goes on. Example:
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
-from winnow.config.root import CustomSink
+from winnow.config.root import CustomSink, TrackingConfig
 from winnow.errors import ConfigError
+from winnow.observe.files import one_line
 from winnow.observe.metrics import Record
 
 Warn = Callable[[str], None]
+MOST_WAITING = 1000
+"""Records that a sink in the background may be behind the run."""
+BEGIN_S = 20.0
+"""Seconds that a run waits at its start for sinks in the background to be ready."""
+_POLL_S = 0.2
+_TRACKING = TrackingConfig()
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,18 +77,25 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """Several sinks as one: told in order, closed in reverse, even when one of them fails.
+    """Several sinks as one: told in order, closed in reverse, even when one of them fails."""
 
-    Args:
-        first: more figures of the first record.
-    """
+    def __init__(self, sinks: Iterable[Sink]) -> None:
+        self._sinks = tuple(sinks)
+        self._first: Record = {}
 
-    def __init__(self, sinks: Iterable[Sink], first: Record | None = None) -> None:
-        self._sinks, self._first = tuple(sinks), dict(first or {})
+    def begin_with(self, figures: Record) -> None:
+        """Add figures to the first record, such as what the start took."""
+        self._first = figures
 
     def start(self, info: RunInfo) -> None:
+        """Start all; those in the background may take `BEGIN_S` to import what they need, which
+        would slow the first step down."""
         for sink in self._sinks:
             sink.start(info)
+        deadline = time.monotonic() + BEGIN_S
+        for sink in self._sinks:
+            if isinstance(sink, BackgroundSink):
+                sink.wait_until_ready(deadline)
 
     def log(self, step: int, record: Record) -> None:
         record, self._first = {**record, **self._first}, {}
@@ -81,16 +103,170 @@ class Sinks:
             sink.log(step, record)
 
     def close(self) -> None:
+        for sink in self._sinks:  # so that they wait side by side
+            if isinstance(sink, BackgroundSink):
+                sink.finish()
         with contextlib.ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
 
 
-class UserSink:
+class BackgroundSink:
+    """A sink whose calls go through a bounded queue to a daemon thread of its own.
+
+    A sink that raises, or takes longer than `tracking.timeout_s` for a call, is dropped with a
+    warning. One that is `MOST_WAITING` records behind misses what comes until it has caught up,
+    and the number is told at the end. `close` waits for at most `tracking.close_s`. Warnings are
+    handed over in `log` and `close`, and so in the caller's thread.
+    """
+
+    def __init__(
+        self, place: str, make: Callable[[], Sink], tracking: TrackingConfig, warn: Warn
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            place: the sink, in messages.
+            make: makes it, called in its thread.
+        """
+        self._place, self._make, self._tracking, self._warn = place, make, tracking, warn
+        self._calls: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(MOST_WAITING)
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"sink {place}", daemon=True)
+        self._is_ready = threading.Event()  # or failed
+        self._is_over = self._is_ending = False
+        self._busy_since: float | None = None
+        self._missed = 0
+        self._deadline = 0.0
+
+    def start(self, info: RunInfo) -> None:
+        def begin(sink: Sink) -> None:
+            sink.start(info)
+            if where := getattr(sink, "where_to_look", ""):
+                self._said.put(f"{self._place}: {where}")
+            self._is_ready.set()
+
+        self._calls.put_nowait(begin)
+        self._thread.start()
+
+    def wait_until_ready(self, deadline: float) -> None:
+        """Wait until the sink has begun, or failed to, and hand over what it has to say.
+
+        Args:
+            deadline: when to stop waiting, by `time.monotonic`.
+        """
+        self._is_ready.wait(max(deadline - time.monotonic(), 0.0))
+        self._deliver()
+
+    def log(self, step: int, record: Record) -> None:
+        since = self._busy_since or math.inf
+        if not self._is_over and time.monotonic() - since > self._tracking.timeout_s:
+            seconds = f"{self._tracking.timeout_s:g} s (observe.tracking.timeout_s)"
+            self._drop(f"has not answered for {seconds}; it gets no more records")
+        record = dict(record)
+        try:
+            if not self._is_over:
+                self._calls.put_nowait(lambda sink: sink.log(step, record))
+        except queue.Full:
+            self._missed += 1
+            if self._missed == 1:
+                self._say(
+                    f"Warning: {self._place} is {MOST_WAITING} records behind; it misses what "
+                    "comes until it has caught up, and metrics.jsonl has everything"
+                )
+        self._deliver()
+
+    def finish(self) -> None:
+        """Ask for the end, and begin to count the seconds that it may take."""
+        if not self._is_ending:
+            self._is_ending, self._deadline = True, time.monotonic() + self._tracking.close_s
+            with contextlib.suppress(queue.Full):
+                self._calls.put_nowait(None)  # wakes the thread up
+
+    def close(self) -> None:
+        self.finish()
+        if not self._is_over and self._thread.is_alive():
+            self._thread.join(max(self._deadline - time.monotonic(), 0.0))
+            if self._thread.is_alive():
+                seconds = f"{self._tracking.close_s:g} s (observe.tracking.close_s)"
+                rest = self._calls.qsize()
+                self._drop(f"does not end within {seconds}, with {rest} records still to be sent")
+        if self._missed:
+            self._say(f"Warning: {self._place} missed {self._missed} records: it was too slow")
+            self._missed = 0
+        self._deliver()
+
+    def _run(self) -> None:
+        """Make the sink and call it, until the end or its first failure."""
+        sink: Sink | None = None
+        try:
+            sink = self._timed(self._make)
+            while not self._is_over and not (self._is_ending and self._calls.empty()):
+                if call := self._next():
+                    self._timed(partial(call, sink))
+            self._timed(sink.close)
+        except Exception as error:
+            if not self._is_over:
+                reason = f"fails with {type(error).__name__}: {one_line(error)}"
+                self._drop(f"{reason}; it gets no more records")
+            if sink is not None:
+                self._close_failed(sink)
+        finally:
+            self._is_ready.set()
+
+    def _next(self) -> Callable[[Sink], None] | None:
+        with contextlib.suppress(queue.Empty):
+            return self._calls.get(timeout=_POLL_S)
+        return None
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        self._busy_since = time.monotonic()
+        try:
+            return call()
+        finally:
+            self._busy_since = None
+
+    def _close_failed(self, sink: Sink) -> None:
+        """Have a sink that has failed give back what it holds."""
+        try:
+            sink.close()
+        except Exception as error:
+            log.info("%s cannot be closed either: %s", self._place, one_line(error))
+
+    def _drop(self, why: str) -> None:
+        self._is_over = True
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            _abandoned.append(self._thread)
+        self._say(f"Warning: {self._place} {why}, and the run goes on")
+
+    def _say(self, text: str) -> None:
+        self._said.put(text)
+
+    def _deliver(self) -> None:
+        while not self._said.empty():
+            self._warn(self._said.get())
+
+
+_abandoned: list[threading.Thread] = []
+
+
+def hangs() -> bool:
+    """Return whether a sink that was given up is still at work: what a library has left to do at
+    the process's end may then hang, too."""
+    return any(thread.is_alive() for thread in _abandoned)
+
+
+class UserSink(BackgroundSink):
     """A user's own sink: whatever it raises drops it with a warning, and stops no run."""
 
-    def __init__(self, section: CustomSink, number: int, warn: Warn) -> None:
-        """Load the class of the section `observe.sinks[number]`, and call it with its options.
+    def __init__(
+        self,
+        section: CustomSink,
+        number: int,
+        warn: Warn,
+        tracking: TrackingConfig = _TRACKING,
+    ) -> None:
+        """Load the class of the section `observe.sinks[number]`.
 
         Raises:
             ConfigError: the class is not there, or lacks a method.
@@ -98,36 +274,11 @@ class UserSink:
         from winnow.user_code import load_user_object
 
         field = f"observe.sinks[{number}].path"
-        self._place, self._warn = f"{field} {section.path}", warn
+        place = f"{field} {section.path}"
         made = load_user_object(section.path, field, ConfigError)
         missing = [name for name in ("start", "log", "close") if not hasattr(made, name)]
         if missing:
             raise ConfigError(
-                f"{self._place} has no method {missing[0]}; a sink is a class with start, log and "
-                "close"
+                f"{place} has no method {missing[0]}; a sink is a class with start, log and close"
             )
-        self._sink = self._guarded(made, **section.options)
-
-    def start(self, info: RunInfo) -> None:
-        self._tell("start", info)
-
-    def log(self, step: int, record: Record) -> None:
-        self._tell("log", step, dict(record))
-
-    def close(self) -> None:
-        self._tell("close")
-
-    def _tell(self, method: str, *given: object) -> None:
-        if self._sink is not None:
-            self._guarded(getattr(self._sink, method), *given)
-
-    def _guarded(self, call: Callable[..., Any], *given: object, **options: object) -> Any:
-        try:
-            return call(*given, **options)
-        except Exception as error:
-            self._sink = None
-            reason = " ".join(str(error).split())
-            self._warn(
-                f"Warning: {self._place} fails with {type(error).__name__}: {reason}; it gets no "
-                "more records, and the run goes on"
-            )
+        super().__init__(place, partial(made, **section.options), tracking, warn)

@@ -59,7 +59,7 @@ _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _NOTHING_YET = Manifest(step=-1, evaluated=False)
 _PYTHON_FILE = re.compile(r"(.+\.py)(:\w+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_BEFORE_THE_START = {LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE}
+_BEFORE_THE_START = {LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE, "trackers"}
 """Files of a run before there is anything to lose."""
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,10 @@ def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
         named = RunFolder.create(run.dir, run.name, recipe)
     held.enter_context(locked(named.path))
     for name in names - {LOCK_FILE}:
-        (named.path / name).unlink(missing_ok=True)
+        if name == named.trackers.name:
+            shutil.rmtree(named.trackers)
+        else:
+            (named.path / name).unlink(missing_ok=True)
     fork = None if origin is None else f"{origin.run}@{origin.checkpoint.step}"
     own = run.model_copy(update={"resume": "auto", "fork": fork})
     kept = config.model_copy(update={"run": own})

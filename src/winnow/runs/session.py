@@ -21,9 +21,9 @@ from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.figures import duration
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog, read_metrics
-from winnow.observe.metrics import SFT_S, Record
+from winnow.observe.metrics import SFT_S, START_S, Record
 from winnow.observe.rollouts import RolloutGroup
-from winnow.observe.sinks import RunInfo, Sinks, UserSink
+from winnow.observe.sinks import BackgroundSink, RunInfo, Sinks, UserSink
 from winnow.observe.trace import TraceFile
 from winnow.runs.build import build, use_machine
 from winnow.runs.build_learner import needs_start
@@ -55,8 +55,12 @@ def run_training(
     console: Console,
     stop: ShutdownSignal,
     heartbeat: Heartbeat,
+    began: float,
 ) -> int:
     """Train a recipe, or go on where a run of it was left, and show what came of it.
+
+    Args:
+        began: when the command did, by `time.monotonic`.
 
     Returns:
         The exit code: 0, or that of the request which stopped the run.
@@ -64,8 +68,7 @@ def run_training(
     Raises:
         WinnowError: what the user can mend; what the run had by then stays in its folder.
     """
-    began = time.monotonic()
-    check_engine(config)
+    _check_packages(config)
     device = use_machine(config, uses_device(config))
     seed_everything(config.run.seed)
     with opened_run(config, recipe) as opened, opened.folder.logging_to_file(), _errors_logged():
@@ -87,9 +90,8 @@ def run_training(
         ):
             placed = placed_models(config, policy, first, others)
             _tell(sink, opened.differences(placed.machine))
-            own = _own_sinks(config, sink)
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
-            sinks = Sinks([sink, metrics, heartbeat, *trace, *own], first=figures)
+            sinks = Sinks([sink, metrics, heartbeat, *trace, *_own_sinks(config, folder, sink)])
             run = build(
                 config,
                 policy,
@@ -109,7 +111,7 @@ def run_training(
             heartbeat.watch(lambda: run.engine.status().generated_tokens)
             heartbeat.watch(lambda: run.learner.progress)
             heartbeat.watch(rewards.scored_apart)
-            sinks.start(RunInfo(folder.name, run.steps, run.first_step))
+            _start_sinks(sinks, run, folder, figures, began)
             stopped = _train(config, run, stop)
         if stopped is not None:
             sink.note(_farewell(stopped, run.state.step, folder))
@@ -119,12 +121,38 @@ def run_training(
     return 0
 
 
-def _own_sinks(config: Config, sink: ConsoleSink) -> list[UserSink]:
-    """Make the user's sinks; what they have to say is shown as other lines are."""
-    return [
-        UserSink(section, number, lambda text: _tell(sink, [text]))
+def _check_packages(config: Config) -> None:
+    """Refuse what the recipe asks of packages that are not there, before anything is made."""
+    check_engine(config)
+    if config.observe.trackers:
+        from winnow.observe.trackers import check_trackers
+
+        check_trackers(config)
+
+
+def _own_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[BackgroundSink]:
+    """Make the user's sinks and trackers; what they have to say is shown as other lines are."""
+
+    def warn(text: str) -> None:
+        _tell(sink, [text])
+
+    tracking = config.observe.tracking
+    made: list[BackgroundSink] = [
+        UserSink(section, number, warn, tracking)
         for number, section in enumerate(config.observe.sinks)
     ]
+    if config.observe.trackers:
+        from winnow.observe.trackers import make_trackers
+
+        made += make_trackers(config, folder, warn)
+    return made
+
+
+def _start_sinks(sinks: Sinks, run: Run, folder: RunFolder, figures: Record, began: float) -> None:
+    """Start the sinks; the first record will say what came before it took."""
+    sinks.start(RunInfo(folder.name, run.steps, run.first_step))
+    start_s = time.monotonic() - began - figures.get(SFT_S, 0.0)
+    sinks.begin_with({**figures, START_S: start_s})
 
 
 def _tell(sink: ConsoleSink, lines: Iterable[str]) -> None:

@@ -63,13 +63,16 @@ def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
-def end_process(code: int) -> NoReturn:
+def end_process(code: int, at_once: bool = False) -> NoReturn:
     """End this process with an exit code, whatever its threads are at.
 
     A thread that comes back from torch's compiled code while the interpreter goes down aborts the
     process with SIGABRT; where one is at work the system ends them all.
+
+    Args:
+        at_once: leave out what libraries would do at the end, in any case.
     """
-    if not _at_work:
+    if not _at_work and not at_once:
         sys.exit(code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

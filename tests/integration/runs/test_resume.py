@@ -119,6 +119,8 @@ def test_another_mode_is_another_recipe(modes: tuple[str, str], tmp_path: Path) 
         *("trainer.max_restarts=5", "trainer.stall_timeout_s=9", "sampling.on_bound=stop"),
         *("warm_start.cache_dir=elsewhere", "trainer.steps=9", "evaluation.every=1"),
         *("evaluation.n=3", "observe.rollout_text_groups=1", "data.eval_files=[new.jsonl]"),
+        *("observe.sinks=[{path: mine.py:Table}]", "observe.tracking.project=mine"),
+        "observe.trackers=[{name: mlflow, uri: x}]",
     ],
 )
 def test_keys_that_no_figure_depends_on_may_change(override: str, tmp_path: Path) -> None:
@@ -166,15 +168,24 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path / "a") == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("left", [["log.txt"], [".lock", "log.txt", "config.yaml.partial"]])
+@pytest.mark.parametrize(
+    "left",
+    [
+        ["log.txt"],
+        [".lock", "log.txt", "config.yaml.partial"],
+        ["log.txt", "config.yaml", "trackers/wandb.json", "trackers/wandb/offline-run/a.wandb"],
+    ],
+)
 def test_a_run_that_died_before_it_had_a_recipe_is_begun_again(
     left: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "a").mkdir()
     for name in left:
-        (tmp_path / "a" / name).touch()
+        file = tmp_path / "a" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
     assert open_again(recipe(tmp_path)).checkpoint is None
-    assert "config.yaml.partial" not in names(tmp_path / "a")
+    assert not {"config.yaml.partial", "trackers"} & {*names(tmp_path / "a")}
 
 
 def test_a_run_without_a_checkpoint_begins_at_the_beginning(tmp_path: Path) -> None:

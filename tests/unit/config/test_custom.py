@@ -64,3 +64,48 @@ def test_an_engine_of_a_user_s_own_has_no_processes() -> None:
         "rollout.engine.processes is no key of rollout/engine=custom (set by the command line); "
         "choose rollout/engine=torch or rollout/engine=vllm, or leave the key out"
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["observe.trackers=[tensorboard,{name: wandb, mode: offline, entity: us}]"],
+        [
+            "observe.wandb.entity=us",
+            "observe.trackers=[tensorboard,wandb]",
+            "observe.wandb.mode=offline",
+        ],
+    ],
+)
+def test_trackers_are_names_and_their_options_stand_with_them_or_apart(
+    words: list[str], tmp_path: Path
+) -> None:
+    observe = load_recipe("quickstart", words).observe
+    assert observe.trackers == ("tensorboard", "wandb")
+    assert (observe.wandb.mode, observe.wandb.entity) == ("offline", "us")
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "defaults: [quickstart]\n"
+        "observe: {trackers: [tensorboard, {name: wandb, mode: offline, entity: us}]}\n"
+    )
+    assert load_recipe(str(file)).observe == observe
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("trackers=[{name: wandb, modus: x}]", "observe.wandb.modus is no known key (set by"),
+        ("trackers=[{name: wandb, mode: x}]", "observe.wandb.mode must be one of online, offline"),
+        ("trackers=[{name: wndb, mode: x}]", "observe.wndb.mode is no known key (set by the comm"),
+        ("trackers=[wndb]", "observe.trackers must be a list of one of tensorboard, wandb, mlflow"),
+        ("trackers=[{mode: offline}]", "observe.trackers must be a list of one of tensorboard"),
+        ("trackers=[wandb,wandb]", "observe.trackers must name each tracker once, got"),
+        ("mlflow.uri='http://me:secret@host'", "observe.mlflow.uri must hold no user and password"),
+    ],
+)
+def test_a_tracker_that_cannot_be_is_refused_in_one_line(word: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("quickstart", [f"observe.{word}"])
+    assert str(caught.value).startswith(message)
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)

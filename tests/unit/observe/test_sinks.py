@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import textwrap
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from winnow.config.root import CustomSink
+from winnow.config.root import CustomSink, TrackingConfig
 from winnow.errors import ConfigError
 from winnow.observe import sinks as module
-from winnow.observe.sinks import RunInfo, Sinks, UserSink
+from winnow.observe.sinks import BackgroundSink, RunInfo, Sinks, UserSink
 
 # The example of the module's docstring.
 EXAMPLE = textwrap.dedent(str(module.__doc__).partition("Example:\n")[2])
@@ -69,7 +71,8 @@ def section(tmp_path: Path, code: str, name: str, **options: str) -> CustomSink:
 
 def test_several_sinks_hear_the_same_and_all_close_in_reverse_even_if_one_fails() -> None:
     heard: list[str] = []
-    sinks = Sinks([Ear("a", heard), Ear("b", heard)], first={"sft/time_s": 3})
+    sinks = Sinks([Ear("a", heard), Ear("b", heard)])
+    sinks.begin_with({"sft/time_s": 3})
     with pytest.raises(OSError, match="disk gone"):
         run(sinks)
     assert heard == [
@@ -118,3 +121,142 @@ def test_a_sink_that_cannot_be_one_is_refused_before_the_run(tmp_path: Path) -> 
     ):
         with pytest.raises(ConfigError, match=message):
             UserSink(section(tmp_path, code, "Sink"), 0, print)
+
+
+class Stuck:
+    """Takes the first record only when it is let go."""
+
+    def __init__(self) -> None:
+        self.may_go, self.began = threading.Event(), threading.Event()
+        self.steps: list[int] = []
+        self.ended = False
+
+    def start(self, info: RunInfo) -> None: ...
+
+    def log(self, step: int, record: object) -> None:
+        self.began.set()
+        self.may_go.wait(60)
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    sink = Stuck()
+    yield sink
+    sink.may_go.set()
+
+
+def background(sink: Stuck, said: list[str], **limits: float) -> BackgroundSink:
+    """The sink in its thread, which is at the first record."""
+    made = BackgroundSink("mine", lambda: sink, TrackingConfig(**limits), said.append)
+    made.start(RunInfo("run", 9))
+    made.log(1, {"a": 1.0})
+    assert sink.began.wait(60)
+    return made
+
+
+def test_a_sink_that_hangs_is_dropped_and_neither_a_step_nor_the_end_waits_for_it(
+    stuck: Stuck,
+) -> None:
+    said: list[str] = []
+    sink = background(stuck, said, timeout_s=0.05)
+    stuck.may_go.wait(0.1)
+    for step in range(2, 5):
+        sink.log(step, {"a": 2.0})
+    sink.close()
+    assert module.hangs()
+    assert stuck.steps == []
+    assert said == [
+        "Warning: mine has not answered for 0.05 s (observe.tracking.timeout_s); it gets no more "
+        "records, and the run goes on"
+    ]
+    stuck.may_go.set()
+    for thread in module._abandoned:
+        thread.join(60)
+    assert (stuck.steps, stuck.ended, module.hangs()) == ([1], True, False)
+    assert len(said) == 1
+
+
+def test_the_end_waits_for_a_slow_sink_but_no_longer_than_it_may(stuck: Stuck) -> None:
+    said: list[str] = []
+    sink = background(stuck, said, close_s=0.05)
+    sink.log(2, {"a": 2.0})
+    sink.close()
+    assert said == [
+        "Warning: mine does not end within 0.05 s (observe.tracking.close_s), with 2 records still "
+        "to be sent, and the run goes on"
+    ]
+
+
+def test_the_start_waits_for_sinks_to_be_ready_but_no_longer_than_it_may(
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = threading.Event()
+
+    def slow(info: RunInfo) -> None:
+        stuck.may_go.wait(0.05)
+        ready.set()
+
+    monkeypatch.setattr(stuck, "start", slow)
+    Sinks([BackgroundSink("mine", lambda: stuck, TrackingConfig(), print)]).start(RunInfo("a", 1))
+    assert ready.is_set()
+    monkeypatch.setattr(module, "BEGIN_S", 0.05)
+    monkeypatch.setattr(stuck, "start", lambda info: stuck.may_go.wait(60))
+    late = BackgroundSink("mine", lambda: stuck, TrackingConfig(), print)
+    Sinks([late]).start(RunInfo("a", 1))
+    assert not late._is_ready.is_set()
+
+
+def test_a_sink_that_cannot_begin_is_told_of_before_the_first_record(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    bad = section(tmp_path, FAILING, "Sink", where="init")
+    Sinks([UserSink(bad, 0, warnings.append)]).start(RunInfo("run", 2))
+    assert [text.partition(" fails with")[2] for text in warnings] == [
+        " OSError: no network in init; it gets no more records, and the run goes on"
+    ]
+
+
+def test_a_sink_that_is_behind_misses_records_until_it_has_caught_up(
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_WAITING", 2)
+    said: list[str] = []
+    sink = background(stuck, said)
+    for step in range(2, 7):
+        sink.log(step, {"a": 2.0})
+    stuck.may_go.set()
+    while not sink._calls.empty():
+        stuck.may_go.wait(0.01)
+    sink.log(7, {"a": 2.0})
+    sink.close()
+    assert stuck.steps == [1, 2, 3, 7]
+    assert said == [
+        "Warning: mine is 2 records behind; it misses what comes until it has caught up, and "
+        "metrics.jsonl has everything",
+        "Warning: mine missed 3 records: it was too slow",
+    ]
+
+
+def test_sinks_that_hang_may_take_the_time_for_the_end_together(
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    said: list[str] = []
+    made = [background(stuck, said, close_s=0.01) for _ in range(3)]
+    patience: list[float] = []
+    for sink in made:
+        monkeypatch.setattr(sink._thread, "join", patience.append)
+    original = made[-1].close
+
+    def close() -> None:
+        original()
+        now[0] = 200.0  # all of the time is used up by the first that is waited for
+
+    monkeypatch.setattr(made[-1], "close", close)
+    Sinks(made).close()
+    assert patience == pytest.approx([0.01, 0, 0])
+    assert len(said) == 3

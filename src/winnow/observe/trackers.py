@@ -1,0 +1,418 @@
+"""Trackers: TensorBoard, Weights & Biases, MLflow, Trackio and SwanLab show what a run records.
+
+Each gets the record of every step, the resolved recipe as hyper-parameters, and tables of sample
+answers. A tracker runs in a thread of its own (`winnow.observe.sinks.BackgroundSink`), where it
+also reads the answers, from the run's rollouts/ and eval/: the loop hands over numbers alone.
+
+RUN/trackers/NAME.json names the tracker's run and the last step that it has. A resumed run goes on
+in the same one, and a step that the tracker has already is not sent again, because none of them
+but TensorBoard takes one back.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import yaml
+
+from winnow.config.root import Config, TrackerName
+from winnow.errors import ConfigError
+from winnow.observe.files import RunFolder, write_atomic
+from winnow.observe.metrics import EVAL, REWARD, TRAINED_ACCURACY, Record
+from winnow.observe.sinks import BackgroundSink, RunInfo, Warn
+
+Rows = list[dict[str, Any]]
+"""Sample answers: prompt, response, part/NAME, reward, accuracy, outcome."""
+_SHOWN = ("prompt", "response", "reward", "accuracy", "outcome")
+_MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM, _MOST_TABLES = 1000, 100, 6000, 50
+"""Bounds of MLflow: of a request, of a value, and of the tables that its page lists."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run, as its trackers know it."""
+
+    folder: RunFolder
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """The run's name in the trackers."""
+        return self.config.observe.tracking.name or self.folder.name
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The resolved recipe, in sections."""
+        return self.config.model_dump(mode="json")
+
+    def settings(self) -> dict[str, str | int | float | bool]:
+        """Return the recipe as flat hyper-parameters, such as `optim.lr`."""
+        return dict(_flat(self.recipe, ""))
+
+
+class Tracker(ABC):
+    """The part that all trackers share: which run it is, which steps are sent, sample answers."""
+
+    name: TrackerName
+    where_to_look = ""
+    """Command or address that shows the run, where the tracker does not print it itself."""
+    forgets = False
+    """True where it drops the steps that a resumed run repeats, and takes them anew."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.run, self.tracking = run, run.config.observe.tracking
+        self._note = run.folder.trackers / f"{self.name}.json"
+        self._id, self._last, self._steps = "", -1, 0
+        self._is_open = False
+
+    def start(self, info: RunInfo) -> None:
+        """Begin the tracker's run, or go on with the one that this run had."""
+        known = json.loads(self._note.read_text()) if self._note.is_file() else {}
+        self._steps = info.steps
+        self._last = -1 if self.forgets else known.get("step", -1)
+        self.run.folder.trackers.mkdir(exist_ok=True)
+        # Without a checkpoint the evaluation before the first step is made again, too.
+        first = info.first_step if info.first_step > 1 else 0
+        self._id = self.open(known.get("id"), first)
+        self._is_open = True
+        self._remember()
+
+    def log(self, step: int, record: Record) -> None:
+        """Send a step, unless the tracker has it."""
+        if step <= self._last:
+            return
+        self.write(step, record, self._tables(step, record))
+        self._last = step
+        self._remember()
+
+    def close(self) -> None:
+        """Send what is left, and say whether the run came to its last step."""
+        if self._is_open:
+            self._is_open = False
+            self.end(self._last >= self._steps)
+
+    @abstractmethod
+    def open(self, known: str | None, first_step: int) -> str:
+        """Begin a run, or continue `known`; return its id."""
+
+    @abstractmethod
+    def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
+        """Send the figures of a step, and tables of sample answers by name."""
+
+    @abstractmethod
+    def end(self, is_done: bool) -> None:
+        """End the tracker's run; unless `is_done` it may go on later."""
+
+    def _remember(self) -> None:
+        write_atomic(self._note, json.dumps({"id": self._id, "step": self._last}).encode())
+
+    def _tables(self, step: int, record: Record) -> dict[str, Rows]:
+        """Read the sample answers that are due: of training now and then, of each evaluation."""
+        folder, every = self.run.folder, self.tracking.answers_every
+        files = {}
+        if step == 1 or (step and step % every == 0):
+            files["answers/train"] = folder.rollout(step)
+        if any(name.startswith(EVAL) for name in record):
+            files["answers/held_out"] = folder.evaluation(step)
+        tables = {name: sample_answers(file, self.tracking.answers) for name, file in files.items()}
+        return {name: rows for name, rows in tables.items() if rows}
+
+
+def sample_answers(file: Path, number: int) -> Rows:
+    """Read up to `number` answers whose text is kept: the first of each group, then the second."""
+    if not number or not file.is_file():
+        return []
+    parquet = pq.ParquetFile(file)
+    names = [n for n in parquet.schema_arrow.names if n in _SHOWN or n.startswith("part/")]
+    table = parquet.read(columns=[*names, "group", "answer"])
+    rows = table.filter(pc.is_valid(table["response"])).to_pylist()
+    chosen = sorted(rows, key=lambda row: (row["answer"], row["group"]))[:number]
+    chosen.sort(key=lambda row: (row["group"], row["answer"]))
+    order = sorted(names, key=lambda n: _SHOWN.index(n) if n in _SHOWN else 1.5)
+    return [{name: row[name] for name in order} for row in chosen]
+
+
+class Tensorboard(Tracker):
+    """Event files; steps that a resumed run repeats are purged."""
+
+    name = "tensorboard"
+    forgets = True
+
+    def open(self, known: str | None, first_step: int) -> str:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        given = self.run.config.observe.tensorboard.dir
+        folder = Path(given) / self.run.name if given else self.run.folder.trackers / "tensorboard"
+        purge = None if known is None else first_step
+        self._writer: Any = SummaryWriter(str(folder), purge_step=purge)
+        if known is None:
+            start, session, _ = hparams(
+                self.run.settings(), dict.fromkeys((REWARD, TRAINED_ACCURACY), 0.0)
+            )
+            for summary in (start, session):
+                self._writer.file_writer.add_summary(summary)
+            recipe = yaml.safe_dump(self.run.recipe, sort_keys=False)
+            self._writer.add_text("recipe", f"```yaml\n{recipe}```")
+        self.where_to_look = f"tensorboard --logdir {folder.parent if given else folder.parents[2]}"
+        return str(folder)
+
+    def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
+        for name, value in record.items():
+            self._writer.add_scalar(name, value, step)
+        for name, rows in tables.items():
+            self._writer.add_text(name, _markdown(rows), step)
+        self._writer.flush()
+
+    def end(self, is_done: bool) -> None:
+        self._writer.close()
+
+
+class Wandb(Tracker):
+    """Weights & Biases. A step that its server has already is ignored there."""
+
+    name = "wandb"
+
+    def open(self, known: str | None, first_step: int) -> str:
+        import wandb
+
+        options, tracking = self.run.config.observe.wandb, self.tracking
+        self._table = wandb.Table
+        self._run = wandb.init(
+            project=tracking.project,
+            entity=options.entity,
+            mode=options.mode,
+            name=self.run.name,
+            group=tracking.group,
+            tags=tracking.tags,
+            config=self.run.recipe,
+            id=known or uuid.uuid4().hex[:8],
+            resume="allow",
+            dir=str(self.run.folder.trackers),
+            # Its own console would be drawn over ours, and it would ask for a key in between.
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self.where_to_look = self._run.url or f"wandb sync {Path(self._run.dir).parent}"
+        return str(self._run.id)
+
+    def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
+        shown = {
+            name: self._table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
+            for name, rows in tables.items()
+        }
+        self._run.log({**record, **shown}, step=step)
+
+    def end(self, is_done: bool) -> None:
+        self._run.finish(exit_code=0 if is_done else 1)
+
+
+class Mlflow(Tracker):
+    """MLflow, without its global active run. `@` is no character of its names: avg_at_8."""
+
+    name = "mlflow"
+
+    def open(self, known: str | None, first_step: int) -> str:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param, RunTag
+
+        self._metric, here = Metric, self.run.folder.path.absolute().parent / "mlflow"
+        uri = mlflow_address(self.run.config, here)
+        is_own = uri == _own_database(here)
+        if is_own:
+            here.mkdir(exist_ok=True)
+            self.where_to_look = f"mlflow ui --backend-store-uri {uri}"
+        self._client, tracking = MlflowClient(tracking_uri=uri), self.tracking
+        if known is not None:
+            self._client.update_run(known, status="RUNNING")
+            return known
+        experiment = self._client.get_experiment_by_name(tracking.project)
+        place = str(here / "artifacts") if is_own else None
+        number = experiment.experiment_id if experiment else None
+        number = number or self._client.create_experiment(tracking.project, place)
+        made = str(self._client.create_run(number, run_name=self.run.name).info.run_id)
+        settings = [
+            Param(_for_mlflow(key), str(value)[:_LONGEST_PARAM])
+            for key, value in self.run.settings().items()
+        ]
+        for begin in range(0, len(settings), _MOST_PARAMS):
+            self._client.log_batch(made, params=settings[begin : begin + _MOST_PARAMS])
+        labels = {"group": tracking.group or "", "tags": ",".join(tracking.tags)}
+        self._client.log_batch(made, tags=[RunTag(k, v) for k, v in labels.items() if v])
+        return made
+
+    def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
+        now = int(time.time() * 1000)
+        found = [self._metric(_for_mlflow(n), float(v), now, step) for n, v in record.items()]
+        for begin in range(0, len(found), _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=found[begin : begin + _MOST_METRICS])
+        for name, rows in tables.items():
+            file = f"{name}-{step}.json"
+            table = {"columns": [*rows[0]], "data": [[*row.values()] for row in rows]}
+            self._client.log_dict(self._id, table, file)
+            # So that its page shows the file as a table, as `mlflow.log_table` does with pandas.
+            tag = "mlflow.loggedArtifacts"
+            listed = json.loads(self._client.get_run(self._id).data.tags.get(tag, "[]"))
+            listed = [*listed, {"path": file, "type": "table"}][-_MOST_TABLES:]
+            self._client.set_tag(self._id, tag, json.dumps(listed))
+
+    def end(self, is_done: bool) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if is_done else "KILLED")
+
+
+class Trackio(Tracker):
+    """Trackio, which finds a run again by its name; one that begins is a run of its own."""
+
+    name = "trackio"
+
+    def open(self, known: str | None, first_step: int) -> str:
+        import trackio
+
+        options, tracking = self.run.config.observe.trackio, self.tracking
+        self._table = trackio.Table
+        self._run = trackio.init(
+            project=tracking.project,
+            name=self.run.name,
+            group=tracking.group,
+            space_id=options.space_id,
+            private=options.private,
+            config=self.run.recipe,
+            resume="never" if known is None else "allow",
+            embed=False,
+            auto_log_cpu=False,
+        )
+        return str(self._run.id)
+
+    def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
+        shown = {
+            name: self._table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
+            for name, rows in tables.items()
+        }
+        self._run.log({**record, **shown}, step=step)
+
+    def end(self, is_done: bool) -> None:
+        self._run.finish()
+
+
+class Swanlab(Tracker):
+    """SwanLab; it has no tables, so each sample answer is a text."""
+
+    name = "swanlab"
+
+    def open(self, known: str | None, first_step: int) -> str:
+        import swanlab
+
+        options, tracking = self.run.config.observe.swanlab, self.tracking
+        self._text = swanlab.Text
+        made = known or uuid.uuid4().hex[:16]
+        self._run = swanlab.init(
+            project=tracking.project,
+            workspace=options.workspace,
+            mode=options.mode,
+            name=self.run.name,
+            group=tracking.group,
+            tags=[*tracking.tags] or None,
+            config=self.run.recipe,
+            id=made,
+            resume="allow",
+            log_dir=str(self.run.folder.trackers / "swanlab"),
+            # It asks for no key on the terminal, and leaves what is printed alone.
+            settings=swanlab.Settings(
+                interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none")
+            ),
+        )
+        return made
+
+    def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
+        shown = {name: [self._text(_markdown([r])) for r in rows] for name, rows in tables.items()}
+        self._run.log({**record, **shown}, step=step)
+
+    def end(self, is_done: bool) -> None:
+        self._run.finish(state="success" if is_done else "aborted")
+
+
+TRACKERS: dict[TrackerName, type[Tracker]] = {
+    each.name: each for each in (Tensorboard, Wandb, Mlflow, Trackio, Swanlab)
+}
+
+
+def make_trackers(config: Config, folder: RunFolder, warn: Warn) -> list[BackgroundSink]:
+    """Make the sinks of `observe.trackers`, each in a thread of its own."""
+    run, tracking = TrackedRun(folder, config), config.observe.tracking
+    return [
+        BackgroundSink(f"observe.trackers: {name}", partial(TRACKERS[name], run), tracking, warn)
+        for name in config.observe.trackers
+    ]
+
+
+def check_trackers(config: Config) -> None:
+    """Look for the packages of the trackers, without importing them.
+
+    Raises:
+        ConfigError: one is not installed.
+    """
+    for name in config.observe.trackers:
+        needed: dict[str, str] = {name: name}
+        if name == "mlflow" and mlflow_address(config, Path()).startswith("sqlite:"):
+            needed |= {"sqlalchemy": "SQLAlchemy", "alembic": "alembic"}
+        for module, package in needed.items():
+            spec = importlib.util.find_spec(module)
+            if spec is None or spec.origin is None:  # or a folder that happens to be called so
+                raise ConfigError(
+                    f"observe.trackers names {name}, and {package} is not installed; "
+                    f"pip install 'winnow-rl[{name}]', or leave {name} out"
+                )
+
+
+def mlflow_address(config: Config, folder: Path) -> str:
+    """Return where MLflow's runs go: as set, as its variable says, or a data base in `folder`."""
+    given = config.observe.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return given or _own_database(folder)
+
+
+def _own_database(folder: Path) -> str:
+    return f"sqlite:///{folder / 'mlflow.db'}"
+
+
+def _for_mlflow(name: str) -> str:
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+
+
+def _flat(value: Any, key: str) -> Iterator[tuple[str, str | int | float | bool]]:
+    """Yield the values of a recipe by their keys; lists and null as text."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value if isinstance(value, str | int | float) else json.dumps(value)
+
+
+def _markdown(rows: Rows) -> str:
+    """Write sample answers as a table of Markdown; one alone stands upright."""
+    cells = [[_cell(value) for value in row.values()] for row in rows]
+    if len(rows) == 1:
+        cells = [[name, cell] for name, cell in zip(rows[0], cells[0], strict=True)]
+        head = ["", ""]
+    else:
+        head = [*rows[0]]
+    lines = [head, ["---"] * len(head), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    for mark, shown in (("\\", "\\\\"), ("|", "\\|"), ("<", "&lt;"), ("\n", "<br>")):
+        text = text.replace(mark, shown)
+    return text
