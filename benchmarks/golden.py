@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ RUNS = {
     "apart": ("quickstart", (*APART, "reward.processes=1")),
 }
 UNSTABLE = ("time/", "overlap/", "throughput/", "memory/", "ranks/peak")
-LATER = ("mismatch/age_",)
+LATER = re.compile(r"mismatch/age_|source/|data/epoch|eval/.*/(own_.*|best@\d+|worst@\d+)$")
 """Figures that older trees do not write."""
 
 
@@ -80,7 +81,9 @@ def _figures(path: Path) -> str:
         {
             key: value
             for key, value in line.items()
-            if not key.startswith((*UNSTABLE, *LATER)) and not key.endswith(("_s", "_gib"))
+            if not key.startswith(UNSTABLE)
+            and not LATER.match(key)
+            and not key.endswith(("_s", "_gib"))
         }
         for line in lines
     ]

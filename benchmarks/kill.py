@@ -72,7 +72,17 @@ VARIANTS = {
     "ranks": ("trainer/strategy=fsdp2",),
 }
 """Settings of each kind of run."""
-CLOCKED = ("time/", "overlap/", "sft/time_s", "throughput/", "memory/", "judge/", "ranks/peak_gib")
+CLOCKED = (
+    "time/",
+    "overlap/",
+    "sft/time_s",
+    "start/",
+    "scoring/",
+    "throughput/",
+    "memory/",
+    "judge/",
+    "ranks/peak_gib",
+)
 MOMENTS = ("any", "any", "saving", "logged", "starting")
 LONGEST_S = 300.0
 

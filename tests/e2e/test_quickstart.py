@@ -47,7 +47,7 @@ ONE_STEP = [
     "data.task.eval_problems=20",
 ]
 PASS, GREEDY = "eval/sort_digits/pass@1", "eval/sort_digits/greedy"
-CLOCKED = ("time/", "sft/time_s", "throughput/", "memory/")
+CLOCKED = ("time/", "sft/time_s", "start/", "scoring/", "throughput/", "memory/")
 
 
 @dataclass(frozen=True)

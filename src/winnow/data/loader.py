@@ -170,6 +170,11 @@ class PromptLoader:
         """Put prompts in front of all others; the first of them comes next."""
         self._returned.extendleft(reversed(list(prompts)))
 
+    def figures(self) -> dict[str, float]:
+        """Return `data/epoch`, the passes over the data so far; nothing of one without an end."""
+        size = self._source.size
+        return {} if size is None else {"data/epoch": self._epoch + self._position / size}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the walk so far as plain JSON values."""
         return {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from winnow.config.trainer import EvaluationConfig
-from winnow.evaluation.statistics import PromptAnswers, summarise
+from winnow.evaluation.statistics import PromptAnswers, numbers, summarise, vote
 from winnow.observe.metrics import EVAL, Metrics, Number
 from winnow.observe.rollouts import (
     Decode,
@@ -29,7 +29,7 @@ from winnow.rollout.engine import Engine, SamplingParams, generate, group_reques
 from winnow.types import Answer, Group, Prompt, Trajectory
 
 _SEED_STREAM = 0x0E7A1
-_SCORES_CASES = "passed_share"
+SCORES_CASES = "passed_share"
 """A metric of scorers whose `pred` tells of an answer's tests, not what the answer says."""
 
 
@@ -58,7 +58,23 @@ class Evaluated:
                 for part, value in chain.from_iterable(parts.items() for parts in prompt.parts):
                     if part != TASK:  # whose mean says what the accuracy does
                         metrics.mean(f"{name}/part_{part}", value)
+                for figure, values in {"": prompt.accuracies, **_own_numbers(prompt)}.items():
+                    drawn = values[: found.answers]  # of rows that ask the same there are more
+                    metrics.mean(f"{name}/{figure}best@{found.answers}", max(drawn))
+                    metrics.mean(f"{name}/{figure}worst@{found.answers}", min(drawn))
+                    if figure:
+                        metrics.mean_of(f"{name}/{figure}mean", sum(values), len(values))
         return metrics.record()
+
+
+def _own_numbers(prompt: PromptAnswers) -> dict[str, Sequence[float]]:
+    """List the numbers that the scorer said of the answers beside the score, by `own_NAME_`."""
+    found: dict[str, Sequence[float]] = {}
+    for key in dict.fromkeys(chain.from_iterable(prompt.extras)):
+        values = numbers([extra.get(key) for extra in prompt.extras])
+        if values is not None:
+            found[f"own_{key}_"] = values
+    return found
 
 
 @dataclass(frozen=True)
@@ -192,7 +208,7 @@ class Evaluator:
     def _votes(self) -> frozenset[str]:
         sources = {prompt.data_source for prompt in self.prompts}
         known = {source: self._rewards.known_metrics([source]) for source in sources}
-        return frozenset(s for s in sources if _SCORES_CASES not in (known[s] or ()))
+        return frozenset(s for s in sources if SCORES_CASES not in (known[s] or ()))
 
 
 def by_problem(
@@ -226,15 +242,11 @@ def _statistics_of(
     return PromptAnswers(
         source,
         [answer.score.accuracy for answer in answers],
-        [_vote(answer.score.extra.get("pred")) for answer in answers] if is_told else None,
+        [vote(answer.score.extra.get("pred")) for answer in answers] if is_told else None,
         tokens=[answer.trajectory.generated_tokens for answer in answers],
         truncated=[answer.trajectory.truncated for answer in answers],
         parts=[answer.score.parts for answer in answers],
+        extras=[answer.score.extra for answer in answers],
         greedy=[answer.score.accuracy for answer in greedy],
         failed=sum(bool(answer.score.error) for answer in (*answers, *greedy)),
     )
-
-
-def _vote(pred: object) -> str | None:
-    """Return an answer's vote in the majority; None where nothing could be read."""
-    return None if pred is None or pred == "" else pred if isinstance(pred, str) else repr(pred)

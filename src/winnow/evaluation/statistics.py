@@ -51,6 +51,8 @@ class PromptAnswers:
     """[N] True where the limit ended the answer."""
     parts: Sequence[Mapping[str, float]] = ()
     """[N] the parts of the scores."""
+    extras: Sequence[Mapping[str, object]] = ()
+    """[N] what else the scorer said."""
     greedy: Sequence[float] = ()
     """Accuracies of greedy answers, which repeat where rows ask the same."""
     failed: int = 0
@@ -130,6 +132,32 @@ def maj_at_k(
         return np.array([won[k - 1] for k in ks], dtype=np.float64)
     generator = np.random.default_rng(seed)
     return np.array([_drawn_votes(sizes, worth, k, generator) for k in ks])
+
+
+def majority(accuracies: Sequence[float], parsed: Sequence[Hashable | None]) -> float:
+    """Compute the maj@N of one prompt with N answers: `maj_at_k` for the vote of all of them.
+
+    Example: `majority([1, 0, 0], ["a", "b", None])` is 0.5: two answers have one vote each.
+    """
+    worth: dict[Hashable, list[float]] = {}
+    for accuracy, said in zip(accuracies, parsed, strict=True):
+        if said is not None:
+            worth.setdefault(said, []).append(accuracy)
+    most = max(map(len, worth.values()), default=0)
+    means = [sum(marks) / most for marks in worth.values() if len(marks) == most]
+    return sum(means) / len(means) if means else 0.0
+
+
+def vote(pred: object) -> str | None:
+    """Return an answer's vote in the majority; None where nothing could be read."""
+    return None if pred is None or pred == "" else pred if isinstance(pred, str) else repr(pred)
+
+
+def numbers(values: Sequence[object]) -> list[float] | None:
+    """Return what scorers said of some answers as finite numbers; None where it is none of one."""
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+        return None
+    return [float(value) for value in values if isinstance(value, int | float)]
 
 
 def _drawn_votes(

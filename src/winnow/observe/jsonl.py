@@ -144,17 +144,19 @@ def token_account(records: Iterable[Record]) -> dict[str, int]:
 
 
 def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
-    """Sum the seconds of a run by phase: the warm-up, then the longest first, `other` included."""
+    """Sum the seconds of a run by phase: starts of its process and the warm-up, then the longest
+    first, `other` included."""
     total: dict[str, float] = {}
-    warm_up: dict[str, float] = {}
+    before: dict[str, float] = {}
     for record in records:
-        if metrics.SFT_S in record:
-            warm_up["warm-up"] = float(record[metrics.SFT_S])
+        for name, phase in ((metrics.START_S, "start-up"), (metrics.SFT_S, "warm-up")):
+            if name in record:
+                before[phase] = before.get(phase, 0.0) + record[name]
         for name, value in record.items():
             phase = name.removeprefix("time/").removesuffix("_s")
             if name == f"time/{phase}_s" and name != metrics.STEP_S:
                 total[phase] = total.get(phase, 0.0) + value
-    return {**warm_up, **dict(sorted(total.items(), key=lambda item: -item[1]))}
+    return {**before, **dict(sorted(total.items(), key=lambda item: -item[1]))}
 
 
 def series(records: Sequence[Record], *candidates: str) -> tuple[list[int], list[float]]:

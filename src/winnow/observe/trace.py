@@ -34,7 +34,7 @@ from zlib import crc32
 
 from winnow.errors import WinnowError
 from winnow.observe.files import AppendFile, writing
-from winnow.observe.metrics import Record, Timeline
+from winnow.observe.metrics import Number, Record, Timeline
 from winnow.observe.sinks import RunInfo
 from winnow.types import Prompt, Score, Trajectory
 
@@ -163,30 +163,53 @@ class TraceFile:
 
 
 class ScorerTimes:
-    """A scorer that tells when scores are waited for, a millisecond or more."""
+    """A scorer that tells when scores are waited for, a millisecond or more, and how long."""
 
     def __init__(
         self, score: Callable[[Prompt, Trajectory], Score | Awaitable[Score]], tell: Timeline
     ) -> None:
         self._score, self._tell = score, tell
-        self._under_way, self._began_s = 0, 0.0
+        self._under_way, self._began_s, self._busy_s = 0, 0.0, 0.0
+        self._took_s: list[float] = []
 
     def __call__(self, prompt: Prompt, trajectory: Trajectory) -> Score | Awaitable[Score]:
         """Score an answer."""
+        began_s = time.perf_counter()
         found = self._score(prompt, trajectory)
-        return found if isinstance(found, Score) else self._waited_for(found)
+        if not isinstance(found, Score):
+            return self._waited_for(found)
+        self._took_s.append(time.perf_counter() - began_s)
+        if not self._under_way:
+            self._busy_s += self._took_s[-1]
+        return found
 
     async def _waited_for(self, score: Awaitable[Score]) -> Score:
+        began_s = time.perf_counter()
         if not self._under_way:
-            self._began_s = time.perf_counter()
+            self._began_s = began_s
         self._under_way += 1
         try:
             return await score
         finally:
             self._under_way -= 1
             now_s = time.perf_counter()
-            if not self._under_way and now_s - self._began_s >= _LEAST_S:
-                self._tell("scorers", "score", self._began_s, now_s)
+            self._took_s.append(now_s - began_s)
+            if not self._under_way:
+                self._busy_s += now_s - self._began_s
+                if now_s - self._began_s >= _LEAST_S:
+                    self._tell("scorers", "score", self._began_s, now_s)
+
+    def figures(self) -> dict[str, Number]:
+        """Return `scoring/…` of training answers since the last call; nothing without any."""
+        took_s, busy_s = self._took_s, self._busy_s
+        if self._under_way:
+            now_s = time.perf_counter()
+            busy_s, self._began_s = busy_s + now_s - self._began_s, now_s
+        self._took_s, self._busy_s = [], 0.0
+        if not took_s:
+            return {}
+        mean_s, max_s = sum(took_s) / len(took_s), max(took_s)
+        return {"scoring/busy_s": busy_s, "scoring/mean_s": mean_s, "scoring/max_s": max_s}
 
 
 def _continued(path: Path) -> AppendFile:

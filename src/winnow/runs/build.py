@@ -31,7 +31,7 @@ from winnow.runs.build_learner import kl_notes, needs_of
 from winnow.runs.checkpoint import Manifest
 from winnow.runs.loading import Policies, check_positions, longest_prompt
 from winnow.runs.loop import PendingSteps, Run, Schedule
-from winnow.runs.metrics import Throughput
+from winnow.runs.metrics import Throughput, device_peak
 from winnow.runs.process import ShutdownSignal
 from winnow.runs.resume import code_hashes
 from winnow.runs.state import RunState, Stateful
@@ -140,7 +140,10 @@ def build(
     held_out = evaluation_prompts(config.data, policy.tokenizer)
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin(), held_out)
     _time_engines(engine, tell)
-    sampler = _make_sampler(config, policy, engine, loader, rewards, source, on_progress, tell)
+    scores = ScorerTimes(rewards.score, tell)
+    sampler = _make_sampler(
+        config, policy, engine, loader, rewards, scores, source.data_sources, on_progress
+    )
     pending = PendingSteps()
     parts: dict[str, Stateful] = {"sampler": sampler, "loader": loader, "learner": placed.learner}
     state = RunState(
@@ -153,7 +156,8 @@ def build(
         dump_config(config),
         tell,
     )
-    steps, peak = config.trainer.steps, config.observe.peak_tflops
+    steps, gpu = config.trainer.steps, str(placed.machine.get("device", ""))
+    peak = config.observe.peak_tflops or device_peak(gpu, config.model.dtype)
     return Run(
         sampler=sampler,
         learner=placed.learner,
@@ -168,7 +172,8 @@ def build(
         keep_rollouts=partial(_keep_rollouts, config, folder, policy.decode),
         keep_ledger=partial(keep_ledger, folder),
         check_scoring=rewards.end_step,
-        scoring_figures=rewards.figures,
+        scoring_figures=lambda: {**scores.figures(), **rewards.figures()},
+        data_figures=loader.figures,
         evaluations=Schedule(config.evaluation.every, steps),
         checkpoints=Schedule(config.trainer.save_every, steps),
         steps=steps,
@@ -186,21 +191,21 @@ def _make_sampler(
     engine: Engine,
     loader: PromptLoader,
     rewards: Rewards,
-    source: PromptSource,
+    score: ScorerTimes,
+    data_sources: Iterable[str],
     on_progress: Callable[[Ledger], None],
-    tell: Timeline,
 ) -> Sampler:
     """Make the sampler; scorings wait for as many as a step has answers."""
     with_baseline = "greedy_rewards" in needs_of(config)
     step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
     rewards.patience = step_answers
-    lag = score_lag_ticks(config, rewards, source.data_sources)
+    lag = score_lag_ticks(config, rewards, data_sources)
     return Sampler(
         config.sampling.model_copy(update={"score_lag_ticks": lag}),
         engine=engine,
         next_prompt=loader.next,
         give_back=loader.give_back,
-        score=ScorerTimes(rewards.score, tell),
+        score=score,
         n=config.rollout.n,
         sampling=rollout_sampling(config, policy),
         run_seed=config.run.seed,

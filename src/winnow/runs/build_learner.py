@@ -32,7 +32,7 @@ from winnow.learning.policy import KlTerm, OldSource, Policy, PolicyObjective
 from winnow.learning.strategy import Strategy, lr_at
 from winnow.models.causal_lm import load_causal_lm, torch_dtype
 from winnow.runs.loading import is_adapter
-from winnow.runs.metrics import Passes
+from winnow.runs.metrics import NO_ATTENTION, Attention, Passes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -123,6 +123,8 @@ def make_learner(
         config.trainer.epochs,
         forwards=(old_source(config) == "pass") + (reference is not None),
         critic_parameters=sum(strategy.parameters for strategy in others.values()),
+        attention=Attention.of(model.config),
+        critic_attention=Attention.of(value_model.config) if others else NO_ATTENTION,
     )
     return Learning(learner, policy, passes, others)
 

@@ -29,7 +29,13 @@ from winnow.observe.metrics import Metrics, Number, Stopwatch, Timeline, no_time
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import Engine, PublishedEngine, WeightUpdate
-from winnow.runs.metrics import Throughput, record_step, rollout_groups
+from winnow.runs.metrics import (
+    StepTokens,
+    Throughput,
+    record_step,
+    rollout_groups,
+    step_tokens,
+)
 from winnow.runs.process import ShutdownSignal, Stopped
 from winnow.runs.state import RunState
 from winnow.sampling.accounting import StepGroups
@@ -165,6 +171,8 @@ class Run:
     evaluate_before: bool = False
     unfinished: Mapping[str, Number] | None = None
     """Figures of the step before the first, when a stop came before its evaluation."""
+    data_figures: Callable[[], Mapping[str, Number]] = dict
+    """Return the passes over the data so far."""
     tell: Timeline = no_timeline
     """Is told who did what from when to when."""
     rest: Callable[[Sampler], Awaitable[None]] = _keep_memory
@@ -190,7 +198,7 @@ async def train(run: Run) -> None:
         run.sinks.log(before, {**figures, **watch.lap(), **run.scoring_figures()})
     run.state.note(before, run.unfinished, figures)
     if run.unfinished is not None:
-        await _finish(run, before, run.unfinished, (0, 0), watch, ForegroundSampling(run))
+        await _finish(run, before, run.unfinished, StepTokens(), watch, ForegroundSampling(run))
     await _SCRIPTS[run.mode](run, watch)
 
 
@@ -308,7 +316,7 @@ async def _conclude(
         run.keep_rollouts(step, rollout_groups(sampled, learned))
         run.keep_ledger(step, sampled)
     record_step(metrics, sampled, learned)
-    tokens = sampled.counts.tokens.generated, learned.packed_tokens
+    tokens = step_tokens(sampled, learned)
     await _finish(run, step, metrics.record(), tokens, watch, sampling)
 
 
@@ -316,7 +324,7 @@ async def _finish(
     run: Run,
     step: int,
     record: Mapping[str, Number],
-    tokens: tuple[int, int],
+    tokens: StepTokens,
     watch: Stopwatch,
     sampling: ForegroundSampling,
 ) -> None:
@@ -332,7 +340,7 @@ async def _finish(
             figures = await run.stop.interruptible(run.evaluator.evaluate(step))
             sampling.resume()
     times = watch.lap()
-    work = {**run.throughput.figures(*tokens, times), **run.scoring_figures()}
+    work = {**run.throughput.figures(tokens, times), **run.scoring_figures(), **run.data_figures()}
     run.sinks.log(step, {**record, **figures, **times, **sampling.figures(times), **work})
     with watch.phase("checkpoint"):
         await sampling.enter_progress()

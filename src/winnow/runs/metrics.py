@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 
+from winnow.evaluation.evaluator import SCORES_CASES
+from winnow.evaluation.statistics import majority, numbers, vote
 from winnow.learning.learner import Learned
 from winnow.observe.metrics import Metrics, Number
 from winnow.observe.rollouts import RolloutGroup
@@ -27,6 +32,7 @@ def record_step(metrics: Metrics, sampled: StepGroups, learned: Learned) -> None
     metrics.spread("score/reward", [a.score.reward for a in answers])
     metrics.spread("score/accuracy", [a.score.accuracy for a in answers])
     _record_parts(metrics, [answer.score for answer in answers])
+    record_sources(metrics, sampled)
     metrics.spread("length/response", [a.trajectory.generated_tokens for a in answers])
     metrics.spread("length/prompt", learned.prompt_lengths)
     metrics.mean_of("length/truncated", sum(a.trajectory.truncated for a in answers), len(answers))
@@ -47,6 +53,34 @@ def _record_parts(metrics: Metrics, scores: Sequence[Score]) -> None:
         flags, penalties = zip(*noted, strict=True)
         metrics.mean_of("score/overlong", sum(flags), len(flags))
         metrics.spread("score/overlong_reward", penalties)
+
+
+def record_sources(metrics: Metrics, sampled: StepGroups) -> None:
+    """Record, by data source, the answers of all groups that the filter looked at in the step."""
+    looked_at = ("trained", "all_right", "all_wrong")
+    closed = [s.group for s in (*sampled.trained, *sampled.discarded) if s.fate in looked_at]
+    for group in sorted(closed, key=lambda group: group.id):
+        name = f"source/{group.prompt.data_source}"
+        scores = [answer.score for answer in group.answers]
+        own = {
+            f"own/{key}": [score.extra.get(key) for score in scores]
+            for key in dict.fromkeys(chain.from_iterable(score.extra for score in scores))
+            if key not in (OVERLONG, OVERLONG_REWARD)
+        }
+        reward, accuracy = [s.reward for s in scores], [s.accuracy for s in scores]
+        figures: dict[str, Sequence[object]] = {"reward": reward, "accuracy": accuracy, **own}
+        n = len(scores)
+        for figure, found in figures.items():
+            values = numbers(found)
+            if values is None or not n:
+                continue
+            metrics.mean_of(f"{name}/{figure}/mean", sum(values), n)
+            metrics.mean(f"{name}/{figure}/best@{n}", max(values))
+            metrics.mean(f"{name}/{figure}/worst@{n}", min(values))
+        votes = [vote(score.extra.get("pred")) for score in scores]
+        says = not any(SCORES_CASES in score.extra for score in scores)
+        if says and any(said is not None for said in votes):
+            metrics.mean(f"{name}/accuracy/maj@{n}", majority(accuracy, votes))
 
 
 def _record_sampling(metrics: Metrics, sampled: StepGroups) -> None:
@@ -88,13 +122,86 @@ def rollout_groups(sampled: StepGroups, learned: Learned) -> list[RolloutGroup]:
     return list(chain(trained, rest))
 
 
+@dataclass(frozen=True, eq=False)
+class StepTokens:
+    """The tokens of a step: written by the policy, and packed to learn from."""
+
+    generated: int = 0
+    packed: int = 0
+    prompts: Sequence[int] = ()
+    """[B] lengths of the prompts of the answers learnt from."""
+    responses: Sequence[int] = ()
+    """[B] lengths of these answers."""
+
+
+def step_tokens(sampled: StepGroups, learned: Learned) -> StepTokens:
+    """Count the tokens of a step that is learnt."""
+    return StepTokens(
+        sampled.counts.tokens.generated,
+        learned.packed_tokens,
+        learned.prompt_lengths.tolist(),
+        [a.trajectory.generated_tokens for group in sampled.groups for a in group.answers],
+    )
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The layers of a model that attend over the whole context, or over a window of it.
+
+    A token that sees c others and itself costs `4 · width · (c + 1)` FLOP forwards: products of
+    query and key, and of weights and values (arXiv 2204.02311, appendix B).
+    """
+
+    widths: Mapping[int | None, int]
+    """Sum over layers of heads x size of a head, by window in tokens; None is no window."""
+
+    @classmethod
+    def of(cls, config: Any) -> Attention:
+        """Read a Hugging Face configuration; layers that do not attend (linear ones) count none."""
+        config = config.get_text_config()
+        heads = config.num_attention_heads
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        window = getattr(config, "sliding_window", None)
+        usual = "full_attention" if window is None else "sliding_attention"
+        kinds = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
+        found: dict[int | None, int] = {}
+        for kind in kinds:
+            if kind in ("full_attention", "sliding_attention"):
+                reach = window if kind == "sliding_attention" else None
+                found[reach] = found.get(reach, 0) + width
+        return cls(found)
+
+    def flop(self, before: ArrayLike, tokens: ArrayLike) -> float:
+        """Return the forward FLOP of sequences.
+
+        Args:
+            before: [B] tokens that are in the cache already.
+            tokens: [B] tokens that are computed behind them.
+        """
+        first, more = np.asarray(before, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
+        total = 0.0
+        for window, width in self.widths.items():
+            seen = _triangle(first + more, window) - _triangle(first, window)
+            total += 4.0 * width * float(seen.sum())
+        return total
+
+
+def _triangle(length: NDArray[np.float64], window: int | None) -> NDArray[np.float64]:
+    """Sum the positions that each token of a sequence sees: 1 + 2 + … up to a window's size."""
+    reach = length if window is None else np.minimum(length, window)
+    return reach * (reach + 1) / 2 + (length - reach) * reach
+
+
+NO_ATTENTION = Attention({})
+
+
 @dataclass(frozen=True)
 class Passes:
     """The passes of a step over the tokens that it packs, by model.
 
-    Counts 2 FLOP a parameter and token forwards, 4 backwards (arXiv 2001.08361, section 2.1). The
-    embedding counts once, as the output layer; attention scores are left out, so the figure is a
-    lower bound.
+    Counts 2 FLOP a parameter and token forwards, 4 backwards (arXiv 2001.08361, section 2.1), and
+    attention by the lengths of the answers learnt from. The embedding counts once, as the output
+    layer; all parameters of a mixture of experts count, also where few of them run.
     """
 
     parameters: int
@@ -105,14 +212,57 @@ class Passes:
     """Forward passes of a model as large as the policy, updates aside: old log-probs, reference."""
     critic_parameters: int = 0
     """Parameters of the critic, which runs forwards once and then takes part in each update."""
+    attention: Attention = NO_ATTENTION
+    """Attention of the policy."""
+    critic_attention: Attention = NO_ATTENTION
 
-    def flop(self, generated_tokens: int, packed_tokens: int) -> float:
+    def flop(self, tokens: StepTokens) -> float:
         """Return the FLOP of a step, rollout included."""
-        updates = 6 * self.epochs
-        policy = self.parameters * (
-            2 * generated_tokens + (2 * self.forwards + updates) * packed_tokens
+        prompts, responses = (
+            np.asarray(t, dtype=np.float64) for t in (tokens.prompts, tokens.responses)
         )
-        return policy + self.critic_parameters * (2 + updates) * packed_tokens
+        learning, written = self.forwards + 3 * self.epochs, max(float(responses.sum()), 1.0)
+        # What was written and is not learnt from is taken to be as long.
+        attended = self.attention.flop(prompts, responses) * tokens.generated / written
+        whole = np.zeros_like(prompts), prompts + responses
+        policy = 2.0 * self.parameters * (tokens.generated + learning * tokens.packed)
+        policy += attended + learning * self.attention.flop(*whole)
+        critic = 2 * self.critic_parameters * tokens.packed + self.critic_attention.flop(*whole)
+        return policy + (1 + 3 * self.epochs) * critic
+
+
+PEAK_TFLOPS: Mapping[str, tuple[float, float]] = {
+    "H100 PCIe": (756.0, 51.0),
+    "H100 NVL": (835.0, 60.0),
+    "H100": (989.0, 67.0),
+    "H200": (989.0, 67.0),
+    "H20": (148.0, 44.0),
+    "H800": (989.0, 67.0),
+    "GH200": (989.0, 67.0),
+    "GB200": (2500.0, 80.0),
+    "B200": (2250.0, 75.0),
+    "A100": (312.0, 19.5),
+    "A800": (312.0, 19.5),
+    "A40": (149.7, 37.4),
+    "A30": (165.0, 10.3),
+    "A10": (125.0, 31.2),
+    "L40S": (362.0, 91.6),
+    "L40": (181.0, 90.5),
+    "L4": (121.0, 30.3),
+    "RTX 4090": (165.2, 82.6),
+    "RTX 3090": (71.0, 35.6),
+}
+"""Peaks without sparsity in bfloat16 and float32 (no TF32), in TFLOP/s, from NVIDIA's data sheets;
+a GPU goes by the longest name that its own holds."""
+
+
+def device_peak(device: str, dtype: str) -> float | None:
+    """Return the peak of a device in TFLOP/s by its name; None where it is not known."""
+    names = [name for name in PEAK_TFLOPS if re.search(rf"\b{name}\b", device)]
+    if not names:
+        return None
+    half, single = PEAK_TFLOPS[max(names, key=len)]
+    return single if dtype == "float32" else half
 
 
 @dataclass(frozen=True)
@@ -125,39 +275,36 @@ class Throughput:
     """Peak of one device."""
     devices: int = 1
 
-    def figures(
-        self, generated_tokens: int, packed_tokens: int, times: Mapping[str, Number]
-    ) -> dict[str, Number]:
+    def figures(self, tokens: StepTokens, times: Mapping[str, Number]) -> dict[str, Number]:
         """Compute `throughput/…`, `memory/…` and `time/PHASE_us_per_token` of a step.
 
         Args:
-            generated_tokens: written by the policy in the step.
-            packed_tokens: prompts and answers trained on.
             times: as `Stopwatch.lap` gives them.
         """
         busy = times["time/step_s"] - times.get("time/evaluate_s", 0.0)
-        if busy <= 0 or not packed_tokens:  # resumed for an evaluation only
+        generated, packed = tokens.generated, tokens.packed
+        if busy <= 0 or not packed:  # resumed for an evaluation only
             return {}
-        tflops = self.passes.flop(generated_tokens, packed_tokens) / busy / 1e12
+        tflops = self.passes.flop(tokens) / busy / 1e12
         record: dict[str, Number] = {
-            "throughput/tokens_per_s": generated_tokens / busy,
-            "throughput/tokens_per_s_per_device": generated_tokens / busy / self.devices,
+            "throughput/tokens_per_s": generated / busy,
+            "throughput/tokens_per_s_per_device": generated / busy / self.devices,
             "throughput/tflops": tflops,
             "memory/peak_gib": self._peak_gib(),
         }
         if self.peak_tflops is not None:
             record["throughput/mfu"] = tflops / self.peak_tflops / self.devices
         per_token = {
-            "rollout": generated_tokens,
-            "old_logprobs": packed_tokens,
-            "reference": packed_tokens,
-            "values": packed_tokens,
-            "update": packed_tokens * self.passes.epochs,
+            "rollout": generated,
+            "old_logprobs": packed,
+            "reference": packed,
+            "values": packed,
+            "update": packed * self.passes.epochs,
         }
-        for phase, tokens in per_token.items():
+        for phase, number in per_token.items():
             seconds = times.get(f"time/{phase}_s")
-            if tokens and seconds is not None:
-                record[f"time/{phase}_us_per_token"] = seconds * 1e6 / tokens
+            if number and seconds is not None:
+                record[f"time/{phase}_us_per_token"] = seconds * 1e6 / number
         return record
 
     def _peak_gib(self) -> float:

@@ -63,6 +63,16 @@ def test_each_epoch_brings_every_prompt_once_in_an_order_of_its_own() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
+def test_the_passes_over_the_data_are_a_figure_where_it_ends(generated: PromptSource) -> None:
+    loader = PromptLoader(prompts(4), seed=1)
+    told = []
+    for _ in range(6):
+        told.append(loader.figures()["data/epoch"])
+        loader.next()
+    assert told == [0, 0.25, 0.5, 0.75, 1, 1.25]
+    assert PromptLoader(generated, seed=1).figures() == {}
+
+
 def test_the_order_is_a_matter_of_the_seed_alone() -> None:
     assert take(PromptLoader(prompts(20), seed=3), 50) == take(PromptLoader(prompts(20), 3), 50)
     assert take(PromptLoader(prompts(20), seed=3), 20) != take(PromptLoader(prompts(20), 4), 20)

@@ -64,6 +64,21 @@ def test_rows_that_ask_the_same_are_one_problem() -> None:
     assert other.parsed == ["7", "7"]
 
 
+def test_the_best_and_the_worst_answer_and_a_scorers_own_numbers_have_figures() -> None:
+    groups = group(0, ["4", "5"]), group(1, ["4", "4"], asks="3 + 1?")
+    for number, each in enumerate(groups):
+        for place, answer in enumerate(each.answers):
+            answer.score.extra.update({"steps": 10 * number + place, "odd": "word"})  # type: ignore[attr-defined]
+    record = evaluated(*groups).record()
+    assert (record["eval/sums/best@2"], record["eval/sums/worst@2"]) == (1, 0.5)
+    own = {name: value for name, value in record.items() if "own" in name}
+    assert own == {
+        "eval/sums/own_steps_mean": 5.5,
+        "eval/sums/own_steps_best@2": 6,
+        "eval/sums/own_steps_worst@2": 5,
+    }
+
+
 def test_what_says_nothing_has_no_vote_and_verdicts_are_none() -> None:
     voted = evaluated(group(0, ["4", "", "5", None])).problems[0].parsed
     assert voted == ["4", None, "5", None]

@@ -19,6 +19,8 @@ from winnow.evaluation.statistics import (
     default_ks,
     estimate,
     maj_at_k,
+    majority,
+    numbers,
     pass_at_k,
     summarise,
     two_sided_bound,
@@ -94,6 +96,15 @@ def test_maj_at_k_by_hand() -> None:
     assert maj_at_k([1, 0, 0], ["a", "b", "c"], [1, 2, 3]) == pytest.approx([1 / 3] * 3)
     # A wrong majority wins in the end.
     assert maj_at_k([0, 0, 1], ["a", "a", "b"], [3])[0] == 0
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.floats(0, 1)), min_size=1,
+                max_size=8))  # fmt: skip
+def test_the_majority_of_all_is_maj_at_n(answers: list[tuple[str | None, float]]) -> None:
+    parsed, accuracies = [p for p, _ in answers], [a for _, a in answers]
+    wanted = maj_at_k(accuracies, parsed, [len(answers)])[0]
+    assert majority(accuracies, parsed) == pytest.approx(wanted, abs=1e-12)
 
 
 @settings(max_examples=25)
@@ -301,3 +312,9 @@ def test_the_ends_of_students_distribution() -> None:
     assert two_sided_p(math.inf, 3) == 0
     assert 0 < two_sided_p(50, 29) < 1e-25
     assert two_sided_p(1e10, 1) == pytest.approx(2e-10 / math.pi, rel=1e-12, abs=0)
+
+
+def test_only_numbers_throughout_are_a_scorers_own_numbers() -> None:
+    assert numbers([1, 0.5, True]) == [1.0, 0.5, 1.0]
+    for odd in ("4", None, float("nan"), float("inf")):
+        assert numbers([1.0, odd]) is None

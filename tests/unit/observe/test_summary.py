@@ -19,7 +19,7 @@ from winnow.observe.jsonl import (
     token_account,
     tokens_by_step,
 )
-from winnow.observe.metrics import SFT_S
+from winnow.observe.metrics import SFT_S, START_S
 from winnow.observe.summary import Sample, print_summary
 
 Records = list[dict[str, float]]
@@ -82,6 +82,15 @@ def test_the_times_by_phase_stand_longest_first(quickstart_records: Records) -> 
     assert list(seconds) == ["generate", "update", "other"]
     assert seconds["generate"] == pytest.approx(56.0)
     assert re.search(r"generate +0:56 +34\.1 %", shown(quickstart_records))
+
+
+def test_starts_of_the_process_and_the_warm_up_stand_before_the_phases(
+    quickstart_records: Records,
+) -> None:
+    quickstart_records[0] |= {START_S: 10.0, SFT_S: 60.0}
+    quickstart_records[7] |= {START_S: 5.0}  # resumed
+    seconds = phase_seconds(quickstart_records)
+    assert [*seconds.items()][:2] == [("start-up", 15.0), ("warm-up", 60.0)]
 
 
 def test_the_sample_answer_shows_whole_before_and_after(quickstart_records: Records) -> None:

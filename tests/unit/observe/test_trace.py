@@ -164,4 +164,8 @@ def test_scorers_are_told_from_the_first_that_is_waited_for_to_the_last() -> Non
         await times(None, 0)  # type: ignore[arg-type, misc]
 
     asyncio.run(go())
+    figures = times.figures()
+    assert figures["scoring/max_s"] >= 0.03 > 0.01 < figures["scoring/busy_s"]
+    assert figures["scoring/mean_s"] < figures["scoring/max_s"] <= figures["scoring/busy_s"]
+    assert times.figures() == {}
     assert [each[:2] for each in told] == [("scorers", "score")]
