@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import pickle
 import struct
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import pytest
 from tests.services import running
 
+from winnow.cli import doctor
+from winnow.cli.doctor import Finding
 from winnow.config.reward import SandboxConfig
 from winnow.http.service import address_of, listen
 from winnow.sandbox.bubblewrap import Bubblewrap
@@ -33,6 +36,12 @@ BACKENDS = ("bubblewrap", "landlock")
 _IS_ROOT = os.geteuid() == 0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_USER_NAMESPACE = 0x10000000
+_SET_CHILD_SUBREAPER = 36
+_LONGEST_S = 120.0
+# A process that is forked from this one has whatever threads a library starts again after a fork,
+# and who has threads can enter no user namespace.
+_FRESH = multiprocessing.get_context("forkserver")
+_FRESH.set_forkserver_preload(["tests.sandboxes", "winnow.cli.doctor"])
 
 
 def need_bubblewrap() -> None:
@@ -47,22 +56,21 @@ class Host:
     """A process that holds a sandbox and does as it is told."""
 
     def __init__(self, user: str, config: SandboxConfig, before: Callable[[], None] | None = None):
-        ours, theirs = Pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            ours.close()
-            try:
-                _serve(theirs, user, config, before)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
+        self._pipe, theirs = _FRESH.Pipe()
+        self._process = _FRESH.Process(target=_serve, args=(theirs, user, config, before))
+        self._process.start()
         theirs.close()
-        self._pipe = ours
-        self.description: str = self.answer()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        try:
+            self.description: str = self.answer()
+        except BaseException:
+            self.close()
+            raise
 
     def answer(self) -> Any:
         """What it says next."""
+        assert self._pipe.poll(_LONGEST_S), "the process that holds the sandbox hangs"
         kind, value = pickle.loads(self._pipe.recv_bytes())
         if kind == "error":
             raise value
@@ -86,11 +94,27 @@ class Host:
     def close(self) -> None:
         """End it."""
         self._pipe.close()
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        _end(self._process)
+
+
+def _end(process: multiprocessing.process.BaseProcess) -> None:
+    process.join(_LONGEST_S)
+    process.kill()
+    process.join()
 
 
 def _serve(
+    pipe: Connection, user: str, config: SandboxConfig, before: Callable[[], None] | None
+) -> None:
+    try:
+        _hold(pipe, user, config, before)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _hold(
     pipe: Connection, user: str, config: SandboxConfig, before: Callable[[], None] | None
 ) -> None:
     try:
@@ -139,14 +163,19 @@ def block_namespaces(first: int = 0, count: int = 65536) -> None:
     ready, go = os.pipe()
     helper = os.fork()
     if helper == 0:  # it has rights outside
-        os.read(ready, 1)
-        if _IS_ROOT:
+        os.close(go)
+        if os.read(ready, 1) and _IS_ROOT:
             Path(f"/proc/{pid}/gid_map").write_text(f"{first} {first} {count}")
             Path(f"/proc/{pid}/uid_map").write_text(f"{first} {first} {count}")
         os._exit(0)
-    assert _LIBC.unshare(_NEW_USER_NAMESPACE) == 0
-    os.write(go, b"!")
-    assert os.waitpid(helper, 0)[1] == 0
+    try:
+        if _LIBC.unshare(_NEW_USER_NAMESPACE) != 0:
+            raise OSError(ctypes.get_errno(), "unshare, as a process with threads may not")
+        os.write(go, b"!")
+    finally:
+        os.close(go)
+        status = os.waitpid(helper, 0)[1]
+    assert status == 0
     if not _IS_ROOT:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
@@ -175,6 +204,34 @@ def block_all() -> None:
     """Both."""
     block_namespaces()
     block_landlock()
+
+
+def block_nothing() -> None:
+    """Leave all as it is."""
+
+
+def keep_in(folder: Path) -> None:
+    """Keep a host's files there, and adopt what a program leaves behind."""
+    tempfile.tempdir = str(folder)
+    assert _LIBC.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+def sandboxes_where(block: Callable[[], None]) -> list[Finding]:
+    """What `winnow doctor` finds in a process that has blocked something for good."""
+    ours, theirs = _FRESH.Pipe(duplex=False)
+    process = _FRESH.Process(target=_find, args=(theirs, block))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(_LONGEST_S), "the process that looks for sandboxes hangs"
+        return list(ours.recv())
+    finally:
+        _end(process)
+
+
+def _find(pipe: Connection, block: Callable[[], None]) -> None:
+    block()
+    pipe.send(list(doctor._sandboxes()))
 
 
 @contextlib.contextmanager

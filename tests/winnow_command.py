@@ -15,6 +15,7 @@ from unittest.mock import patch
 WINNOW = Path(sys.executable).with_name("winnow")
 """The installed command."""
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
+_LONGEST_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def in_own_process(
         capture_output=True,
         text=True,
         check=False,
+        timeout=_LONGEST_S,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)
 

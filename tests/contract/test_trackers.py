@@ -264,7 +264,8 @@ def tracked(
     name: str = request.param
     home = tmp_path_factory.mktemp(name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        for variable in ("MLFLOW_TRACKING_URI", "WANDB_ERROR_REPORTING"):
+            patch.delenv(variable, raising=False)
         config = recipe("quickstart", *OPTIONS, f"observe.trackers=[{name}]")
         folder = RunFolder.create(home, "seed-1", "quickstart")
         keep_answers(folder)
@@ -341,6 +342,17 @@ def test_it_is_told_where_to_look_and_there_is_no_warning(tracked: Tracked) -> N
     assert len(said) == 2 * (tracked.name in WHERE)
     where = WHERE.get(tracked.name, "").format(runs=tracked.folder.path.parent)
     assert all(text.startswith(f"observe.trackers: {tracked.name}: {where}") for text in said)
+
+
+def test_a_process_that_is_forked_has_no_thread_of_a_tracker(tracked: Tracked) -> None:
+    """Telemetry that starts its threads again in each child has made sandboxes fail."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writer, bytes([len(os.listdir("/proc/self/task"))]))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(reader, 1) == bytes([1])
 
 
 def test_another_run_of_the_same_name_is_a_run_of_its_own_there(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -11,20 +10,20 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tests.processes import descendants
-from tests.sandboxes import BACKENDS, USERS, Host, host, need_bubblewrap
+from tests.sandboxes import BACKENDS, USERS, Host, host, keep_in, need_bubblewrap
 
 from winnow.config.reward import SandboxConfig
 from winnow.sandbox import harness
 
 COMBINATIONS = [(backend, user) for backend in BACKENDS for user in USERS]
 MIB = 1 << 20
-_SET_CHILD_SUBREAPER = 36
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +51,8 @@ def box(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Host]:
         need_bubblewrap()
 
     config = SandboxConfig(backend=backend, max_concurrent=1, time_s=60)
-    with host(user, config, keeping_in(scratch)) as made:
+    with host(user, config, partial(keep_in, scratch)) as made:
         yield made
-
-
-def keeping_in(folder: Path) -> Callable[[], None]:
-    """Have a host keep its files there, and adopt what a program leaves behind."""
-
-    def prepare() -> None:
-        tempfile.tempdir = str(folder)
-        assert ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-
-    return prepare
 
 
 @pytest.fixture(autouse=True)
@@ -546,7 +535,7 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "{mark}
 time.sleep(1000)
 """
     config = SandboxConfig(backend=backend, max_concurrent=1)
-    with host(user, config, keeping_in(outside)) as doomed:
+    with host(user, config, partial(keep_in, outside)) as doomed:
         doomed.ask(code, time_s=1000)
         give_up = time.monotonic() + 60
         while not processes_with(mark):

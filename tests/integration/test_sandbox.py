@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -77,9 +78,7 @@ def test_root_that_cannot_become_another_user_runs_no_program() -> None:
     if not ROOT:  # an ordinary user's programs run as that user
         return
 
-    def only_root() -> None:
-        block_namespaces(0, 1)
-
+    only_root = partial(block_namespaces, 0, 1)
     with pytest.raises(RewardError, match="no sandbox holds here"):
         Host("root", SandboxConfig(max_concurrent=1), only_root)
 

@@ -119,7 +119,12 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
             "mean distance of log-probs",
             "training/rollout_probs_diff_mean (of probabilities)",
         ),
-        ("mismatch/max_delta", "nats", "largest", "training/rollout_probs_diff_max"),
+        (
+            "mismatch/max_delta",
+            "nats",
+            "largest",
+            "training/rollout_probs_diff_max (of probabilities)",
+        ),
         (
             "mismatch/pearson",
             "",
@@ -141,7 +146,12 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("mismatch/ppl_ratio", "", "trainer's over sampler's", "rollout_corr/ppl_ratio"),
         ("mismatch/age_K/share", "share", "tokens K weight versions old; 8: and older"),
         ("mismatch/age_K/{abs_delta,k3}", "nats", "of these tokens"),
-        ("correction/rejected_{tokens,samples}", "share", "left out by the correction"),
+        (
+            "correction/rejected_{tokens,samples}",
+            "share",
+            "left out by the correction",
+            "rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction}",
+        ),
         ("correction/weight", "", "mean weight", "rollout_corr/rollout_is_mean"),
         ("correction/weight_bound", "share", "tokens whose weight was cut or set to 0"),
         ("publish/max_delta", "nats", "log-probs of fixed tokens, engine against trainer"),
@@ -163,7 +173,7 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
             "eval/SOURCE/own_NAME_{mean,best@N,worst@N}",
             "",
             "a number that the scorer said beside the score",
-            "val-aux/SOURCE/NAME/{mean,best,worst}@N",
+            "val-aux/SOURCE/NAME/{mean@N,best@N/mean,worst@N/mean}",
         ),
     ),
     "Scoring": (

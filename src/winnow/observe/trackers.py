@@ -187,6 +187,8 @@ class Wandb(Tracker):
     name = "wandb"
 
     def open(self, known: str | None, first_step: int) -> str:
+        # Its own telemetry, which starts threads, and again in each process that is forked.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         options, tracking = self.run.config.observe.wandb, self.tracking
@@ -225,6 +227,7 @@ class Mlflow(Tracker):
     name = "mlflow"
 
     def open(self, known: str | None, first_step: int) -> str:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
 

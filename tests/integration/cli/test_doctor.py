@@ -8,15 +8,19 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from importlib import metadata
-from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 import torch
 from packaging.requirements import Requirement
-from tests.sandboxes import block_all, block_namespaces, need_bubblewrap
+from tests.sandboxes import (
+    block_all,
+    block_namespaces,
+    block_nothing,
+    need_bubblewrap,
+    sandboxes_where,
+)
 from tests.unprivileged import permissions_apply
 from typer.testing import CliRunner
 
@@ -102,26 +106,9 @@ def test_no_advice_names_the_other_project_of_the_package_index() -> None:
     assert [page.name for page in pages if theirs.search(page.read_text())] == []
 
 
-def sandboxes_where(block: Callable[[], None]) -> list[Finding]:
-    """What is found in a process that has blocked something for good."""
-    ours, theirs = Pipe(duplex=False)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            block()
-            theirs.send(list(doctor._sandboxes()))
-        finally:
-            os._exit(0)
-    theirs.close()
-    try:
-        return list(ours.recv())
-    finally:
-        os.waitpid(pid, 0)
-
-
 def test_which_sandbox_holds_is_tried_and_the_reason_told() -> None:
     need_bubblewrap()
-    both = sandboxes_where(lambda: None)
+    both = sandboxes_where(block_nothing)
     assert [finding.state for finding in both] == ["ok", "ok"]
     assert both[1].text.startswith("holds, and is not used while bubblewrap does")
     one = sandboxes_where(block_namespaces)
