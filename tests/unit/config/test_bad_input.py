@@ -111,7 +111,10 @@ OVERRIDES = [
         "observe; see --help-config",
     ),
     (["optim.betas.0=1"], f"optim.betas.0 is no known key {SHELL}; did you mean optim.betas?"),
-    (["hydra.run.dir=x"], f"hydra.run.dir is no known key {SHELL}; did you mean run.dir?"),
+    (
+        ["hydra.run.dir=x"],
+        f"hydra.run.dir is no known key {SHELL}; did you mean observe.tensorboard.dir or run.dir?",
+    ),
     (
         ["evaluation=3"],
         "evaluation must be keys (before, every, n, temperature, top_p, top_k, greedy, "
