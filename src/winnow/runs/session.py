@@ -32,6 +32,7 @@ from winnow.runs.loading import fetch_models, load_policy, start_notes
 from winnow.runs.loop import Run, train
 from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped
 from winnow.runs.resume import Opened, opened_run
+from winnow.runs.rewarding import Rewards
 from winnow.runs.state import seed_everything
 from winnow.runs.topology import (
     check_engine,
@@ -108,9 +109,7 @@ def run_training(
             _resume(config, opened, run)
             _tell(sink, _lag_notes(config, run))
             opened.rewind(metrics)
-            heartbeat.watch(lambda: run.engine.status().generated_tokens)
-            heartbeat.watch(lambda: run.learner.progress)
-            heartbeat.watch(rewards.scored_apart)
+            _watch(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, began)
             stopped = _train(config, run, stop)
         if stopped is not None:
@@ -119,6 +118,13 @@ def run_training(
         _close(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - began))
     return 0
+
+
+def _watch(heartbeat: Heartbeat, run: Run, rewards: Rewards) -> None:
+    """Have the heartbeat look at what moves while a run is well."""
+    heartbeat.watch(lambda: run.engine.status().generated_tokens)
+    heartbeat.watch(lambda: run.learner.progress)
+    heartbeat.watch(rewards.scored_apart)
 
 
 def _check_packages(config: Config) -> None:
