@@ -25,6 +25,7 @@ from winnow.observe.metrics import SFT_S, START_S, Record
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import BackgroundSink, RunInfo, Sinks, UserSink
 from winnow.observe.trace import TraceFile
+from winnow.rewards.pipeline import Rewards
 from winnow.runs.build import build, use_machine
 from winnow.runs.build_learner import needs_start
 from winnow.runs.checkpoint import checkpoints_in
@@ -32,7 +33,6 @@ from winnow.runs.loading import fetch_models, load_policy, start_notes
 from winnow.runs.loop import Run, train
 from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped
 from winnow.runs.resume import Opened, opened_run
-from winnow.runs.rewarding import Rewards
 from winnow.runs.state import seed_everything
 from winnow.runs.topology import (
     check_engine,
