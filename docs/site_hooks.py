@@ -20,7 +20,7 @@ as `algorithm/policy_loss=gspo`, is chosen as a whole; its keys exist where it i
 
 
 def settings_page() -> str:
-    """Write every key with type, default and meaning, a table for each section."""
+    """List every key with default, type and meaning, section by section."""
     from winnow.config.load import describe_config
     from winnow.config.root import Config
 
@@ -29,20 +29,10 @@ def settings_page() -> str:
         name = re.split(r"[./]", row.key)[0]
         if name != section:
             section = name
-            lines += [
-                f"\n## {section}\n",
-                "| key | default | type | meaning |",
-                "|---|---|---|---|",
-            ]
+            lines.append(f"\n## {section}\n")
         only = f" *Only with `{row.variant}`.*" if row.variant else ""
-        cells = (f"`{row.key}`", f"`{row.default}`", row.type, f"{row.meaning}{only}")
-        lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
+        lines.append(f"- `{row.key}` = `{row.default}` · {row.type}<br>{row.meaning}{only}")
     return "\n".join(lines) + "\n"
-
-
-def _cell(text: str) -> str:
-    """Keep a text within one cell: bars end cells, and braces or brackets would be links."""
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def on_config(config: Any) -> Any:
