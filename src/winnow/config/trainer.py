@@ -68,12 +68,15 @@ class TrainerConfig(Section):
 
     steps: int = Field(100, ge=1)
     """Steps to train; each ends with new weights in the engine."""
+    data_epochs: float | None = Field(None, gt=0)
+    """Passes over the training data after which the run ends, in the place of trainer.steps, which
+    then becomes the most steps that they can fill; null: trainer.steps."""
     mode: Mode = SyncMode()
     """Order of sampling, learning and publishing: one after the other, or side by side."""
     mini_batch_groups: int | None = Field(None, ge=1)
     """Groups an update (one optimizer step); null makes one update a step."""
     epochs: int = Field(1, ge=1)
-    """Passes over a step's groups."""
+    """Passes over a step's groups; trainer.data_epochs counts those over the data."""
     strategy: Annotated[WholeModels | Fsdp2, Field(discriminator="name")] = WholeModels()
     """Placement of the models' weights."""
     microbatch_tokens: int = Field(16384, ge=1)

@@ -13,7 +13,7 @@ from winnow.config.load import dump_config
 from winnow.config.rollout import BandFilter, VarianceFilter
 from winnow.config.root import Config
 from winnow.config.rules import notices
-from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts, training_prompts
+from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts
 from winnow.data.prompts import PromptSet
 from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import Evaluator
@@ -30,7 +30,7 @@ from winnow.rollout.engine import Engine, SamplingParams
 from winnow.runs.build_learner import kl_notes, needs_of
 from winnow.runs.checkpoint import Manifest
 from winnow.runs.loading import Policies, check_positions, longest_prompt
-from winnow.runs.loop import PendingSteps, Run, Schedule
+from winnow.runs.loop import DataPasses, PendingSteps, Run, Schedule
 from winnow.runs.metrics import Throughput, device_peak
 from winnow.runs.process import ShutdownSignal
 from winnow.runs.resume import code_hashes
@@ -116,6 +116,31 @@ def make_evaluator(
     )
 
 
+def with_steps(config: Config, source: PromptSource) -> Config:
+    """Put the steps that `trainer.data_epochs` can fill into a recipe.
+
+    Raises:
+        ConfigError: the data never ends, or fills no step.
+    """
+    epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step
+    if epochs is None:
+        return config
+    if source.size is None:
+        raise ConfigError(
+            f"trainer.data_epochs={epochs:g} counts passes over the data, and "
+            f"data/task={config.data.task.name} never ends; set data.max_train_prompts, or "
+            "trainer.data_epochs=null and trainer.steps"
+        )
+    steps = int(round(epochs * source.size, 6)) // groups
+    if not steps:
+        raise ConfigError(
+            f"trainer.data_epochs={epochs:g} of {source.size:,} prompts fills no step of "
+            f"sampling.groups_per_step={groups}; raise the one or lower the other"
+        )
+    trainer = config.trainer.model_copy(update={"steps": steps})
+    return config.model_copy(update={"trainer": trainer})
+
+
 def build(
     config: Config,
     policy: Policies,
@@ -125,6 +150,7 @@ def build(
     stop: ShutdownSignal,
     rewards: Rewards,
     placed: Topology,
+    source: PromptSource,
     on_progress: Callable[[Ledger], None] = lambda ledger: None,
     tell: Timeline = no_timeline,
 ) -> Run:
@@ -133,7 +159,6 @@ def build(
     Raises:
         WinnowError: data, scorers and model do not fit what the recipe asks.
     """
-    source = training_prompts(config.data, policy.tokenizer, config.run.seed)
     _check_prompts(config, policy, source, rewards)
     loader = PromptLoader(source, config.run.seed, config.data.shuffle)
     engine = placed.engine
@@ -146,6 +171,10 @@ def build(
     )
     pending = PendingSteps()
     parts: dict[str, Stateful] = {"sampler": sampler, "loader": loader, "learner": placed.learner}
+    passes, epochs = DataPasses(), config.trainer.data_epochs
+    if epochs is not None and source.size is not None:
+        passes = DataPasses(int(round(epochs * source.size, 6)), config.sampling.groups_per_step)
+        parts["passes"] = passes
     state = RunState(
         placed.tensors,
         {**parts, "pending": pending},
@@ -179,6 +208,7 @@ def build(
         steps=steps,
         mode=config.trainer.mode.name,
         pending=pending,
+        passes=passes,
         evaluate_before=config.evaluation.before and bool(evaluator.prompts),
         tell=tell,
         notes=(*_notes(source, held_out, config), *kl_notes(config), *notices(config)),
@@ -258,6 +288,12 @@ def keep_ledger(folder: RunFolder, step: int, sampled: StepGroups) -> None:
 
 def _notes(source: PromptSource, held_out: PromptSet, config: Config) -> Iterator[str]:
     """Say what was read, which columns were taken, and how many rows are left out and why."""
+    epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step
+    if epochs is not None:
+        yield (
+            f"{epochs:g} passes over {source.size:,} prompts: at most {config.trainer.steps:,} "
+            f"steps of {groups} (trainer.data_epochs)"
+        )
     sets = {"training": source, "held-out": held_out}
     for kind, found in sets.items():
         if not isinstance(found, PromptSet) or not any((*found.layouts, found.filtered)):

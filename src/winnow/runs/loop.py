@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from winnow.errors import ConfigError, NoSignalError, RewardError, WorkerError
@@ -38,7 +39,7 @@ from winnow.runs.metrics import (
 )
 from winnow.runs.process import ShutdownSignal, Stopped
 from winnow.runs.state import RunState
-from winnow.sampling.accounting import StepGroups
+from winnow.sampling.accounting import GIVEN_BACK, StepGroups
 from winnow.sampling.stream import Sampler
 from winnow.workers.threads import in_thread
 
@@ -142,6 +143,30 @@ class PendingSteps:
 
 
 @dataclass
+class DataPasses:
+    """The prompts that a run has used up; part of its state where `trainer.data_epochs` is set."""
+
+    prompts: float = math.inf
+    """In all passes over the data."""
+    groups_per_step: int = 1
+    used: int = 0
+    """Prompts whose groups were learnt from or left out; one that is given back is not used."""
+
+    @property
+    def are_over(self) -> bool:
+        """True if what is left of the passes fills no step."""
+        return self.prompts - self.used < self.groups_per_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count."""
+        return {"used": self.used}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become what `state_dict` described."""
+        self.used = state["used"]
+
+
+@dataclass
 class Run:
     """The objects that a run is made of, how far it goes, and what is due when."""
 
@@ -179,6 +204,27 @@ class Run:
     """Has engines give memory to learning, until `publish`."""
     notes: tuple[str, ...] = ()
     """Lines that the user should read before it starts."""
+    passes: DataPasses = field(default_factory=DataPasses)
+
+    def remaining(self) -> Iterator[int]:
+        """Yield the steps to train; the last may become known while it is trained."""
+        step = self.first_step
+        while step <= self.steps:
+            yield step
+            step += 1
+
+    def use_prompts(self, step: int, sampled: StepGroups) -> None:
+        """Count the prompts of a step about to be learnt, and make it the last if they ended."""
+        self.passes.used += len(sampled.trained)
+        self.passes.used += sum(each.fate not in GIVEN_BACK for each in sampled.discarded)
+        if self.passes.are_over:
+            self.end_at(step)
+
+    def end_at(self, step: int) -> None:
+        """Make a step the last."""
+        self.steps = min(self.steps, step)
+        self.evaluations = replace(self.evaluations, last=self.steps)
+        self.checkpoints = replace(self.checkpoints, last=self.steps)
 
 
 async def train(run: Run) -> None:
@@ -190,6 +236,8 @@ async def train(run: Run) -> None:
     """
     watch = Stopwatch(tell=run.tell)
     before = run.first_step - 1
+    if run.passes.are_over:
+        run.end_at(before)
     await run.publish(before)
     figures: Mapping[str, Number] = {}
     if run.evaluate_before:
@@ -207,11 +255,12 @@ async def train(run: Run) -> None:
 
 async def _sync(run: Run, watch: Stopwatch) -> None:
     """Sample a step, learn it, publish its weights; then the next."""
-    for step in range(run.first_step, run.steps + 1):
+    for step in run.remaining():
         run.stop.check()
         with watch.phase("rollout"):
             sampled = await run.stop.interruptible(run.sampler.step(step - 1))
         run.check_scoring()
+        run.use_prompts(step, sampled)
         await run.rest(run.sampler)
         metrics = Metrics()
         learned = await in_thread(run.learner.learn, sampled.groups, step, metrics, watch)
@@ -224,18 +273,19 @@ async def _one_step_off(run: Run, watch: Stopwatch) -> None:
     A boundary leaves behind step k + 1, cut and not learnt, and the sampler as it was after that
     cut. A request to stop waits for the barrier: weights k - 1 are gone afterwards.
     """
-    pending, last = run.pending.steps, run.steps
+    pending = run.pending.steps
     run.sampler.published(run.first_step - 1)
-    if not pending and run.first_step <= last:
+    if not pending and run.first_step <= run.steps:
         run.stop.check()
         with watch.phase("rollout"):
             version = run.first_step - 1
             pending.append(await run.stop.interruptible(run.sampler.step(version)))
         run.check_scoring()
-    for step in range(run.first_step, last + 1):
+    for step in run.remaining():
         run.stop.check()
         sampled, metrics = pending.popleft(), Metrics()
-        sampling = BackgroundSampling(run, step + 1, min(step + 1, last))
+        run.use_prompts(step, sampled)
+        sampling = BackgroundSampling(run, step + 1, min(step + 1, run.steps))
         try:
             learned = await _learn_beside(run, step, sampled, metrics, watch)
             with watch.phase("wait"):
@@ -262,10 +312,11 @@ async def _async(run: Run, watch: Stopwatch) -> None:
     run.stop.check()
     sampling = BackgroundSampling(run, run.first_step + len(pending), run.steps)
     try:
-        for step in range(run.first_step, run.steps + 1):
+        for step in run.remaining():
             with watch.phase("wait"):
                 await run.stop.interruptible(sampling.wait_for_step())
             sampled, metrics = pending.popleft(), Metrics()
+            run.use_prompts(step, sampled)
             learned = await _learn_beside(run, step, sampled, metrics, watch)
             await _conclude(run, step, sampled, learned, metrics, watch, sampling)
     except Stopped:

@@ -372,7 +372,10 @@ def _pinned(config: Config) -> Config:
 
 
 def _as_pinned(config: Config, saved: Config) -> tuple[Config, list[str]]:
-    """Give a recipe that names a model's branch the commit that the run began with."""
+    """Give a recipe what the run began with: the steps of its passes, the commit of a branch."""
+    if config.trainer.data_epochs == saved.trainer.data_epochs is not None:
+        trainer = config.trainer.model_copy(update={"steps": saved.trainer.steps})
+        config = config.model_copy(update={"trainer": trainer})
     was, now = saved.model.revision, config.model.revision
     is_commit = now is not None and _COMMIT.fullmatch(now)
     if was is None or is_commit or config.model.path != saved.model.path:

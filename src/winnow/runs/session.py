@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from winnow.config.model import SftWarmStart
 from winnow.config.rollout import VarianceFilter
 from winnow.config.root import Config
 from winnow.config.trainer import LocalCluster
+from winnow.data.loader import training_prompts
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.figures import duration
@@ -26,7 +28,7 @@ from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import BackgroundSink, RunInfo, Sinks, UserSink
 from winnow.observe.trace import TraceFile
 from winnow.rewards.pipeline import Rewards
-from winnow.runs.build import build, use_machine
+from winnow.runs.build import build, use_machine, with_steps
 from winnow.runs.build_learner import needs_start
 from winnow.runs.checkpoint import checkpoints_in
 from winnow.runs.loading import fetch_models, load_policy, start_notes
@@ -84,6 +86,9 @@ def run_training(
             return 0
         path, first, figures = _models(config, opened, fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config))
+        source = training_prompts(config.data, policy.tokenizer, config.run.seed)
+        config = with_steps(config, source)
+        opened = replace(opened, config=with_steps(opened.config, source))
         with (
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             other_processes(config, policy, first) as others,
@@ -102,6 +107,7 @@ def run_training(
                 stop,
                 rewards,
                 placed,
+                source,
                 lambda p: sink.status(_in_words(p)),
                 *trace,
             )
@@ -286,9 +292,10 @@ def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
     """Say what will happen, in the words of a newcomer."""
     lines = [f"winnow train {recipe}: everything of this run goes to {folder.path}"]
     lines += config.run.description
+    epochs = config.trainer.data_epochs
+    length = f"{config.trainer.steps}" if epochs is None else f"{epochs:g} passes over the data in"
     size = (
-        f"{config.trainer.steps} steps of {config.sampling.groups_per_step} prompts x "
-        f"{config.rollout.n} answers"
+        f"{length} steps of {config.sampling.groups_per_step} prompts x {config.rollout.n} answers"
     )
     if isinstance(config.sampling.filter, VarianceFilter):
         size += (
@@ -329,7 +336,7 @@ def _close(
             console,
             f"{folder.name}: done",
             records,
-            samples=samples(folder.evaluation(0), folder.evaluation(config.trainer.steps)),
+            samples=samples(folder.evaluation(0), folder.evaluation(last.step)),
             paths=paths,
             commands=next_commands(config, recipe, folder),
         )

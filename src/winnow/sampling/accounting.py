@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Fate = Literal["trained", "all_right", "all_wrong", "surplus", "stale", "failed"]
 FATES: tuple[Fate, ...] = get_args(Fate)
+GIVEN_BACK: tuple[Fate, ...] = ("surplus", "stale")
+"""Fates of groups whose prompts come again."""
 
 
 @dataclass(frozen=True)

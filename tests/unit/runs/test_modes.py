@@ -35,7 +35,7 @@ from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
 from winnow.rollout.engine_group import EngineGroup
 from winnow.runs.checkpoint import Checkpoint, Manifest, Snapshot, checkpoints_in, load_state
-from winnow.runs.loop import Mode, PendingSteps, Run, Schedule, Sending, train
+from winnow.runs.loop import DataPasses, Mode, PendingSteps, Run, Schedule, Sending, train
 from winnow.runs.metrics import Passes, Throughput
 from winnow.runs.process import ShutdownSignal, Stopped
 from winnow.runs.state import RunState
@@ -85,8 +85,10 @@ class World:
         rng: random.Random,
         engines: int = 1,
         engine: type[ScriptedEngine] = ScriptedEngine,
+        passes: DataPasses | None = None,
         **sampling: Any,
     ) -> None:
+        passes = passes or DataPasses()
         self.rng, self.folder = rng, folder
         is_free = mode == "async"
         options: Any = {"slots": 10, "live_updates": is_free}
@@ -111,10 +113,15 @@ class World:
             look_ticks=getattr(self.engine, "quantum_ticks", 1),
         )
         self.log_file = MetricsLog(folder / "metrics.jsonl")
-        parts = {"sampler": self.sampler, "loader": self.loader, "pending": PendingSteps()}
+        parts: dict[str, Any] = {
+            "sampler": self.sampler,
+            "loader": self.loader,
+            "pending": PendingSteps(),
+        }
+        parts["passes"] = passes
         state = RunState(
             cast(Any, self),
-            cast(Any, parts),
+            parts,
             RunFolder(folder),
             self.log_file,
             TrainerConfig(keep_last=None),
@@ -138,7 +145,8 @@ class World:
             checkpoints=Schedule(1, STEPS),
             steps=STEPS,
             mode=mode,
-            pending=parts["pending"],  # type: ignore[arg-type]
+            pending=parts["pending"],
+            passes=passes,
         )
 
     def resume(self, checkpoint: Checkpoint) -> World:
@@ -274,6 +282,38 @@ def test_a_run_goes_on_from_any_boundary_without_loss_or_repetition(
         check_course(learnt, second.sampler, 2)
         if mode != "async":
             assert repr(learnt) == repr(first.learnt)
+
+
+@settings(max_examples=8)
+@given(
+    st.sampled_from(MODES), st.integers(N, 5 * N), st.booleans(), st.data(), st.integers(0, 2**32)
+)
+def test_a_run_ends_with_the_passes_over_its_data_and_resumed_at_the_same_step(
+    mode: Mode, prompts: int, filters: bool, data: st.DataObject, seed: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        rng = random.Random(seed)
+
+        def world(name: str) -> World:
+            rule: dict[str, Any] = {"name": "variance"} if filters else {"name": "none"}
+            passes = DataPasses(prompts, N)
+            return World(Path(folder) / name, mode, rng, passes=passes, lookahead=1.0, filter=rule)
+
+        first = world("a").train()
+        used = np.cumsum([len(s.trained) + len(s.discarded) for s in first.learnt])
+        last = len(used)
+        assert [prompts - n < N for n in used] == [False] * (last - 1) + [last < STEPS]
+        if not filters:
+            assert last == prompts // N
+        assert first.run.passes.used == used[-1]
+        assert mode == "async" or not first.run.pending.steps  # nothing sampled in vain
+        assert [c.step for c in saved(first)] == list(range(1, last + 1))
+        assert "eval/x/avg@1" in read_metrics(first.folder / "metrics.jsonl")[-1]
+        at = data.draw(st.sampled_from(saved(first)))
+        second = world("b").resume(at).train()
+        assert len(second.learnt) == last - at.step
+        if mode != "async":
+            assert repr(second.learnt) == repr(first.learnt[at.step :])
 
 
 def saved(world: World) -> list[Checkpoint]:

@@ -1,0 +1,43 @@
+"""The steps that passes over the data fill."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from winnow.config.load import load_recipe
+from winnow.data.loader import training_prompts
+from winnow.data.prompts import PromptSet
+from winnow.data.sort_digits import build_tokenizer
+from winnow.errors import ConfigError
+from winnow.runs.build import with_steps
+from winnow.types import Prompt
+
+
+def prompts(count: int) -> PromptSet:
+    return PromptSet(tuple(Prompt(f"f:{i}", np.array([i]), "", "s", "") for i in range(count)))
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "steps"), [(1, 100, 12), (3, 100, 37), (0.29, 100, 3), (0.56, 100, 7)]
+)
+def test_steps_are_those_that_the_passes_fill(epochs: float, rows: int, steps: int) -> None:
+    told = [f"trainer.data_epochs={epochs}", "sampling.groups_per_step=8"]
+    config = load_recipe("quickstart", [*told, "trainer.mini_batch_groups=null"])
+    assert with_steps(config, prompts(rows)).trainer.steps == steps
+
+
+def test_data_that_never_ends_or_fills_no_step_is_refused() -> None:
+    config = load_recipe("quickstart", ["trainer.data_epochs=2"])
+    with pytest.raises(ConfigError) as endless:
+        with_steps(config, training_prompts(config.data, build_tokenizer(), 0))
+    assert str(endless.value) == (
+        "trainer.data_epochs=2 counts passes over the data, and data/task=sort_digits never ends; "
+        "set data.max_train_prompts, or trainer.data_epochs=null and trainer.steps"
+    )
+    with pytest.raises(ConfigError) as short:
+        with_steps(config, prompts(31))
+    assert str(short.value) == (
+        "trainer.data_epochs=2 of 31 prompts fills no step of sampling.groups_per_step=64; raise "
+        "the one or lower the other"
+    )
