@@ -19,7 +19,7 @@ def prompts(count: int) -> PromptSet:
 
 
 @pytest.mark.parametrize(
-    ("epochs", "rows", "steps"), [(1, 100, 12), (3, 100, 37), (0.29, 100, 3), (0.56, 100, 7)]
+    ("epochs", "rows", "steps"), [(1, 100, 12), (3, 100, 37), (0.29, 100, 3), (0.58, 400, 29)]
 )
 def test_steps_are_those_that_the_passes_fill(epochs: float, rows: int, steps: int) -> None:
     told = [f"trainer.data_epochs={epochs}", "sampling.groups_per_step=8"]
