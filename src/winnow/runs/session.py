@@ -76,7 +76,9 @@ def run_training(
     seed_everything(config.run.seed)
     with opened_run(config, recipe) as opened, opened.folder.logging_to_file(), _errors_logged():
         folder = opened.folder
-        config = config.model_copy(update={"model": opened.config.model})  # at its commit
+        # As it was pinned at the run's start: commits of the hub, steps.
+        pinned = {name: getattr(opened.config, name) for name in ("model", "data", "trainer")}
+        config = config.model_copy(update=pinned)
         heartbeat.folder(folder.path)
         sink = make_console(config.observe.console, console)
         _tell(sink, opened.notes or introduction(config, recipe, folder))
