@@ -116,6 +116,14 @@ def make_evaluator(
     )
 
 
+def passes_of(config: Config, source: PromptSource) -> DataPasses:
+    """Return the count of prompts with which a run ends; without passes it never does."""
+    epochs, size = config.trainer.data_epochs, source.size
+    if epochs is None or size is None:
+        return DataPasses()
+    return DataPasses(int(round(epochs * size, 6)), config.sampling.groups_per_step)
+
+
 def with_steps(config: Config, source: PromptSource) -> Config:
     """Put the steps that `trainer.data_epochs` can fill into a recipe.
 
@@ -131,7 +139,7 @@ def with_steps(config: Config, source: PromptSource) -> Config:
             f"data/task={config.data.task.name} never ends; set data.max_train_prompts, or "
             "trainer.data_epochs=null and trainer.steps"
         )
-    steps = int(round(epochs * source.size, 6)) // groups
+    steps = int(passes_of(config, source).prompts) // groups
     if not steps:
         raise ConfigError(
             f"trainer.data_epochs={epochs:g} of {source.size:,} prompts fills no step of "
@@ -171,10 +179,7 @@ def build(
     )
     pending = PendingSteps()
     parts: dict[str, Stateful] = {"sampler": sampler, "loader": loader, "learner": placed.learner}
-    passes, epochs = DataPasses(), config.trainer.data_epochs
-    if epochs is not None and source.size is not None:
-        passes = DataPasses(int(round(epochs * source.size, 6)), config.sampling.groups_per_step)
-        parts["passes"] = passes
+    parts["passes"] = passes = passes_of(config, source)
     state = RunState(
         placed.tensors,
         {**parts, "pending": pending},

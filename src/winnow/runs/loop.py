@@ -144,7 +144,7 @@ class PendingSteps:
 
 @dataclass
 class DataPasses:
-    """The prompts that a run has used up; part of its state where `trainer.data_epochs` is set."""
+    """The prompts that a run has used up, and may; part of its state."""
 
     prompts: float = math.inf
     """In all passes over the data."""

@@ -76,9 +76,7 @@ def run_training(
     seed_everything(config.run.seed)
     with opened_run(config, recipe) as opened, opened.folder.logging_to_file(), _errors_logged():
         folder = opened.folder
-        # As it was pinned at the run's start: commits of the hub, steps.
-        pinned = {name: getattr(opened.config, name) for name in ("model", "data", "trainer")}
-        config = config.model_copy(update=pinned)
+        config = _as_begun(config, opened)
         heartbeat.folder(folder.path)
         sink = make_console(config.observe.console, console)
         _tell(sink, opened.notes or introduction(config, recipe, folder))
@@ -89,8 +87,7 @@ def run_training(
         path, first, figures = _models(config, opened, fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config))
         source = training_prompts(config.data, policy.tokenizer, config.run.seed)
-        config = with_steps(config, source)
-        opened = replace(opened, config=with_steps(opened.config, source))
+        config, kept = (with_steps(each, source) for each in (config, opened.config))
         with (
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             other_processes(config, policy, first) as others,
@@ -101,22 +98,14 @@ def run_training(
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             sinks = Sinks([sink, metrics, heartbeat, *trace, *_own_sinks(config, folder, sink)])
             run = build(
-                config,
-                policy,
-                folder,
-                sinks,
-                metrics,
-                stop,
-                rewards,
-                placed,
-                source,
+                *(config, policy, folder, sinks, metrics, stop, rewards, placed, source),
                 lambda p: sink.status(_in_words(p)),
                 *trace,
             )
             _tell(sink, run.notes)
             _resume(config, opened, run)
             _tell(sink, _lag_notes(config, run))
-            opened.rewind(metrics)
+            replace(opened, config=kept).rewind(metrics)
             _watch(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, began)
             stopped = _train(config, run, stop)
@@ -126,6 +115,12 @@ def run_training(
         _close(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - began))
     return 0
+
+
+def _as_begun(config: Config, opened: Opened) -> Config:
+    """Take over what the run settled at its start: commits of the hub, steps."""
+    names = "model", "data", "trainer"
+    return config.model_copy(update={name: getattr(opened.config, name) for name in names})
 
 
 def _watch(heartbeat: Heartbeat, run: Run, rewards: Rewards) -> None:
