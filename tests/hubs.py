@@ -26,6 +26,10 @@ class Hub:
     """Data sets that answer 500."""
     gated: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
+    cards: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Metadata of data sets, from the head of their README.md."""
+    commit: str = COMMIT
+    """The commit that is newest now, of all repositories."""
     url: str = ""
 
 
@@ -54,14 +58,15 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self._answer(500, {})
             elif repo in hub.gated:
                 self._answer(403, {"X-Error-Code": "GatedRepo"})
-            elif revision not in ("main", "v1", COMMIT):
+            elif revision not in ("main", "v1", hub.commit):
                 self._answer(404, {"X-Error-Code": "RevisionNotFound"})
             else:
                 names = sorted(hub.repos[repo])
                 body: Any = {
                     "id": repo,
-                    "sha": COMMIT,
+                    "sha": hub.commit,
                     "siblings": [{"rfilename": n} for n in names],
+                    "cardData": hub.cards.get(repo, {}),
                 }
                 if is_tree:
                     body = [
@@ -72,11 +77,11 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def _file(self, repo: str, revision: str, name: str) -> None:
             content = hub.repos.get(repo, {}).get(name)
-            if content is None or revision != COMMIT:
+            if content is None or revision != hub.commit:
                 self._answer(404, {"X-Error-Code": "EntryNotFound"})
             else:
                 digest = hashlib.sha256(content).hexdigest()
-                self._answer(200, {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"'}, content)
+                self._answer(200, {"X-Repo-Commit": hub.commit, "ETag": f'"{digest}"'}, content)
 
         def _answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
             self.send_response(status)

@@ -227,7 +227,7 @@ def _show_report(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _conflict(conflict: Mapping[str, Any]) -> str:
-    from winnow.data.sources import excerpt
+    from winnow.data.columns import excerpt
 
     labels = " or ".join(excerpt(label, 40) for label in conflict["labels"])
     return f"  {_rows(conflict['rows'])}: {labels}\n    {conflict['prompt']}"

@@ -80,9 +80,12 @@ class DataConfig(Section):
     task: Task = NoTask()
     """A task that makes prompts, in place of files."""
     train_files: tuple[str, ...] = ()
-    """Parquet or JSONL files (paths or fsspec URLs); docs/data.md says which columns are known."""
+    """Parquet or JSONL files: paths, fsspec URLs, or hf://datasets/OWNER/NAME/CONFIG/SPLIT on the
+    hub; docs/data.md says which columns are known."""
     eval_files: tuple[str, ...] = ()
     """Files for evaluation."""
+    hub_files: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Files that each hf:// URL names, at their commit; a run fills it in at its start."""
     prompt_key: str = "prompt"
     """Column with the list of messages (or a bare string)."""
     columns: ColumnsConfig = ColumnsConfig()

@@ -35,9 +35,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from winnow.config.data import DataConfig
+from winnow.data.columns import excerpt
 from winnow.data.prompts import PromptRenderer
 from winnow.data.published import bare
-from winnow.data.sources import Message, Row, excerpt, read_rows
+from winnow.data.sources import Message, Row, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -134,16 +134,9 @@ def _one_of(record: Record, names: tuple[str, ...], origin: str, part: str) -> s
     remedy = f"name the column: data.columns.{part}=COLUMN"
     if found:
         raise DataError(f"{origin}: {' and '.join(found)} may each hold the {what}; {remedy}")
-    has = ", ".join(_columns_of(record)) or "none"
+    has = ", ".join(excerpt(name, 40) for name in [*record][:8]) or "none"
     none = " (none, where the reward needs none)" if is_truth else ""
     raise DataError(f"{origin}: no known column holds the {what}, of {has}; {remedy}{none}")
-
-
-def _columns_of(record: Record, most: int = 8) -> list[str]:
-    """Return the names of a record's first columns, safe to print."""
-    names = ["".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)[:40]
-             for name in list(record)[:most]]  # fmt: skip
-    return [*names, "…"] if len(record) > most else names
 
 
 def _value(record: Record, path: str) -> Any:
@@ -195,3 +188,16 @@ def last_boxed(text: str) -> str | None:
 
 def _boxed_or_all(solution: str) -> str:
     return last_boxed(solution) or solution.strip()
+
+
+def excerpt(text: str, characters: int = 100) -> str:
+    """Cut a text to its beginning, on one line and safe to print."""
+    text = " ".join(text[: 10 * characters].split())
+    cut = text if len(text) <= characters else f"{text[: characters - 1]}…"
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cut)
+
+
+def said(error: BaseException) -> str:
+    """Quote the first line of another library's error, or else name its type."""
+    lines = str(error).strip().splitlines()
+    return (excerpt(lines[0], 300) if lines else "") or type(error).__name__

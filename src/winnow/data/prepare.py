@@ -14,6 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from winnow.config.data import ReasoningGymTask, SortDigitsTask
+from winnow.data.columns import excerpt
+from winnow.data.hub import fetch, list_files
 from winnow.data.loader import TaskRows
 from winnow.data.published import (
     SETS,
@@ -22,7 +24,7 @@ from winnow.data.published import (
     with_dapo_instruction,
     without_instruction,
 )
-from winnow.data.sources import Row, excerpt, read_records, said
+from winnow.data.sources import Row, read_records
 from winnow.errors import DataError, WinnowError
 from winnow.observe.files import write_atomic
 
@@ -264,39 +266,20 @@ def download(
     Raises:
         DataError: the hub cannot be reached or refuses, or has no such file.
     """
-    from huggingface_hub import HfApi, hf_hub_download
-
     place = f"hub data set {repo} at {revision}"
     try:
-        info = HfApi().dataset_info(repo, revision=revision, timeout=30)
-        commit = info.sha or revision
-        held = sorted(file.rfilename for file in info.siblings or ())
+        listing = list_files(place, repo, revision)
+        held = listing.files
         found = [[name for name in held if fnmatchcase(name, pattern)] for pattern in patterns]
         names = next((matching for matching in found if matching), [])
-        paths = {n: hf_hub_download(repo, n, repo_type="dataset", revision=commit) for n in names}
-    # The client raises its own errors and those of the HTTP library below, which has changed.
-    except Exception as error:
-        raise DataError(f"{place}: {_reason(error)}, {_INSTEAD}") from error
+        pins = {name: f"hf://datasets/{repo}@{listing.commit}/{name}" for name in names}
+        paths = {name: str(fetch(place, pin)) for name, pin in pins.items()}
+    except DataError as error:
+        raise DataError(f"{error}, {_INSTEAD}") from error
     if not paths:
         some = ", ".join(held[:5]) or "none"
         raise DataError(
             f"{place}: no file like {' or '.join(patterns)} (it has {some}"
             f"{', …' if len(held) > 5 else ''}); choose a --revision that has one, {_INSTEAD}"
         )
-    return commit, paths
-
-
-def _reason(error: Exception) -> str:
-    """Say what went wrong and what may help, on one line."""
-    from huggingface_hub import constants, errors
-
-    if isinstance(error, errors.GatedRepoError):
-        return "asks for permission first; accept its terms on the hub and set HF_TOKEN"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return "has no such revision; choose another --revision"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return f"is not on {constants.ENDPOINT}, or not for you; check HF_ENDPOINT and HF_TOKEN"
-    return (
-        f"cannot be had from {constants.ENDPOINT} ({said(error)}); check the network, HF_ENDPOINT, "
-        "HF_HUB_OFFLINE and the disk under HF_HOME"
-    )
+    return listing.commit, paths

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from winnow.config.data import DataConfig
-from winnow.data.sources import Row, excerpt, said
+from winnow.data.columns import excerpt, said
+from winnow.data.sources import Row
 from winnow.errors import ConfigError, DataError, ModelError
 from winnow.types import IntArray, Prompt
 

@@ -21,11 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from winnow.config.data import DataConfig
-from winnow.data.columns import VERL_TRUTH, Layout, Record, kind_of, layout_of, wrong_field
+from winnow.data.columns import (
+    VERL_TRUTH,
+    Layout,
+    Record,
+    excerpt,
+    kind_of,
+    layout_of,
+    said,
+    wrong_field,
+)
+from winnow.data.hub import FORMATS, fetch, is_on_hub, pinned, repo_of
 from winnow.errors import DataError
 
 Message = Mapping[str, Any]
-_LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _PARQUET = ".parquet"
 MOST_BYTES_A_LINE = 64 << 20
 """Most bytes of a JSON line."""
@@ -66,15 +75,21 @@ def read_rows(paths: Sequence[str], config: DataConfig | None = None) -> list[Ro
     repeated = next((path for path, count in Counter(paths).items() if count > 1), None)
     if repeated is not None:
         raise DataError(f"{repeated}: given twice; name each data file once")
+    paths = [
+        file
+        for path in paths
+        for file in (config.hub_files.get(path) or pinned(path) if is_on_hub(path) else (path,))
+    ]
     short = [path.rstrip("/").rpartition("/")[2] for path in paths]
     rows: list[Row] = []
     for path, name in zip(paths, short, strict=True):
         # Files of one name in different folders need the whole path to tell their rows apart.
         file = name if short.count(name) == 1 else path
+        source = repo_of(path) or _FORMAT.sub("", name)
         layout: Layout | None = None
         for number, record in read_records(path):
             origin = f"{path} row {number}"
-            layout = layout or layout_of(record, config, origin, _FORMAT.sub("", name))
+            layout = layout or layout_of(record, config, origin, source)
             rows.append(to_row(record, origin, f"{file}:{number}", layout))
         if layout is None:
             raise DataError(f"{path}: the file has no rows; leave it out or write it again")
@@ -144,9 +159,8 @@ def read_records(path: str) -> Iterator[tuple[int, Record]]:
     """
     if Path(path).expanduser().is_dir():
         raise DataError(f"{path}: is a folder; name the data files in it")
-    if not path.endswith((*_LINES, _PARQUET)):
-        formats = ", ".join((_PARQUET, *_LINES))
-        raise DataError(f"{path}: not a known format; data files end in {formats}")
+    if not path.endswith(FORMATS):
+        raise DataError(f"{path}: not a known format; data files end in {', '.join(FORMATS)}")
     content = _read(path)
     if not content:
         raise DataError(f"{path}: the file is empty; download or write it again")
@@ -161,6 +175,8 @@ def read_records(path: str) -> Iterator[tuple[int, Record]]:
 
 
 def _read(path: str) -> bytes:
+    if is_on_hub(path):
+        path = str(fetch(path, path))
     try:
         if "://" not in path:
             return Path(path).expanduser().read_bytes()
@@ -267,16 +283,3 @@ def _bad_value(batch: Any, before: int, faults: tuple[type[Exception], ...]) -> 
             except faults:
                 return f" row {number}: {excerpt(name)} of type {column.type}"
     return ""
-
-
-def excerpt(text: str, characters: int = 100) -> str:
-    """Cut a text to its beginning, on one line and safe to print."""
-    text = " ".join(text[: 10 * characters].split())
-    cut = text if len(text) <= characters else f"{text[: characters - 1]}…"
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cut)
-
-
-def said(error: BaseException) -> str:
-    """Quote the first line of another library's error, or else name its type."""
-    lines = str(error).strip().splitlines()
-    return (excerpt(lines[0], 300) if lines else "") or type(error).__name__

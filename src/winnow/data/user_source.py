@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from winnow.config.data import CustomTask, DataConfig
-from winnow.data.columns import layout_of
-from winnow.data.sources import Row, said, to_row
+from winnow.data.columns import layout_of, said
+from winnow.data.sources import Row, to_row
 from winnow.errors import DataError
 from winnow.user_code import load_user_object
 

@@ -144,6 +144,8 @@ def _differing(config: Config, saved: Config) -> Iterator[tuple[str, str]]:
     for key, was, now in differing_keys(saved, config):
         if key == "rollout.engine.processes" and same_engines:
             continue  # null, and the number that it stands for
+        if key.startswith("data.hub_files"):
+            continue  # follows from the files; the loader refuses other rows
         if key == "run.fork" and was is not None and now == was.rpartition("@")[0]:
             continue  # the recipe names the run, the folder its checkpoint too
         yield key.replace("/", "."), f"{key} was {show(was)} and is {show(now)}"

@@ -34,6 +34,7 @@ from filelock import FileLock, Timeout
 
 from winnow.config.load import dump_config, load_recipe
 from winnow.config.root import Config
+from winnow.data.hub import is_on_hub, pinned
 from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.models.fetch import hub_commit, may_be_hub_name
 from winnow.observe.files import PARTIAL, RunFolder, disk_error, refusals_told, writing
@@ -351,11 +352,13 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
 
 
 def _pinned(config: Config) -> Config:
-    """Note the commit of a model on the hub, so that resuming takes no other.
+    """Note the commits of data and model on the hub, so that resuming takes no others.
 
     Raises:
+        DataError: there is no such data set or file, or the hub cannot be asked.
         ModelError: there is no such model or revision, or it cannot be fetched.
     """
+    config = _with_hub_files(config, {})
     path, revision = config.model.path, config.model.revision
     is_here = path is None or "://" in path or Path(path).expanduser().exists()
     if is_here and revision is None:
@@ -376,12 +379,22 @@ def _as_pinned(config: Config, saved: Config) -> tuple[Config, list[str]]:
     if config.trainer.data_epochs == saved.trainer.data_epochs is not None:
         trainer = config.trainer.model_copy(update={"steps": saved.trainer.steps})
         config = config.model_copy(update={"trainer": trainer})
+    config = _with_hub_files(config, saved.data.hub_files)
     was, now = saved.model.revision, config.model.revision
     is_commit = now is not None and _COMMIT.fullmatch(now)
     if was is None or is_commit or config.model.path != saved.model.path:
         return config, []
     note = f"{config.model.path} stays at revision {was}, which this run began with"
     return _with_revision(config, was), [note] if now is not None else []
+
+
+def _with_hub_files(config: Config, known: Mapping[str, tuple[str, ...]]) -> Config:
+    """Pin the data files on the hub that are not pinned yet."""
+    urls = [url for url in (*config.data.train_files, *config.data.eval_files) if is_on_hub(url)]
+    held = {**config.data.hub_files, **known}
+    files = {url: held[url] if url in held else pinned(url) for url in urls}
+    data = config.data.model_copy(update={"hub_files": files})
+    return config.model_copy(update={"data": data}) if files else config
 
 
 def _with_revision(config: Config, commit: str) -> Config:

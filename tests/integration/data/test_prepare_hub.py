@@ -166,7 +166,7 @@ def test_what_the_hub_refuses_is_said_with_a_remedy(hub: Hub, tmp_path: Path) ->
         return message
 
     publish(hub)
-    assert "at v9: has no such revision; choose another --revision" in error("gsm8k", revision="v9")
+    assert "at v9: has no such revision; choose another revision" in error("gsm8k", revision="v9")
     hub.gated.add("openai/gsm8k")
     assert "asks for permission first; accept its terms" in error("gsm8k")
     hub.repos["math-ai/aime25"] = {f"{i}.csv": b"" for i in range(9)}

@@ -1,0 +1,151 @@
+"""Files of data sets on the hub, named by a URL and pinned to a commit.
+
+| URL | names |
+|---|---|
+| `hf://datasets/OWNER/NAME/PATH.parquet` | a file; the path may hold `*` |
+| `hf://datasets/OWNER/NAME/CONFIG/SPLIT` | the files of a split, as the data set's card says |
+| `hf://datasets/OWNER/NAME/SPLIT` | the same, where there is one configuration or a default |
+| `hf://datasets/OWNER/NAME` | the split train |
+
+`datasets/` may be left out, and `@REVISION` may stand behind NAME, as in fsspec's URLs of the hub.
+Where the card names no files, a split's are those that have its name as a word of their path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from winnow.data.columns import excerpt, said
+from winnow.errors import DataError
+
+FORMATS = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz")
+_URL = re.compile(r"hf://(?:datasets/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.+))?")
+_REMEDY = "name a file (PATH or a pattern with *), CONFIG/SPLIT or SPLIT"
+
+
+class Listing(NamedTuple):
+    """The files of a data set at a commit."""
+
+    commit: str
+    files: list[str]
+    configs: Sequence[Mapping[str, Any]]
+    """Configurations as the card has them."""
+
+
+def is_on_hub(path: str) -> bool:
+    """Return whether a path is a URL of the hub."""
+    return path.startswith("hf://")
+
+
+def repo_of(url: str) -> str | None:
+    """Return the data set that a URL names; None for paths and other URLs."""
+    found = _URL.fullmatch(url)
+    return found[1] if found else None
+
+
+def pinned(url: str) -> tuple[str, ...]:
+    """Find the files that a URL names now, as URLs with the commit.
+
+    Raises:
+        DataError: there is no such data set, split or file, or the hub cannot be asked.
+    """
+    found = _URL.fullmatch(url)
+    if found is None:
+        raise DataError(f"{url}: names no data set; write hf://datasets/OWNER/NAME/PATH")
+    repo, revision, rest = found[1], found[2] or "main", found[3] or "train"
+    listing = list_files(url, repo, revision)
+    known = [file for file in listing.files if file.endswith(FORMATS)]
+    if rest.endswith(FORMATS) or "*" in rest:
+        files = [file for file in known if fnmatchcase(file, rest)]
+    else:
+        files = _split(url, listing.configs, known, rest)
+    if not files:
+        some = ", ".join(excerpt(name, 60) for name in listing.files[:5]) or "none"
+        more = ", …" if len(listing.files) > 5 else ""
+        raise DataError(f"{url}: no such parquet or JSONL file; it has {some}{more}; {_REMEDY}")
+    return tuple(f"hf://datasets/{repo}@{listing.commit}/{file}" for file in files)
+
+
+def _split(
+    url: str, configs: Sequence[Mapping[str, Any]], files: Sequence[str], rest: str
+) -> list[str]:
+    """Return the files of CONFIG/SPLIT or SPLIT."""
+    config, _, split = rest.rpartition("/")
+    if not configs:
+        inside = [file for file in files if file.startswith(f"{config}/" if config else "")]
+        word = re.compile(rf"(?:^|[/._-]){re.escape(split)}(?:[/._-]|$)")
+        return [file for file in inside if word.search(file)]
+    by_name = {str(each.get("config_name", "default")): each for each in configs}
+    default = [name for name, each in by_name.items() if each.get("default") or name == "default"]
+    name = config or (default or list(by_name))[0]
+    if name not in by_name or (not config and not default and len(by_name) > 1):
+        raise DataError(f"{url}: has the configurations {', '.join(by_name)}; {_REMEDY}")
+    entries = by_name[name].get("data_files", [])
+    patterns: dict[str, list[str]] = {}
+    for entry in entries if isinstance(entries, list) else [entries]:
+        given = entry if isinstance(entry, Mapping) else {"split": "train", "path": entry}
+        paths = given.get("path", [])
+        held = patterns.setdefault(str(given.get("split", "train")), [])
+        held += paths if isinstance(paths, list) else [paths]
+    if split not in patterns:
+        raise DataError(f"{url}: {name} has the splits {', '.join(patterns)}; {_REMEDY}")
+    return [file for file in files if any(fnmatchcase(file, each) for each in patterns[split])]
+
+
+def list_files(place: str, repo: str, revision: str) -> Listing:
+    """Ask the hub for the files of a data set.
+
+    Args:
+        place: names it in messages.
+
+    Raises:
+        DataError: the hub cannot be reached or refuses.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().dataset_info(repo, revision=revision, timeout=30)
+    # The client raises its own errors and those of the HTTP library below, which has changed.
+    except Exception as error:
+        raise DataError(f"{place}: {_reason(error)}") from error
+    files = sorted(file.rfilename for file in info.siblings or ())
+    card = vars(info.card_data) if info.card_data else {}
+    configs = card.get("configs")
+    return Listing(info.sha or revision, files, configs if isinstance(configs, list) else [])
+
+
+def fetch(place: str, url: str) -> Path:
+    """Return the copy of a pinned file in the hub's usual cache, fetched if it is not there.
+
+    Raises:
+        DataError: it cannot be fetched.
+    """
+    from huggingface_hub import hf_hub_download
+
+    found = _URL.fullmatch(url)
+    assert found is not None
+    try:
+        repo, revision, file = found.groups()
+        return Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
+    except Exception as error:
+        raise DataError(f"{place}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Say what went wrong and what may help, on one line."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "asks for permission first; accept its terms on the hub and set HF_TOKEN"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "has no such revision; choose another revision"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"is not on {constants.ENDPOINT}, or not for you; check HF_ENDPOINT and HF_TOKEN"
+    return (
+        f"cannot be had from {constants.ENDPOINT} ({said(error)}); check the network, HF_ENDPOINT, "
+        "HF_HUB_OFFLINE and the disk under HF_HOME"
+    )
