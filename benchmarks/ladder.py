@@ -174,15 +174,16 @@ def main() -> None:
 def write(results: Results, args: argparse.Namespace) -> None:
     """Tables and picture of what there is."""
     rungs = [] if args.no_ladder else [name for name, _ in RUNGS]
+    options = ["--seeds", *map(str, args.seeds), "--steps", str(args.steps)]
+    command = " ".join(["python benchmarks/ladder.py", *options])
+    text = report(results, args.families, rungs, args.steps, command)
     if args.out is not None:
-        options = ["--seeds", *map(str, args.seeds), "--steps", str(args.steps)]
-        command = " ".join(["python benchmarks/ladder.py", *options])
-        args.out.write_text(report(results, args.families, rungs, args.steps, command))
+        args.out.write_text(text)
     if args.docs is not None:
         short = summary(results, args.families, rungs, args.steps)
         args.docs.write_text(put_between_marks(short, args.docs.read_text()))
     if args.plot is not None and rungs and all(rung in results for rung in rungs):
-        draw(results, rungs, args.plot)
+        draw(text, args.plot)
 
 
 if __name__ == "__main__":

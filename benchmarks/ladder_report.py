@@ -7,7 +7,9 @@ the same order and are asked the same held-out problems. A difference counts as 
 
 from __future__ import annotations
 
+import re
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -206,40 +208,53 @@ def verdict(results: Results, name: str, base: str) -> str:
     return f"{100 * mean:+.1f} ± {100 * half:.1f} over {seeds} seeds: {said}"
 
 
-def draw(results: Results, rungs: Sequence[str], target: Path) -> None:
-    """The ladder's accuracy while sampling: left against steps, right against tokens."""
+_CLEAR, _NOISE = "#0072b2", "#6b7280"
+_ROW = re.compile(r"^\| ([^|]+?) \| \d+ \| ([\d.]+) \(([\d.]+) to ([\d.]+)\) \|", re.MULTILINE)
+_GAP = re.compile(
+    r"^- (.+?) against .+?: ([+-][\d.]+) ± ([\d.]+) over .*: (clear|within noise)", re.M
+)
+_EQUAL = re.compile(r"^- ([^:]+): ([\d.]+) \(([\d.]+) to ([\d.]+)\)$", re.MULTILINE)
+
+
+def draw(text: str, target: Path) -> None:
+    """Draw the ladder of a report: a line for each rung, and what it added to the one above."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    ladder = text.partition("## The ladder")[2]
+    rows = {name: tuple(map(float, cells)) for name, *cells in _ROW.findall(ladder)}
+    gaps = {name: (float(m), float(h), said) for name, m, h, said in _GAP.findall(ladder)}
+    equal = {name: tuple(map(float, cells)) for name, *cells in _EQUAL.findall(ladder)}
+    places = {name: -index for index, name in enumerate(rows)}
     with rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
-        figure = Figure(figsize=(10.5, 4.4), dpi=150, layout="constrained", facecolor="white")
-        left, right = figure.subplots(1, 2, sharey=True)
-        for index, rung in enumerate(rungs):
-            runs = list(results[rung].values())
-            label = f"{rung} ({len(runs)} seed{'s' if len(runs) > 1 else ''})"
-            curves = [_smooth(run[BY_STEP]) for run in runs]
-            last = min(map(len, curves))
-            steps = np.arange(1, last + 1)
-            _band(left, steps, [curve[:last] for curve in curves], f"C{index}", label)
-            spent = [np.cumsum(run["tokens_by_step"]) / 1e6 for run in runs]
-            grid = np.linspace(max(s[0] for s in spent), min(s[-1] for s in spent), 100)
-            pairs = zip(spent, curves, strict=True)
-            _band(right, grid, [np.interp(grid, s, c) for s, c in pairs], f"C{index}", label)
-        left.set(xlabel="step", ylabel="right answers while sampling, before the filter")
-        right.set(xlabel="million tokens generated")
-        left.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-        for axis in (left, right):
-            axis.grid(color="#e5e7eb")
-        right.legend(loc="lower right", frameon=False)
-        figure.suptitle("Mean over seeds; shaded from the least to the greatest", x=0.01, ha="left")
+        figure = Figure(figsize=(10.5, 3.7), dpi=150, layout="constrained", facecolor="white")
+        end, added, spent = figure.subplots(1, 3, sharey=True)
+        for axis, found in ((end, rows), (spent, equal)):
+            for name, (mean, low, high) in found.items():
+                axis.plot([low, high], [places[name]] * 2, color=_NOISE, linewidth=3, alpha=0.6)
+                axis.plot(mean, places[name], "o", color="#111827")
+                axis.annotate(f"{mean:.1f}", (mean, places[name]), (0, 6), fontsize=8,
+                              textcoords="offset points", ha="center")  # fmt: skip
+        added.axvline(0, color="#111827", linewidth=0.8)
+        for name, (mean, half, said) in gaps.items():
+            color = _CLEAR if said == "clear" else _NOISE
+            added.errorbar(mean, places[name], xerr=half, fmt="o", color=color, capsize=3)
+            added.annotate(f"{mean:+.1f}", (mean, places[name]), (0, 6), color=color, fontsize=8,
+                           bbox={"fc": "white", "ec": "none", "pad": 0.5},
+                           textcoords="offset points", ha="center")  # fmt: skip
+        end.set_yticks([*places.values()], [*places])
+        for axis, title in (
+            (end, "pass@1 at the end, %:\nmean, and range of seeds"),
+            (added, "added to the rung above, points:\n95 % interval; blue is clear, grey noise"),
+            (spent, "right while sampling at equal tokens, %:\nmean, and range of seeds"),
+        ):
+            axis.set_title(title, fontsize=9, loc="left")
+        for axis in (end, added, spent):
+            axis.grid(axis="x", color="#e5e7eb")
+            axis.set_axisbelow(True)
+            axis.set_ylim(-len(places) + 0.5, 0.6)
         target.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(target)
-
-
-def _band(axis: Any, x: Any, curves: Sequence[Any], color: str, label: str) -> None:
-    values = np.stack(curves)
-    axis.plot(x, values.mean(0), color=color, linewidth=1.6, label=label)
-    axis.fill_between(x, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
 
 
 def _smooth(values: Sequence[float], reach: int = 1) -> Any:
@@ -247,3 +262,7 @@ def _smooth(values: Sequence[float], reach: int = 1) -> Any:
     array = np.asarray(values, dtype=np.float64)
     windows = (array[max(i - reach, 0) : i + reach + 1] for i in range(len(array)))
     return np.array([window.mean() for window in windows])
+
+
+if __name__ == "__main__":  # python benchmarks/ladder_report.py benchmarks/results/ladder.md PNG
+    draw(Path(sys.argv[1]).read_text(), Path(sys.argv[2]))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperOption
@@ -251,6 +252,28 @@ def metrics(
     for row in found:
         unit, verl = f" [{row.unit}]" if row.unit else "", f"; verl: {row.verl}" if row.verl else ""
         typer.echo(f"{row.name}{unit}\n    {row.meaning}{verl}")
+
+
+@app.command(no_args_is_help=True)
+def plot(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    metrics: Annotated[
+        str,
+        typer.Option(metavar="A,B", help="Figures to draw, of those that `winnow metrics` lists; "
+                     "reward, accuracy, length and entropy by default."),
+    ] = "",
+    out: Annotated[Path, typer.Option(metavar="FILE", help="A .png or .svg.")] = Path("plot.png"),
+    by: Annotated[
+        Literal["steps", "tokens", "time"], typer.Option(help="What the horizontal axis counts.")
+    ] = "steps",
+    smooth: Annotated[int, typer.Option(min=0, help="Steps either side of a moving mean.")] = 0,
+) -> None:  # fmt: skip
+    """Draw figures of runs; seeds of one recipe as their mean and its 95 % interval."""
+    from winnow.evaluation.plot import PlotRequest
+    from winnow.evaluation.plot import plot as draw
+
+    draw(PlotRequest(runs, [n for n in metrics.split(",") if n], out, by, smooth))
+    typer.echo(f"Drawn: {out}")
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,19 @@ from winnow.observe.jsonl import (
     tokens_by_step,
 )
 from winnow.observe.metrics import Record
+from winnow.observe.sinks import RunInfo
 
-SIZE_INCHES = (8.6, 5.4)
+SIZE_INCHES = (8.6, 7.2)
 DPI = 150
-_BLUE, _ORANGE, _PURPLE = "#2a6fbb", "#d9742b", "#8a3ffc"
-_GREEN, _GREY = "#3a8f5c", "#6b7280"
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d1f", "#56b4e9", "#111827")
+"""Told apart by colour-blind readers as well (Okabe and Ito)."""
+LINES = ("-", "--", ":", "-.")
+_TRAINING, _SAMPLED, _GREEDY, _REWARD, _LENGTH = COLORS[:5]
+_GREY = "#6b7280"
+_EVERY_S = 60.0
 Series = tuple[list[int], list[float]]
 """Steps and values."""
-_STYLE = {
+STYLE = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -43,8 +49,28 @@ _STYLE = {
 }
 
 
+class CurveSink:
+    """Draws a run's curve.png again each minute, and at most a fiftieth of the time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._next = folder, time.monotonic() + _EVERY_S
+
+    def start(self, info: RunInfo) -> None:
+        pass
+
+    def log(self, step: int, record: Record) -> None:
+        began = time.monotonic()
+        if began >= self._next:
+            draw_curve(self._folder)
+            took = time.monotonic() - began
+            self._next = began + max(_EVERY_S, 50 * took)
+
+    def close(self) -> None:
+        pass  # the end of a run draws once more
+
+
 def draw_curve(folder: Path) -> Path:
-    """Draw a run: accuracy above, length and truncation below; returns the path of curve.png.
+    """Draw a run's accuracy, reward, length and truncation; returns the path of curve.png.
 
     Raises:
         WinnowError: the run has no figures yet, or the picture cannot be written.
@@ -57,12 +83,14 @@ def draw_curve(folder: Path) -> Path:
     if not records:
         raise WinnowError(f"{folder / METRICS_FILE} holds no step yet; wait for the run's first")
     target = folder / "curve.png"
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained", facecolor="white")
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-        _paint_accuracy(above, records)
-        _paint_length(below, records)
-        _finish(figure, above, below, folder.name, records)
+        axes = figure.subplots(3, 1, sharex=True, height_ratios=(4, 3, 3))
+        _paint_accuracy(axes[0], records)
+        _paint_line(axes[1], series(records, metrics.REWARD), _REWARD, "reward")
+        axes[1].set_ylabel("mean reward", color=_REWARD)
+        _paint_length(axes[2], records)
+        _finish(figure, axes[0], axes[2], folder.name, records)
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=DPI)
     write_atomic(target, picture.getvalue())
@@ -71,28 +99,36 @@ def draw_curve(folder: Path) -> Path:
 
 def _paint_accuracy(axis: Any, records: Sequence[Record]) -> None:
     training = series(records, metrics.ACCURACY, metrics.TRAINED_ACCURACY)
-    _paint_line(axis, training, _BLUE, "while training")
+    _paint_line(axis, training, _TRAINING, "while training")
     sources = list(dict.fromkeys(source for record in records for source in evaluations(record)))
     is_alone = len(sources) == 1
     for index, source in enumerate(sources):
         of = "" if is_alone else f" ({source})"
         for figure, style, own_color, words in (
-            ("greedy", "s--", _PURPLE, "greedy"),
-            ("accuracy", "o-", _ORANGE, "sampled"),
+            ("greedy", "s--", _GREEDY, "greedy"),
+            ("accuracy", "o-", _SAMPLED, "sampled"),
         ):
-            color = own_color if is_alone else f"C{index}"
+            color = own_color if is_alone else COLORS[1 + index % (len(COLORS) - 1)]
             points = _held_out(records, source, figure)
             _paint_points(axis, points, style, color, f"held out, {words}{of}", is_alone)
-    axis.set_ylim(0, 1.04)
-    axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    as_percent(axis)
+    low, high = axis.get_ylim()
+    axis.set_ylim(max(low, -0.02), min(high, 1.02))
     axis.set_ylabel("right answers")
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(loc="lower right")
+        axis.figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+
+
+def as_percent(axis: Any) -> None:
+    """Show shares as percent, with as many digits as the scale needs."""
+    from matplotlib.ticker import PercentFormatter
+
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
 
 
 def _paint_length(axis: Any, records: Sequence[Record]) -> None:
-    _paint_line(axis, series(records, metrics.LENGTH), _GREEN, "length")
-    axis.set_ylabel("tokens an answer", color=_GREEN)
+    _paint_line(axis, series(records, metrics.LENGTH), _LENGTH, "length")
+    axis.set_ylabel("tokens an answer", color=_LENGTH)
     axis.set_ylim(0, axis.get_ylim()[1] * 1.1)
     cut = axis.twinx()
     cut.grid(False)
@@ -100,7 +136,7 @@ def _paint_length(axis: Any, records: Sequence[Record]) -> None:
     truncated = series(records, metrics.TRUNCATED)
     _paint_line(cut, truncated, _GREY, "cut off")
     cut.fill_between(*truncated, color=_GREY, alpha=0.15, linewidth=0)
-    cut.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    as_percent(cut)
     cut.set_ylabel("cut off at the limit", color=_GREY)
     cut.set_ylim(0, max(cut.get_ylim()[1], 0.05))
 
@@ -112,12 +148,12 @@ def _finish(figure: Any, above: Any, below: Any, title: str, records: Sequence[R
     below.set_xlabel("step")
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     last = max(int(records[-1]["step"]), 1)
-    below.set_xlim(-0.015 * last, 1.085 * last)
-    steps, tokens = tokens_by_step(records)
-    if not steps or tokens[-1] <= 0:
+    below.set_xlim(-0.015 * last, 1.015 * last)
+    at, total = used_tokens(records)
+    if total[-1] <= 0:
         return
-    unit, name = (1e6, "million ") if tokens[-1] >= 1e6 else (1.0, "")
-    at, total = np.array([0, *steps]), np.array([0.0, *tokens]) / unit
+    unit, name = (1e6, "million ") if total[-1] >= 1e6 else (1.0, "")
+    total = total / unit
     top = above.twiny()
     top.grid(False)
     top.spines["top"].set_visible(True)
@@ -128,12 +164,18 @@ def _finish(figure: Any, above: Any, below: Any, title: str, records: Sequence[R
     top.set_xlabel(f"{name}tokens generated")
 
 
+def used_tokens(records: Sequence[Record]) -> tuple[Any, Any]:
+    """Return steps from 0 on, and the tokens generated up to the end of each."""
+    steps, tokens = tokens_by_step(records)
+    return np.array([0, *steps]), np.array([0.0, *tokens])
+
+
 def _paint_line(axis: Any, points: Series, color: str, label: str) -> None:
     """Draw the values thin, and smoothed thick."""
     steps, values = points
     axis.plot(steps, values, color=color, alpha=0.3, linewidth=1)
     if steps:
-        axis.plot(steps, _smooth(values), color=color, linewidth=2.2, label=label)
+        axis.plot(steps, smooth(values), color=color, linewidth=2.2, label=label)
 
 
 def _paint_points(
@@ -143,13 +185,9 @@ def _paint_points(
     steps, values = points
     if not steps:
         return
+    if is_labelled:  # where they can hide no line
+        label += f": {100 * values[0]:.1f} → {100 * values[-1]:.1f} %"
     axis.plot(steps, values, style, color=color, markersize=5, linewidth=1.5, label=label)
-    if is_labelled:
-        for index, place in ((0, (8, -11)), (-1, (8, -3))):
-            axis.annotate(
-                f"{100 * values[index]:.1f} %", (steps[index], values[index]), place,
-                textcoords="offset points", color=color, fontsize=9,
-            )  # fmt: skip
 
 
 def _held_out(records: Sequence[Record], source: str, figure: str) -> Series:
@@ -159,7 +197,7 @@ def _held_out(records: Sequence[Record], source: str, figure: str) -> Series:
     return [step for step, _ in kept], [value for _, value in kept]
 
 
-def _smooth(values: Sequence[float], reach: int = 2) -> list[float]:
+def smooth(values: Sequence[float], reach: int = 2) -> list[float]:
     """Take a moving mean over the neighbours; gaps (NaN) are left out."""
     array = np.asarray(values, dtype=np.float64)
     smooth = []

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from winnow.config.trainer import LocalCluster
 from winnow.data.loader import training_prompts
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.observe.console import ConsoleSink, make_console
+from winnow.observe.curve import CurveSink, draw_curve
 from winnow.observe.figures import duration
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog, read_metrics
@@ -140,13 +142,14 @@ def _check_packages(config: Config) -> None:
 
 
 def _own_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[BackgroundSink]:
-    """Make the user's sinks and trackers; what they have to say is shown as other lines are."""
+    """Make the curve, the user's sinks and trackers; their warnings are shown as other lines."""
 
     def warn(text: str) -> None:
         _tell(sink, [text])
 
     tracking = config.observe.tracking
-    made: list[BackgroundSink] = [
+    made = [BackgroundSink("curve.png", partial(CurveSink, folder.path), tracking, warn)]
+    made += [
         UserSink(section, number, warn, tracking)
         for number, section in enumerate(config.observe.sinks)
     ]
@@ -315,8 +318,6 @@ def _close(
     folder: RunFolder,
     console: Console,
 ) -> None:
-    from winnow.observe.curve import draw_curve
-
     draw_curve(folder.path)
     records = read_metrics(folder.metrics)
     last = checkpoints_in(folder.checkpoints)[-1]

@@ -12,7 +12,8 @@ import pytest
 from matplotlib.image import imread
 
 from winnow.errors import WinnowError
-from winnow.observe.curve import DPI, SIZE_INCHES, draw_curve
+from winnow.observe import curve
+from winnow.observe.curve import DPI, SIZE_INCHES, CurveSink, draw_curve
 from winnow.observe.jsonl import MetricsLog
 
 Records = list[dict[str, float]]
@@ -59,7 +60,31 @@ def test_a_run_is_drawn_at_its_size_beside_its_metrics(
 )
 def test_a_run_with_few_figures_is_drawn_all_the_same(tmp_path: Path, records: Records) -> None:
     folder = make_run(tmp_path, records)
-    assert size_of(draw_curve(folder)) == (1290, 810)
+    assert size_of(draw_curve(folder)) == (1290, 1080)
+
+
+def test_while_a_run_lasts_it_is_drawn_now_and_then(
+    tmp_path: Path, quickstart_records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, now = make_run(tmp_path, quickstart_records), [1000.0]
+    monkeypatch.setattr(curve.time, "monotonic", lambda: now[0])
+    sink = CurveSink(folder)
+    drawn = []
+    for seconds in (59, 2, 1, 58, 1):
+        now[0] += seconds
+        sink.log(1, {})
+        drawn.append((folder / "curve.png").exists())
+        (folder / "curve.png").unlink(missing_ok=True)
+    assert drawn == [False, True, False, False, True]
+
+
+def test_low_accuracies_fill_the_scale(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    axis = Figure(layout="constrained").subplots()
+    curve._paint_accuracy(axis, [{"step": s, "sampling/accuracy": s / 1000} for s in range(9)])
+    assert axis.get_ylim()[1] < 0.01
+    assert axis.yaxis.get_major_formatter()(0.004) == "0.40 %"
 
 
 def test_a_run_without_a_step_is_named(tmp_path: Path) -> None:

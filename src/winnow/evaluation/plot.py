@@ -1,0 +1,195 @@
+"""Pictures of figures of several runs, drawn from their metrics.jsonl: what `winnow plot` does.
+
+Runs whose recipes differ in the seed alone are one curve: the mean, and the 95 % interval of the
+mean by Student's t, where all of them have a value. Each figure has a scale of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+
+from winnow.errors import ConfigError
+from winnow.evaluation.statistics import two_sided_bound
+from winnow.observe.curve import COLORS, DPI, LINES, STYLE, as_percent, smooth, used_tokens
+from winnow.observe.files import RunFolder, write_atomic
+from winnow.observe.jsonl import read_metrics, series
+from winnow.observe.metric_names import metric_of
+from winnow.observe.metrics import ACCURACY, ENTROPY, LENGTH, REWARD, STEP_S, Record
+
+Axis = Literal["steps", "tokens", "time"]
+DEFAULT_METRICS = (REWARD, ACCURACY, LENGTH, ENTROPY)
+_FEW = 30
+"""Points of a curve up to which each is marked."""
+_GRID = 200
+_OF_SEEDS = {"run", "observe"}
+
+
+@dataclass(frozen=True)
+class PlotRequest:
+    """What `winnow plot` is asked for."""
+
+    runs: Sequence[str]
+    metrics: Sequence[str]
+    out: Path
+    by: Axis = "steps"
+    smooth: int = 0
+    """Neighbours on either side that a moving mean takes in."""
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """The runs of one recipe."""
+
+    label: str
+    records: Sequence[Sequence[Record]]
+
+
+def plot(request: PlotRequest) -> None:
+    """Draw figures of runs into a PNG or SVG file, a panel each.
+
+    Raises:
+        ConfigError: a run or a figure that is not there, or a file of another kind.
+        WinnowError: metrics.jsonl cannot be read, or the picture not be written.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    kind = request.out.suffix.lower().removeprefix(".")
+    if kind not in ("png", "svg"):
+        raise ConfigError(f"--out must end in .png or .svg, got {str(request.out)!r}")
+    curves = _curves(request.runs)
+    names = _chosen(request.metrics, curves)
+    columns = 1 if len(names) == 1 else 2
+    rows = -(-len(names) // columns)
+    with rc_context({**STYLE, "svg.hashsalt": "winnow", "svg.fonttype": "none"}):
+        size = (5.2 * columns if columns > 1 else 7.6, 2.7 * rows + 0.9)
+        figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
+        axes = figure.subplots(rows, columns, squeeze=False).flatten()
+        for axis, name in zip(axes, names, strict=False):
+            _paint(axis, name, curves, request)
+        for axis in axes[len(names) :]:
+            axis.remove()
+        handles = {
+            label: handle
+            for axis in axes[: len(names)]
+            for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=2)
+        picture = io.BytesIO()
+        # Without the date that an SVG would hold: the same runs make the same file.
+        about = {"Date": None} if kind == "svg" else None
+        figure.savefig(picture, format=kind, dpi=DPI, metadata=about)
+    write_atomic(request.out, picture.getvalue())
+
+
+def _curves(runs: Sequence[str]) -> list[_Curve]:
+    """Read the runs, and put those of one recipe together."""
+    groups: dict[str, list[RunFolder]] = {}
+    for run in runs:
+        folder = RunFolder.open(run)
+        recipe = yaml.safe_load(folder.config.read_text())
+        rest = {section: keys for section, keys in recipe.items() if section not in _OF_SEEDS}
+        groups.setdefault(json.dumps(rest, sort_keys=True, default=str), []).append(folder)
+    return [
+        _Curve(_label(folders), [read_metrics(folder.metrics) for folder in folders])
+        for folders in groups.values()
+    ]
+
+
+def _label(folders: Sequence[RunFolder]) -> str:
+    if len(folders) == 1:
+        return folders[0].name
+    names = [folder.name for folder in folders]
+    shared = commonprefix(names).rstrip("-_.0123456789")  # noqa: RUF071 (no paths)
+    return f"{shared or folders[0].name} ({len(folders)} runs)"
+
+
+def _chosen(wanted: Sequence[str], curves: Sequence[_Curve]) -> list[str]:
+    """Return the figures to draw: those asked for, or those of `DEFAULT_METRICS` that are there."""
+    there = dict.fromkeys(name for c in curves for run in c.records for r in run for name in r)
+    for name in wanted:
+        if name not in there:
+            near = get_close_matches(name, there, n=3, cutoff=0.4)
+            hint = f"did you mean {' or '.join(near)}?" if near else "`winnow metrics` lists all"
+            raise ConfigError(f"--metrics: no run has the figure {name!r}; {hint}")
+    chosen = [*dict.fromkeys(wanted or (name for name in DEFAULT_METRICS if name in there))]
+    if not chosen:
+        raise ConfigError("the runs have no step yet; name figures with --metrics, or wait")
+    return chosen
+
+
+def _paint(axis: Any, name: str, curves: Sequence[_Curve], request: PlotRequest) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for index, curve in enumerate(curves):
+        found = [_points(records, name, request) for records in curve.records]
+        found = [points for points in found if len(points[0])]
+        if not found:
+            continue
+        style: dict[str, Any] = {
+            "color": COLORS[index % len(COLORS)],
+            "linestyle": LINES[index // len(COLORS) % len(LINES)],
+        }
+        at, values = _together(found, request.by)
+        mean = values.mean(0)
+        marker = (
+            "o" if len(found[0][0]) <= _FEW and (request.by == "steps" or len(found) == 1) else ""
+        )
+        axis.plot(at, mean, marker=marker, markersize=3.5, label=curve.label, **style)
+        if len(values) > 1:
+            half = _half_interval(values)
+            axis.fill_between(at, mean - half, mean + half, color=style["color"], alpha=0.18, lw=0)
+    about = metric_of(name)
+    unit = about.unit if about else ""
+    axis.set_title(name, loc="left", fontsize=10, fontweight="bold")
+    if unit == "share":
+        as_percent(axis)
+    elif unit:
+        axis.set_ylabel(unit)
+    axis.set_xlabel({"steps": "step", "tokens": "tokens generated", "time": "hours"}[request.by])
+    axis.xaxis.set_major_locator(MaxNLocator(6, integer=request.by == "steps"))
+
+
+def _points(records: Sequence[Record], name: str, request: PlotRequest) -> tuple[Any, Any]:
+    """Return where a run has a figure, in units of the axis, and the finite values."""
+    steps, found = series(records, name)
+    at, values = np.asarray(steps, dtype=np.float64), np.asarray(smooth(found, request.smooth))
+    if request.by != "steps" and len(at):
+        known, spent = used_tokens(records) if request.by == "tokens" else _hours(records)
+        at = np.interp(at, known, spent)
+    finite = np.isfinite(values)
+    return at[finite], values[finite]
+
+
+def _hours(records: Sequence[Record]) -> tuple[Any, Any]:
+    """Return steps, and hours of training up to the end of each."""
+    steps, seconds = series(records, STEP_S)
+    return np.array([0, *steps]), np.cumsum([0.0, *seconds]) / 3600
+
+
+def _together(found: Sequence[tuple[Any, Any]], by: Axis) -> tuple[Any, Any]:
+    """Return the places that all runs have, and the values there `[R, N]`."""
+    if len(found) == 1:
+        return found[0][0], found[0][1][None]
+    if by == "steps":
+        at = np.array(sorted(set.intersection(*(set(points[0]) for points in found))))
+    else:
+        first, last = max(p[0][0] for p in found), min(p[0][-1] for p in found)
+        at = np.linspace(first, max(first, last), _GRID)
+    return at, np.stack([np.interp(at, *points) for points in found])
+
+
+def _half_interval(values: Any) -> Any:
+    """Return half the 95 % interval of the mean over runs `[R, N]`."""
+    runs = len(values)
+    return two_sided_bound(0.05, runs - 1) * values.std(0, ddof=1) / np.sqrt(runs)
