@@ -36,7 +36,7 @@ _OF_SEEDS = {"run", "observe"}
 
 @dataclass(frozen=True)
 class PlotRequest:
-    """What `winnow plot` is asked for."""
+    """Runs, figures and form of a picture."""
 
     runs: Sequence[str]
     metrics: Sequence[str]
