@@ -44,8 +44,9 @@ LAYERS = {
     "learning": 6,
     "evaluation": 7,
     "runs": 8,
-    "cli": 9,
-    "api": 9,
+    "dashboard": 9,
+    "cli": 10,
+    "api": 10,
 }
 CONFINED = {
     "ray": ("winnow.workers.ray",),

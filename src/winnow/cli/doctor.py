@@ -38,6 +38,7 @@ _PURPOSE = {
     "reasoning-gym": "procedural tasks",
     "vllm": "rollout/engine=vllm on GPUs",
     "serve": "winnow sandbox serve, winnow reward serve",
+    "dashboard": "winnow dashboard",
     **{str(name): f"observe.trackers=[{name}]" for name in TRACKER_SECTIONS},
 }
 

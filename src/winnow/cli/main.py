@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperOption
 
 from winnow import gc_tuning as heap
+from winnow.cli.dashboard import dashboard_command
 from winnow.cli.data import app as data_app
 from winnow.cli.ledger import app as ledger_app
 from winnow.cli.reward import app as reward_app
@@ -38,6 +39,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(ledger_app, name="ledger")
 app.add_typer(reward_app, name="reward")
 app.add_typer(sandbox_app, name="sandbox")
+app.command("dashboard")(dashboard_command)
 
 Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or a YAML file.")]
 Overrides = Annotated[
@@ -46,6 +48,9 @@ Overrides = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Make the warm start anew.")]
 Step = Annotated[int | None, typer.Option(help="Checkpoint to take; the last by default.")]
+WithDashboard = Annotated[
+    bool, typer.Option("--dashboard", help="Show it in a browser while it trains.")
+]
 HeartbeatPipe = Annotated[int | None, typer.Option("--heartbeat", hidden=True)]
 Continued = Annotated[str | None, typer.Option("--continued", hidden=True)]
 HelpConfig = Annotated[
@@ -63,6 +68,7 @@ def train(
     overrides: Overrides = None,
     fresh: Fresh = False,
     help_config: HelpConfig = False,
+    dashboard: WithDashboard = False,
     heartbeat: HeartbeatPipe = None,
     continued: Continued = None,
 ) -> None:
@@ -71,18 +77,20 @@ def train(
         _print_settings(recipe, overrides or [])
         return
     config = _load(recipe, overrides)
-    words = [*(["--fresh"] if fresh else []), recipe, *(overrides or [])]
+    options = {"--fresh": fresh, "--dashboard": dashboard}
+    words = [*(name for name, given in options.items() if given), recipe, *(overrides or [])]
     if config.trainer.max_restarts and heartbeat is None:
         _supervise(config, words, None)
     if continued is not None:
         config = _continuing(config, continued)
-    _train(config, recipe, fresh, heartbeat)
+    _train(config, recipe, fresh, heartbeat, dashboard)
 
 
 @app.command(no_args_is_help=True)
 def resume(
     run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME.")],
     overrides: Overrides = None,
+    dashboard: WithDashboard = False,
 ) -> None:
     """Go on with a run that was stopped or killed, from its newest checkpoint."""
     from winnow.observe.files import RunFolder, require_trust
@@ -91,8 +99,9 @@ def resume(
     config = _load(recipe, overrides)
     require_trust(config, overrides or [], run, "model.trust_remote_code=true")
     if config.trainer.max_restarts:
-        _supervise(config, [recipe, *(overrides or [])], run)
-    _train(_continuing(config, run), recipe, fresh=False, heartbeat=None)
+        shown = ["--dashboard"] if dashboard else []
+        _supervise(config, [*shown, recipe, *(overrides or [])], run)
+    _train(_continuing(config, run), recipe, False, None, dashboard)
 
 
 @app.command(no_args_is_help=True)
@@ -303,11 +312,19 @@ def _supervise(config: Config, words: list[str], folder: str | None) -> NoReturn
     raise typer.Exit(supervisor.run())
 
 
-def _train(config: Config, recipe: str, fresh: bool, heartbeat: int | None) -> None:
+def _train(
+    config: Config, recipe: str, fresh: bool, heartbeat: int | None, dashboard: bool
+) -> None:
     """Train in this process, and end with the exit code of what stopped it."""
     began = time.monotonic()
     from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped, outlive_readers
 
+    beside = None
+    if dashboard:
+        from winnow.dashboard.beside import dashboard_beside, require_packages
+
+        require_packages("--dashboard")
+        beside = dashboard_beside
     outlive_readers()
     stop = ShutdownSignal()
     try:
@@ -316,7 +333,7 @@ def _train(config: Config, recipe: str, fresh: bool, heartbeat: int | None) -> N
                 from winnow.runs.session import run_training
 
             beats = Heartbeat(heartbeat)
-            code = run_training(config, recipe, fresh, _console(), stop, beats, began)
+            code = run_training(config, recipe, fresh, _console(), stop, beats, began, beside)
     except Stopped as stopped:
         print(f"winnow: stopped by {stopped.reason}", file=sys.stderr)
         code = stopped.exit_code

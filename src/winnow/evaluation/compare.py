@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import ArrayLike
 from rich.console import Console
 from rich.text import Text
@@ -179,7 +180,7 @@ def run_comparison(a: str, b: str, as_json: bool, console: Console) -> Compariso
     """
     found = compare(read_answers(a), read_answers(b))
     if as_json:
-        print(json.dumps(_as_json(found), ensure_ascii=False, indent=2))
+        print(json.dumps(figures_of(found), ensure_ascii=False, indent=2))
     else:
         _print(found, console)
     return found
@@ -211,7 +212,19 @@ def read_answers(path: str) -> Answers:
         WinnowError: there are none.
     """
     file = _file(path)
-    table = read_rollouts(file)
+    return answers_of(file, read_rollouts(file), _settings(file))
+
+
+def answers_of(file: Path, table: pa.Table, settings: Mapping[str, Any] = {}) -> Answers:
+    """Take the sampled held-out answers out of the rows of a file.
+
+    Args:
+        file: as messages name it.
+        settings: of sampling and scoring, where they are known.
+
+    Raises:
+        DataError: there are none.
+    """
     missing = [name for name in _COLUMNS if name not in table.column_names]
     if missing:
         raise DataError(
@@ -228,7 +241,7 @@ def read_answers(path: str) -> Answers:
         file,
         {row["problem"]: row["data_source"] for row in rows},
         {problem: math.fsum(marks) / len(marks) for problem, marks in accuracies.items()},
-        _settings(file),
+        settings,
         sum(bool(row["scorer_error"]) for row in rows),
     )
 
@@ -343,7 +356,8 @@ def _p(value: float) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def _as_json(found: Comparison) -> dict[str, Any]:
+def figures_of(found: Comparison) -> dict[str, Any]:
+    """Return a comparison as plain values, as `winnow compare --json` prints it."""
     return {
         "a": str(found.a.file),
         "b": str(found.b.file),

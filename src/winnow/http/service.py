@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from ipaddress import ip_address
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -65,6 +65,19 @@ class Refusal(Exception):
         self.status = status
 
 
+class Service(Protocol):
+    """An application that `serve` runs."""
+
+    app: Any
+    """By ASGI."""
+    connections: int
+    """Most connections at once."""
+
+    def close(self) -> None:
+        """End what is under way, before connections are closed."""
+        ...
+
+
 class JsonService:
     """An ASGI application (`app`) with a JSON route and `GET /health`; for one event loop.
 
@@ -92,7 +105,7 @@ class JsonService:
     ) -> None:
         self._answer, self._health, self._max_body_bytes = answer, health, max_body_bytes
         self._token, self._error_key, self._stop = token, error_key, stop
-        self.connections = _connection_limit(reserve)
+        self.connections = connection_limit(reserve)
         # Half: a client that is refused needs a connection, too.
         self._places = min(max_requests, max(1, self.connections // 2))
         self._drained = 0
@@ -267,8 +280,8 @@ class _Connection(H11Protocol):  # type: ignore[misc]
         self.transport.abort()
 
 
-def _connection_limit(reserve: int) -> int:
-    """Connections that leave `reserve` open files to others."""
+def connection_limit(reserve: int) -> int:
+    """Return how many connections leave `reserve` open files to others."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     # asyncio takes in three backlogs of connections before the first of them is looked at.
     return max(16, min(soft, 1 << 16) - 3 * _backlog() - 64 - reserve)
@@ -312,7 +325,7 @@ class Server(uvicorn.Server):  # type: ignore[misc]
         ready: called when the service can be asked.
     """
 
-    def __init__(self, service: JsonService, ready: Callable[[], None]) -> None:
+    def __init__(self, service: Service, ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 service.app,
@@ -341,7 +354,7 @@ class Server(uvicorn.Server):  # type: ignore[misc]
         await super().shutdown(sockets)
 
 
-def serve(service: JsonService, listener: socket.socket, said: str) -> int:
+def serve(service: Service, listener: socket.socket, said: str) -> int:
     """Serve until SIGTERM or Ctrl-C, in the main thread; return the exit code.
 
     Args:

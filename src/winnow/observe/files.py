@@ -1,7 +1,7 @@
 """Files of a run: its folder runs/NAME/, its log, and writing that leaves the old or the new whole.
 
-`config.yaml`, `metrics.jsonl`, `ledger.parquet/`, `rollouts/`, `checkpoints/`, `eval/`, `log.txt`,
-`trace.json`, `trackers/`, `curve.png`.
+`config.yaml`, `tokenizer.json`, `metrics.jsonl`, `ledger.parquet/`, `rollouts/`, `checkpoints/`,
+`eval/`, `log.txt`, `trace.json`, `trackers/`, `curve.png`.
 
 The folder may be a stranger's: `require_trust` asks before the model's own Python runs.
 """
@@ -26,6 +26,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _TOLD = re.compile(r"\(os error (\d+)\)")
 _TRUST = "model.trust_remote_code"
+TOKENIZER = "tokenizer.json"
+"""The tokenizer in a run's folder, by which token ids can be read."""
 PARTIAL = ".partial"
 """Ending of a file that is being written; one left by a crash may be deleted."""
 
@@ -194,6 +196,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
         self.config = path / "config.yaml"  # the resolved recipe
+        self.tokenizer = path / TOKENIZER  # of a fast one
         self.metrics = path / "metrics.jsonl"
         self.ledger = path / "ledger.parquet"  # a folder: one part a step
         self.rollouts = path / "rollouts"

@@ -76,16 +76,31 @@ def read_metrics(path: Path) -> list[dict[str, Number]]:
     records: list[dict[str, Number]] = []
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or "step" not in record:
-                raise ValueError("no step")
-            odd = record.pop(_NON_FINITE, {})
-            records.append(record | {name: float(text) for name, text in odd.items()})
+            records.append(parse_record(line))
         except ValueError as error:
             raise WinnowError(
                 f"{path} line {number} is not a line of metrics ({error}); delete that line"
             ) from error
     return records
+
+
+def parse_record(line: bytes) -> dict[str, Number]:
+    """Read a line of metrics.jsonl, its step among the figures.
+
+    Raises:
+        ValueError: it is none.
+    """
+    record = json.loads(line)
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError("no step")
+    odd = record.pop(_NON_FINITE, {})
+    if not isinstance(odd, dict):
+        raise ValueError(f"{_NON_FINITE} is no object")
+    figures = record | {name: float(text) for name, text in odd.items()}
+    for name, value in figures.items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"{name} is no number")
+    return figures
 
 
 @dataclass(frozen=True)

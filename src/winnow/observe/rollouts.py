@@ -15,8 +15,9 @@ eval/step-N.parquet, the answers to held-out prompts after step N, has the same 
 | oldest_version, newest_version, staleness | weight versions that wrote it, and how far behind |
 | finish_reason, scorer_error | |
 | pred, extra/NAME | what else the scorer said; numbers as numbers, the rest as text |
-| prompt, response | text; with the next two only for a seeded choice of groups, else null |
+| prompt, response | text; with the next rows only for a seeded choice of groups, else null |
 | prompt_ids, token_ids, logprobs | ids as the policy saw them, log-probs of the sampler in nats |
+| versions | weight version that wrote each token; -1 where it was no policy's |
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ from winnow.observe.metrics import Outcome
 from winnow.types import Answer, FloatArray, Group, IntArray, Prompt
 
 Decode = Callable[[IntArray], str]
-_FILE = re.compile(r"step-(\d+)\.parquet")
+STEP_FILE = re.compile(r"step-(\d+)\.parquet")
+"""Names of the files, with the step."""
 # A dictionary pays where values repeat; elsewhere it only costs time.
 _REPEATED = ["kind", "prompt_uid", "data_source", "outcome", "finish_reason", "scorer_error"]
+ROW_GROUP = 512
+"""Rows that are read at least to see the tokens of one."""
 _INT, _FLOAT, _TEXT, _IDS = pa.int32(), pa.float64(), pa.string(), pa.list_(pa.int32())
 _KINDS = {
     **{"step": _INT, "group": pa.int64(), "answer": _INT, "kind": _TEXT, "prompt_uid": _TEXT},
@@ -49,7 +53,7 @@ _KINDS = {
     **{"response_tokens": _INT, "reward": _FLOAT, "accuracy": _FLOAT, "advantage": _FLOAT},
     **{"oldest_version": _INT, "newest_version": _INT, "staleness": _INT, "finish_reason": _TEXT},
     **{"scorer_error": _TEXT, "pred": _TEXT, "prompt": _TEXT, "response": _TEXT},
-    **{"prompt_ids": _IDS, "token_ids": _IDS, "logprobs": pa.list_(pa.float32())},
+    **{"prompt_ids": _IDS, "token_ids": _IDS, "logprobs": pa.list_(pa.float32()), "versions": _IDS},
 }
 """Types of the columns that every file has."""
 
@@ -104,7 +108,9 @@ def write_rollouts(
     names = dict.fromkeys([*_KINDS, *chain.from_iterable(rows)])
     table = pa.table({name: _column(name, [row.get(name) for row in rows]) for name in names})
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", use_dictionary=_REPEATED)
+    pq.write_table(
+        table, sink, row_group_size=ROW_GROUP, compression="zstd", use_dictionary=_REPEATED
+    )
     write_atomic(path, sink.getvalue().to_pybytes())
 
 
@@ -139,7 +145,7 @@ def rollout_files(folder: Path) -> list[tuple[int, Path]]:
     """List the steps that have a file in a rollouts folder, and the files."""
     if not folder.is_dir():
         return []
-    matches = ((_FILE.fullmatch(file.name), file) for file in folder.iterdir())
+    matches = ((STEP_FILE.fullmatch(file.name), file) for file in folder.iterdir())
     return sorted((int(match[1]), file) for match, file in matches if match)
 
 
@@ -209,7 +215,18 @@ def _texts(answer: Answer, decode: Decode) -> dict[str, Any]:
         "response": decode(ids),
         "token_ids": ids.astype(np.int32),
         "logprobs": logprobs.astype(np.float32),
+        "versions": _token_versions(answer),
     }
+
+
+def _token_versions(answer: Answer) -> IntArray:
+    """Return the weight version that wrote each token [L]; -1 where none did."""
+    versions: list[IntArray] = []
+    for segment in answer.trajectory.segments:
+        stops = [span.stop for span in segment.spans]
+        lengths = np.diff([0, *stops], append=len(segment)) if stops else [len(segment)]
+        versions.append(np.repeat([*(span.version for span in segment.spans), -1], lengths))
+    return np.concatenate(versions).astype(np.int32)
 
 
 def _column(name: str, values: list[Any]) -> Any:

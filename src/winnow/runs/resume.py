@@ -37,7 +37,14 @@ from winnow.config.root import Config
 from winnow.data.hub import is_on_hub, pinned
 from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.models.fetch import hub_commit, may_be_hub_name
-from winnow.observe.files import PARTIAL, RunFolder, disk_error, refusals_told, writing
+from winnow.observe.files import (
+    PARTIAL,
+    TOKENIZER,
+    RunFolder,
+    disk_error,
+    refusals_told,
+    writing,
+)
 from winnow.observe.jsonl import METRICS_FILE, MetricsLog
 from winnow.observe.rollouts import drop_rollouts_after, rollout_files
 from winnow.runs.checkpoint import (
@@ -60,7 +67,10 @@ _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _NOTHING_YET = Manifest(step=-1, evaluated=False)
 _PYTHON_FILE = re.compile(r"(.+\.py)(:\w+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_BEFORE_THE_START = {LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE, "trackers"}
+_BEFORE_THE_START = {
+    *(LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE, "trackers"),
+    *(TOKENIZER, f"{TOKENIZER}{PARTIAL}"),
+}
 """Files of a run before there is anything to lose."""
 
 log = logging.getLogger(__name__)

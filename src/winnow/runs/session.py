@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.curve import CurveSink, draw_curve
 from winnow.observe.figures import duration
-from winnow.observe.files import RunFolder
+from winnow.observe.files import RunFolder, write_atomic
 from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.metrics import SFT_S, START_S, Record
 from winnow.observe.rollouts import RolloutGroup
@@ -33,7 +33,7 @@ from winnow.rewards.pipeline import Rewards
 from winnow.runs.build import build, use_machine, with_steps
 from winnow.runs.build_learner import needs_start
 from winnow.runs.checkpoint import checkpoints_in
-from winnow.runs.loading import fetch_models, load_policy, start_notes
+from winnow.runs.loading import Policies, fetch_models, load_policy, start_notes
 from winnow.runs.loop import Run, train
 from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped
 from winnow.runs.resume import Opened, opened_run
@@ -61,11 +61,13 @@ def run_training(
     stop: ShutdownSignal,
     heartbeat: Heartbeat,
     began: float,
+    beside: Callable[[Path], contextlib.AbstractContextManager[str]] | None = None,
 ) -> int:
     """Train a recipe, or go on where a run of it was left, and show what came of it.
 
     Args:
         began: when the command did, by `time.monotonic`.
+        beside: given the run's folder, holds what goes on beside the run, and says so in a line.
 
     Returns:
         The exit code: 0, or that of the request which stopped the run.
@@ -76,7 +78,12 @@ def run_training(
     _check_packages(config)
     device = use_machine(config, uses_device(config))
     seed_everything(config.run.seed)
-    with opened_run(config, recipe) as opened, opened.folder.logging_to_file(), _errors_logged():
+    with (
+        opened_run(config, recipe) as opened,
+        opened.folder.logging_to_file(),
+        _errors_logged(),
+        contextlib.ExitStack() as company,
+    ):
         folder = opened.folder
         config = _as_begun(config, opened)
         heartbeat.folder(folder.path)
@@ -86,10 +93,13 @@ def run_training(
             sink.note(_FINISHED.format(folder.path))
             _close(config, recipe, folder, console)
             return 0
+        if beside is not None:
+            _tell(sink, [company.enter_context(beside(folder.path))])
         path, first, figures = _models(config, opened, fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config))
         source = training_prompts(config.data, policy.tokenizer, config.run.seed)
         config, kept = (with_steps(each, source) for each in (config, opened.config))
+        _keep_tokenizer(policy, folder)
         with (
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             other_processes(config, policy, first) as others,
@@ -139,6 +149,13 @@ def _check_packages(config: Config) -> None:
         from winnow.observe.trackers import check_trackers
 
         check_trackers(config)
+
+
+def _keep_tokenizer(policy: Policies, folder: RunFolder) -> None:
+    """Keep what token ids can be read by later: one file, of a fast tokenizer."""
+    if policy.tokenizer.is_fast and not folder.tokenizer.exists():
+        text = policy.tokenizer.backend_tokenizer.to_str()
+        write_atomic(folder.tokenizer, text.encode())
 
 
 def _own_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[BackgroundSink]:

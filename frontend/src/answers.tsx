@@ -1,0 +1,292 @@
+// Step → prompt → its answers, with the text of each and its tokens.
+import { useEffect, useMemo, useRef, useState } from 'preact/hooks'
+import { query, useData, type Answer, type Groups, type Run } from './api'
+import { axes, Chart, color, tip, useTheme } from './chart'
+import { number, OUTCOMES } from './format'
+import { Choice, Empty, nearest, Panel, Problem, RunChoice, StepChoice, useKeys } from './parts'
+import { change } from './route'
+import { Tokens, COLORINGS, type Coloring } from './tokens'
+
+const FILTERS: Record<string, { text: string; keeps: (g: Groups, at: number) => boolean }> = {
+  all: { text: 'All', keeps: () => true },
+  wrong: { text: 'All wrong', keeps: (g, at) => g.accuracy[at] === 0 },
+  cut: { text: 'Cut off', keeps: (g, at) => g.cut_off[at] > 0 },
+  overlong: { text: 'Overlong', keeps: (g, at) => g.overlong[at] > 0 },
+  failed: { text: 'Failed scoring', keeps: (g, at) => g.failed[at] > 0 },
+  mismatch: { text: 'Highest mismatch', keeps: (g, at) => g.mismatch[at] !== null },
+}
+const ROWS = 200
+
+type Found = { groups: Record<string, number[]>; kept: number }
+
+export function Answers({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
+  const run = words.get('run') ?? runs[0]?.name ?? ''
+  const kind = words.get('kind') ?? 'training'
+  const steps = useData<Record<string, number[]>>(query('run/steps', { run }), [run])
+  const there = steps.data?.[kind] ?? []
+  const asked = words.get('step')
+  const step = there.length ? there[asked === null ? there.length - 1 : nearest(there, Number(asked))] : null
+  const search = words.get('q') ?? ''
+  const filter = words.get('filter') ?? 'all'
+  const groups = useData<Groups>(step === null ? null : query('run/groups', { run, kind, step }), [])
+  const found = useData<Found>(step === null || !search ? null : query('run/search', { run, kind, step, q: search }), [])
+  const table = groups.stale ? null : groups.data
+  const hits = search && !found.stale ? found.data : null
+  const shown = useMemo(() => rowsOf(table, filter, search ? hits : null, !!search), [table, filter, hits, search])
+  const wanted = Number(words.get('group') ?? NaN)
+  const place = Math.max(shown.findIndex((at) => table?.group[at] === wanted), 0)
+  const at = shown[place]
+  const group = table && at !== undefined ? table.group[at] : null
+  const field = useRef<HTMLInputElement>(null)
+  const goStep = (by: number) => {
+    const next = there[there.indexOf(step ?? -1) + by]
+    if (next !== undefined) change({ step: next, group: null, answer: null })
+  }
+  const goGroup = (by: number) => {
+    const next = shown[Math.min(Math.max(place + by, 0), shown.length - 1)]
+    if (table && next !== undefined) change({ group: table.group[next], answer: null })
+  }
+  useKeys({
+    j: () => goGroup(1), ArrowDown: () => goGroup(1),
+    k: () => goGroup(-1), ArrowUp: () => goGroup(-1),
+    ']': () => goStep(1), '[': () => goStep(-1),
+    '/': () => field.current?.focus(),
+    Escape: () => field.current?.blur(),
+  })
+  return (
+    <div class="answers">
+      <div class="bar">
+        <RunChoice runs={runs} run={run} />
+        <Choice label="Answers" value={kind} options={[['training', 'Training'], ['held_out', 'Held out']]} onChange={(value) => change({ kind: value, step: null, group: null, answer: null }, true)} />
+        {step !== null && <StepChoice steps={there} step={step} onChange={(next) => change({ step: next, group: null, answer: null })} />}
+        <input
+          ref={field}
+          type="search"
+          placeholder="Search in texts of this step  ( / )"
+          aria-label="Search in texts of this step"
+          value={search}
+          onChange={(event) => change({ q: event.currentTarget.value || null, group: null })}
+        />
+      </div>
+      {steps.error && <Problem>{steps.error}</Problem>}
+      {groups.error && <Problem>{groups.error}</Problem>}
+      {steps.data && step === null && <Empty>{kind === 'training' ? 'This run has no answers yet: its first step is not done.' : 'This run has no evaluation yet (evaluation.every, data.eval_files).'}</Empty>}
+      {table && (
+        <div class="columns">
+          <div class="groups">
+            <div class="filters" role="radiogroup" aria-label="Filter">
+              {Object.entries(FILTERS).map(([name, each]) => {
+                const count = table.group.filter((_, n) => each.keeps(table, n)).length
+                return (
+                  <button type="button" role="radio" aria-checked={filter === name} disabled={name !== 'all' && !count} onClick={() => change({ filter: name === 'all' ? null : name, group: null })}
+                    title={name === 'mismatch' && !table.has_mismatch ? 'The trainer’s log-probs of single tokens are not stored in this run' : ''}>
+                    {each.text}<span class="count">{name === 'mismatch' && !count ? '–' : count}</span>
+                  </button>
+                )
+              })}
+            </div>
+            {search && hits && <p class="dim note">{shown.length} prompts with “{search}” in their texts; {hits.kept} answers of this step kept theirs.</p>}
+            {found.error && <Problem>{found.error}</Problem>}
+            <GroupTable table={table} rows={shown} place={place} />
+            {!shown.length && <Empty>No prompt of this step matches.</Empty>}
+          </div>
+          {group !== null && at !== undefined && step !== null
+            ? <Group run={run} kind={kind} step={step} group={group} table={table} at={at} words={words} hits={hits?.groups[group] ?? []} search={search} />
+            : <div />}
+        </div>
+      )}
+    </div>
+  )
+}
+
+function rowsOf(table: Groups | null, filter: string, hits: Found | null, isSearch: boolean): number[] {
+  if (!table || (isSearch && !hits)) return []
+  const keeps = (FILTERS[filter] ?? FILTERS.all).keeps
+  const rows = table.group.map((_, at) => at)
+    .filter((at) => keeps(table, at) && (!hits || String(table.group[at]) in hits.groups))
+  if (filter === 'mismatch') return rows.sort((a, b) => table.mismatch[b]! - table.mismatch[a]!)
+  // Those with a text first: there is something to read.
+  return [...rows.filter((at) => table.prompt[at] !== null), ...rows.filter((at) => table.prompt[at] === null)]
+}
+
+function GroupTable({ table, rows, place }: { table: Groups; rows: number[]; place: number }) {
+  const list = useRef<HTMLTableSectionElement>(null)
+  const [most, show] = useState(ROWS)
+  const last = Math.max(most, place + 20)
+  useEffect(() => list.current?.querySelector('[aria-selected=true]')?.scrollIntoView({ block: 'nearest' }), [place, rows])
+  return (
+    <div class="scroll">
+      <table class="pick">
+        <thead><tr><th>Prompt</th><th>Fate</th><th class="n">Right</th><th class="n">Reward</th><th class="n">Tokens</th></tr></thead>
+        <tbody ref={list}>
+          {rows.slice(0, last).map((at, n) => (
+            <tr aria-selected={n === place} onClick={() => change({ group: table.group[at], answer: null })}>
+              <td class="prompt">{table.prompt[at] ?? <span class="dim" title="Its text was not kept (observe.rollout_text_groups)">{table.uid[at]}</span>}</td>
+              <td><span class={`fate ${table.outcome[at]}`}>{OUTCOMES[table.outcome[at]]?.[0] ?? table.outcome[at]}</span></td>
+              <td class="n">{right(table, at)}</td>
+              <td class="n">{table.reward[at]?.toFixed(2) ?? '–'}</td>
+              <td class="n">{number(Math.round(table.length[at] ?? 0), 'count')}{table.cut_off[at] > 0 && <span class="cut" title={`${table.cut_off[at]} cut off at the limit`}>✂</span>}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      {rows.length > last && <button type="button" class="wide" onClick={() => show(last + ROWS)}>Show more of {rows.length}</button>}
+    </div>
+  )
+}
+
+function right(table: Groups, at: number): string {
+  const share = table.accuracy[at] ?? 0
+  const whole = share * table.answers[at]
+  return Math.abs(whole - Math.round(whole)) < 0.01 ? `${Math.round(whole)}/${table.answers[at]}` : number(share, 'share')
+}
+
+interface GroupData {
+  answers: Answer[]
+  meanings: Record<string, string>
+  without_tokens: string | null
+}
+
+function Group(props: {
+  run: string
+  kind: string
+  step: number
+  group: number
+  table: Groups
+  at: number
+  words: URLSearchParams
+  hits: number[]
+  search: string
+}) {
+  const { run, kind, step, group, table, at, words } = props
+  const { data, error, stale } = useData<GroupData>(query('run/group', { run, kind, step, group }), [])
+  const answers = stale ? [] : (data?.answers ?? [])
+  const wanted = Number(words.get('answer') ?? NaN)
+  const place = Math.max(answers.findIndex((each) => each.answer === wanted), 0)
+  const answer = answers[place]
+  const coloring = (words.get('color') ?? 'logprobs') as Coloring
+  const go = (by: number) => {
+    const next = answers[Math.min(Math.max(place + by, 0), answers.length - 1)]
+    if (next) change({ answer: next.answer })
+  }
+  useKeys({
+    l: () => go(1), ArrowRight: () => go(1),
+    h: () => go(-1), ArrowLeft: () => go(-1),
+    c: () => change({ color: COLORINGS[(COLORINGS.indexOf(coloring) + 1) % COLORINGS.length] }),
+  })
+  const [label, why] = OUTCOMES[table.outcome[at]] ?? [table.outcome[at], '']
+  return (
+    <div class="group">
+      <div class="head">
+        <h2>{table.uid[at]}</h2>
+        <span class="dim">{table.source[at]}, group {group}</span>
+        <p><span class={`fate ${table.outcome[at]}`}>{label}</span> {why}</p>
+      </div>
+      {error && <Problem>{error}</Problem>}
+      {answer && <Prompt answer={answer} />}
+      {answers.length > 0 && <AnswerTable answers={answers} place={place} hits={props.hits} />}
+      {answer && <Tokens answer={answer} meanings={data!.meanings} without={data!.without_tokens} coloring={coloring} search={props.search} />}
+      <Follow run={run} uid={table.uid[at]} />
+    </div>
+  )
+}
+
+function Prompt({ answer }: { answer: Answer }) {
+  const [isOpen, open] = useState(false)
+  const text = answer.prompt
+  if (text === null) return null
+  const isLong = text.length > 600 || text.split('\n').length > 8
+  return (
+    <Panel title="Prompt" unit={`${number(answer.prompt_tokens, 'count')} tokens`}
+      side={isLong && <button type="button" onClick={() => open(!isOpen)}>{isOpen ? 'Less' : 'All of it'}</button>}>
+      <pre class={isLong && !isOpen ? 'text short' : 'text'}>{text}</pre>
+    </Panel>
+  )
+}
+
+function AnswerTable({ answers, place, hits }: { answers: Answer[]; place: number; hits: number[] }) {
+  const parts = [...new Set(answers.flatMap((each) => Object.keys(each).filter((name) => name.startsWith('part/') && each[name] !== null)))]
+  return (
+    <div class="scroll answer-list">
+      <table class="pick">
+        <thead>
+          <tr>
+            <th>Answer</th><th>Worth</th><th class="n">Reward</th>
+            {parts.length > 1 && parts.map((name) => <th class="n">{name.slice(5)}</th>)}
+            <th class="n">Advantage</th><th class="n">Tokens</th><th>End</th><th class="n">Version</th><th>Read as</th>
+          </tr>
+        </thead>
+        <tbody>
+          {answers.map((each, n) => (
+            <tr aria-selected={n === place} onClick={() => change({ answer: each.answer })}>
+              <td class="n">{each.answer + 1}{each.kind === 'greedy' && <span class="dim"> greedy</span>}{hits.includes(each.answer) && <span class="hit" title="Holds the text searched for">●</span>}</td>
+              <td>{worth(each)}</td>
+              <td class="n">{each.reward.toFixed(2)}</td>
+              {parts.length > 1 && parts.map((name) => <td class="n">{typeof each[name] === 'number' ? plus(each[name] as number) : '–'}</td>)}
+              <td class="n">{each.advantage === null ? '–' : plus(each.advantage)}</td>
+              <td class="n">{number(each.response_tokens, 'count')}</td>
+              <td>{each.finish_reason === 'length' ? <span class="bad">cut off</span> : each.finish_reason === 'stop' ? 'ended' : (each.finish_reason ?? '–')}</td>
+              <td class="n">{versions(each)}</td>
+              <td class="pred" title={each.pred ?? ''}>{each.pred ?? '–'}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  )
+}
+
+function worth(answer: Answer) {
+  if (answer.scorer_error) return <span class="bad" title={answer.scorer_error}>scoring failed</span>
+  if (answer.accuracy >= 1) return <span class="good">right</span>
+  return answer.accuracy <= 0 ? <span class="bad">wrong</span> : number(answer.accuracy, 'share')
+}
+
+const plus = (value: number) => `${value < -0.004999 ? '−' : value > 0.004999 ? '+' : ''}${Math.abs(value).toFixed(2)}`
+
+function versions(answer: Answer): string {
+  if (answer.newest_version === null) return '–'
+  return answer.oldest_version === answer.newest_version ? `${answer.newest_version}` : `${answer.oldest_version}–${answer.newest_version}`
+}
+
+interface Followed {
+  rows: { step: number; group: number; outcome: string; accuracy: number; reward: number; length: number }[]
+  read: number
+  steps: number
+  is_done: boolean
+}
+
+function Follow({ run, uid }: { run: string; uid: string }) {
+  const theme = useTheme()
+  const { data, again } = useData<Followed>(query('run/prompt', { run, uid }), [run])
+  useEffect(() => {
+    if (!data || data.is_done) return
+    const timer = setTimeout(again, 500)
+    return () => clearTimeout(timer)
+  }, [data])
+  const option = useMemo(() => {
+    const made = axes({}, { min: 0, max: 1, splitNumber: 2 }, 'count', 'share')
+    const rows = data?.rows ?? []
+    made.series = [{ type: 'line', data: rows.map((row) => [row.step, row.accuracy]), symbolSize: 7, color: color('--accent'), lineStyle: { width: 1.5 } }]
+    made.tooltip.formatter = (given: { dataIndex: number }[]) => {
+      const row = rows[given[0].dataIndex]
+      return tip(`step ${row.step}`, [
+        { label: 'right', value: number(row.accuracy, 'share') },
+        { label: 'reward', value: number(row.reward) },
+        { label: 'tokens', value: number(row.length, 'count') },
+        { label: 'fate', value: OUTCOMES[row.outcome]?.[0] ?? row.outcome },
+      ])
+    }
+    return made
+  }, [data, theme])
+  if (!data) return null
+  const progress = data.is_done ? '' : `, ${data.read} of ${data.steps} steps read so far`
+  return (
+    <Panel title="This prompt over the steps" unit={`in ${data.rows.length} of ${data.steps} steps${progress}`}>
+      {data.rows.length > 1
+        ? <Chart option={option} height={96} label="Share of right answers to this prompt by step"
+            onClick={(event) => { const row = data.rows[event.dataIndex as number]; change({ kind: 'training', step: row.step, group: row.group, answer: null }, true) }} />
+        : <Empty>{data.rows.length ? 'So far the run has asked it once.' : 'Not asked in training.'}</Empty>}
+    </Panel>
+  )
+}

@@ -1,0 +1,183 @@
+// Data of the pages: fetched as JSON, fetched again when the server tells that a run has changed.
+import { useEffect, useRef, useState } from 'preact/hooks'
+
+export interface Run {
+  name: string
+  place: string
+  problem: string | null
+  step: number
+  steps: number
+  state: 'done' | 'live' | 'idle'
+  changed_s: number | null
+  seed: number | null
+  mode: string | null
+  accuracy: number | null
+  reward: number | null
+  step_s: number | null
+  held_out: Record<string, number | null>
+}
+export type Values = (number | null)[]
+export interface Curves {
+  step: number[]
+  tokens: number[]
+  time_s: number[]
+  every: number
+  values: Record<string, Values>
+  problems: string[]
+}
+export interface Groups {
+  group: number[]
+  uid: string[]
+  source: string[]
+  outcome: string[]
+  answers: number[]
+  accuracy: Values
+  reward: Values
+  reward_std: Values
+  length: Values
+  longest: Values
+  staleness: Values
+  cut_off: number[]
+  overlong: number[]
+  failed: number[]
+  mismatch: Values
+  has_mismatch: boolean
+  prompt: (string | null)[]
+}
+export interface Pieces {
+  texts: string[]
+  special: number[]
+}
+export interface Answer {
+  answer: number
+  kind: string
+  prompt: string | null
+  response: string | null
+  outcome: string
+  reward: number
+  accuracy: number
+  advantage: number | null
+  response_tokens: number
+  prompt_tokens: number
+  finish_reason: string | null
+  scorer_error: string | null
+  staleness: number | null
+  oldest_version: number | null
+  newest_version: number | null
+  pred: string | null
+  data_source: string
+  prompt_uid: string
+  columns: Record<string, Values>
+  tokens?: Pieces
+  prompt_pieces?: Pieces
+  [more: string]: unknown
+}
+
+const listeners = new Set<(changed: Set<string> | null) => void>()
+let state: 'live' | 'lost' = 'lost'
+
+export function listen(): void {
+  const source = new EventSource('/api/events')
+  source.onmessage = (event) => {
+    const told = JSON.parse(event.data) as { changed: string[]; gone: string[] }
+    // After a break anything may have changed.
+    const all = state === 'lost'
+    state = 'live'
+    const names = all || told.gone.length ? null : new Set(told.changed)
+    if (names === null || names.size) listeners.forEach((each) => each(names))
+    else stateListeners.forEach((each) => each())
+    if (all) stateListeners.forEach((each) => each())
+  }
+  source.onerror = () => {
+    state = 'lost'
+    stateListeners.forEach((each) => each())
+  }
+}
+
+const stateListeners = new Set<() => void>()
+
+export function useConnection(): 'live' | 'lost' {
+  const [, again] = useState(0)
+  useEffect(() => {
+    const listener = () => again((n) => n + 1)
+    stateListeners.add(listener)
+    return () => void stateListeners.delete(listener)
+  }, [])
+  return state
+}
+
+export function query(path: string, words: Record<string, string | number | string[] | null>): string {
+  const found = new URLSearchParams()
+  for (const [name, value] of Object.entries(words)) {
+    if (Array.isArray(value)) value.forEach((each) => found.append(name, each))
+    else if (value !== null && value !== '') found.set(name, String(value))
+  }
+  const text = found.toString()
+  return `/api/${path}${text ? '?' + text : ''}`
+}
+
+export interface Loaded<T> {
+  data: T | null
+  error: string | null
+  /** The data is of another address, while that of this one is on its way. */
+  stale: boolean
+  again: () => void
+}
+
+/** Fetches an address (null: none), and again when one of the runs changes; null: at any change. */
+export function useData<T>(url: string | null, runs: string[] | null): Loaded<T> {
+  const [held, hold] = useState<{ url: string | null; data: T | null; error: string | null }>({
+    url: null,
+    data: null,
+    error: null,
+  })
+  const [turn, again] = useState(0)
+  const watched = useRef(runs)
+  watched.current = runs
+  useEffect(() => {
+    let timer = 0
+    const listener = (changed: Set<string> | null) => {
+      const mine = watched.current
+      if (changed && mine && !mine.some((name) => changed.has(name))) return
+      clearTimeout(timer)
+      timer = setTimeout(() => again((n) => n + 1), 50) as unknown as number
+    }
+    listeners.add(listener)
+    return () => {
+      clearTimeout(timer)
+      listeners.delete(listener)
+    }
+  }, [])
+  useEffect(() => {
+    if (url === null) return
+    const stop = new AbortController()
+    load<T>(url, stop.signal)
+      .then((data) => hold({ url, data, error: null }))
+      .catch((error: Error) => {
+        if (error.name !== 'AbortError') {
+          hold((old) => ({ url, data: old.url === url ? old.data : null, error: error.message }))
+        }
+      })
+    return () => stop.abort()
+  }, [url, turn])
+  if (url === null) return { data: null, error: null, stale: false, again: () => {} }
+  return {
+    data: held.data,
+    error: held.url === url ? held.error : null,
+    stale: held.url !== url,
+    again: () => again((n) => n + 1),
+  }
+}
+
+async function load<T>(url: string, signal: AbortSignal): Promise<T> {
+  let answer: Response
+  try {
+    answer = await fetch(url, { signal })
+  } catch (error) {
+    if ((error as Error).name === 'AbortError') throw error
+    throw new Error('The dashboard does not answer. Is `winnow dashboard` still running?')
+  }
+  const body = await answer.json().catch(() => null)
+  if (!answer.ok) throw new Error(body?.error ?? `The dashboard failed (${answer.status}).`)
+  return body as T
+}

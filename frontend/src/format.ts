@@ -1,0 +1,80 @@
+// Numbers as people read them, each with its unit.
+export type Unit = 'share' | 'tokens' | 'nats' | 'seconds' | 'gib' | 'rate' | 'count' | 'plain'
+
+const grouped = new Intl.NumberFormat('en-US', { maximumFractionDigits: 0 })
+
+export function compact(value: number): string {
+  const size = Math.abs(value)
+  if (size >= 1e9) return `${trim(value / 1e9)} G`
+  if (size >= 1e6) return `${trim(value / 1e6)} M`
+  if (size >= 1e4) return `${trim(value / 1e3)} k`
+  return size >= 1000 ? grouped.format(value) : trim(value)
+}
+
+function trim(value: number): string {
+  const size = Math.abs(value)
+  const digits = size >= 100 || Number.isInteger(value) ? 0 : size >= 10 ? 1 : 2
+  return value.toFixed(digits)
+}
+
+export function duration(seconds: number): string {
+  if (seconds < 10) return `${seconds.toFixed(seconds < 1 ? 2 : 1)} s`
+  if (seconds < 60) return `${seconds.toFixed(0)} s`
+  const whole = Math.round(seconds)
+  const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60]
+  const two = (n: number) => String(n).padStart(2, '0')
+  return hours ? `${hours}:${two(minutes)}:${two(rest)} h` : `${minutes}:${two(rest)} min`
+}
+
+export function number(value: number | null | undefined, unit: Unit = 'plain'): string {
+  if (value === null || value === undefined) return '–'
+  switch (unit) {
+    case 'share':
+      return `${(100 * value).toFixed(1)} %`
+    case 'tokens':
+    case 'count':
+      return Math.abs(value) < 1000 && !Number.isInteger(value) ? value.toFixed(1) : compact(value)
+    case 'rate':
+      return `${compact(value)}/s`
+    case 'seconds':
+      return duration(value)
+    case 'gib':
+      return `${value.toFixed(2)} GiB`
+    default:
+      return plain(value)
+  }
+}
+
+function plain(value: number): string {
+  if (value === 0 || Number.isInteger(value)) return compact(value)
+  const size = Math.abs(value)
+  if (size < 1e-3 || size >= 1e6) return value.toExponential(2).replace('e', ' e')
+  return size >= 100 ? value.toFixed(1) : value.toPrecision(3)
+}
+
+/** Labels of an axis: shorter than `number`, the unit stands in the title. */
+export function tick(value: number, unit: Unit): string {
+  if (unit === 'share') return `${+(100 * value).toFixed(4)} %`
+  if (unit === 'seconds') return value === 0 ? '0' : duration(value).replace('.0 s', ' s')
+  if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(0)
+  return compact(+value.toPrecision(6))
+}
+
+export function ago(seconds: number): string {
+  const s = Date.now() / 1000 - seconds
+  if (s < 60) return 'just now'
+  if (s < 3600) return `${Math.floor(s / 60)} min ago`
+  if (s < 86400) return `${Math.floor(s / 3600)} h ago`
+  return `${Math.floor(s / 86400)} d ago`
+}
+
+export const OUTCOMES: Record<string, [label: string, why: string]> = {
+  trained: ['trained', 'Kept: its answers differ in worth, so the policy learns from them.'],
+  all_right: ['all right', 'Dropped: every answer is right, so none is better than the others.'],
+  all_wrong: ['all wrong', 'Dropped: every answer is wrong, so none is better than the others.'],
+  surplus: ['surplus', 'Dropped: the step was full; the prompt went back to the data.'],
+  stale: ['too old', 'Dropped: its tokens are older than the recipe allows (sampling.max_staleness).'],
+  failed: ['failed', 'Dropped: scoring failed, so its worth is not known.'],
+  held_out: ['held out', 'An evaluation: nothing is learnt from it.'],
+  held_out_greedy: ['greedy', 'An evaluation without randomness: nothing is learnt from it.'],
+}

@@ -1,0 +1,391 @@
+// Runs side by side: curves, differences of settings, and the comparison of two.
+import { useMemo, useState } from 'preact/hooks'
+import { query, useData, type Curves, type Run, type Values } from './api'
+import { axes, Chart, color, RUN_COLORS, tip, useTheme, type Option } from './chart'
+import { ago, number, type Unit } from './format'
+import { Choice, Empty, Panel, Problem, Problems } from './parts'
+import { change, link } from './route'
+
+interface Spec {
+  id: string
+  title: string
+  unit: Unit
+  says: string
+  /** Figures drawn, each by the first of these names that a run has; the second is dashed. */
+  lines: string[][]
+  words?: string[]
+}
+
+const SPECS: Spec[] = [
+  { id: 'held-out', title: 'Held-out accuracy', unit: 'share', says: 'pass@1', lines: [] },
+  { id: 'accuracy', title: 'Accuracy in training', unit: 'share', says: 'all answers', lines: [['sampling/accuracy', 'score/accuracy/mean']] },
+  { id: 'reward', title: 'Reward', unit: 'plain', says: 'mean, answers trained on', lines: [['score/reward/mean']] },
+  { id: 'length', title: 'Length of an answer', unit: 'tokens', says: 'tokens, mean', lines: [['length/response/mean']] },
+  { id: 'entropy', title: 'Entropy', unit: 'nats', says: 'nats a token', lines: [['actor/entropy']] },
+  { id: 'clip', title: 'Clipped tokens', unit: 'share', says: 'share', lines: [['actor/clip_high', 'actor/clip'], ['actor/clip_low']], words: ['above', 'below'] },
+  { id: 'grad-norm', title: 'Gradient norm', unit: 'plain', says: 'before clipping', lines: [['actor/grad_norm']] },
+  { id: 'mismatch', title: 'Sampler against trainer', unit: 'nats', says: 'mean |Δ log-prob|, nats', lines: [['mismatch/abs_delta']] },
+  { id: 'keep-rate', title: 'Kept groups', unit: 'share', says: 'share that passed the filter', lines: [['sampling/keep_rate']] },
+  { id: 'throughput', title: 'Throughput', unit: 'count', says: 'tokens a second', lines: [['throughput/tokens_per_s']] },
+]
+const X = { step: 'step', tokens: 'tokens generated', time: 'time' } as const
+type XName = keyof typeof X
+const X_UNITS: Record<XName, Unit> = { step: 'count', tokens: 'tokens', time: 'seconds' }
+const ASKED = ['eval/*', ...new Set(SPECS.flatMap((each) => each.lines.flat()))]
+
+interface Line {
+  run: string
+  name: string
+  color: string
+  dashed: boolean
+  marks: boolean
+  points: [number, number, number][]
+}
+
+/** Exponential moving average that starts at the first value (its weights are normalised). */
+export function smooth(points: [number, number, number][], by: number): [number, number, number][] {
+  let sum = 0
+  let weight = 0
+  return points.map(([x, y, step]) => {
+    sum = by * sum + (1 - by) * y
+    weight = by * weight + (1 - by)
+    return [x, sum / weight, step]
+  })
+}
+
+function pointsOf(curves: Curves, values: Values, x: XName): [number, number, number][] {
+  const xs = x === 'step' ? curves.step : x === 'tokens' ? curves.tokens : curves.time_s
+  const found: [number, number, number][] = []
+  values.forEach((value, row) => {
+    if (value !== null) found.push([xs[row], value, curves.step[row]])
+  })
+  return found
+}
+
+/** Names of the held-out figures, one a data source: pass@1, or the mean score where there is none. */
+function heldOut(curves: Curves): [string, string][] {
+  const bySource = new Map<string, string>()
+  for (const name of Object.keys(curves.values)) {
+    const match = /^eval\/(.*)\/(pass@1|avg@\d+)$/.exec(name)
+    if (match && (match[2] === 'pass@1' || !bySource.has(match[1]))) bySource.set(match[1], name)
+  }
+  return [...bySource]
+}
+
+function linesOf(spec: Spec, all: Record<string, Curves>, colors: Map<string, string>, x: XName): Line[] {
+  const found: Line[] = []
+  for (const [run, curves] of Object.entries(all)) {
+    const add = (name: string, label: string, dashed: boolean, marks: boolean) =>
+      found.push({
+        run, name: label, dashed, marks, color: color(colors.get(run)!),
+        points: pointsOf(curves, curves.values[name], x),
+      })
+    if (spec.id === 'held-out') {
+      const sources = heldOut(curves)
+      sources.forEach(([source, name], n) => add(name, sources.length > 1 ? source : '', n > 0, true))
+    }
+    spec.lines.forEach((candidates, n) => {
+      const name = candidates.find((each) => curves.values[each]?.some((v) => v !== null))
+      if (name) add(name, spec.words?.[n] ?? '', n > 0, false)
+    })
+  }
+  return found
+}
+
+function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: boolean): Option {
+  const series = lines.flatMap((line) => {
+    const style = { color: line.color, width: 2, type: line.dashed ? 'dashed' : 'solid' }
+    const shared = { type: 'line', symbol: 'circle', symbolSize: 5, color: line.color, emphasis: { disabled: true } }
+    if (line.marks || by === 0) {
+      return [{ ...shared, showSymbol: line.marks || line.points.length < 2, data: line.points, lineStyle: style }]
+    }
+    return [
+      { ...shared, showSymbol: false, silent: true, data: line.points, lineStyle: { ...style, width: 1, opacity: 0.28 } },
+      { ...shared, showSymbol: line.points.length < 2, data: smooth(line.points, by), lineStyle: style },
+    ]
+  })
+  const several = new Set(lines.map((each) => each.run)).size > 1
+  const option = axes({}, { min: spec.unit === 'share' ? undefined : undefined }, X_UNITS[x], spec.unit)
+  option.series = series
+  option.tooltip.formatter = (given: Option[]) => {
+    const at = given[0]?.data?.[0] as number
+    const rows = lines.flatMap((line) => {
+      const point = closest(line.points, at)
+      if (!point) return []
+      const label = [several ? line.run : '', line.name].filter(Boolean).join(' · ') || spec.title
+      return [{ color: line.color, label: `${label}, step ${point[2]}`, value: number(point[1], spec.unit) }]
+    })
+    return tip(x === 'step' ? `step ${at}` : `${X[x]}: ${number(at, X_UNITS[x])}`, rows)
+  }
+  if (isLarge) {
+    option.dataZoom = [{ type: 'inside' }]
+    option.xAxis.name = X[x]
+    option.xAxis.nameLocation = 'middle'
+    option.xAxis.nameGap = 26
+    option.xAxis.nameTextStyle = { color: color('--dim'), fontSize: 12 }
+    option.grid.bottom = 28
+    option.yAxis.splitNumber = 8
+  }
+  return option
+}
+
+function closest(points: [number, number, number][], x: number): [number, number, number] | null {
+  let best: [number, number, number] | null = null
+  for (const point of points) if (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x)) best = point
+  return best
+}
+
+function Curve(props: {
+  spec: Spec
+  all: Record<string, Curves>
+  colors: Map<string, string>
+  x: XName
+  by: number
+  isLarge: boolean
+  onLarge: () => void
+}) {
+  const theme = useTheme()
+  const { spec, all, colors, x, by, isLarge } = props
+  const [lines, option] = useMemo(() => {
+    const made = linesOf(spec, all, colors, x)
+    return [made, optionOf(spec, made, x, by, isLarge)]
+  }, [spec, all, x, by, isLarge, theme])
+  const height = isLarge ? 420 : 148
+  return (
+    <Panel
+      title={spec.title}
+      unit={spec.says}
+      class={isLarge ? 'large' : ''}
+      side={
+        <button type="button" class="icon" aria-label={isLarge ? 'Smaller' : 'Larger'} onClick={props.onLarge}>
+          {isLarge ? '✕' : '⤢'}
+        </button>
+      }
+    >
+      {lines.some((line) => line.points.length)
+        ? <Chart option={option} height={height} label={spec.title} />
+        : <div class="chart none" style={{ height: `${height}px` }}>{missing(spec)}</div>}
+      {spec.words && lines.length > 1 && (
+        <div class="caption">{spec.words[0]} the bound: solid, {spec.words[1]}: dashed</div>
+      )}
+    </Panel>
+  )
+}
+
+function missing(spec: Spec): string {
+  if (spec.id === 'held-out') return 'No evaluation yet (evaluation.every, data.eval_files)'
+  return `Not recorded: ${spec.lines[0][0]}`
+}
+
+export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
+  const asked = words.getAll('runs').filter((name) => runs.some((each) => each.name === name))
+  const chosen = asked.length ? asked : runs.slice(0, 1).map((each) => each.name)
+  const x = (words.get('x') ?? 'step') as XName
+  const by = Number(words.get('smooth') ?? '0.6')
+  const large = words.get('chart')
+  const more = words.getAll('more')
+  const colors = useMemo(
+    () => new Map(runs.map((run, n) => [run.name, RUN_COLORS[n % RUN_COLORS.length]])),
+    [runs.map((each) => each.name).join('\n')],
+  )
+  const url = query('series', { runs: chosen, names: [...ASKED, ...more] })
+  const { data, error } = useData<Record<string, Curves>>(chosen.length ? url : null, chosen)
+  const specs = useMemo(() => [
+    ...SPECS,
+    ...more.map((name): Spec => ({ id: name, title: name, unit: unitOf(name), says: '', lines: [[name]] })),
+  ], [more.join('\n')])
+  const toggle = (name: string) => {
+    const next = chosen.includes(name) ? chosen.filter((each) => each !== name) : [...chosen, name]
+    change({ runs: next.length ? next : [name] }, true)
+  }
+  return (
+    <div class="overview">
+      <aside>
+        <h2>Runs</h2>
+        <ul class="runs">
+          {runs.map((run) => (
+            <RunRow run={run} color={colors.get(run.name)!} isChosen={chosen.includes(run.name)} onToggle={() => toggle(run.name)} />
+          ))}
+        </ul>
+      </aside>
+      <div class="main">
+        <div class="bar">
+          <Choice label="Horizontal axis" value={x} options={[['step', 'Steps'], ['tokens', 'Tokens'], ['time', 'Time']]} onChange={(value) => change({ x: value })} />
+          <label class="field">
+            Smoothing
+            <input type="range" min="0" max="0.95" step="0.05" value={by} aria-label="Smoothing" onInput={(event) => change({ smooth: event.currentTarget.value })} />
+            <output>{by.toFixed(2)}</output>
+          </label>
+          <MoreFigures runs={chosen} more={more} />
+        </div>
+        {error && <Problem>{error}</Problem>}
+        {data && <Problems lines={Object.values(data).flatMap((each) => each.problems)} />}
+        {data && (
+          <div class="curves">
+            {specs.filter((spec) => !large || spec.id === large).map((spec) => (
+              <Curve key={spec.id} spec={spec} all={data} colors={colors} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} />
+            ))}
+          </div>
+        )}
+        {chosen.length === 2
+          ? <Pair a={chosen[0]} b={chosen[1]} />
+          : <Empty>Choose two runs to see in which settings they differ, and whether one is better on held-out problems.</Empty>}
+      </div>
+    </div>
+  )
+}
+
+function unitOf(name: string): Unit {
+  if (/_us_per_token$/.test(name)) return 'plain'
+  if (/^time\/|_s$/.test(name) && !/_per_s$/.test(name)) return 'seconds'
+  if (/gib$/.test(name)) return 'gib'
+  if (/tokens|length\/(response|prompt)|groups|answers/.test(name)) return 'count'
+  return 'plain'
+}
+
+function RunRow(props: { run: Run; color: string; isChosen: boolean; onToggle: () => void }) {
+  const { run } = props
+  const heldOut = Object.values(run.held_out ?? {})[0]
+  return (
+    <li class={props.isChosen ? 'chosen' : ''}>
+      <label>
+        <input type="checkbox" checked={props.isChosen} onChange={props.onToggle} />
+        <i class="dot" style={{ background: props.isChosen ? `var(${props.color})` : 'var(--line)' }} />
+        <span class="name" title={run.place}>{run.name}</span>
+      </label>
+      {run.problem
+        ? <p class="problem">{run.problem}</p>
+        : (
+          <dl>
+            <dt>step</dt>
+            <dd>{run.step}{run.steps ? ` / ${run.steps}` : ''}</dd>
+            <dt>{heldOut == null ? 'accuracy' : 'held out'}</dt>
+            <dd>{number(heldOut ?? run.accuracy, 'share')}</dd>
+            <dt class={`state ${run.state}`}>{run.state === 'live' ? 'writing' : run.state === 'done' ? 'finished' : 'not writing'}</dt>
+            <dd class="dim">{run.changed_s ? ago(run.changed_s) : ''}</dd>
+          </dl>
+        )}
+      {!run.problem && <a href={link('answers', { run: run.name })}>Answers</a>}
+    </li>
+  )
+}
+
+function MoreFigures({ runs, more }: { runs: string[]; more: string[] }) {
+  const [isOpen, open] = useState(false)
+  const { data } = useData<string[]>(isOpen ? query('names', { runs }) : null, [])
+  return (
+    <label class="field more">
+      More figures
+      <input
+        list="figures"
+        placeholder="name, such as time/update_s"
+        onFocus={() => open(true)}
+        onChange={(event) => {
+          const name = event.currentTarget.value.trim()
+          if (data?.includes(name) && !more.includes(name)) change({ more: [...more, name], chart: null }, true)
+          event.currentTarget.value = ''
+        }}
+      />
+      <datalist id="figures">{data?.map((name) => <option value={name} />)}</datalist>
+      {more.length > 0 && <button type="button" onClick={() => change({ more: [] }, true)}>Clear</button>}
+    </label>
+  )
+}
+
+interface Paired {
+  problems: number
+  a: number
+  b: number
+  difference: number
+  low: number
+  high: number
+  p_sign_flips: number
+  won: number
+  tied: number
+  lost: number
+}
+interface Comparison {
+  step: number | null
+  steps: number[]
+  sources: Record<string, Paired>
+  notes: string[]
+  verdict: string | null
+}
+
+function Pair({ a, b }: { a: string; b: string }) {
+  const [step, setStep] = useState<number | null>(null)
+  const compared = useData<Comparison>(query('comparison', { a, b, step }), [a, b])
+  const settings = useData<{ key: string; a: unknown; b: unknown }[]>(query('difference', { a, b }), [])
+  const found = compared.data
+  return (
+    <div class="pair">
+      <Panel
+        title="Held-out comparison"
+        unit={`A = ${a}, B = ${b}`}
+        side={found && found.steps.length > 1 && (
+          <select aria-label="Step of the comparison" value={String(found.step)} onChange={(event) => setStep(Number(event.currentTarget.value))}>
+            {found.steps.map((each) => <option value={String(each)}>after step {each}</option>)}
+          </select>
+        )}
+      >
+        {compared.error && <Problem>{compared.error}</Problem>}
+        {found && found.step === null && <Empty>The two runs have no evaluation at the same step.</Empty>}
+        {found && found.verdict && (
+          <>
+            <p class="verdict">{found.verdict}</p>
+            <table>
+              <thead><tr><th>Source</th><th class="n">Problems</th><th class="n">A</th><th class="n">B</th><th class="n">B − A</th><th>95 % interval, points</th><th class="n">p</th></tr></thead>
+              <tbody>
+                {Object.entries(found.sources).map(([source, each]) => (
+                  <tr>
+                    <td>{source}</td>
+                    <td class="n">{each.problems}</td>
+                    <td class="n">{number(each.a, 'share')}</td>
+                    <td class="n">{number(each.b, 'share')}</td>
+                    <td class="n">{points(each.difference)}</td>
+                    <td><Interval pair={each} /></td>
+                    <td class="n">{each.p_sign_flips < 0.001 ? '< 0.001' : each.p_sign_flips.toFixed(3)}</td>
+                  </tr>
+                ))}
+              </tbody>
+            </table>
+            {found.notes.map((note) => <p class="dim">{note}</p>)}
+          </>
+        )}
+      </Panel>
+      <Panel title="Settings that differ" unit={settings.data ? String(settings.data.length) : ''}>
+        {settings.error && <Problem>{settings.error}</Problem>}
+        {settings.data && (settings.data.length
+          ? (
+            <table class="settings">
+              <thead><tr><th>Setting</th><th>A</th><th>B</th></tr></thead>
+              <tbody>
+                {settings.data.map((each) => (
+                  <tr><td><code>{each.key}</code></td><td>{said(each.a)}</td><td>{said(each.b)}</td></tr>
+                ))}
+              </tbody>
+            </table>
+          )
+          : <Empty>Both runs have the same settings.</Empty>)}
+      </Panel>
+    </div>
+  )
+}
+
+const points = (value: number) => `${value < 0 ? '−' : '+'}${Math.abs(100 * value).toFixed(1)}`
+const said = (value: unknown) => (value === null || value === undefined ? '–' : String(value))
+
+function Interval({ pair }: { pair: Paired }) {
+  const reach = Math.max(Math.abs(pair.low), Math.abs(pair.high), 0.01) * 1.15
+  const at = (value: number) => `${50 + (50 * value) / reach}%`
+  return (
+    <span class="interval">
+      <span class="track">
+        <i class="zero" />
+        <i class="range" style={{ left: at(pair.low), width: `calc(${at(pair.high)} - ${at(pair.low)})` }} />
+        <i class="middle" style={{ left: at(pair.difference) }} />
+      </span>
+      {points(pair.low)} to {points(pair.high)}
+    </span>
+  )
+}

@@ -1,0 +1,163 @@
+// Small parts that several pages use.
+import type { ComponentChildren } from 'preact'
+import { useEffect, useState } from 'preact/hooks'
+import type { Run } from './api'
+import { change } from './route'
+
+export function Problem({ children }: { children: ComponentChildren }) {
+  return <p class="problem" role="alert">{children}</p>
+}
+
+export function Empty({ children }: { children: ComponentChildren }) {
+  return <p class="empty">{children}</p>
+}
+
+export function Problems({ lines }: { lines: string[] }) {
+  if (!lines.length) return null
+  const shown = lines.slice(0, 3)
+  const rest = lines.length - shown.length
+  return (
+    <div class="problem" role="alert">
+      {shown.map((line) => <div>{line}</div>)}
+      {rest > 0 && <div>… and {rest} more</div>}
+    </div>
+  )
+}
+
+export function Choice<T extends string>(props: {
+  label: string
+  value: T
+  options: [T, string][]
+  onChange: (value: T) => void
+}) {
+  return (
+    <div class="choice" role="radiogroup" aria-label={props.label}>
+      {props.options.map(([value, text]) => (
+        <button
+          type="button"
+          role="radio"
+          aria-checked={value === props.value}
+          onClick={() => props.onChange(value)}
+        >
+          {text}
+        </button>
+      ))}
+    </div>
+  )
+}
+
+export function Legend({ items }: { items: { color: string; label: string; dashed?: boolean }[] }) {
+  return (
+    <div class="legend">
+      {items.map((each) => (
+        <span>
+          <i class={each.dashed ? 'dashed' : ''} style={{ background: each.color }} />
+          {each.label}
+        </span>
+      ))}
+    </div>
+  )
+}
+
+export function Panel(props: {
+  title: string
+  unit?: string
+  side?: ComponentChildren
+  children: ComponentChildren
+  class?: string
+}) {
+  return (
+    <section class={`panel ${props.class ?? ''}`} aria-label={props.title}>
+      <header>
+        <h2>{props.title}</h2>
+        {props.unit && <span class="unit">{props.unit}</span>}
+        <div class="side">{props.side}</div>
+      </header>
+      {props.children}
+    </section>
+  )
+}
+
+export function RunChoice({ runs, run }: { runs: Run[]; run: string }) {
+  return (
+    <label class="field">
+      Run
+      <select
+        value={run}
+        onChange={(event) =>
+          change({ run: event.currentTarget.value, step: null, group: null, uid: null }, true)}
+      >
+        {runs.map((each) => <option value={each.name}>{each.name}</option>)}
+      </select>
+    </label>
+  )
+}
+
+/** Chooses one of some steps: before, next, or by number. */
+export function StepChoice(props: {
+  steps: number[]
+  step: number
+  onChange: (step: number) => void
+}) {
+  const { steps, step, onChange } = props
+  const [typed, type] = useState(String(step))
+  useEffect(() => type(String(step)), [step])
+  const at = nearest(steps, step)
+  const go = (place: number) => steps[place] !== undefined && onChange(steps[place])
+  return (
+    <div class="stepper">
+      <button type="button" aria-label="Step before" disabled={at <= 0} onClick={() => go(at - 1)}>
+        ‹
+      </button>
+      <label>
+        step{' '}
+        <input
+          inputMode="numeric"
+          value={typed}
+          aria-label="Step"
+          onInput={(event) => type(event.currentTarget.value)}
+          onChange={(event) => {
+            const wanted = Number(event.currentTarget.value)
+            if (Number.isFinite(wanted)) go(nearest(steps, wanted))
+            else type(String(step))
+          }}
+        />
+      </label>
+      <button
+        type="button"
+        aria-label="Next step"
+        disabled={at >= steps.length - 1}
+        onClick={() => go(at + 1)}
+      >
+        ›
+      </button>
+      <span class="dim">of {steps.length ? steps[steps.length - 1] : '–'}</span>
+    </div>
+  )
+}
+
+export function nearest(steps: number[], wanted: number): number {
+  let best = -1
+  steps.forEach((step, place) => {
+    if (best < 0 || Math.abs(step - wanted) < Math.abs(steps[best] - wanted)) best = place
+  })
+  return best
+}
+
+/** Keys that do something on a page, unless somebody types into a field. */
+export function useKeys(keys: Record<string, (event: KeyboardEvent) => void>): void {
+  useEffect(() => {
+    const listener = (event: KeyboardEvent) => {
+      const target = event.target as HTMLElement
+      const types = /^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName)
+      if (event.ctrlKey || event.metaKey || event.altKey || (types && event.key !== 'Escape')) return
+      const action = keys[event.key]
+      if (action) {
+        event.preventDefault()
+        action(event)
+      }
+    }
+    window.addEventListener('keydown', listener)
+    return () => window.removeEventListener('keydown', listener)
+  })
+}

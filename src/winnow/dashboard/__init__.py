@@ -1,0 +1,18 @@
+"""The local web application behind `winnow dashboard`: read-only pages about runs.
+
+It reads what runs leave in their folders and nothing else, so it works during a run, after it, on a
+copy, and on a remote URL.
+
+| module | for |
+|---|---|
+| runs | finds runs, and reads parts of their files |
+| columns | metrics.jsonl as columns, read as it grows |
+| answers | the answers of a step, and of one group with their tokens |
+| index | sums over all answers of a run, made in the background |
+| times | the timeline, the log and the checkpoints |
+| pages | the data of each page |
+| service | routes, guard and events |
+| beside | the server as a process beside a run |
+
+`static/` holds the front end as `make dashboard` builds it from `frontend/`.
+"""

@@ -1,0 +1,266 @@
+"""The answers of a step as a table of groups, and one group's answers with their tokens.
+
+Of a step's file only the columns with numbers are read, of a group only the row groups that hold
+it. A column that a run did not keep is absent, and the page says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from winnow.dashboard.columns import short
+from winnow.dashboard.runs import RunFiles, UnreadableError
+
+NUMBERS = (
+    *("group", "answer", "kind", "prompt_uid", "data_source", "outcome", "prompt_tokens"),
+    *("response_tokens", "reward", "accuracy", "advantage", "staleness", "finish_reason"),
+    *("scorer_error", "part/overlong", "extra/overlong"),
+)
+TOKEN_COLUMNS = {
+    "logprobs": "log-prob of the sampler, nats",
+    "entropies": "entropy, nats",
+    "trainer_logprobs": "log-prob of the trainer, nats",
+    "token_advantages": "advantage",
+    "versions": "weight version",
+}
+"""Columns with a number for each token of an answer, of which a run has some."""
+_TEXTS = ("prompt", "response")
+_IDS = ("prompt_ids", "token_ids")
+_PREVIEW = 160
+_REPLACEMENT = "\ufffd"
+
+
+def group_table(files: RunFiles, name: str) -> dict[str, Any]:
+    """Sum up the answers of a step by group, as columns of equal length.
+
+    Returns:
+        `{"group": […], "uid": […], …, "answers": 64}`; baselines are not counted.
+
+    Raises:
+        UnreadableError: the file is missing or damaged.
+    """
+    with files.parquet(name) as file:
+        there = set(file.schema_arrow.names)
+        wanted = [each for each in (*NUMBERS, "prompt", "trainer_logprobs", "logprobs")
+                  if each in there]  # fmt: skip
+        if "trainer_logprobs" not in there:
+            wanted = [each for each in wanted if each != "logprobs"]
+        table = file.read(columns=wanted)
+    require(table, name, "group", "outcome", "reward", "accuracy", "response_tokens")
+    ids = table["group"].to_numpy()
+    order = np.argsort(ids, kind="stable")
+    groups, first = np.unique(ids[order], return_index=True)
+    kinds = np.array(_texts(table, "kind") or ["sampled"] * len(ids), object)[order]
+    sampled = kinds == "sampled" if (kinds == "sampled").any() else np.ones(len(ids), bool)
+    counts = np.maximum(np.add.reduceat(sampled.astype(float), first), 1) if len(ids) else first
+
+    def numbers(column: str) -> np.ndarray:
+        if column not in table.column_names:
+            return np.full(len(ids), np.nan)
+        return np.asarray(pc.cast(table[column], pa.float64()))[order]
+
+    def mean(values: np.ndarray) -> list[float | None]:
+        sums = np.add.reduceat(np.where(sampled, values, 0.0), first) if len(ids) else values
+        return [short(each) for each in sums / counts]
+
+    def most(values: np.ndarray) -> list[float | None]:
+        known = np.where(sampled & ~np.isnan(values), values, -np.inf)
+        return [short(each) for each in (np.maximum.reduceat(known, first) if len(ids) else known)]
+
+    def firsts(column: str) -> list[Any]:
+        values = _texts(table, column)
+        return [values[order[at]] for at in first] if values else [None] * len(groups)
+
+    def is_true(values: Iterable[bool]) -> np.ndarray:
+        return np.fromiter(values, float, len(ids))[order]
+
+    reward, lengths = numbers("reward"), numbers("response_tokens")
+    square = mean(reward * reward)
+    rewards = mean(reward)
+    errors, reasons = _texts(table, "scorer_error"), _texts(table, "finish_reason")
+    overlong = (numbers("part/overlong") < 0) | (numbers("extra/overlong") > 0)
+    return {
+        "group": groups.tolist(),
+        "uid": firsts("prompt_uid"),
+        "source": firsts("data_source"),
+        "outcome": firsts("outcome"),
+        "answers": counts.astype(int).tolist(),
+        "accuracy": mean(numbers("accuracy")),
+        "reward": rewards,
+        "reward_std": [
+            short(math.sqrt(max((s or 0.0) - (m or 0.0) ** 2, 0.0)))
+            for s, m in zip(square, rewards, strict=True)
+        ],
+        "length": mean(lengths),
+        "longest": most(lengths),
+        "staleness": most(numbers("staleness")),
+        "cut_off": _sums(is_true(each == "length" for each in reasons or [""] * len(ids)), counts,
+                         mean),
+        "overlong": _sums(overlong.astype(float), counts, mean),
+        "failed": _sums(is_true(bool(each) for each in errors or [""] * len(ids)), counts, mean),
+        "mismatch": most(_mismatch(table)[order]),
+        "has_mismatch": "trainer_logprobs" in table.column_names,
+        "prompt": [None if p is None else p[:_PREVIEW] for p in firsts("prompt")],
+    }  # fmt: skip
+
+
+def search(files: RunFiles, name: str, text: str) -> dict[str, Any]:
+    """Find the answers of a step whose prompt or response holds a text, whatever its case.
+
+    Returns:
+        `{"groups": {group: [answer, …]}, "kept": 64}`, the answers whose text was kept.
+
+    Raises:
+        UnreadableError: the file is missing or damaged.
+    """
+    found: dict[str, list[int]] = {}
+    kept = 0
+    with files.parquet(name) as file:
+        for part in range(file.num_row_groups):
+            table = file.read_row_group(part, ["group", "answer", *_TEXTS])
+            kept += len(table) - table["response"].null_count
+            hits = [
+                pc.fill_null(pc.match_substring(table[each], text, ignore_case=True), False)
+                for each in _TEXTS
+            ]
+            for row in table.select(["group", "answer"]).filter(pc.or_(*hits)).to_pylist():
+                found.setdefault(str(row["group"]), []).append(row["answer"])
+    return {"groups": found, "kept": kept}
+
+
+def group_answers(
+    files: RunFiles, name: str, group: int, pieces: Pieces | None
+) -> list[dict[str, Any]]:
+    """Read a group's answers with all that was kept of them; tokens as texts where they were.
+
+    Args:
+        pieces: reads token ids; None shows text alone.
+
+    Raises:
+        UnreadableError: the file is missing or damaged, or has no such group.
+    """
+    with files.parquet(name) as file:
+        parts = [n for n in range(file.num_row_groups) if _may_hold(file, n, group)]
+        table = file.read_row_groups(parts)
+        table = table.filter(pc.equal(table["group"], group))
+    if not len(table):
+        raise UnreadableError(f"{name} of {files.name} has no group {group}; choose another one")
+    return [_answer(row, pieces) for row in table.to_pylist()]
+
+
+def _may_hold(file: pq.ParquetFile, part: int, group: int) -> bool:
+    at = file.schema_arrow.names.index("group")  # of the flat columns before the lists
+    statistics = file.metadata.row_group(part).column(at).statistics
+    if statistics is None or not statistics.has_min_max:
+        return True
+    return bool(statistics.min <= group <= statistics.max)
+
+
+def _answer(row: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
+    ids = {each: row.pop(each, None) for each in _IDS}
+    columns = {
+        each: [short(value) for value in values]
+        for each in TOKEN_COLUMNS
+        if (values := row.pop(each, None)) is not None
+    }
+    shown = {key: short(v) if isinstance(v, float) else v for key, v in row.items()}
+    shown["columns"] = columns
+    if pieces is not None and ids["token_ids"] is not None:
+        shown["tokens"] = pieces.of(ids["token_ids"])
+        shown["prompt_pieces"] = pieces.of(ids["prompt_ids"] or [])
+    return shown
+
+
+class Pieces:
+    """Texts of single tokens, special ones included, by the run's own tokenizer.
+
+    Args:
+        content: a tokenizer.json.
+
+    Raises:
+        ValueError: it is none.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        from tokenizers import Tokenizer
+
+        text = content.decode("utf-8")
+        try:
+            self._tokenizer: Any = Tokenizer.from_str(text)
+        except Exception as error:  # the library has no class of its own
+            raise ValueError(str(error)) from error
+        added = json.loads(text).get("added_tokens") or ()
+        self._special = {each["id"] for each in added if each.get("special")}
+        # Some decoders drop a blank at the start of a text: there is a token before each.
+        self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._before = self._decode(self._anchor)
+        self._text = lru_cache(maxsize=1 << 18)(self._text_of)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def _text_of(self, token: int) -> str:
+        text = self._decode([*self._anchor, token])
+        return text.removeprefix(self._before) if text.startswith(self._before) else text
+
+    def of(self, ids: Sequence[int]) -> dict[str, Any]:
+        """Return the text of each token, and the places of the special ones.
+
+        A character whose bytes are several tokens stands at the last of them, the others are empty.
+        """
+        texts = [self._text(each) for each in ids]
+        start: int | None = None
+        for place, text in enumerate([*texts, ""]):
+            if place < len(ids) and _REPLACEMENT in text:
+                start = place if start is None else start
+                whole = self._decode([*self._anchor, *ids[start : place + 1]])
+                if not whole.endswith(_REPLACEMENT):
+                    texts[start:place] = [""] * (place - start)
+                    texts[place] = whole.removeprefix(self._before)
+                    start = None
+            else:
+                start = None
+        special = [place for place, each in enumerate(ids) if each in self._special]
+        return {"texts": texts, "special": special}
+
+
+def require(table: pa.Table, name: str, *columns: str) -> None:
+    """Check that a table has columns.
+
+    Raises:
+        UnreadableError: it lacks one.
+    """
+    for column in columns:
+        if column not in table.column_names:
+            raise UnreadableError(f"{name} has no column {column}: not a file of answers")
+
+
+def _texts(table: pa.Table, column: str) -> list[Any]:
+    if column not in table.column_names:
+        return []
+    return list(table[column].to_pylist())
+
+
+def _sums(values: np.ndarray, counts: np.ndarray, mean: Any) -> list[int]:
+    return [round((each or 0.0) * n) for each, n in zip(mean(values), counts, strict=True)]
+
+
+def _mismatch(table: pa.Table) -> np.ndarray:
+    """Mean absolute difference of the sampler's and the trainer's log-probs, by answer."""
+    out = np.full(len(table), np.nan)
+    if "trainer_logprobs" not in table.column_names:
+        return out
+    ours, theirs = table["logprobs"].to_pylist(), table["trainer_logprobs"].to_pylist()
+    for row, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a and b and len(a) == len(b):
+            out[row] = float(np.mean(np.abs(np.subtract(a, b))))
+    return out

@@ -1,0 +1,93 @@
+"""The dashboard as a process of its own beside a run: it slows none, and ends with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import quote
+
+from winnow.errors import ConfigError
+
+PORT = 8040
+_LOOK_S = 0.5
+_END_S = 5.0
+_NICENESS = 10
+
+
+def require_packages(what: str) -> None:
+    """Check that the packages of the extra are there.
+
+    Args:
+        what: the user typed, for the message.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    for package in ("starlette", "uvicorn"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"{what} needs the package {package}, which is not installed; "
+                "pip install 'winnow-rl[dashboard]'"
+            )
+
+
+@contextmanager
+def dashboard_beside(folder: Path) -> Iterator[str]:
+    """Serve the runs beside a run's folder while the block runs; yields a line with the address.
+
+    A dashboard that cannot be started is told in that line and stops nothing.
+    """
+    try:
+        listener = _listener()
+        with closing(listener):
+            words = ["dashboard", str(folder.parent), "--beside", str(listener.fileno())]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "winnow.cli.main", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,  # a Ctrl-C is the run's, which saves first
+            )
+            port = listener.getsockname()[1]
+    except OSError as error:
+        yield f"Warning: no dashboard: {error}"
+        return
+    try:
+        yield f"Dashboard: http://127.0.0.1:{port}/#/overview?runs={quote(folder.name)}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _listener() -> socket.socket:
+    try:
+        return socket.create_server(("127.0.0.1", PORT))
+    except OSError:  # taken, by another run's
+        return socket.create_server(("127.0.0.1", 0))
+
+
+def end_with_parent() -> None:
+    """Have this process, which gives way to a run's, end as by SIGTERM when its parent does."""
+    parent = os.getppid()
+    os.nice(_NICENESS)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,431 @@
+"""The data of each page, made of parts of the runs' files; what was read is kept while it holds."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar
+
+import numpy as np
+import yaml
+
+from winnow.dashboard import answers
+from winnow.dashboard.columns import MetricsColumns, last_record, short
+from winnow.dashboard.index import LENGTH_BINS, RATES, AnswerIndex, follow
+from winnow.dashboard.runs import CONFIG, Entry, RunFiles, RunSet, UnreadableError
+from winnow.dashboard.times import LOG, TRACE, Timeline, log_lines
+from winnow.observe import metrics
+from winnow.observe.files import TOKENIZER
+from winnow.observe.jsonl import METRICS_FILE, evaluations
+
+KINDS = {"training": "rollouts", "held_out": "eval"}
+"""Folders of answers by what they were written for."""
+_LIVE_S = 90.0
+_MOST_COLUMNS = 400
+"""Steps side by side in a histogram over time; of more, neighbours are summed."""
+_ABSENT = Entry(0, "", False, None)
+T = TypeVar("T")
+
+
+class Newest:
+    """A value that is made again when the file that it is made of changes."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._held: dict[str, tuple[str, Any]] = {}
+
+    def get(self, name: str, stamp: str, make: Callable[[], T]) -> T:
+        """Return the value under a name; `stamp` changes with what it is made of."""
+        with self._lock:
+            if name not in self._held or self._held[name][0] != stamp:
+                self._held[name] = stamp, make()
+            value: T = self._held[name][1]
+        return value
+
+
+class RunPages:
+    """The pages of one run.
+
+    Args:
+        files: of the run.
+    """
+
+    def __init__(self, files: RunFiles) -> None:
+        self.files = files
+        self._columns, self._timeline = MetricsColumns(files), Timeline(files)
+        self._newest = Newest()
+        self._index: AnswerIndex | None = None
+        self._index_lock = Lock()
+
+    def columns(self) -> MetricsColumns:
+        """Return the figures as they stand in the file now.
+
+        Raises:
+            UnreadableError: the file cannot be read.
+        """
+        self._columns.refresh(self._root().get(METRICS_FILE, _ABSENT).size)
+        return self._columns
+
+    def config(self, root: Mapping[str, Entry] | None = None) -> dict[str, Any]:
+        """Return the settings of the run by their full names: `{"optim.lr": 0.001, …}`.
+
+        Raises:
+            UnreadableError: config.yaml is missing or damaged.
+        """
+        stamp = (root or self._root()).get(CONFIG, _ABSENT).stamp
+        return self._newest.get(CONFIG, stamp, self._read_config)
+
+    def summary(self) -> dict[str, Any]:
+        """Return a row of the list of runs, from the last line of metrics.jsonl alone.
+
+        Raises:
+            UnreadableError: a file is damaged.
+        """
+        root = self._root()
+        config = self.config(root)
+        figures = root.get(METRICS_FILE, _ABSENT)
+        record = self._newest.get(
+            METRICS_FILE, figures.stamp, lambda: last_record(self.files, figures.size)
+        )
+        held_out = {source: short(each.accuracy) for source, each in evaluations(record).items()}
+        times = [root[n].changed_s for n in (METRICS_FILE, LOG, TRACE) if n in root]
+        changed = max((each for each in times if each is not None), default=None)
+        steps = int(config.get("trainer.steps") or 0)
+        step = int(record.get("step", 0))
+        is_live = changed is not None and time.time() - changed < _LIVE_S
+        return {
+            "name": self.files.name,
+            "place": self.files.root,
+            "step": step,
+            "steps": steps,
+            "state": "done" if steps and step >= steps else "live" if is_live else "idle",
+            "changed_s": changed,
+            "seed": config.get("run.seed"),
+            "mode": config.get("trainer.mode.name"),
+            "accuracy": short(record.get(metrics.ACCURACY)),
+            "reward": short(record.get(metrics.REWARD)),
+            "step_s": short(record.get(metrics.STEP_S)),
+            "held_out": held_out,
+            "problem": None,
+        }
+
+    def steps(self) -> dict[str, Any]:
+        """List the steps that have answers, for training and held-out ones.
+
+        Raises:
+            UnreadableError: a folder cannot be listed.
+        """
+        return {kind: list(self.files.steps(folder)) for kind, folder in KINDS.items()}
+
+    def groups(self, kind: str, step: int) -> dict[str, Any]:
+        """Return the table of a step's groups.
+
+        Raises:
+            UnreadableError: the step has no file, or a damaged one.
+        """
+        name = self._answers_file(kind, step)
+        return answers.group_table(self.files, name)
+
+    def found(self, kind: str, step: int, text: str) -> dict[str, Any]:
+        """Search the texts of a step.
+
+        Raises:
+            UnreadableError: the step has no file, or a damaged one.
+        """
+        return answers.search(self.files, self._answers_file(kind, step), text)
+
+    def group(self, kind: str, step: int, group: int) -> dict[str, Any]:
+        """Return a group's answers, and why tokens are not shown where they are not.
+
+        Raises:
+            UnreadableError: there is no such group, or a damaged file.
+        """
+        why = None
+        try:
+            pieces = self._pieces()
+        except UnreadableError as error:
+            pieces, why = None, str(error)
+        found = answers.group_answers(self.files, self._answers_file(kind, step), group, pieces)
+        return {"answers": found, "meanings": answers.TOKEN_COLUMNS, "without_tokens": why}
+
+    def prompt(self, prompt_uid: str) -> dict[str, Any]:
+        """Follow a prompt over the steps that are read so far.
+
+        Raises:
+            UnreadableError: the folder cannot be listed.
+        """
+        digests, total, is_done = self._indexed().look()
+        rows = follow(digests, prompt_uid)
+        return {"rows": rows, "read": len(digests), "steps": total, "is_done": is_done}
+
+    def spread(self) -> dict[str, Any]:
+        """Return pass rates and lengths over the steps, as counts by class.
+
+        Raises:
+            UnreadableError: the folder cannot be listed.
+        """
+        index = self._indexed()
+        digests, total, is_done = index.look()
+        steps = list(digests)
+        every = -(-len(steps) // _MOST_COLUMNS) or 1
+        blocks = [steps[at : at + every] for at in range(0, len(steps), every)]
+
+        def sums(what: str) -> list[list[int]]:
+            return [
+                np.sum([getattr(digests[step], what) for step in block], axis=0).tolist()
+                for block in blocks
+            ]
+
+        longest = index.longest
+        return {
+            "steps": [block[0] for block in blocks],
+            "every": every,
+            "rates": sums("rates"),
+            "rate_names": RATES,
+            "lengths": sums("lengths"),
+            "length_edges": [
+                -(-n * (longest + 1) // LENGTH_BINS) for n in range(LENGTH_BINS + 1)
+            ],
+            "read": len(digests),
+            "of": total,
+            "is_done": is_done,
+            "problems": list(index.problems.values()),
+        }  # fmt: skip
+
+    def timeline(self, step: int | None) -> dict[str, Any]:
+        """Return the tracks of a step, the last one by default.
+
+        Raises:
+            UnreadableError: trace.json is missing or damaged.
+        """
+        entry = self._root().get(TRACE)
+        if entry is None:
+            raise UnreadableError(
+                f"{self.files.name} has no {TRACE}: observe.trace is false, or its first step is "
+                "not done"
+            )
+        self._timeline.refresh(entry.size)
+        steps = self._timeline.steps
+        step = (steps[-1] if steps else 0) if step is None else step
+        return {"step": step, "steps": steps, **self._timeline.window(step)}
+
+    def system(self) -> dict[str, Any]:
+        """Return processes, starts, checkpoints, the log, and lines that could not be read.
+
+        Raises:
+            UnreadableError: a file is damaged.
+        """
+        root, config = self._root(), self.config()
+        starts: list[dict[str, Any]] = []
+        if TRACE in root:
+            self._timeline.refresh(root[TRACE].size)
+            starts = self._timeline.starts
+        names = [*(name for name in self.files.entries("checkpoints") if name.startswith("step-"))]
+        kept = sorted(int(name[5:]) for name in names if name[5:].isdecimal())
+        machine = self._manifest(kept[-1]).get("machine") if kept else None
+        return {
+            "processes": list(_processes(config)),
+            "starts": starts,
+            "checkpoints": kept,
+            "machine": machine if isinstance(machine, dict) else {},
+            "log": log_lines(self.files, root.get(LOG)),
+            "problems": self.columns().problems,
+        }
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        name = f"checkpoints/step-{step}/manifest.json"
+        return dict(self._newest.get("manifest", name, lambda: self._json(name)))
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            found = json.loads(self.files.read(name))
+        except ValueError as error:
+            raise UnreadableError(f"{name} of {self.files.name} is no JSON: {error}") from error
+        return found if isinstance(found, dict) else {}
+
+    def _root(self) -> dict[str, Entry]:
+        return self.files.entries()
+
+    def _read_config(self) -> dict[str, Any]:
+        try:
+            tree = yaml.load(self.files.read(CONFIG), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except (yaml.YAMLError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise UnreadableError(f"{CONFIG} of {self.files.name} is no YAML: {reason}") from error
+        return dict(_flat(tree, "")) if isinstance(tree, dict) else {}
+
+    def _answers_file(self, kind: str, step: int) -> str:
+        if kind not in KINDS:
+            raise UnreadableError(f"kind must be one of {', '.join(KINDS)}, got {kind}")
+        return f"{KINDS[kind]}/step-{step}.parquet"
+
+    def _indexed(self) -> AnswerIndex:
+        with self._index_lock:
+            if self._index is None:
+                longest = int(self.config().get("rollout.max_response_tokens") or 1024)
+                self._index = AnswerIndex(self.files, longest)
+            return self._index
+
+    def _pieces(self) -> answers.Pieces:
+        root = self._root()
+        if TOKENIZER in root:
+            name, stamp = TOKENIZER, root[TOKENIZER].stamp
+        else:  # a run of an older winnow
+            kept = [n for n in self.files.entries("checkpoints") if n.startswith("step-")]
+            if not kept:
+                raise UnreadableError(
+                    f"{self.files.name} has no {TOKENIZER}, so texts are shown without their tokens"
+                )
+            name = stamp = f"checkpoints/{max(kept, key=len)}/model/{TOKENIZER}"
+
+        def make() -> answers.Pieces:
+            try:
+                return answers.Pieces(self.files.read(name))
+            except ValueError as error:
+                reason = " ".join(str(error).split())
+                raise UnreadableError(f"{name} of {self.files.name}: {reason}") from error
+
+        return self._newest.get("pieces", stamp, make)
+
+
+@dataclass(frozen=True, eq=False)
+class Pages:
+    """The pages about several runs.
+
+    Args:
+        runs: those that are shown.
+    """
+
+    runs: RunSet
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_readers", {})
+        object.__setattr__(self, "_newest", Newest())
+
+    def all(self) -> dict[str, RunPages]:
+        """Return the pages of each run, by its name.
+
+        Raises:
+            UnreadableError: a place cannot be listed.
+        """
+        readers: dict[str, RunPages] = self._readers  # type: ignore[attr-defined]
+        found = self.runs.found()
+        for name, files in found.items():
+            if name not in readers or readers[name].files is not files:
+                readers[name] = RunPages(files)
+        return {name: readers[name] for name in found}
+
+    def of(self, names: Iterable[str]) -> list[RunPages]:
+        """Return the pages of some runs.
+
+        Raises:
+            KeyError: there is no such run.
+        """
+        everything = self.all()
+        return [everything[name] for name in names]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each run; one that cannot be read has a line that says why."""
+        rows = []
+        for name, reader in self.all().items():
+            try:
+                rows.append(reader.summary())
+            except UnreadableError as error:
+                rows.append({"name": name, "place": reader.files.root, "problem": str(error)})
+        return rows
+
+    def changes(self) -> dict[str, str]:
+        """Return a text for each run that changes when its folder does."""
+        return {
+            name: " ".join(f"{key}:{entry.stamp}" for key, entry in sorted(root.items()))
+            for name, files in self.runs.found().items()
+            if (root := files.entries()) is not None
+        }
+
+    def curves(self, names: Sequence[str], figures: Sequence[str]) -> dict[str, Any]:
+        """Return figures of several runs; of one that cannot be read, a line that says why.
+
+        Raises:
+            KeyError: there is no such run.
+        """
+        out: dict[str, Any] = {}
+        for reader in self.of(names):
+            try:
+                columns = reader.columns()
+                out[reader.files.name] = {**columns.curves(figures), "problems": columns.problems}
+            except UnreadableError as error:
+                out[reader.files.name] = {"problems": [str(error)], "step": [], "values": {}}
+        return out
+
+    def difference(self, a: str, b: str) -> list[dict[str, Any]]:
+        """List the settings in which two runs differ.
+
+        Raises:
+            KeyError: there is no such run.
+            UnreadableError: a config.yaml is damaged.
+        """
+        left, right = (reader.config() for reader in self.of((a, b)))
+        return [
+            {"key": key, "a": left.get(key), "b": right.get(key)}
+            for key in dict.fromkeys([*left, *right])
+            if left.get(key) != right.get(key)
+        ]
+
+    def comparison(self, a: str, b: str, step: int | None) -> dict[str, Any]:
+        """Compare two runs on the held-out problems of a step, the last common one by default.
+
+        Returns:
+            Figures as of `winnow compare --json`, with `step` and `steps`, those in common;
+            `sources` is empty where there is none.
+
+        Raises:
+            KeyError: there is no such run.
+            WinnowError: a file is damaged, or they answered different problems.
+        """
+        readers = self.of((a, b))
+        there = [reader.files.steps(KINDS["held_out"]) for reader in readers]
+        common = sorted(set(there[0]) & set(there[1]))
+        if not common:
+            return {"step": None, "steps": [], "sources": {}, "notes": [], "verdict": None}
+        step = step if step in common else common[-1]
+        stamp = " ".join(each[step].stamp for each in there)
+        newest: Newest = self._newest  # type: ignore[attr-defined]
+        found = newest.get(f"{a}\n{b}\n{step}", stamp, lambda: _compared(readers, step))
+        return {"step": step, "steps": common, **found}
+
+
+def _compared(readers: Sequence[RunPages], step: int) -> dict[str, Any]:
+    from winnow.evaluation.compare import answers_of, compare, figures_of
+
+    read = []
+    for reader in readers:
+        name = f"{KINDS['held_out']}/step-{step}.parquet"
+        with reader.files.parquet(name) as file:
+            read.append(answers_of(Path(reader.files.name) / name, file.read()))
+    return figures_of(compare(*read))
+
+
+def _flat(tree: Mapping[Any, Any], before: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            is_plain = isinstance(value, str | int | float | bool | None)
+            yield f"{before}{key}", value if is_plain else json.dumps(value, default=str)
+
+
+def _processes(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """List the kinds of process that a recipe asks for, and how many of each."""
+    yield {"name": "driver", "count": 1, "field": None}
+    for name, field in (
+        ("ranks", "trainer.strategy.ranks"),
+        ("engines", "rollout.engine.processes"),
+        ("scorers", "reward.processes"),
+    ):
+        count = config.get(field)
+        if isinstance(count, int) and count > 0:
+            yield {"name": name, "count": count, "field": field}

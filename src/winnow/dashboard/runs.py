@@ -1,0 +1,201 @@
+"""Runs to look at: folders here or behind a URL, of which parts are read and nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import PurePosixPath
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from winnow.errors import WinnowError
+from winnow.observe.files import one_line
+from winnow.observe.rollouts import STEP_FILE
+
+CONFIG = "config.yaml"
+
+
+class UnreadableError(WinnowError):
+    """A file of a run is missing, half-written or damaged; the page shows the line."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file or folder, as its file system lists it."""
+
+    size: int
+    stamp: str
+    """Its time of change, or another text that changes with its content."""
+    is_folder: bool
+    changed_s: float | None
+    """Seconds since 1970 of the last change, where the file system tells."""
+
+
+class RunFiles:
+    """The files of one run, by names relative to its folder.
+
+    Args:
+        system: a file system of fsspec's.
+        root: the run's folder in it.
+        name: as the pages call the run; unique among those shown.
+    """
+
+    def __init__(self, system: Any, root: str, name: str) -> None:
+        self._system, self.root, self.name = system, root.rstrip("/"), name
+        self.is_local = "file" in _protocols(system)
+
+    def entries(self, folder: str = "") -> dict[str, Entry]:
+        """List a folder by name; one that is absent is empty.
+
+        Raises:
+            UnreadableError: it cannot be listed.
+        """
+        return _entries(self._system, f"{self.root}/{folder}".rstrip("/"))
+
+    def steps(self, folder: str) -> dict[int, Entry]:
+        """List the files step-N.parquet of a folder by N, in order.
+
+        Raises:
+            UnreadableError: the folder cannot be listed.
+        """
+        found = ((STEP_FILE.fullmatch(name), each) for name, each in self.entries(folder).items())
+        return dict(sorted((int(match[1]), each) for match, each in found if match))
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """Read the bytes [start, end) of a file.
+
+        Raises:
+            UnreadableError: it is not there, or cannot be read.
+        """
+        with self._told(name):
+            return bytes(self._system.cat_file(f"{self.root}/{name}", start=start, end=end))
+
+    @contextmanager
+    def parquet(self, name: str) -> Iterator[pq.ParquetFile]:
+        """Open a parquet file; what goes wrong within the block is told of the file.
+
+        Raises:
+            UnreadableError: instead of any error of reading.
+        """
+        path = f"{self.root}/{name}"
+        with self._told(name):
+            with pq.ParquetFile(path if self.is_local else self._system.open(path)) as file:
+                yield file
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise UnreadableError(f"{self.name} has no {name} yet, or no longer") from error
+        except WinnowError:
+            raise
+        # Each file system has errors of its own.
+        except (Exception, pa.ArrowException) as error:
+            raise UnreadableError(f"cannot read {name} of {self.name}: {_reason(error)}") from error
+
+
+class RunSet:
+    """The runs under some places, found anew whenever they are listed.
+
+    Args:
+        places: run folders, folders that hold runs, or URLs of either.
+
+    Raises:
+        UnreadableError: a place is not there, or its file system cannot be used.
+    """
+
+    def __init__(self, places: Sequence[str]) -> None:
+        self._places = [_place(each) for each in places]
+        self._known: dict[str, RunFiles] = {}
+
+    @property
+    def is_local(self) -> bool:
+        """True if every place lies on this machine's file systems."""
+        return all("file" in _protocols(system) for system, _ in self._places)
+
+    def found(self) -> dict[str, RunFiles]:
+        """Find the runs, by name.
+
+        Raises:
+            UnreadableError: a place cannot be listed.
+        """
+        roots = {root: system for system, path in self._places for root in _roots(system, path)}
+        for root, system in roots.items():
+            if root not in self._known:
+                name = _free(PurePosixPath(root).name, {each.name for each in self._known.values()})
+                self._known[root] = RunFiles(system, root, name)
+        for root in self._known.keys() - roots.keys():
+            del self._known[root]
+        return {self._known[root].name: self._known[root] for root in roots}
+
+
+def _place(place: str) -> tuple[Any, str]:
+    try:
+        system, path = fsspec.core.url_to_fs(place)
+        path = str(path).rstrip("/")
+        is_there = system.exists(path)
+    except Exception as error:  # each file system has errors of its own
+        raise UnreadableError(f"{place} cannot be looked at: {_reason(error)}") from error
+    if not is_there:
+        raise UnreadableError(
+            f"{place} is not there; name a run's folder, a folder of runs, or the URL of one"
+        )
+    return system, path
+
+
+def _roots(system: Any, path: str) -> Iterator[str]:
+    found = _entries(system, path)
+    if CONFIG in found:
+        yield path
+        return
+    for name, entry in sorted(found.items()):
+        if entry.is_folder and not name.startswith("."):
+            with suppress(OSError):
+                if system.exists(f"{path}/{name}/{CONFIG}"):
+                    yield f"{path}/{name}"
+
+
+def _entries(system: Any, path: str) -> dict[str, Entry]:
+    try:
+        listed = system.ls(path, detail=True, refresh=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except Exception as error:  # each file system has errors of its own
+        raise UnreadableError(f"cannot list {path}: {_reason(error)}") from error
+    return {PurePosixPath(each["name"]).name: _entry(each) for each in listed}
+
+
+def _entry(info: dict[str, Any]) -> Entry:
+    times = (info.get(key) for key in ("mtime", "LastModified", "last_modified", "created"))
+    changed = next((each for each in times if each), None)
+    seconds = changed.timestamp() if isinstance(changed, datetime) else changed
+    size = int(info.get("size") or 0)
+    return Entry(
+        size,
+        f"{size} {info.get('ETag', changed)}",
+        info.get("type") == "directory",
+        float(seconds) if isinstance(seconds, int | float) else None,
+    )
+
+
+def _protocols(system: Any) -> tuple[str, ...]:
+    protocol = system.protocol
+    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+
+def _free(name: str, taken: set[str]) -> str:
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name} ({number})"
+    return free
+
+
+def _reason(error: BaseException) -> str:
+    return one_line(error)[:300]

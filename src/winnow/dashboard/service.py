@@ -1,0 +1,244 @@
+"""Routes of the dashboard: the front end's files, the data of its pages as JSON, and events.
+
+    GET /                       the front end
+    GET /api/runs               and series, names, difference, comparison: about several runs
+    GET /api/run/PAGE?run=NAME  steps, groups, search, group, prompt, spread, timeline, system
+    GET /api/events             server-sent events: names of the runs that changed
+
+All is read-only. Without a token it answers to this machine's own names alone (no DNS rebinding);
+with one, to a cookie that `/?token=…` sets, or to an `Authorization` header. Pages load nothing
+from elsewhere and run no script but their own (Content-Security-Policy).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from winnow.dashboard.pages import Pages, RunPages
+from winnow.dashboard.runs import RunSet
+from winnow.errors import WinnowError
+from winnow.http.service import connection_limit, has_token, is_asked_here
+
+STATIC = Path(__file__).with_name("static")
+_COOKIE = "winnow-token"
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; "
+    "frame-ancestors 'none'"
+)
+_POLL_S = {True: 1.0, False: 10.0}
+"""Seconds between looks at runs on this machine, and at others."""
+_HEARTBEAT_S = 15.0
+_RESERVE = 256
+"""Files that threads may have open while connections are at their limit."""
+
+
+class Dashboard:
+    """The ASGI application (`app`) about some runs; for one event loop.
+
+    Args:
+        places: run folders, folders of runs, or URLs of either.
+        token: asked of each client; None answers to this machine alone.
+
+    Raises:
+        WinnowError: a place is not there.
+    """
+
+    def __init__(self, places: list[str], token: str | None = None) -> None:
+        self._pages = Pages(RunSet(places))
+        self._closing = asyncio.Event()
+        self.connections = connection_limit(_RESERVE)
+        pages = self._pages
+        routes: dict[str, Callable[[_Query], Any]] = {
+            "runs": lambda ask: {"runs": pages.rows()},
+            "series": lambda ask: pages.curves(ask.names("runs"), ask.names("names")),
+            "names": lambda ask: sorted(
+                {name for run in pages.of(ask.names("runs")) for name in run.columns().names}
+            ),
+            "difference": lambda ask: pages.difference(ask.text("a"), ask.text("b")),
+            "comparison": lambda ask: pages.comparison(
+                ask.text("a"), ask.text("b"), ask.number("step")
+            ),
+        }
+        of_run: dict[str, Callable[[RunPages, _Query], Any]] = {
+            "steps": lambda run, ask: run.steps(),
+            "config": lambda run, ask: run.config(),
+            "groups": lambda run, ask: run.groups(ask.text("kind"), ask.must("step")),
+            "search": lambda run, ask: run.found(
+                ask.text("kind"), ask.must("step"), ask.text("q")
+            ),
+            "group": lambda run, ask: run.group(
+                ask.text("kind"), ask.must("step"), ask.must("group")
+            ),
+            "prompt": lambda run, ask: run.prompt(ask.text("uid")),
+            "spread": lambda run, ask: run.spread(),
+            "timeline": lambda run, ask: run.timeline(ask.number("step")),
+            "system": lambda run, ask: run.system(),
+        }  # fmt: skip
+        for name, page in of_run.items():
+            routes[f"run/{name}"] = partial(_of_run, pages, page)
+        self.app: ASGIApp = _Guard(
+            Starlette(
+                routes=[
+                    *(Route(f"/api/{name}", _answering(make)) for name, make in routes.items()),
+                    Route("/api/events", self._events),
+                    Mount("/", StaticFiles(directory=STATIC, html=True)),
+                ]
+            ),
+            token,
+        )
+
+    def close(self) -> None:
+        """End the events, so that their connections close."""
+        self._closing.set()
+
+    async def _events(self, request: Request) -> Response:
+        return StreamingResponse(self._changes(), media_type="text/event-stream")
+
+    async def _changes(self) -> AsyncIterator[str]:
+        """Tell what changed since the last look, until the client goes or the server closes."""
+        seen: dict[str, str] | None = None
+        pause_s, quiet_s = _POLL_S[self._pages.runs.is_local], 0.0
+        while not self._closing.is_set():
+            try:
+                now = await anyio.to_thread.run_sync(self._pages.changes)
+            except WinnowError as error:
+                yield f"event: problem\ndata: {json.dumps(str(error))}\n\n"
+            else:
+                known = now if seen is None else seen
+                changed = [name for name in now if known.get(name) != now[name]]
+                gone = [name for name in known if name not in now]
+                quiet_s += pause_s
+                if seen is None or changed or gone or quiet_s > _HEARTBEAT_S:
+                    yield f"data: {json.dumps({'changed': changed, 'gone': gone})}\n\n"
+                    quiet_s = 0.0
+                seen = now
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), pause_s)
+
+
+def _of_run(pages: Pages, page: Callable[[RunPages, _Query], Any], ask: _Query) -> Any:
+    return page(pages.of([ask.text("run")])[0], ask)
+
+
+class _Query:
+    """The words after `?` of a request."""
+
+    def __init__(self, request: Request) -> None:
+        self._words = request.query_params
+
+    def text(self, name: str) -> str:
+        if name not in self._words:
+            raise WinnowError(f"{name} is missing in the address")
+        return str(self._words[name])
+
+    def names(self, name: str) -> list[str]:
+        return [each for each in self._words.getlist(name) if each]
+
+    def number(self, name: str) -> int | None:
+        given = self._words.get(name, "")
+        if not given:
+            return None
+        try:
+            return int(given)
+        except ValueError:
+            raise WinnowError(f"{name} must be a whole number, got {given[:40]}") from None
+
+    def must(self, name: str) -> int:
+        number = self.number(name)
+        if number is None:
+            raise WinnowError(f"{name} is missing in the address")
+        return number
+
+
+def _answering(make: Callable[[_Query], Any]) -> Callable[[Request], Any]:
+    """Make an endpoint, which runs in a thread, of a function that returns plain data."""
+
+    def endpoint(request: Request) -> Response:
+        try:
+            return _json(make(_Query(request)))
+        except KeyError as error:
+            return _json({"error": f"there is no run {error.args[0]} (any more)"}, 404)
+        except WinnowError as error:
+            return _json({"error": str(error)}, 422)
+
+    return endpoint
+
+
+def _json(body: Any, status: int = 200) -> Response:
+    content = json.dumps(body, separators=(",", ":"), allow_nan=False)
+    return Response(content, status, media_type="application/json")
+
+
+class _Guard:
+    """Turns away strangers, and puts the headers on that keep a page to itself."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "uvicorn is told to do without websockets and lifespan"
+        request = Request(scope)
+        answer = self._refusal(request)
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["Content-Security-Policy"] = _POLICY
+                headers["X-Content-Type-Options"] = "nosniff"
+                headers["Referrer-Policy"] = "no-referrer"
+                headers["Cross-Origin-Resource-Policy"] = "same-origin"
+                is_asset = request.url.path.startswith("/assets/")  # its name holds its hash
+                headers["Cache-Control"] = "max-age=31536000" if is_asset else "no-store"
+            await send(message)
+
+        await (answer or self._app)(scope, receive, send_guarded)
+
+    def _refusal(self, request: Request) -> Response | None:
+        if request.method not in ("GET", "HEAD"):
+            return _json({"error": "the dashboard only reads"}, 405)
+        if self._token is None:
+            if is_asked_here(request.headers.get("host", "")):
+                return None
+            return _json({"error": "without a token the dashboard is asked as localhost alone; "
+                          "start it with --token-env"}, 421)  # fmt: skip
+        given = request.query_params.get("token")
+        if given is not None and request.url.path == "/" and self._is_token(given):
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
+            return answer
+        if has_token(request.headers.get("authorization", ""), self._token) or self._is_token(
+            request.cookies.get(_COOKIE, "")
+        ):
+            return None
+        if request.url.path.startswith("/api/"):
+            return _json({"error": "the token is missing or wrong"}, 401)
+        wrong = "" if given is None else "<p>That is not the token.</p>"
+        return HTMLResponse(_ASK.format(wrong=wrong), 401)
+
+    def _is_token(self, given: str) -> bool:
+        return self._token is not None and hmac.compare_digest(
+            given.strip().encode(), self._token.encode()
+        )
+
+
+_ASK = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Winnow</title>
+<h1>Winnow</h1>{wrong}<p>This dashboard asks for the token that it was started with.</p>
+<form action="/"><input type="password" name="token" autofocus aria-label="Token">
+<button>Open</button></form></html>"""

@@ -1,0 +1,148 @@
+"""The timeline of a step out of trace.json, and the warnings of log.txt."""
+
+from __future__ import annotations
+
+import json
+import re
+from threading import Lock
+from typing import Any
+
+from winnow.dashboard.runs import Entry, RunFiles
+
+TRACE, LOG = "trace.json", "log.txt"
+_MARK = re.compile(rb'^\{"name":"([^"\n]{1,60})","ph":"i"[^\n]*"ts":(\d+)[^\n]*$', re.MULTILINE)
+_STEP = re.compile(r"step (\d+)")
+_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ ([A-Z]+) ([\w.]+): (.*)")
+_LOG_BYTES = 1 << 18
+_MOST_SLICES = 3000
+_BLOCK = 1 << 20
+
+
+class Timeline:
+    """Windows of a run's trace.json; the places of its marks are found once, as it grows."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._files, self._lock = files, Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._offset, self._head = 0, b""
+        self._marks: list[tuple[str, int, int]] = []
+        """Name, microseconds since 1970, and place in the file."""
+
+    def refresh(self, size: int) -> None:
+        """Find the marks that were added; all of them where another file was begun.
+
+        Raises:
+            UnreadableError: the file cannot be read.
+        """
+        with self._lock:
+            head = self._files.read(TRACE, 0, min(size, 1024)) if size else b""
+            if size < self._offset or not head.startswith(self._head[: len(head)]):
+                self._forget()
+            self._head = head
+            while self._offset < size:
+                block = self._files.read(TRACE, self._offset, min(self._offset + _BLOCK, size))
+                end = block.rfind(b"\n") + 1
+                if not end:
+                    break
+                for match in _MARK.finditer(block, 0, end):
+                    name = match[1].decode("utf-8", "replace")
+                    self._marks.append((name, int(match[2]), self._offset + match.start()))
+                self._offset += end
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """Each start of the run's process, as `{"name": …, "time_s": …}`."""
+        return [
+            {"name": name, "time_s": micros / 1e6}
+            for name, micros, _ in self._marks
+            if not _STEP.fullmatch(name)
+        ]
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps whose end is marked."""
+        matches = (_STEP.fullmatch(name) for name, _, _ in self._marks)
+        return sorted({int(match[1]) for match in matches if match})
+
+    def window(self, step: int) -> dict[str, Any]:
+        """Return the slices of a step by track, in seconds from its begin.
+
+        Returns:
+            `{"seconds": 9.1, "tracks": [{"name": "trainer", "slices": [["rollout", 0, 5.2]]}]}`;
+            without tracks where the step is not marked.
+
+        Raises:
+            UnreadableError: the file cannot be read.
+        """
+        places = [n for n, (name, _, _) in enumerate(self._marks) if name == f"step {step}"]
+        if not places:
+            return {"seconds": 0.0, "tracks": [], "left_out": 0}
+        at = places[-1]  # the last time that it was done
+        start_name, began, start = self._marks[at - 1] if at else ("", self._marks[at][1], 0)
+        ended = self._marks[at][1]
+        later = self._marks[at + 1][2] if at + 1 < len(self._marks) else self._offset
+        names, events = self._events(start, later)
+        tracks: dict[str, list[tuple[str, float, float]]] = {}
+        for event in events:
+            first, last = event["ts"], event["ts"] + event["dur"]
+            if first < ended and last > began:
+                inside = max(first, began), min(last, ended)
+                track = names.get(event["tid"], f"track {event['tid']}")
+                tracks.setdefault(track, []).append(
+                    (event["name"], (inside[0] - began) / 1e6, (inside[1] - inside[0]) / 1e6)
+                )
+        longest = sorted((s for each in tracks.values() for s in each), key=lambda s: -s[2])
+        least = longest[_MOST_SLICES][2] if len(longest) > _MOST_SLICES else -1.0
+        return {
+            "seconds": (ended - began) / 1e6,
+            "after": start_name,
+            "tracks": [
+                {"name": name, "slices": [
+                    [s[0], round(s[1], 4), round(s[2], 4)] for s in slices if s[2] > least]}
+                for name, slices in tracks.items()
+            ],
+            "left_out": sum(s[2] <= least for s in longest),
+        }  # fmt: skip
+
+    def _events(self, start: int, end: int) -> tuple[dict[int, str], list[dict[str, Any]]]:
+        # Names of tracks stand where the first slice of one does, at the latest at its start.
+        names: dict[int, str] = {}
+        events: list[dict[str, Any]] = []
+        for source in (self._files.read(TRACE, 0, min(start, _BLOCK)) if start else b"",
+                       self._files.read(TRACE, start, end)):  # fmt: skip
+            events = []
+            for line in source.splitlines():
+                try:
+                    event = json.loads(line.rstrip(b","))
+                    if event["ph"] == "M" and event["name"] == "thread_name":
+                        names[event["tid"]] = event["args"]["name"]
+                    elif event["ph"] == "X":
+                        events.append(event)
+                except (ValueError, KeyError, TypeError):
+                    continue  # brackets, and half a line
+        return names, events
+
+
+def log_lines(files: RunFiles, entry: Entry | None) -> dict[str, Any]:
+    """Read the end of log.txt: its lines, of a level each, the newest last.
+
+    Returns:
+        `{"lines": [{"time": …, "level": "WARNING", "where": …, "text": …}], "is_cut": False}`.
+
+    Raises:
+        UnreadableError: the file cannot be read.
+    """
+    if entry is None:
+        return {"lines": [], "is_cut": False}
+    start = max(entry.size - _LOG_BYTES, 0)
+    text = files.read(LOG, start, entry.size).decode("utf-8", "replace")
+    lines: list[dict[str, str]] = []
+    for line in text.splitlines()[1 if start else 0 :]:
+        match = _LINE.match(line)
+        if match:
+            lines.append({"time": match[1], "level": match[2], "where": match[3], "text": match[4]})
+        elif lines:  # of a traceback
+            lines[-1]["text"] += "\n" + line
+    return {"lines": lines, "is_cut": bool(start)}
