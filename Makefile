@@ -40,7 +40,7 @@ PYTEST := OMP_NUM_THREADS=1 WINNOW_STRICT=$(if $(filter-out 0,$(STRICT)),1) $(BI
 VLLM_VENV := .venv-vllm
 VLLM := $(VLLM_VENV)/.installed-vllm
 
-.PHONY: help docs docs-serve quickstart test test-vllm vllm unit size lint format install dev clean distclean
+.PHONY: help docs docs-serve quickstart test test-vllm vllm unit size lint format install dev dashboard clean distclean
 
 help: ## Show this list
 	@echo 'make quickstart   train a small model on this machine, from nothing'
@@ -52,6 +52,7 @@ help: ## Show this list
 	@echo 'make lint         ruff, mypy and import-linter only'
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make install      .venv with what winnow needs; make dev adds the tools'
+	@echo 'make dashboard    the front end of winnow dashboard, from frontend/ (needs Node.js 20)'
 	@echo 'make clean        remove caches; make distclean removes .venv and .venv-vllm too'
 	@echo 'Settings: PYTHON= PIP_FLAGS= ARGS= STRICT=1 PYTEST_ARGS= (see the head of this file)'
 
@@ -93,6 +94,9 @@ install: $(BASE)
 dev: $(DEV)
 
 vllm: $(VLLM)
+
+dashboard:
+	cd frontend && npm ci && npm run build
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

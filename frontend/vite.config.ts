@@ -46,6 +46,14 @@ export default defineConfig({
     assetsInlineLimit: 0,
     chunkSizeWarningLimit: 1000,
     modulePreload: { polyfill: false },
+    // Names without a hash: a new build is a change of the same files.
+    rolldownOptions: {
+      output: {
+        entryFileNames: 'assets/app.js',
+        assetFileNames: ({ names }) =>
+          names[0]?.endsWith('.css') ? 'assets/app.css' : 'assets/[name][extname]',
+      },
+    },
   },
   oxc: { jsx: { runtime: 'automatic', importSource: 'preact' } },
   plugins: [

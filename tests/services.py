@@ -1,4 +1,4 @@
-"""A JSON service in a thread of the test's own process."""
+"""A service in a thread of the test's own process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import socket
 import threading
 from collections.abc import Iterator
 
-from winnow.http.service import JsonService, Server
+from winnow.http.service import Server, Service, address_of, listen
 
 
 @contextlib.contextmanager
-def running(service: JsonService, listener: socket.socket) -> Iterator[None]:
+def running(service: Service, listener: socket.socket) -> Iterator[None]:
     """Run a service from its first answer to its last."""
     ready = threading.Event()
     server = Server(service, ready.set)
@@ -23,3 +23,10 @@ def running(service: JsonService, listener: socket.socket) -> Iterator[None]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+@contextlib.contextmanager
+def listening(service: Service) -> Iterator[str]:
+    """Run a service at a free port; its address."""
+    with contextlib.closing(listen("127.0.0.1", 0, None)) as listener, running(service, listener):
+        yield address_of(listener)

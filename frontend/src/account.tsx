@@ -63,7 +63,7 @@ export function Account({ runs, words }: { runs: Run[]; words: URLSearchParams }
               {rates && <Chart option={rates} height={210} label="Prompts by pass rate and step" />}
               <Legend items={there.rate_names.map((name, n) => ({ color: rateColor(n), label: n === 0 ? 'none right' : n === there.rate_names.length - 1 ? 'all right' : name }))} />
             </Panel>
-            <Panel title="Length of answers" unit="tokens; darker: more answers of the step">
+            <Panel title="Length of answers" unit="tokens; stronger: more answers of the step">
               {lengths && <Chart option={lengths} height={210} label="Lengths of answers by step" />}
             </Panel>
             <LengthsOfStep spread={there} words={words} />
@@ -106,7 +106,7 @@ function span(spread: Spread, at: number): string {
 
 function ratesOption(spread: Spread): Option {
   const totals = spread.rates.map((each) => Math.max(sum(each), 1))
-  const option = axes(stepAxis(spread), { min: 0, max: 1, scale: false }, 'count', 'share')
+  const option = axes(stepAxis(spread), { min: 0, max: 1, interval: 0.25, scale: false }, 'count', 'share')
   option.tooltip.axisPointer = { type: 'shadow', shadowStyle: { color: color('--dim', 0.12) } }
   option.series = spread.rate_names.map((_, n) => ({
     type: 'bar', stack: 'all', barCategoryGap: '0%', color: color(`--rate${n}`), emphasis: { disabled: true },
@@ -123,6 +123,7 @@ function ratesOption(spread: Spread): Option {
 
 function lengthsOption(spread: Spread): Option {
   const option = axes(stepAxis(spread), { min: 0, max: spread.length_edges[spread.length_edges.length - 1], scale: false, splitLine: { show: false } }, 'count', 'tokens')
+  option.yAxis.axisLabel.showMaxLabel = false
   const cells: number[][] = []
   spread.lengths.forEach((counts, at) => {
     const total = Math.max(sum(counts), 1)

@@ -2,22 +2,25 @@
 import { useEffect, useMemo, useRef, useState } from 'preact/hooks'
 import { query, useData, type Answer, type Groups, type Run } from './api'
 import { axes, Chart, color, tip, useTheme } from './chart'
-import { number, OUTCOMES } from './format'
+import { fixed, number, OUTCOMES } from './format'
 import { Choice, Empty, nearest, Panel, Problem, RunChoice, StepChoice, useKeys } from './parts'
 import { change } from './route'
 import { Tokens, COLORINGS, type Coloring } from './tokens'
 
-const FILTERS: Record<string, { text: string; keeps: (g: Groups, at: number) => boolean }> = {
-  all: { text: 'All', keeps: () => true },
-  wrong: { text: 'All wrong', keeps: (g, at) => g.accuracy[at] === 0 },
-  cut: { text: 'Cut off', keeps: (g, at) => g.cut_off[at] > 0 },
-  overlong: { text: 'Overlong', keeps: (g, at) => g.overlong[at] > 0 },
-  failed: { text: 'Failed scoring', keeps: (g, at) => g.failed[at] > 0 },
-  mismatch: { text: 'Highest mismatch', keeps: (g, at) => g.mismatch[at] !== null },
+const FILTERS: Record<string, { text: string; says: string; keeps: (g: Groups, at: number) => boolean }> = {
+  all: { text: 'All', says: 'Every prompt of the step', keeps: () => true },
+  wrong: { text: 'All wrong', says: 'No answer is right', keeps: (g, at) => g.accuracy[at] === 0 },
+  cut: { text: 'Cut off', says: 'An answer reached the limit of tokens', keeps: (g, at) => g.cut_off[at] > 0 },
+  overlong: { text: 'Overlong', says: 'An answer was penalised for its length', keeps: (g, at) => g.overlong[at] > 0 },
+  failed: { text: 'Failed', says: 'Scoring of an answer failed', keeps: (g, at) => g.failed[at] > 0 },
+  mismatch: { text: 'Mismatch', says: 'Largest difference of sampler and trainer first, where the trainer’s log-probs of tokens are kept', keeps: (g, at) => g.mismatch[at] !== null },
 }
 const ROWS = 200
 
-type Found = { groups: Record<string, number[]>; kept: number }
+type Found = { groups: Record<string, string[]>; kept: number }
+
+/** The name of an answer within its group, such as s0 or g0: a greedy one beside sampled ones. */
+const keyOf = (answer: Answer) => `${answer.kind[0]}${answer.answer}`
 
 export function Answers({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
   const run = words.get('run') ?? runs[0]?.name ?? ''
@@ -30,8 +33,12 @@ export function Answers({ runs, words }: { runs: Run[]; words: URLSearchParams }
   const filter = words.get('filter') ?? 'all'
   const groups = useData<Groups>(step === null ? null : query('run/groups', { run, kind, step }), [])
   const found = useData<Found>(step === null || !search ? null : query('run/search', { run, kind, step, q: search }), [])
-  const table = groups.stale ? null : groups.data
-  const hits = search && !found.stale ? found.data : null
+  // While another step is on its way the last one stays, so that nothing jumps.
+  const last = useRef<{ table: Groups; kind: string; step: number } | null>(null)
+  if (groups.error || step === null) last.current = null
+  else if (groups.data && !groups.stale) last.current = { table: groups.data, kind, step }
+  const table = last.current?.table ?? null
+  const hits = search ? found.data : null
   const shown = useMemo(() => rowsOf(table, filter, search ? hits : null, !!search), [table, filter, hits, search])
   const wanted = Number(words.get('group') ?? NaN)
   const place = Math.max(shown.findIndex((at) => table?.group[at] === wanted), 0)
@@ -72,15 +79,15 @@ export function Answers({ runs, words }: { runs: Run[]; words: URLSearchParams }
       {groups.error && <Problem>{groups.error}</Problem>}
       {steps.data && step === null && <Empty>{kind === 'training' ? 'This run has no answers yet: its first step is not done.' : 'This run has no evaluation yet (evaluation.every, data.eval_files).'}</Empty>}
       {table && (
-        <div class="columns">
+        <div class={groups.stale ? 'columns stale' : 'columns'}>
           <div class="groups">
             <div class="filters" role="radiogroup" aria-label="Filter">
               {Object.entries(FILTERS).map(([name, each]) => {
                 const count = table.group.filter((_, n) => each.keeps(table, n)).length
                 return (
                   <button type="button" role="radio" aria-checked={filter === name} disabled={name !== 'all' && !count} onClick={() => change({ filter: name === 'all' ? null : name, group: null })}
-                    title={name === 'mismatch' && !table.has_mismatch ? 'The trainer’s log-probs of single tokens are not stored in this run' : ''}>
-                    {each.text}<span class="count">{name === 'mismatch' && !count ? '–' : count}</span>
+                    title={each.says}>
+                    {each.text}<span class="count">{name === 'mismatch' && !table.has_mismatch ? 'not kept' : count}</span>
                   </button>
                 )
               })}
@@ -88,10 +95,10 @@ export function Answers({ runs, words }: { runs: Run[]; words: URLSearchParams }
             {search && hits && <p class="dim note">{shown.length} prompts with “{search}” in their texts; {hits.kept} answers of this step kept theirs.</p>}
             {found.error && <Problem>{found.error}</Problem>}
             <GroupTable table={table} rows={shown} place={place} />
-            {!shown.length && <Empty>No prompt of this step matches.</Empty>}
+            {!shown.length && !(search && found.stale) && <Empty>No prompt of this step matches.</Empty>}
           </div>
-          {group !== null && at !== undefined && step !== null
-            ? <Group run={run} kind={kind} step={step} group={group} table={table} at={at} words={words} hits={hits?.groups[group] ?? []} search={search} />
+          {group !== null && at !== undefined
+            ? <Group run={run} kind={last.current!.kind} step={last.current!.step} group={group} table={table} at={at} words={words} hits={hits?.groups[group] ?? []} search={search} />
             : <div />}
         </div>
       )}
@@ -124,7 +131,7 @@ function GroupTable({ table, rows, place }: { table: Groups; rows: number[]; pla
               <td class="prompt">{table.prompt[at] ?? <span class="dim" title="Its text was not kept (observe.rollout_text_groups)">{table.uid[at]}</span>}</td>
               <td><span class={`fate ${table.outcome[at]}`}>{OUTCOMES[table.outcome[at]]?.[0] ?? table.outcome[at]}</span></td>
               <td class="n">{right(table, at)}</td>
-              <td class="n">{table.reward[at]?.toFixed(2) ?? '–'}</td>
+              <td class="n">{fixed(table.reward[at])}</td>
               <td class="n">{number(Math.round(table.length[at] ?? 0), 'count')}{table.cut_off[at] > 0 && <span class="cut" title={`${table.cut_off[at]} cut off at the limit`}>✂</span>}</td>
             </tr>
           ))}
@@ -155,19 +162,19 @@ function Group(props: {
   table: Groups
   at: number
   words: URLSearchParams
-  hits: number[]
+  hits: string[]
   search: string
 }) {
   const { run, kind, step, group, table, at, words } = props
   const { data, error, stale } = useData<GroupData>(query('run/group', { run, kind, step, group }), [])
-  const answers = stale ? [] : (data?.answers ?? [])
-  const wanted = Number(words.get('answer') ?? NaN)
-  const place = Math.max(answers.findIndex((each) => each.answer === wanted), 0)
+  const answers = data?.answers ?? []
+  const wanted = words.get('answer')
+  const place = Math.max(answers.findIndex((each) => keyOf(each) === wanted), 0)
   const answer = answers[place]
   const coloring = (words.get('color') ?? 'logprobs') as Coloring
   const go = (by: number) => {
     const next = answers[Math.min(Math.max(place + by, 0), answers.length - 1)]
-    if (next) change({ answer: next.answer })
+    if (next) change({ answer: keyOf(next) })
   }
   useKeys({
     l: () => go(1), ArrowRight: () => go(1),
@@ -176,7 +183,7 @@ function Group(props: {
   })
   const [label, why] = OUTCOMES[table.outcome[at]] ?? [table.outcome[at], '']
   return (
-    <div class="group">
+    <div class={stale ? 'group stale' : 'group'}>
       <div class="head">
         <h2>{table.uid[at]}</h2>
         <span class="dim">{table.source[at]}, group {group}</span>
@@ -186,7 +193,7 @@ function Group(props: {
       {answer && <Prompt answer={answer} />}
       {answers.length > 0 && <AnswerTable answers={answers} place={place} hits={props.hits} />}
       {answer && <Tokens answer={answer} meanings={data!.meanings} without={data!.without_tokens} coloring={coloring} search={props.search} />}
-      <Follow run={run} uid={table.uid[at]} />
+      <Follow run={run} kind={kind} uid={table.uid[at]} />
     </div>
   )
 }
@@ -204,7 +211,7 @@ function Prompt({ answer }: { answer: Answer }) {
   )
 }
 
-function AnswerTable({ answers, place, hits }: { answers: Answer[]; place: number; hits: number[] }) {
+function AnswerTable({ answers, place, hits }: { answers: Answer[]; place: number; hits: string[] }) {
   const parts = [...new Set(answers.flatMap((each) => Object.keys(each).filter((name) => name.startsWith('part/') && each[name] !== null)))]
   return (
     <div class="scroll answer-list">
@@ -218,10 +225,10 @@ function AnswerTable({ answers, place, hits }: { answers: Answer[]; place: numbe
         </thead>
         <tbody>
           {answers.map((each, n) => (
-            <tr aria-selected={n === place} onClick={() => change({ answer: each.answer })}>
-              <td class="n">{each.answer + 1}{each.kind === 'greedy' && <span class="dim"> greedy</span>}{hits.includes(each.answer) && <span class="hit" title="Holds the text searched for">●</span>}</td>
+            <tr aria-selected={n === place} onClick={() => change({ answer: keyOf(each) })}>
+              <td>{each.kind === 'greedy' ? 'greedy' : each.answer + 1}{hits.includes(keyOf(each)) && <span class="hit" title="Holds the text searched for">●</span>}</td>
               <td>{worth(each)}</td>
-              <td class="n">{each.reward.toFixed(2)}</td>
+              <td class="n">{fixed(each.reward)}</td>
               {parts.length > 1 && parts.map((name) => <td class="n">{typeof each[name] === 'number' ? plus(each[name] as number) : '–'}</td>)}
               <td class="n">{each.advantage === null ? '–' : plus(each.advantage)}</td>
               <td class="n">{number(each.response_tokens, 'count')}</td>
@@ -256,16 +263,16 @@ interface Followed {
   is_done: boolean
 }
 
-function Follow({ run, uid }: { run: string; uid: string }) {
+function Follow({ run, kind, uid }: { run: string; kind: string; uid: string }) {
   const theme = useTheme()
-  const { data, again } = useData<Followed>(query('run/prompt', { run, uid }), [run])
+  const { data, again } = useData<Followed>(query('run/prompt', { run, kind, uid }), [run])
   useEffect(() => {
     if (!data || data.is_done) return
     const timer = setTimeout(again, 500)
     return () => clearTimeout(timer)
   }, [data])
   const option = useMemo(() => {
-    const made = axes({}, { min: 0, max: 1, splitNumber: 2 }, 'count', 'share')
+    const made = axes({}, { min: 0, max: 1, interval: 0.5 }, 'count', 'share')
     const rows = data?.rows ?? []
     made.series = [{ type: 'line', data: rows.map((row) => [row.step, row.accuracy]), symbolSize: 7, color: color('--accent'), lineStyle: { width: 1.5 } }]
     made.tooltip.formatter = (given: { dataIndex: number }[]) => {
@@ -285,8 +292,8 @@ function Follow({ run, uid }: { run: string; uid: string }) {
     <Panel title="This prompt over the steps" unit={`in ${data.rows.length} of ${data.steps} steps${progress}`}>
       {data.rows.length > 1
         ? <Chart option={option} height={96} label="Share of right answers to this prompt by step"
-            onClick={(event) => { const row = data.rows[event.dataIndex as number]; change({ kind: 'training', step: row.step, group: row.group, answer: null }, true) }} />
-        : <Empty>{data.rows.length ? 'So far the run has asked it once.' : 'Not asked in training.'}</Empty>}
+            onClick={(event) => { const row = data.rows[event.dataIndex as number]; change({ step: row.step, group: row.group, answer: null }, true) }} />
+        : <Empty>{data.rows.length ? 'So far the run has asked it once.' : 'Not asked so far.'}</Empty>}
     </Panel>
   )
 }

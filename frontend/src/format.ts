@@ -26,8 +26,16 @@ export function duration(seconds: number): string {
   return hours ? `${hours}:${two(minutes)}:${two(rest)} h` : `${minutes}:${two(rest)} min`
 }
 
+const minus = (text: string) => text.replace('-', '−')
+
 export function number(value: number | null | undefined, unit: Unit = 'plain'): string {
-  if (value === null || value === undefined) return '–'
+  return value === null || value === undefined ? '–' : minus(worded(value, unit))
+}
+
+/** With two digits, such as a reward. */
+export const fixed = (value: number | null | undefined) => (value == null ? '–' : minus((Math.abs(value) < 0.005 ? 0 : value).toFixed(2)))
+
+function worded(value: number, unit: Unit): string {
   switch (unit) {
     case 'share':
       return `${(100 * value).toFixed(1)} %`
@@ -48,7 +56,7 @@ export function number(value: number | null | undefined, unit: Unit = 'plain'): 
 function plain(value: number): string {
   if (value === 0 || Number.isInteger(value)) return compact(value)
   const size = Math.abs(value)
-  if (size < 1e-3 || size >= 1e6) return value.toExponential(2).replace('e', ' e')
+  if (size < 1e-3 || size >= 1e6) return value.toExponential(2).replace('e', ' e').replace('e-', 'e−')
   return size >= 100 ? value.toFixed(1) : value.toPrecision(3)
 }
 
@@ -57,7 +65,7 @@ export function tick(value: number, unit: Unit): string {
   if (unit === 'share') return `${+(100 * value).toFixed(4)} %`
   if (unit === 'seconds') return value === 0 ? '0' : duration(value).replace('.0 s', ' s')
   if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(0)
-  return compact(+value.toPrecision(6))
+  return minus(Math.abs(value) < 10 ? String(+value.toPrecision(3)) : compact(+value.toPrecision(6)))
 }
 
 export function ago(seconds: number): string {

@@ -24,9 +24,11 @@ const SPECS: Spec[] = [
   { id: 'entropy', title: 'Entropy', unit: 'nats', says: 'nats a token', lines: [['actor/entropy']] },
   { id: 'clip', title: 'Clipped tokens', unit: 'share', says: 'share', lines: [['actor/clip_high', 'actor/clip'], ['actor/clip_low']], words: ['above', 'below'] },
   { id: 'grad-norm', title: 'Gradient norm', unit: 'plain', says: 'before clipping', lines: [['actor/grad_norm']] },
-  { id: 'mismatch', title: 'Sampler against trainer', unit: 'nats', says: 'mean |Δ log-prob|, nats', lines: [['mismatch/abs_delta']] },
+  { id: 'mismatch', title: 'Sampler against trainer', unit: 'nats', says: 'mean |Δ|, nats', lines: [['mismatch/abs_delta']] },
   { id: 'keep-rate', title: 'Kept groups', unit: 'share', says: 'share that passed the filter', lines: [['sampling/keep_rate']] },
+  { id: 'truncated', title: 'Cut off at the limit', unit: 'share', says: 'answers trained on', lines: [['length/truncated']] },
   { id: 'throughput', title: 'Throughput', unit: 'count', says: 'tokens a second', lines: [['throughput/tokens_per_s']] },
+  { id: 'step-time', title: 'Time of a step', unit: 'seconds', says: 'evaluation included', lines: [['time/step_s']] },
 ]
 const X = { step: 'step', tokens: 'tokens generated', time: 'time' } as const
 type XName = keyof typeof X
@@ -105,7 +107,7 @@ function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: bool
     ]
   })
   const several = new Set(lines.map((each) => each.run)).size > 1
-  const option = axes({}, { min: spec.unit === 'share' ? undefined : undefined }, X_UNITS[x], spec.unit)
+  const option = axes({ min: 0 }, {}, X_UNITS[x], spec.unit)
   option.series = series
   option.tooltip.formatter = (given: Option[]) => {
     const at = given[0]?.data?.[0] as number
@@ -143,6 +145,7 @@ function Curve(props: {
   by: number
   isLarge: boolean
   onLarge: () => void
+  compared: Comparison | null
 }) {
   const theme = useTheme()
   const { spec, all, colors, x, by, isLarge } = props
@@ -165,6 +168,11 @@ function Curve(props: {
       {lines.some((line) => line.points.length)
         ? <Chart option={option} height={height} label={spec.title} />
         : <div class="chart none" style={{ height: `${height}px` }}>{missing(spec)}</div>}
+      {spec.id === 'held-out' && props.compared?.step != null && Object.entries(props.compared.sources).map(([source, each]) => (
+        <div class="caption" title={props.compared!.verdict ?? ''}>
+          {Object.keys(props.compared!.sources).length > 1 ? `${source}: ` : ''}B − A after step {props.compared!.step}: <b>{points(each.difference)}</b> points, 95 % interval {points(each.low)} to {points(each.high)}
+        </div>
+      ))}
       {spec.words && lines.length > 1 && (
         <div class="caption">{spec.words[0]} the bound: solid, {spec.words[1]}: dashed</div>
       )}
@@ -190,6 +198,9 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
   )
   const url = query('series', { runs: chosen, names: [...ASKED, ...more] })
   const { data, error } = useData<Record<string, Curves>>(chosen.length ? url : null, chosen)
+  const [a, b] = chosen.length === 2 ? chosen : [null, null]
+  const at = words.get('at')
+  const compared = useData<Comparison>(a && b ? query('comparison', { a, b, step: at }) : null, chosen)
   const specs = useMemo(() => [
     ...SPECS,
     ...more.map((name): Spec => ({ id: name, title: name, unit: unitOf(name), says: '', lines: [[name]] })),
@@ -223,12 +234,12 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
         {data && (
           <div class="curves">
             {specs.filter((spec) => !large || spec.id === large).map((spec) => (
-              <Curve key={spec.id} spec={spec} all={data} colors={colors} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} />
+              <Curve key={spec.id} spec={spec} all={data} colors={colors} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} compared={a ? compared.data : null} />
             ))}
           </div>
         )}
-        {chosen.length === 2
-          ? <Pair a={chosen[0]} b={chosen[1]} />
+        {a && b
+          ? <Pair a={a} b={b} found={compared.data} error={compared.error} />
           : <Empty>Choose two runs to see in which settings they differ, and whether one is better on held-out problems.</Empty>}
       </div>
     </div>
@@ -312,23 +323,20 @@ interface Comparison {
   verdict: string | null
 }
 
-function Pair({ a, b }: { a: string; b: string }) {
-  const [step, setStep] = useState<number | null>(null)
-  const compared = useData<Comparison>(query('comparison', { a, b, step }), [a, b])
+function Pair({ a, b, found, error }: { a: string; b: string; found: Comparison | null; error: string | null }) {
   const settings = useData<{ key: string; a: unknown; b: unknown }[]>(query('difference', { a, b }), [])
-  const found = compared.data
   return (
     <div class="pair">
       <Panel
         title="Held-out comparison"
         unit={`A = ${a}, B = ${b}`}
         side={found && found.steps.length > 1 && (
-          <select aria-label="Step of the comparison" value={String(found.step)} onChange={(event) => setStep(Number(event.currentTarget.value))}>
+          <select aria-label="Step of the comparison" value={String(found.step)} onChange={(event) => change({ at: event.currentTarget.value })}>
             {found.steps.map((each) => <option value={String(each)}>after step {each}</option>)}
           </select>
         )}
       >
-        {compared.error && <Problem>{compared.error}</Problem>}
+        {error && <Problem>{error}</Problem>}
         {found && found.step === null && <Empty>The two runs have no evaluation at the same step.</Empty>}
         {found && found.verdict && (
           <>

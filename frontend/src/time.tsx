@@ -10,6 +10,13 @@ const COLORS = ['--c0', '--c1', '--c2', '--c3', '--c4', '--c5', '--c6', '--c7']
 const WORDS: Record<string, string> = {
   old_logprobs: 'old log-probs', rollout: 'sampling', evaluate: 'evaluation', write: 'writing records', wait: 'waiting for groups',
 }
+// Colours stay with a phase, in all charts; small ones share the last.
+const OF = ['rollout', 'evaluate', 'update', 'old_logprobs', 'score', 'write', 'checkpoint']
+const ALIKE: Record<string, string> = { reference: 'write', learn: 'update', wait: 'score', publish: 'checkpoint' }
+const colorOf = (phase: string) => {
+  const at = OF.indexOf(ALIKE[phase] ?? phase)
+  return COLORS[at < 0 ? 7 : at]
+}
 const say = (phase: string) => WORDS[phase] ?? phase.replace(/_/g, ' ')
 
 interface Window {
@@ -43,14 +50,14 @@ export function Time({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
         <div class="wide-narrow">
           <Panel title="Time of each step" unit={`${duration(all)} in ${steps} steps`}>
             <Chart option={option} height={230} label="Seconds by phase and step" onClick={(event) => change({ step: Number(event.name) })} />
-            <Legend items={phases.map((each, n) => ({ color: `var(${COLORS[n % 8]})`, label: say(each.name) }))} />
+            <Legend items={phases.filter((each) => each.seconds > 0.002 * all).map((each) => ({ color: `var(${colorOf(each.name)})`, label: say(each.name) }))} />
           </Panel>
           <Panel title="In all">
             <table>
               <thead><tr><th>Phase</th><th class="n">Time</th><th class="n">Share</th><th class="n">A step</th></tr></thead>
               <tbody>
-                {phases.map((each, n) => (
-                  <tr><td><i class="dot" style={{ background: `var(${COLORS[n % 8]})` }} />{say(each.name)}</td><td class="n">{duration(each.seconds)}</td><td class="n">{number(each.seconds / all, 'share')}</td><td class="n">{duration(each.seconds / steps)}</td></tr>
+                {phases.map((each) => (
+                  <tr><td><i class="dot" style={{ background: `var(${colorOf(each.name)})` }} />{say(each.name)}</td><td class="n">{duration(each.seconds)}</td><td class="n">{number(each.seconds / all, 'share')}</td><td class="n">{duration(each.seconds / steps)}</td></tr>
                 ))}
                 {Object.entries(curves!.values).filter(([name]) => name.startsWith('overlap/')).map(([name, values]) => (
                   <tr><td class="dim">{name === 'overlap/sampling_s' ? 'engines wrote beside it' : 'engines waited'}</td><td class="n">{duration(total(values))}</td><td /><td class="n">{duration(total(values) / steps)}</td></tr>
@@ -80,14 +87,14 @@ function phaseOption(curves: Curves, phases: ReturnType<typeof phasesOf>, asShar
   const option = axes({ type: 'category', data: curves.step, min: undefined, max: undefined, axisLabel: { color: color('--dim'), fontSize: 11, hideOverlap: true } },
     { min: 0, max: asShare ? 1 : undefined, scale: false }, 'count', asShare ? 'share' : 'seconds')
   option.tooltip.axisPointer = { type: 'shadow', shadowStyle: { color: color('--dim', 0.12) } }
-  option.series = phases.map((each, n) => ({
-    type: 'bar', stack: 'all', barCategoryGap: curves.step.length > 60 ? '0%' : '18%', color: color(COLORS[n % 8]), emphasis: { disabled: true },
+  option.series = phases.map((each) => ({
+    type: 'bar', stack: 'all', barCategoryGap: curves.step.length > 60 ? '0%' : '18%', color: color(colorOf(each.name)), emphasis: { disabled: true },
     data: each.values.map((value, row) => (asShare ? (value ?? 0) / all[row] : (value ?? 0))),
   }))
   option.tooltip.formatter = (given: Option[]) => {
     const row = given[0].dataIndex as number
     return tip(`step ${curves.step[row]}: ${duration(all[row])}`, phases.filter((each) => each.values[row]).map((each) => (
-      { color: color(COLORS[phases.indexOf(each) % 8]), label: say(each.name), value: `${duration(each.values[row]!)}  (${number(each.values[row]! / all[row], 'share')})` })))
+      { color: color(colorOf(each.name)), label: say(each.name), value: `${duration(each.values[row]!)}  (${number(each.values[row]! / all[row], 'share')})` })))
   }
   return option
 }
@@ -115,7 +122,7 @@ function Timeline({ run, step }: { run: string; step: string | null }) {
       side={data && <StepChoice steps={data.steps} step={data.step} onChange={(next) => change({ step: next })} />}>
       {error && <Problem>{error}</Problem>}
       {option && tracks.length > 0
-        ? <><Chart option={option} height={46 + 34 * tracks.length} label="Timeline of the step" /><Legend items={names.slice(0, 12).map((name, n) => ({ color: `var(${COLORS[n % 8]})`, label: say(name) }))} /></>
+        ? <><Chart option={option} height={46 + 34 * tracks.length} label="Timeline of the step" /><Legend items={names.slice(0, 12).map((name) => ({ color: `var(${colorOf(name)})`, label: say(name) }))} /></>
         : data && <Empty>The timeline holds nothing of step {step ?? data.step}.</Empty>}
       {data && data.left_out > 0 && <p class="dim note">{data.left_out} of the shortest slices are not drawn.</p>}
     </Panel>
@@ -129,6 +136,7 @@ function timelineOption(data: Window, tracks: Window['tracks'], names: string[])
     const [row, start, end, name] = cell.data
     return tip(`${tracks[row].name}: ${say(names[name])}`, [{ label: 'lasts', value: duration(end - start) }, { label: 'from', value: `${start.toFixed(2)} s` }, { label: 'to', value: `${end.toFixed(2)} s` }])
   } }
+  option.xAxis.axisLabel.showMaxLabel = false
   option.dataZoom = [{ type: 'inside', filterMode: 'weakFilter', zoomOnMouseWheel: 'ctrl', moveOnMouseWheel: false }]
   option.series = [{
     type: 'custom', data: slices, encode: { x: [1, 2], y: 0 }, clip: true,
@@ -136,7 +144,7 @@ function timelineOption(data: Window, tracks: Window['tracks'], names: string[])
       const start = api.coord([api.value(1), api.value(0)])
       const end = api.coord([api.value(2), api.value(0)])
       const width = Math.max(end[0] - start[0], 1)
-      return { type: 'rect', shape: { x: start[0], y: start[1] - 10, width, height: 20, r: width > 6 ? 2 : 0 }, style: { fill: color(COLORS[api.value(3) % 8]) } }
+      return { type: 'rect', shape: { x: start[0], y: start[1] - 10, width, height: 20, r: width > 6 ? 2 : 0 }, style: { fill: color(colorOf(names[api.value(3)])) } }
     },
   }]
   return option

@@ -117,23 +117,24 @@ def search(files: RunFiles, name: str, text: str) -> dict[str, Any]:
     """Find the answers of a step whose prompt or response holds a text, whatever its case.
 
     Returns:
-        `{"groups": {group: [answer, …]}, "kept": 64}`, the answers whose text was kept.
+        `{"groups": {group: ["s0", …]}, "kept": 64}`: kinds and numbers of the answers, and how many
+        of the step kept their text.
 
     Raises:
         UnreadableError: the file is missing or damaged.
     """
-    found: dict[str, list[int]] = {}
+    found: dict[str, list[str]] = {}
     kept = 0
     with files.parquet(name) as file:
         for part in range(file.num_row_groups):
-            table = file.read_row_group(part, ["group", "answer", *_TEXTS])
+            table = file.read_row_group(part, ["group", "answer", "kind", *_TEXTS])
             kept += len(table) - table["response"].null_count
             hits = [
                 pc.fill_null(pc.match_substring(table[each], text, ignore_case=True), False)
                 for each in _TEXTS
             ]
-            for row in table.select(["group", "answer"]).filter(pc.or_(*hits)).to_pylist():
-                found.setdefault(str(row["group"]), []).append(row["answer"])
+            for row in table.drop_columns(_TEXTS).filter(pc.or_(*hits)).to_pylist():
+                found.setdefault(str(row["group"]), []).append(f"{row['kind'][0]}{row['answer']}")
     return {"groups": found, "kept": kept}
 
 

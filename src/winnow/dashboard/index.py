@@ -21,7 +21,6 @@ from winnow.dashboard.answers import require
 from winnow.dashboard.columns import short
 from winnow.dashboard.runs import RunFiles, UnreadableError
 
-FOLDER = "rollouts"
 LENGTH_BINS = 32
 RATES = ("0", "to 25 %", "to 50 %", "to 75 %", "below 1", "1")
 """Classes of the share of a prompt's answers that are right."""
@@ -52,11 +51,12 @@ class AnswerIndex:
     """The digests of a run's steps.
 
     Args:
+        folder: of the answers, rollouts or eval.
         longest: the limit of an answer, in tokens; longer ones are counted in the last class.
     """
 
-    def __init__(self, files: RunFiles, longest: int) -> None:
-        self._files, self.longest = files, longest
+    def __init__(self, files: RunFiles, folder: str, longest: int) -> None:
+        self._files, self._folder, self.longest = files, folder, longest
         self._lock = Lock()
         self._known: dict[int, tuple[str, StepDigest | None]] = {}
         self._thread: Thread | None = None
@@ -71,7 +71,7 @@ class AnswerIndex:
         Raises:
             UnreadableError: the folder cannot be listed.
         """
-        there = {step: each.stamp for step, each in self._files.steps(FOLDER).items()}
+        there = {step: each.stamp for step, each in self._files.steps(self._folder).items()}
         with self._lock:
             for step in [s for s in self._known if s not in there]:  # a resumed run did it again
                 del self._known[step]
@@ -93,7 +93,7 @@ class AnswerIndex:
         for step, stamp in sorted(todo.items(), reverse=True):
             digest = None
             try:
-                digest = self._digest(f"{FOLDER}/step-{step}.parquet")
+                digest = self._digest(f"{self._folder}/step-{step}.parquet")
                 self.problems.pop(step, None)
             except UnreadableError as error:
                 self.problems[step] = str(error)

@@ -58,7 +58,7 @@ class RunPages:
         self.files = files
         self._columns, self._timeline = MetricsColumns(files), Timeline(files)
         self._newest = Newest()
-        self._index: AnswerIndex | None = None
+        self._indexes: dict[str, AnswerIndex] = {}
         self._index_lock = Lock()
 
     def columns(self) -> MetricsColumns:
@@ -152,13 +152,13 @@ class RunPages:
         found = answers.group_answers(self.files, self._answers_file(kind, step), group, pieces)
         return {"answers": found, "meanings": answers.TOKEN_COLUMNS, "without_tokens": why}
 
-    def prompt(self, prompt_uid: str) -> dict[str, Any]:
+    def prompt(self, kind: str, prompt_uid: str) -> dict[str, Any]:
         """Follow a prompt over the steps that are read so far.
 
         Raises:
             UnreadableError: the folder cannot be listed.
         """
-        digests, total, is_done = self._indexed().look()
+        digests, total, is_done = self._indexed(kind).look()
         rows = follow(digests, prompt_uid)
         return {"rows": rows, "read": len(digests), "steps": total, "is_done": is_done}
 
@@ -168,7 +168,7 @@ class RunPages:
         Raises:
             UnreadableError: the folder cannot be listed.
         """
-        index = self._indexed()
+        index = self._indexed("training")
         digests, total, is_done = index.look()
         steps = list(digests)
         every = -(-len(steps) // _MOST_COLUMNS) or 1
@@ -259,16 +259,14 @@ class RunPages:
         return dict(_flat(tree, "")) if isinstance(tree, dict) else {}
 
     def _answers_file(self, kind: str, step: int) -> str:
-        if kind not in KINDS:
-            raise UnreadableError(f"kind must be one of {', '.join(KINDS)}, got {kind}")
-        return f"{KINDS[kind]}/step-{step}.parquet"
+        return f"{_folder(kind)}/step-{step}.parquet"
 
-    def _indexed(self) -> AnswerIndex:
+    def _indexed(self, kind: str) -> AnswerIndex:
         with self._index_lock:
-            if self._index is None:
+            if kind not in self._indexes:
                 longest = int(self.config().get("rollout.max_response_tokens") or 1024)
-                self._index = AnswerIndex(self.files, longest)
-            return self._index
+                self._indexes[kind] = AnswerIndex(self.files, _folder(kind), longest)
+            return self._indexes[kind]
 
     def _pieces(self) -> answers.Pieces:
         root = self._root()
@@ -407,6 +405,12 @@ def _compared(readers: Sequence[RunPages], step: int) -> dict[str, Any]:
         with reader.files.parquet(name) as file:
             read.append(answers_of(Path(reader.files.name) / name, file.read()))
     return figures_of(compare(*read))
+
+
+def _folder(kind: str) -> str:
+    if kind not in KINDS:
+        raise UnreadableError(f"kind must be one of {', '.join(KINDS)}, got {kind[:40]}")
+    return KINDS[kind]
 
 
 def _flat(tree: Mapping[Any, Any], before: str) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePosixPath
@@ -83,9 +83,9 @@ class RunFiles:
             UnreadableError: instead of any error of reading.
         """
         path = f"{self.root}/{name}"
-        with self._told(name):
-            with pq.ParquetFile(path if self.is_local else self._system.open(path)) as file:
-                yield file
+        with self._told(name), ExitStack() as opened:
+            source = path if self.is_local else opened.enter_context(self._system.open(path))
+            yield opened.enter_context(pq.ParquetFile(source))
 
     @contextmanager
     def _told(self, name: str) -> Iterator[None]:

@@ -86,7 +86,7 @@ class Dashboard:
             "group": lambda run, ask: run.group(
                 ask.text("kind"), ask.must("step"), ask.must("group")
             ),
-            "prompt": lambda run, ask: run.prompt(ask.text("uid")),
+            "prompt": lambda run, ask: run.prompt(ask.text("kind"), ask.text("uid")),
             "spread": lambda run, ask: run.spread(),
             "timeline": lambda run, ask: run.timeline(ask.number("step")),
             "system": lambda run, ask: run.system(),
@@ -204,8 +204,8 @@ class _Guard:
                 headers["X-Content-Type-Options"] = "nosniff"
                 headers["Referrer-Policy"] = "no-referrer"
                 headers["Cross-Origin-Resource-Policy"] = "same-origin"
-                is_asset = request.url.path.startswith("/assets/")  # its name holds its hash
-                headers["Cache-Control"] = "max-age=31536000" if is_asset else "no-store"
+                is_data = request.url.path.startswith("/api/")
+                headers["Cache-Control"] = "no-store" if is_data else "no-cache"
             await send(message)
 
         await (answer or self._app)(scope, receive, send_guarded)

@@ -71,6 +71,7 @@ def test_each_answer_has_a_row_with_its_scalars(tmp_path: Path, make_group: Make
         "prompt_ids": None,
         "token_ids": None,
         "logprobs": None,
+        "versions": None,
     }
     assert [(r["group"], r["answer"], r["advantage"]) for r in rows(path)] == [
         (11, 0, 1.0),
@@ -136,6 +137,7 @@ def test_chosen_groups_keep_text_ids_and_logprobs(tmp_path: Path, make_group: Ma
     assert shown["prompt_ids"] == [0, 1, 2, 3]
     assert shown["token_ids"] == [10, 11]
     assert shown["logprobs"] == [-0.5, -0.5]
+    assert shown["versions"] == [3, 3]
 
 
 def test_only_chosen_groups_are_decoded(tmp_path: Path, make_group: MakeGroup) -> None:

@@ -1,0 +1,332 @@
+"""The dashboard in a real browser: beside a run that trains, and over what such a run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from benchmarks.kill import SETTINGS
+from tests.services import listening
+from tests.winnow_command import WINNOW
+
+from winnow.dashboard.service import Dashboard
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page, expect, sync_playwright
+else:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    expect, sync_playwright = sync_api.expect, sync_api.sync_playwright
+
+CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+]
+PAGES = ("overview", "answers", "tokens", "time", "system")
+STEPS = 6
+EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if not Path(CHROMIUM).exists():
+        pytest.skip("chromium is not installed")
+    with sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield opened
+        opened.close()
+
+
+@dataclass
+class Watched:
+    """A page and all that went wrong on it."""
+
+    page: Page
+    url: str
+    faults: list[str] = field(default_factory=list)
+    asked: set[str] = field(default_factory=set)
+
+    def open(self, path: str) -> Page:
+        """Open a page afresh."""
+        self.page.goto("about:blank")
+        self.page.goto(f"{self.url}/#/{path}")
+        return self.page
+
+
+def watched(browser: Browser, url: str, **options: Any) -> Watched:
+    context = browser.new_context(viewport={"width": 1280, "height": 720}, **options)
+    context.set_default_timeout(20_000)
+    found = Watched(context.new_page(), url)
+    page = found.page
+    page.on("pageerror", lambda error: found.faults.append(str(error)))
+    page.on("request", lambda request: found.asked.add(request.url))
+    page.on(
+        "console",
+        lambda line: found.faults.append(line.text) if line.type in ("error", "warning") else None,
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that was watched while it trained."""
+
+    folder: Path
+    seen: list[str]
+    """Steps that the page showed, in order, without being loaded again."""
+    is_answering: bool
+    """After the run's end."""
+    code: int
+
+
+@pytest.fixture(scope="module")
+def trained(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Train as a user does, with --dashboard, and look at its page meanwhile."""
+    folder = tmp_path_factory.mktemp("live")
+    words = ["train", "quickstart", *SETTINGS, f"trainer.steps={STEPS}", "observe.console=plain",
+             "run.dir=runs", "run.name=tiny", "warm_start.steps=60"]  # fmt: skip
+    log = (folder / "out.txt").open("w")
+    run = subprocess.Popen(
+        [WINNOW, *words, "--dashboard"], cwd=folder, stdout=log, stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "WINNOW_CACHE": str(folder / "cache")},
+    )  # fmt: skip
+    try:
+        give_up = time.monotonic() + 120
+        while not (told := re.search(r"Dashboard: (http://127\.0\.0\.1:\d+)/#/(\S+)",
+                                     (folder / "out.txt").read_text())):  # fmt: skip
+            assert run.poll() is None, (folder / "out.txt").read_text()
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+        url, path = told.groups()
+        wait_for(url)
+        look = watched(browser, url)
+        page = look.open(path)
+        step = page.locator(".runs dd").first
+        seen: list[str] = []
+        while run.poll() is None and time.monotonic() < give_up:
+            shown = step.inner_text().partition(" ")[0] if step.count() else ""
+            if shown and shown not in seen:
+                seen.append(shown)
+            page.wait_for_timeout(50)
+        code = run.wait(60)
+        page.context.close()
+        return Trained(folder / "runs" / "tiny", seen, is_up(url), code)
+    finally:
+        run.kill()
+        run.wait()
+        log.close()
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/api/runs", trust_env=False, timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def wait_for(url: str) -> None:
+    give_up = time.monotonic() + 60
+    while not is_up(url):
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def runs(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run, and a copy of it, some of whose texts are made to do harm."""
+    folder = tmp_path_factory.mktemp("runs")
+    shutil.copytree(trained.folder, folder / "tiny")
+    evil = folder / "evil <b>run<"
+    shutil.copytree(trained.folder, evil)
+    path = evil / "rollouts" / "step-2.parquet"
+    table = pq.read_table(path)
+    for name in ("prompt", "response", "pred", "prompt_uid", "scorer_error", "data_source"):
+        at = table.column_names.index(name)
+        table = table.set_column(at, name, pa.array([EVIL] * len(table)))
+    pq.write_table(table.drop_columns(["token_ids"]), path)
+    with (evil / "log.txt").open("a") as log:
+        log.write(f"2026-01-01 00:00:00,000 WARNING winnow.x: {EVIL}\n")
+    config = evil / "config.yaml"
+    config.write_text(config.read_text() + f"evil: {json.dumps(EVIL)}\n")
+    (folder / "torn").mkdir()
+    (folder / "torn" / "config.yaml").write_text("run: {name: [")
+    return folder
+
+
+@pytest.fixture
+def look(browser: Browser, runs: Path, request: pytest.FixtureRequest) -> Iterator[Watched]:
+    """A page over the finished runs; at the end nothing may have gone wrong on it."""
+    with listening(Dashboard([str(runs)])) as url:
+        found = watched(browser, url, **getattr(request, "param", {}))
+        yield found
+        found.page.context.close()
+    assert found.faults == []
+    assert {each for each in found.asked if not each.startswith((url, "about:", "data:"))} == set()
+
+
+def test_a_run_is_seen_live_and_its_dashboard_ends_with_it(trained: Trained) -> None:
+    assert trained.code == 0
+    assert not trained.is_answering
+    steps = [int(each) for each in trained.seen]
+    assert len(steps) >= 2
+    assert steps == sorted(steps)
+    assert (trained.folder / "tokenizer.json").is_file()
+
+
+def test_pages_fit_the_screen_and_ask_nobody_else(look: Watched) -> None:
+    for name in PAGES:
+        page = look.open(f"{name}?run=tiny&runs=tiny")
+        page.wait_for_selector(".panel canvas" if name != "answers" else ".tokens")
+        page.wait_for_selector(".connection.live")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1280, name
+        assert page.locator(".problem").count() == (1 if name == "overview" else 0)  # of torn
+
+
+def test_answers_are_reached_by_clicks_and_keys_and_by_their_address(look: Watched) -> None:
+    page = look.open("overview?runs=tiny")
+    page.get_by_role("link", name="Answers", exact=True).first.click()
+    rows = page.locator(".groups tbody tr")
+    rows.nth(2).click()
+    chosen = page.locator(".groups tr[aria-selected=true] .prompt")
+    expect(chosen).to_have_text(rows.nth(2).locator(".prompt").inner_text())
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("k")
+    expect(chosen).to_have_text(rows.nth(3).locator(".prompt").inner_text())
+    page.wait_for_selector(".tokens .special")
+    page.keyboard.press("l")
+    page.wait_for_selector("section[aria-label='Answer 2']")
+    page.keyboard.press("[")
+    step = page.get_by_label("Step", exact=True)
+    expect(step).to_have_value(str(STEPS - 1))
+    page.wait_for_selector("section[aria-label='Answer 1'] .special")
+    page.keyboard.press("c")
+    told = page.get_by_text("does not keep entropies of tokens")
+    told.wait_for()
+    address = page.url
+    page.reload()
+    told.wait_for()
+    assert page.url == address
+    expect(step).to_have_value(str(STEPS - 1))
+    page.keyboard.press("?")
+    page.get_by_role("dialog", name="Keys").wait_for()
+    page.keyboard.press("Escape")
+    page.keyboard.press("4")
+    page.get_by_role("heading", name="Who waited for whom").wait_for()
+
+
+def test_tokens_show_their_numbers_and_special_ones_are_marked(look: Watched) -> None:
+    page = look.open("answers?run=tiny&step=1")
+    page.locator(".tokens span").first.hover()
+    readout = page.locator(".readout").inner_text()
+    assert re.search(r"log-prob .?\d+\.\d{3}  ?p 0?\.?\d", readout)
+    assert "version 0" in readout
+    file = pq.read_table(Path(look_runs(look)) / "tiny" / "rollouts" / "step-1.parquet")
+    kept = [row for row in file.to_pylist() if row["response"] is not None]
+    shown = page.locator(".tokens").evaluate(
+        "e => [...e.querySelectorAll('span:not(.special)')].map(s => s.textContent).join('')"
+    )
+    assert shown in {row["response"] for row in kept}
+    page.get_by_role("radio", name="Version").click()
+    page.locator(".swatch").first.wait_for()
+
+
+def look_runs(look: Watched) -> str:
+    """The folder of the runs that a page shows."""
+    place = httpx.get(f"{look.url}/api/runs", trust_env=False).json()["runs"][0]["place"]
+    return str(Path(place).parent)
+
+
+def test_answers_are_filtered_and_searched(look: Watched) -> None:
+    page = look.open("answers?run=tiny&step=1")
+    rows = page.locator(".groups tbody tr")
+    rows.first.wait_for()
+    every = rows.count()
+    page.get_by_role("radio", name=re.compile("All wrong")).click()
+    expect(rows).not_to_have_count(every)
+    assert all(text.startswith("0/") for text in rows.locator("td:nth-child(3)").all_inner_texts())
+    assert "filter=wrong" in page.url
+    page.get_by_role("radio", name=re.compile("^All ?\\d")).click()
+    prompt = rows.first.locator(".prompt").inner_text()
+    page.keyboard.press("/")
+    page.keyboard.type(prompt)
+    page.keyboard.press("Enter")
+    page.get_by_text("with “").wait_for()
+    assert prompt in rows.locator(".prompt").all_inner_texts()
+    assert rows.count() < every
+
+
+def test_two_runs_are_compared_beside_their_curves(look: Watched) -> None:
+    page = look.open("overview?runs=tiny")
+    page.get_by_text("Choose two runs").wait_for()
+    page.get_by_label("evil").check()
+    page.get_by_text("No difference: A and B did equally well").wait_for()
+    page.get_by_text("95 % interval +0.0 to +0.0").wait_for()
+    expect(page.locator(".settings code")).to_have_text(["evil"])
+    page.get_by_role("button", name="Larger").first.click()
+    page.wait_for_selector(".large canvas")
+    page.get_by_role("radio", name="Tokens").click()
+    assert "x=tokens" in page.url
+    page.go_back()
+    expect(page.locator(".large")).to_have_count(0)
+
+
+def test_what_a_model_wrote_is_shown_as_text_wherever_it_stands(look: Watched) -> None:
+    name = "evil%20%3Cb%3Erun%3C"
+    for path in ("answers?step=2&", "system?level=all&", "overview?runs=tiny&runs=" + name + "&"):
+        page = look.open(f"{path}run={name}")
+        page.get_by_text("onerror").first.wait_for()
+        page.wait_for_timeout(100)
+        assert page.title() != "owned"
+        assert page.locator("main img").count() == 0
+        assert page.locator("main script").count() == 0
+    page = look.open(f"answers?step=2&run={name}")
+    assert page.locator("pre.text").last.inner_text() == EVIL
+
+
+@pytest.mark.parametrize("look", [{"color_scheme": "dark"}], indirect=True)
+def test_dark_is_as_the_system_has_it_until_one_chooses(look: Watched) -> None:
+    page = look.open("overview?runs=tiny")
+    page.wait_for_selector(".panel canvas")
+
+    def brightness(selector: str) -> int:
+        script = "e => getComputedStyle(e).backgroundColor.match(/\\d+/g).map(Number)"
+        found: list[int] = page.locator(selector).first.evaluate(script)
+        return sum(found[:3])
+
+    assert brightness(".panel") < 150
+    page.keyboard.press("t")
+    expect(page.locator("html")).to_have_attribute("data-theme", "light")
+    assert brightness(".panel") > 600
+    page.reload()
+    page.wait_for_selector(".panel canvas")
+    assert brightness(".panel") > 600
+
+
+def test_a_torn_run_is_told_and_the_others_are_shown(look: Watched) -> None:
+    page = look.open("overview")
+    page.get_by_text("config.yaml of torn is no YAML").wait_for()
+    page.wait_for_selector(".panel canvas")
+
+
+def test_the_page_says_when_the_dashboard_is_gone(browser: Browser, runs: Path) -> None:
+    with listening(Dashboard([str(runs)])) as url:
+        found = watched(browser, url)
+        page = found.open("overview?runs=tiny")
+        page.wait_for_selector(".connection.live")
+    page.wait_for_selector(".connection.lost")
+    page.keyboard.press("5")
+    page.get_by_text("does not answer").first.wait_for()
+    page.context.close()

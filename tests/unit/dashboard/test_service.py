@@ -1,0 +1,187 @@
+"""Routes of the dashboard: who may ask, what is told of damaged files, and what changes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from starlette.testclient import TestClient
+
+from winnow.dashboard.service import STATIC, Dashboard
+from winnow.observe.files import RunFolder
+
+MakeRun = Callable[[str], RunFolder]
+ROOT = Path(__file__).parents[3]
+FRONTEND = ROOT / "frontend"
+HERE = "http://127.0.0.1"
+
+
+def client(*places: Path, token: str | None = None, host: str = HERE) -> TestClient:
+    return TestClient(Dashboard([str(each) for each in places], token).app, base_url=host)
+
+
+def get(asked: TestClient, path: str) -> Any:
+    answer = asked.get(path)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_runs_are_listed_with_their_last_figures(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    (folder.path.parent / "b").mkdir()
+    (folder.path.parent / "b" / "config.yaml").write_text("run: [")
+    a, b = get(client(folder.path.parent), "/api/runs")["runs"]
+    assert (a["name"], a["step"], a["steps"], a["state"]) == ("a", 4, 4, "done")
+    assert (a["accuracy"], a["held_out"], a["problem"]) == (1.0, {"sums": 0.5}, None)
+    assert b["problem"].startswith("config.yaml of b is no YAML")
+
+
+def test_settings_that_differ_are_listed_by_their_full_names(make_run: MakeRun) -> None:
+    a, b = make_run("a"), make_run("b")
+    b.config.write_text(b.config.read_text().replace("0.001", "0.002") + "new: {x: [1, 2]}\n")
+    found = get(client(a.path, b.path), "/api/difference?a=a&b=b")
+    assert found == [
+        {"key": "run.name", "a": "a", "b": "b"},
+        {"key": "optim.lr", "a": 0.001, "b": 0.002},
+        {"key": "new.x", "a": None, "b": "[1, 2]"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "told"),
+    [
+        ("run/steps?run=nobody", 404, "there is no run nobody"),
+        ("run/steps?run=" + quote("../../etc", safe=""), 404, "there is no run ../../etc"),
+        ("series?runs=a&runs=..", 404, "there is no run .."),
+        ("run/groups?run=a&kind=training&step=99", 422, "a has no rollouts/step-99.parquet"),
+        ("run/groups?run=a&kind=../..&step=1", 422, "kind must be one of training, held_out"),
+        ("run/groups?run=a&kind=training&step=1/../2", 422, "step must be a whole number"),
+        ("run/groups?run=a&kind=training", 422, "step is missing"),
+        ("run/group?run=a&kind=training&step=1&group=99999", 422, "has no group 99999"),
+        ("run/timeline?run=a", 422, "a has no trace.json"),
+        ("comparison?a=a&b=nobody", 404, "there is no run nobody"),
+    ],
+)
+def test_what_is_not_there_is_told_in_a_line(
+    path: str, status: int, told: str, make_run: MakeRun
+) -> None:
+    answer = client(make_run("a").path).get(f"/api/{path}")
+    assert answer.status_code == status
+    assert told in answer.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/../pages.py", "/%2e%2e/pages.py", "/assets/../../runs.py"])
+def test_no_file_beside_the_front_end_is_given_out(path: str, make_run: MakeRun) -> None:
+    assert client(make_run("a").path).get(path).status_code == 404
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "trace.json", "log.txt",
+                                  "rollouts/step-2.parquet", "tokenizer.json"])  # fmt: skip
+@pytest.mark.parametrize("content", [b"", b"\x00\xff{[", b"PAR1", b'{"step": "x"}\n[]\n'])
+def test_no_damaged_file_makes_a_page_fail(name: str, content: bytes, make_run: MakeRun) -> None:
+    folder = make_run("a")
+    (folder.path / name).write_bytes(content)
+    asked = client(folder.path)
+    pages = (
+        *("runs", "series?runs=a&names=*", "names?runs=a", "difference?a=a&b=a"),
+        *("run/steps?run=a", "run/groups?run=a&kind=training&step=2", "run/spread?run=a"),
+        "run/group?run=a&kind=training&step=2&group=2",
+        "run/search?run=a&kind=training&step=2&q=x",
+        *("run/prompt?run=a&kind=training&uid=row-1", "run/timeline?run=a", "run/system?run=a"),
+        "comparison?a=a&b=a",
+    )
+    for page in pages:
+        answer = asked.get(f"/api/{page}")
+        assert answer.status_code in (200, 422), f"{page}: {answer.text}"
+        if answer.status_code == 422:
+            line = answer.json()["error"]
+            assert name.split("/")[-1] in line or "no group" in line or "has no" in line
+            assert "\n" not in line
+
+
+def test_without_a_token_only_this_machine_is_answered(make_run: MakeRun) -> None:
+    run = make_run("a").path
+    assert client(run, host="http://localhost:8040").get("/api/runs").status_code == 200
+    assert client(run, host="http://[::1]").get("/api/runs").status_code == 200
+    for path in ("/", "/api/runs"):
+        assert client(run, host="http://evil.example").get(path).status_code == 421
+        assert client(run).post(path).status_code == 405
+
+
+def test_with_a_token_each_client_needs_it(make_run: MakeRun) -> None:
+    asked = client(make_run("a").path, token="s3cret", host="http://gpu.example")
+    assert asked.get("/api/runs").status_code == 401
+    assert asked.get("/api/runs", headers={"Authorization": "Bearer s3cret"}).status_code == 200
+    assert asked.get("/api/runs", headers={"Cookie": "winnow-token=no"}).status_code == 401
+    assert "password" in asked.get("/").text
+    assert "not the token" in asked.get("/?token=wrong").text
+    opened = asked.get("/?token=s3cret", follow_redirects=False)
+    assert (opened.status_code, opened.headers["location"]) == (303, "/")
+    assert "httponly" in opened.headers["set-cookie"].lower()
+    assert get(asked, "/api/runs")["runs"]  # by the cookie
+    assert "s3cret" not in asked.get("/").text
+
+
+def test_each_reply_forbids_what_the_pages_do_not_need(make_run: MakeRun) -> None:
+    asked = client(make_run("a").path)
+    for path in ("/", "/api/runs", "/api/run/steps?run=x", "/icon.svg"):
+        headers = asked.get(path).headers
+        policy = dict(each.strip().split(" ", 1) for each in
+                      headers["content-security-policy"].split(";"))  # fmt: skip
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+
+
+def test_events_name_the_run_that_changed(make_run: MakeRun) -> None:
+    a = make_run("a")
+    make_run("b")
+
+    async def told() -> list[Any]:
+        dashboard = Dashboard([str(a.path.parent)])
+        events = dashboard._changes()
+        found = [json.loads((await anext(events)).removeprefix("data: "))]
+        with a.metrics.open("a") as file:
+            file.write('{"step":5}\n')
+        found.append(json.loads((await anext(events)).removeprefix("data: ")))
+        dashboard.close()
+        assert [each async for each in events] == []
+        return found
+
+    assert asyncio.run(asyncio.wait_for(told(), 60)) == [
+        {"changed": [], "gone": []}, {"changed": ["a"], "gone": []},
+    ]  # fmt: skip
+
+
+def test_the_front_end_was_built_of_these_sources() -> None:
+    single = ["index.html", "package.json", "package-lock.json", "tsconfig.json", "vite.config.ts"]
+    found = [path for folder in ("src", "public") for path in (FRONTEND / folder).rglob("*")]
+    names = [str(path.relative_to(FRONTEND)) for path in found if path.is_file()]
+    digest = hashlib.sha256()
+    for name in sorted([*single, *names]):
+        digest.update(f"{name}\n".encode() + (FRONTEND / name).read_bytes())
+    built = (STATIC / "sources.sha256").read_text().strip()
+    assert built == digest.hexdigest(), "run `make dashboard`, and commit what it builds"
+
+
+def test_the_lock_of_the_front_end_names_no_address_and_the_bundle_its_licences() -> None:
+    assert '"resolved"' not in (FRONTEND / "package-lock.json").read_text()
+    told = (STATIC / "LICENSES.txt").read_text()
+    needed = json.loads((FRONTEND / "package.json").read_text())["dependencies"]
+    for name in (*needed, "zrender", "tslib"):
+        assert f"\n{name} " in f"\n{told}", name
+
+
+def test_the_pages_ask_nobody_else() -> None:
+    page = (STATIC / "index.html").read_text()
+    assert "http" not in page
+    assert "<script>" not in page  # scripts are files, or the policy stops them
+    style = "".join(path.read_text() for path in (STATIC / "assets").glob("*.css"))
+    assert "//" not in style.replace("://", "", 0)
