@@ -13,7 +13,7 @@ const FILTERS: Record<string, { text: string; says: string; keeps: (g: Groups, a
   cut: { text: 'Cut off', says: 'An answer reached the limit of tokens', keeps: (g, at) => g.cut_off[at] > 0 },
   overlong: { text: 'Overlong', says: 'An answer was penalised for its length', keeps: (g, at) => g.overlong[at] > 0 },
   failed: { text: 'Failed', says: 'Scoring of an answer failed', keeps: (g, at) => g.failed[at] > 0 },
-  mismatch: { text: 'Mismatch', says: 'Largest difference of sampler and trainer first, where the trainer’s log-probs of tokens are kept', keeps: (g, at) => g.mismatch[at] !== null },
+  mismatch: { text: 'Mismatch', says: 'Largest distance of the sampler’s log-probs from the trainer’s first, of answers that were trained on', keeps: (g, at) => g.mismatch[at] !== null },
 }
 const ROWS = 200
 
@@ -87,7 +87,7 @@ export function Answers({ runs, words }: { runs: Run[]; words: URLSearchParams }
                 return (
                   <button type="button" role="radio" aria-checked={filter === name} disabled={name !== 'all' && !count} onClick={() => change({ filter: name === 'all' ? null : name, group: null })}
                     title={each.says}>
-                    {each.text}<span class="count">{name === 'mismatch' && !table.has_mismatch ? 'not kept' : count}</span>
+                    {each.text}<span class="count">{name === 'mismatch' && !count ? 'not kept' : count}</span>
                   </button>
                 )
               })}

@@ -41,7 +41,6 @@ export interface Groups {
   overlong: number[]
   failed: number[]
   mismatch: Values
-  has_mismatch: boolean
   prompt: (string | null)[]
 }
 export interface Pieces {

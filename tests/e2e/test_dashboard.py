@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,6 +23,7 @@ from tests.services import listening
 from tests.winnow_command import WINNOW
 
 from winnow.dashboard.service import Dashboard
+from winnow.observe.jsonl import read_metrics
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -185,6 +187,21 @@ def test_a_run_is_seen_live_and_its_dashboard_ends_with_it(trained: Trained) -> 
     assert (trained.folder / "tokenizer.json").is_file()
 
 
+def test_the_trainers_log_probs_are_kept_beside_the_samplers(trained: Trained) -> None:
+    record = read_metrics(trained.folder / "metrics.jsonl")[1]
+    rows = pq.read_table(trained.folder / "rollouts" / "step-1.parquet").to_pylist()
+    learnt = [row for row in rows if row["outcome"] == "trained"]
+    total = sum(row["mismatch"] * row["response_tokens"] for row in learnt)
+    mean = total / sum(row["response_tokens"] for row in learnt)
+    assert mean == pytest.approx(record["mismatch/abs_delta"], rel=1e-4)
+    shown = [row for row in learnt if row["token_ids"] is not None]
+    assert shown
+    for row in shown:
+        distances = np.abs(np.subtract(row["logprobs"], row["trainer_logprobs"]))
+        assert np.mean(distances) == pytest.approx(row["mismatch"], abs=1e-7)
+        assert row["versions"] == [0] * row["response_tokens"]
+
+
 def test_pages_fit_the_screen_and_ask_nobody_else(look: Watched) -> None:
     for name in PAGES:
         page = look.open(f"{name}?run=tiny&runs=tiny")
@@ -241,6 +258,8 @@ def test_tokens_show_their_numbers_and_special_ones_are_marked(look: Watched) ->
     assert shown in {row["response"] for row in kept}
     page.get_by_role("radio", name="Version").click()
     page.locator(".swatch").first.wait_for()
+    page.get_by_role("radio", name="Sampler").click()
+    page.locator(".ramp.difference").wait_for()
 
 
 def look_runs(look: Watched) -> str:

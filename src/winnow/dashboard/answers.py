@@ -23,7 +23,7 @@ from winnow.dashboard.runs import RunFiles, UnreadableError
 NUMBERS = (
     *("group", "answer", "kind", "prompt_uid", "data_source", "outcome", "prompt_tokens"),
     *("response_tokens", "reward", "accuracy", "advantage", "staleness", "finish_reason"),
-    *("scorer_error", "part/overlong", "extra/overlong"),
+    *("scorer_error", "part/overlong", "extra/overlong", "mismatch", "prompt"),
 )
 TOKEN_COLUMNS = {
     "logprobs": "log-prob of the sampler, nats",
@@ -50,11 +50,7 @@ def group_table(files: RunFiles, name: str) -> dict[str, Any]:
     """
     with files.parquet(name) as file:
         there = set(file.schema_arrow.names)
-        wanted = [each for each in (*NUMBERS, "prompt", "trainer_logprobs", "logprobs")
-                  if each in there]  # fmt: skip
-        if "trainer_logprobs" not in there:
-            wanted = [each for each in wanted if each != "logprobs"]
-        table = file.read(columns=wanted)
+        table = file.read(columns=[each for each in NUMBERS if each in there])
     require(table, name, "group", "outcome", "reward", "accuracy", "response_tokens")
     ids = table["group"].to_numpy()
     order = np.argsort(ids, kind="stable")
@@ -107,8 +103,7 @@ def group_table(files: RunFiles, name: str) -> dict[str, Any]:
                          mean),
         "overlong": _sums(overlong.astype(float), counts, mean),
         "failed": _sums(is_true(bool(each) for each in errors or [""] * len(ids)), counts, mean),
-        "mismatch": most(_mismatch(table)[order]),
-        "has_mismatch": "trainer_logprobs" in table.column_names,
+        "mismatch": most(numbers("mismatch")),
         "prompt": [None if p is None else p[:_PREVIEW] for p in firsts("prompt")],
     }  # fmt: skip
 
@@ -253,15 +248,3 @@ def _texts(table: pa.Table, column: str) -> list[Any]:
 
 def _sums(values: np.ndarray, counts: np.ndarray, mean: Any) -> list[int]:
     return [round((each or 0.0) * n) for each, n in zip(mean(values), counts, strict=True)]
-
-
-def _mismatch(table: pa.Table) -> np.ndarray:
-    """Mean absolute difference of the sampler's and the trainer's log-probs, by answer."""
-    out = np.full(len(table), np.nan)
-    if "trainer_logprobs" not in table.column_names:
-        return out
-    ours, theirs = table["logprobs"].to_pylist(), table["trainer_logprobs"].to_pylist()
-    for row, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        if a and b and len(a) == len(b):
-            out[row] = float(np.mean(np.abs(np.subtract(a, b))))
-    return out

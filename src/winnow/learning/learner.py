@@ -59,7 +59,11 @@ class Learned:
     prompt_lengths: IntArray
     """[B] tokens."""
     packed_tokens: int
-    """Tokens of prompts and answers."""
+    """Tokens of prompts and answers (T)."""
+    old_logprobs: FloatArray | None = None
+    """[T] nats: the trainer's, before the updates; None where the step took no pass for them."""
+    mismatch: FloatArray | None = None
+    """[B] nats: mean distance of the sampler's log-probs from those, over a sample's tokens."""
 
 
 class AnyLearner(Protocol):
@@ -137,6 +141,8 @@ class Learner:
             batch.columns["age"] = token_ages(groups, batch, step - 1)
         self._passes(batch, step, metrics, watch)
         with watch.phase("batch"):
+            old = batch.columns["old"].numpy() if self._policy.has_pass else None
+            mismatch = None if old is None else _mismatch(batch, old)
             if self._correction is not None:
                 batch = correct_batch(batch, self._correction, metrics)
             advantages = self._advantage(groups, batch, metrics)
@@ -148,7 +154,11 @@ class Learner:
         samples_B = advantages.samples.numpy()
         metrics.spread("score/advantage", samples_B)
         return Learned(
-            samples_B.astype(np.float32), batch.prompt_lengths.numpy(), len(batch.token_ids)
+            samples_B.astype(np.float32),
+            batch.prompt_lengths.numpy(),
+            len(batch.token_ids),
+            old,
+            mismatch,
         )
 
     def _passes(self, batch: Batch, step: int, metrics: Metrics, watch: Stopwatch) -> None:
@@ -229,3 +239,11 @@ def _sample_keys(groups: Sequence[Group]) -> Tensor:
 def _draw_seed(*parts: int) -> int:
     """Make one 64-bit seed from several numbers."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
+
+
+def _mismatch(batch: Batch, old: FloatArray) -> FloatArray:
+    """Return [B] mean |old - behav| over the tokens that the policy wrote."""
+    mask, starts = batch.gen_mask.numpy(), batch.offsets[:-1].numpy()
+    distances = np.where(mask, np.abs(old - batch.behav.numpy()), 0.0)
+    counts = np.maximum(np.add.reduceat(mask.astype(np.int64), starts), 1)
+    return np.asarray(np.add.reduceat(distances, starts) / counts, np.float32)

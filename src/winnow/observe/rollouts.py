@@ -12,11 +12,13 @@ eval/step-N.parquet, the answers to held-out prompts after step N, has the same 
 | prompt_tokens, response_tokens | lengths |
 | reward, part/NAME, accuracy | the score; reward is the sum of the parts, each by its weight |
 | advantage | null unless trained, and for a baseline |
+| mismatch | mean |log-prob of the sampler - trainer's|, nats; trained, after an old pass |
 | oldest_version, newest_version, staleness | weight versions that wrote it, and how far behind |
 | finish_reason, scorer_error | |
 | pred, extra/NAME | what else the scorer said; numbers as numbers, the rest as text |
 | prompt, response | text; with the next rows only for a seeded choice of groups, else null |
 | prompt_ids, token_ids, logprobs | ids as the policy saw them, log-probs of the sampler in nats |
+| trainer_logprobs | the trainer's, before the step's updates, where it took a pass for them |
 | versions | weight version that wrote each token; -1 where it was no policy's |
 """
 
@@ -54,6 +56,7 @@ _KINDS = {
     **{"oldest_version": _INT, "newest_version": _INT, "staleness": _INT, "finish_reason": _TEXT},
     **{"scorer_error": _TEXT, "pred": _TEXT, "prompt": _TEXT, "response": _TEXT},
     **{"prompt_ids": _IDS, "token_ids": _IDS, "logprobs": pa.list_(pa.float32()), "versions": _IDS},
+    **{"mismatch": _FLOAT, "trainer_logprobs": pa.list_(pa.float32())},
 }
 """Types of the columns that every file has."""
 
@@ -66,6 +69,10 @@ class RolloutGroup:
     outcome: Outcome | Literal["held_out", "held_out_greedy"]
     advantages: FloatArray | None = None
     """One a sampled answer; None unless trained."""
+    mismatch: FloatArray | None = None
+    """One a sampled answer: mean distance of the sampler's log-probs from the trainer's, nats."""
+    trainer_logprobs: Sequence[FloatArray] | None = None
+    """[L] nats for each sampled answer; None where the step took no pass for them."""
 
 
 def problem_id(prompt: Prompt) -> str:
@@ -186,6 +193,9 @@ def _rows(
         row = {**common, "answer": index, "kind": "greedy" if is_greedy else "sampled"}
         if index < len(advantages):
             row["advantage"] = advantages[index]
+            row["mismatch"] = None if entry.mismatch is None else entry.mismatch[index]
+            if is_shown and entry.trainer_logprobs is not None:
+                row["trainer_logprobs"] = entry.trainer_logprobs[index].astype(np.float32)
         yield {**row, **_of_answer(answer, version), **(_texts(answer, decode) if is_shown else {})}
 
 

@@ -20,7 +20,7 @@ from winnow.observe.metrics import Metrics, Number
 from winnow.observe.rollouts import RolloutGroup
 from winnow.rewards.pipeline import OVERLONG, OVERLONG_REWARD, TASK
 from winnow.sampling.accounting import StepGroups
-from winnow.types import Score
+from winnow.types import FloatArray, Score
 
 _GIB = 2**30
 _KIB = 2**10
@@ -113,13 +113,31 @@ def _record_sampling(metrics: Metrics, sampled: StepGroups) -> None:
 def rollout_groups(sampled: StepGroups, learned: Learned) -> list[RolloutGroup]:
     """List the groups whose life ended in this step, the trained ones with their advantages."""
     sizes = [len(group.answers) for group in sampled.groups]
-    parts = np.split(learned.advantages, np.cumsum(sizes)[:-1])
+    ends = np.cumsum(sizes)[:-1]
+    parts = np.split(learned.advantages, ends)
+    nothing = [None] * len(parts)
+    distances = nothing if learned.mismatch is None else np.split(learned.mismatch, ends)
+    tokens = nothing if learned.old_logprobs is None else _by_group(sampled, learned)
     trained = (
-        RolloutGroup(settled.group, "trained", advantages)
-        for settled, advantages in zip(sampled.trained, parts, strict=True)
+        RolloutGroup(settled.group, "trained", part, distance, logprobs)
+        for settled, part, distance, logprobs in zip(
+            sampled.trained, parts, distances, tokens, strict=True
+        )
     )
     rest = (RolloutGroup(settled.group, settled.fate) for settled in sampled.discarded)
     return list(chain(trained, rest))
+
+
+def _by_group(sampled: StepGroups, learned: Learned) -> list[list[FloatArray]]:
+    """Cut the trainer's log-probs of a step into those of its groups' answers."""
+    assert learned.old_logprobs is not None
+    lengths = [[sum(map(len, a.trajectory.segments)) for a in g.answers] for g in sampled.groups]
+    whole = learned.prompt_lengths + np.array(list(chain.from_iterable(lengths)))
+    ends = iter(np.cumsum(whole).tolist())
+    return [
+        [learned.old_logprobs[end - length : end] for length, end in zip(each, ends, strict=False)]
+        for each in lengths
+    ]
 
 
 @dataclass(frozen=True, eq=False)

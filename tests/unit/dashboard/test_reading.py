@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.small_tokenizers import train_bpe
+from tests.unit.dashboard.conftest import answer, group, write_step
 
 from winnow.dashboard.answers import Pieces, group_answers, group_table, search
 from winnow.dashboard.columns import MetricsColumns
@@ -23,6 +24,7 @@ from winnow.dashboard.runs import RunFiles, RunSet, UnreadableError
 from winnow.dashboard.times import Timeline, log_lines
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
+from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import RunInfo
 from winnow.observe.trace import TraceFile
 
@@ -117,21 +119,27 @@ def test_groups_are_summed_up_without_their_baselines(make_run: MakeRun) -> None
     assert table["overlong"] == [1, 0, 0]
     assert table["failed"] == [0, 1, 0]
     assert table["mismatch"] == [None, None, None]
-    assert not table["has_mismatch"]
     assert table["prompt"] == ["ask row-1", "ask row-8", "ask row-9"]
 
 
-def test_mismatch_is_the_mean_difference_of_two_log_probs(make_run: MakeRun) -> None:
+def test_the_trainers_log_probs_come_with_the_answers_that_were_trained_on(
+    make_run: MakeRun,
+) -> None:
     folder = make_run("a")
-    path = folder.path / STEP_2
-    table = pq.read_table(path)
-    theirs = [[x - 0.25 for x in row] for row in table["logprobs"].to_pylist()]
-    theirs[0] = [x + 1 for x in theirs[0]]
-    pq.write_table(table.append_column("trainer_logprobs", [theirs]), path)
-    found = group_table(files(folder.path), STEP_2)
-    assert found["mismatch"] == pytest.approx([0.75, 0.25, 0.25])
-    [first, *_] = group_answers(files(folder.path), STEP_2, 2, None)
-    assert first["columns"]["trainer_logprobs"] == pytest.approx([-0.25, 0.25, 0.75])
+    entry = RolloutGroup(
+        group(7, "row-1", answer(3, 1.0), answer(2, 0.0), baseline=answer(4, 0.0)),
+        "trained",
+        np.array([1.0, -1.0], np.float32),
+        np.array([0.25, 0.75], np.float32),
+        [np.array([-1.25, -0.25, 0.25], np.float32), np.array([0.0, 0.5], np.float32)],
+    )
+    write_step(folder.path, 9, [entry], "rollouts")
+    run = files(folder.path)
+    assert group_table(run, "rollouts/step-9.parquet")["mismatch"] == [0.75]
+    found = group_answers(run, "rollouts/step-9.parquet", 7, None)
+    assert [each["mismatch"] for each in found] == [0.25, 0.75, None]
+    columns = [each["columns"].get("trainer_logprobs") for each in found]
+    assert columns == [[-1.25, -0.25, 0.25], [0, 0.5], None]
 
 
 def test_an_answer_comes_with_all_that_was_kept_of_it(make_run: MakeRun) -> None:

@@ -72,6 +72,8 @@ def test_each_answer_has_a_row_with_its_scalars(tmp_path: Path, make_group: Make
         "token_ids": None,
         "logprobs": None,
         "versions": None,
+        "mismatch": None,
+        "trainer_logprobs": None,
     }
     assert [(r["group"], r["answer"], r["advantage"]) for r in rows(path)] == [
         (11, 0, 1.0),

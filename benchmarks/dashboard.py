@@ -1,0 +1,219 @@
+"""The times of the dashboard's pages over large runs, and the bytes that each reads.
+
+    python -m benchmarks.dashboard [--asks 40] [--out benchmarks/results/dashboard.md]
+
+Two runs are made with the writers of real ones: `long` has 2,000 steps of 64 answers with their
+tokens, `wide` 20 steps of 8,192 answers with numbers alone. A server of its own process is asked
+for the data of each page over HTTP, as a browser does; what a page asks for at once is asked in
+turn, and counted together. Bytes are those that the server's process reads of files
+(/proc/PID/io), the page cache's included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from winnow.observe.files import RunFolder
+from winnow.observe.jsonl import MetricsLog
+from winnow.observe.rollouts import RolloutGroup, write_rollouts
+from winnow.observe.trace import TraceFile
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
+
+LONG, WIDE = "long", "wide"
+N, TOKENS, FIGURES = 8, 400, 120
+CONFIG = "run: {name: %s}\ntrainer: {steps: %d}\nrollout: {max_response_tokens: 512}\n"
+FIGURE_NAMES = (
+    *("sampling/accuracy", "score/reward/mean", "length/response/mean", "actor/entropy"),
+    *("actor/clip_high", "actor/clip_low", "actor/grad_norm", "mismatch/abs_delta"),
+    *("sampling/keep_rate", "throughput/tokens_per_s", "sampling/tokens/generated"),
+    *("sampling/tokens/trained", "sampling/tokens/all_right", "time/step_s", "time/rollout_s"),
+    *("time/update_s", "memory/peak_gib", "length/truncated"),
+)
+
+
+def make_answer(dice: np.random.Generator, tokens: int) -> Answer:
+    """An answer of random tokens and marks."""
+    right = float(dice.random() < 0.6)
+    ids = dice.integers(5, 260, tokens)
+    logprobs = -dice.exponential(0.3, tokens).astype(np.float32)
+    segment = Segment(ids, logprobs, (VersionSpan(1, tokens),))
+    parts = {"task": 2 * right - 1, "overlong": 0.0}
+    return Answer(Trajectory((segment,), "stop"), Score(2 * right - 1, right, parts, {"pred": "7"}))
+
+
+def make_run(folder: RunFolder, steps: int, answers: int, has_tokens: bool) -> None:
+    """Write a run of so many steps."""
+    dice = np.random.default_rng(0)
+    folder.rollouts.mkdir(parents=True)
+    folder.save_config(CONFIG % (folder.name, steps))
+    folder.tokenizer.write_text(tokenizer_json())
+    metrics, trace = MetricsLog(folder.metrics), TraceFile(folder.trace)
+    count = answers // N
+    for step in range(1, steps + 1):
+        groups = [
+            RolloutGroup(
+                Group(
+                    step * count + n,
+                    Prompt(
+                        f"row-{dice.integers(5000)}", np.arange(60), "A question. " * 20, "m", "7"
+                    ),
+                    tuple(make_answer(dice, TOKENS if has_tokens else 20) for _ in range(N)),
+                ),
+                "trained" if n % 4 else "all_right",
+                dice.normal(size=N) if n % 4 else None,
+            )
+            for n in range(count)
+        ]
+        write_rollouts(
+            folder.rollout(step),
+            step,
+            groups,
+            version=step,
+            text_groups={each.group.id for each in groups} if has_tokens else set(),
+            decode=lambda ids: "".join(map(chr, ids)),
+        )
+        more = {f"more/figure_{n}": dice.random() for n in range(FIGURES - len(FIGURE_NAMES))}
+        metrics.log(step, {name: 100 * dice.random() for name in FIGURE_NAMES} | more)
+        now = time.perf_counter()
+        for n in range(20):
+            trace("trainer", f"phase {n % 7}", now + n, now + n + 0.9)
+        trace.log(step, {})
+    metrics.close()
+    trace.close()
+
+
+def tokenizer_json() -> str:
+    """A tokenizer of 256 bytes and a few special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: n + 5 for n, c in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return str(tokenizer.to_str())
+
+
+def pages(run: str, steps: int, answers: int, dice: np.random.Generator) -> dict[str, list[str]]:
+    """The addresses that each page asks for, of a random step and group."""
+    step, count = int(dice.integers(1, steps + 1)), answers // N
+    group = step * count + int(dice.integers(count))
+    where = f"run={run}&kind=training&step={step}"
+    names = "&".join(f"names={name}" for name in FIGURE_NAMES)
+    return {
+        "Overview": ["runs", f"series?runs={run}&names=eval/*&{names}"],
+        "Answers, a step": [f"run/steps?run={run}", f"run/groups?{where}"],
+        "Answers, a prompt": [
+            f"run/group?{where}&group={group}",
+            f"run/prompt?run={run}&kind=training&uid=row-{dice.integers(5000)}",
+        ],
+        "Answers, a search": [f"run/search?{where}&q=zz"],
+        "Tokens": [f"series?runs={run}&names=sampling/tokens/*", f"run/spread?run={run}"],
+        "Time": [
+            f"series?runs={run}&names=time/*_s&names=overlap/*",
+            f"run/timeline?run={run}&step={step}",
+        ],
+        "System": [f"run/system?run={run}", f"series?runs={run}&names=memory/*&names=ranks/*"],
+    }
+
+
+def bytes_read(pid: int) -> int:
+    """Bytes that a process has read so far."""
+    found = re.search(r"rchar: (\d+)", Path(f"/proc/{pid}/io").read_text())
+    return int(found[1]) if found else 0
+
+
+def served(folder: Path) -> Iterator[tuple[str, int]]:
+    """Run the command over a folder; yields its address and process."""
+    words = [sys.executable, "-m", "winnow.cli.main", "dashboard", str(folder), "--port", "0"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        told = re.search(r"http://\S+", process.stdout.readline())
+        assert told is not None
+        yield told[0].rstrip("/"), process.pid
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def measure(folder: Path, shape: dict[str, tuple[int, int]], asks: int) -> list[str]:
+    """Ask for each page; returns rows of a table."""
+    rows = []
+    for run, (steps, answers) in shape.items():
+        for url, pid in served(folder):
+            with httpx.Client(base_url=f"{url}/api/", trust_env=False, timeout=60) as client:
+                rows += ask(client, pid, run, steps, answers, asks)
+    return rows
+
+
+def ask(client: httpx.Client, pid: int, run: str, steps: int, answers: int, asks: int) -> list[str]:
+    """Ask a server that has just started."""
+    dice = np.random.default_rng(1)
+    began, before = time.perf_counter(), bytes_read(pid)
+    while not client.get(f"run/spread?run={run}").json()["is_done"]:
+        time.sleep(0.05)
+    rows = [
+        f"| {run} | background, once | | {time.perf_counter() - began:.1f} s | "
+        f"{(bytes_read(pid) - before) / 1e6:.1f} MB |"
+    ]
+    for name in pages(run, steps, answers, dice):
+        times, first, sizes = [], 0.0, []
+        for turn in range(asks + 1):
+            urls = pages(run, steps, answers, dice)[name]
+            began, before = time.perf_counter(), bytes_read(pid)
+            for url in urls:
+                client.get(url).raise_for_status()
+            seconds = time.perf_counter() - began
+            if turn:
+                times.append(seconds)
+                sizes.append(bytes_read(pid) - before)
+            else:
+                first = seconds
+        rows.append(
+            f"| {run} | {name} | {1e3 * first:.0f} ms | {1e3 * np.percentile(times, 95):.0f} ms | "
+            f"{np.mean(sizes) / 1e6:.2f} MB |"
+        )
+    return rows
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Make the runs, ask, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--asks", type=int, default=40)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--folder", type=Path, help="Keep the runs here, or take those there are.")
+    given = parser.parse_args(words)
+    shape = {LONG: (2000, 64), WIDE: (20, 8192)}
+    with tempfile.TemporaryDirectory() as made:
+        folder = given.folder or Path(made)
+        for run, (steps, answers) in shape.items():
+            if not (folder / run).exists():
+                make_run(RunFolder(folder / run), steps, answers, has_tokens=run == LONG)
+        sizes = {
+            run: sum(each.stat().st_size for each in (folder / run).rglob("*") if each.is_file())
+            for run in shape
+        }
+        lines = [
+            "| run | page | first | p95 | read |",
+            "|---|---|---|---|---|",
+            *measure(folder, shape, given.asks),
+        ]
+    told = ", ".join(f"`{run}` {size / 1e6:.0f} MB" for run, size in sizes.items())
+    text = "\n".join([*lines, "", f"On disk: {told}. {given.asks} asks a page."])
+    print(text)
+    if given.out:
+        given.out.write_text(f"# Times of the dashboard's pages\n\n{text}\n")
+
+
+if __name__ == "__main__":
+    main()
