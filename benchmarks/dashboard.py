@@ -12,6 +12,7 @@ turn, and counted together. Bytes are those that the server's process reads of f
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -132,6 +133,12 @@ def bytes_read(pid: int) -> int:
     return int(found[1]) if found else 0
 
 
+def seconds_used(pid: int) -> float:
+    """CPU seconds that a process has used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def served(folder: Path) -> Iterator[tuple[str, int]]:
     """Run the command over a folder; yields its address and process."""
     words = [sys.executable, "-m", "winnow.cli.main", "dashboard", str(folder), "--port", "0"]
@@ -159,29 +166,27 @@ def measure(folder: Path, shape: dict[str, tuple[int, int]], asks: int) -> list[
 def ask(client: httpx.Client, pid: int, run: str, steps: int, answers: int, asks: int) -> list[str]:
     """Ask a server that has just started."""
     dice = np.random.default_rng(1)
-    began, before = time.perf_counter(), bytes_read(pid)
+    began, before, used = time.perf_counter(), bytes_read(pid), seconds_used(pid)
     while not client.get(f"run/spread?run={run}").json()["is_done"]:
         time.sleep(0.05)
     rows = [
         f"| {run} | background, once | | {time.perf_counter() - began:.1f} s | "
-        f"{(bytes_read(pid) - before) / 1e6:.1f} MB |"
+        f"{seconds_used(pid) - used:.1f} s | {(bytes_read(pid) - before) / 1e6:.1f} MB |"
     ]
     for name in pages(run, steps, answers, dice):
-        times, first, sizes = [], 0.0, []
+        times: list[float] = []
         for turn in range(asks + 1):
+            if turn == 1:
+                before, used = bytes_read(pid), seconds_used(pid)
             urls = pages(run, steps, answers, dice)[name]
-            began, before = time.perf_counter(), bytes_read(pid)
+            began = time.perf_counter()
             for url in urls:
                 client.get(url).raise_for_status()
-            seconds = time.perf_counter() - began
-            if turn:
-                times.append(seconds)
-                sizes.append(bytes_read(pid) - before)
-            else:
-                first = seconds
+            times.append(time.perf_counter() - began)
         rows.append(
-            f"| {run} | {name} | {1e3 * first:.0f} ms | {1e3 * np.percentile(times, 95):.0f} ms | "
-            f"{np.mean(sizes) / 1e6:.2f} MB |"
+            f"| {run} | {name} | {1e3 * times[0]:.0f} ms | {1e3 * np.percentile(times[1:], 95):.0f}"
+            f" ms | {1e3 * (seconds_used(pid) - used) / asks:.0f} ms | "
+            f"{(bytes_read(pid) - before) / asks / 1e6:.2f} MB |"
         )
     return rows
 
@@ -204,8 +209,8 @@ def main(words: Sequence[str] | None = None) -> None:
             for run in shape
         }
         lines = [
-            "| run | page | first | p95 | read |",
-            "|---|---|---|---|---|",
+            "| run | page | first | p95 | CPU, mean | read |",
+            "|---|---|---|---|---|---|",
             *measure(folder, shape, given.asks),
         ]
     told = ", ".join(f"`{run}` {size / 1e6:.0f} MB" for run, size in sizes.items())

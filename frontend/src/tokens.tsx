@@ -25,7 +25,7 @@ const SCALES: Record<Coloring, [from: string, to: string, says: string]> = {
   none: ['', '', ''],
 }
 const NEEDS: Partial<Record<Coloring, string>> = {
-  logprobs: 'log-probs', entropies: 'entropies of tokens', difference: 'the trainer’s log-probs of tokens', versions: 'versions of tokens',
+  logprobs: 'log-probs', entropies: 'entropies of tokens', versions: 'versions of tokens',
 }
 const PAGE = 4000
 
@@ -120,6 +120,7 @@ export function Tokens(props: {
 
 function absent(coloring: Coloring): string {
   if (coloring === 'advantage') return 'This answer has no advantage: its group was not trained on.'
+  if (coloring === 'difference') return 'The trainer’s log-probs are kept of answers that were trained on, in steps that took a pass for them.'
   return `This run does not keep ${NEEDS[coloring]}, so tokens cannot be coloured by them.`
 }
 

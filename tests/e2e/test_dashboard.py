@@ -246,9 +246,10 @@ def test_answers_are_reached_by_clicks_and_keys_and_by_their_address(look: Watch
 
 def test_tokens_show_their_numbers_and_special_ones_are_marked(look: Watched) -> None:
     page = look.open("answers?run=tiny&step=1")
+    page.locator(".groups tr:has(.fate.trained):not(:has(.dim))").first.click()
     page.locator(".tokens span").first.hover()
     readout = page.locator(".readout").inner_text()
-    assert re.search(r"log-prob .?\d+\.\d{3}  ?p 0?\.?\d", readout)
+    assert re.search(r"log-prob .?\d+\.\d{3} +p [01]\S* +trainer .?\d+\.\d{3}", readout)
     assert "version 0" in readout
     file = pq.read_table(Path(look_runs(look)) / "tiny" / "rollouts" / "step-1.parquet")
     kept = [row for row in file.to_pylist() if row["response"] is not None]

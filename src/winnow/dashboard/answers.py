@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -55,14 +55,14 @@ def group_table(files: RunFiles, name: str) -> dict[str, Any]:
     ids = table["group"].to_numpy()
     order = np.argsort(ids, kind="stable")
     groups, first = np.unique(ids[order], return_index=True)
-    kinds = np.array(_texts(table, "kind") or ["sampled"] * len(ids), object)[order]
-    sampled = kinds == "sampled" if (kinds == "sampled").any() else np.ones(len(ids), bool)
+    picked = pa.array(order[first])
+    sampled = _holds(table, "kind", "sampled")[order]
+    if not sampled.any():
+        sampled = ~sampled
     counts = np.maximum(np.add.reduceat(sampled.astype(float), first), 1) if len(ids) else first
 
     def numbers(column: str) -> np.ndarray:
-        if column not in table.column_names:
-            return np.full(len(ids), np.nan)
-        return np.asarray(pc.cast(table[column], pa.float64()))[order]
+        return _numbers(table, column)[order]
 
     def mean(values: np.ndarray) -> list[float | None]:
         sums = np.add.reduceat(np.where(sampled, values, 0.0), first) if len(ids) else values
@@ -73,17 +73,17 @@ def group_table(files: RunFiles, name: str) -> dict[str, Any]:
         return [short(each) for each in (np.maximum.reduceat(known, first) if len(ids) else known)]
 
     def firsts(column: str) -> list[Any]:
-        values = _texts(table, column)
-        return [values[order[at]] for at in first] if values else [None] * len(groups)
+        there = column in table.column_names
+        return table[column].take(picked).to_pylist() if there else [None] * len(groups)
 
-    def is_true(values: Iterable[bool]) -> np.ndarray:
-        return np.fromiter(values, float, len(ids))[order]
+    def count(marks: np.ndarray) -> list[int]:
+        return [round((m or 0.0) * n) for m, n in zip(mean(marks[order]), counts, strict=True)]
 
     reward, lengths = numbers("reward"), numbers("response_tokens")
     square = mean(reward * reward)
     rewards = mean(reward)
-    errors, reasons = _texts(table, "scorer_error"), _texts(table, "finish_reason")
-    overlong = (numbers("part/overlong") < 0) | (numbers("extra/overlong") > 0)
+    ok = _holds(table, "scorer_error", "") | _holds(table, "scorer_error", None)
+    overlong = (_numbers(table, "part/overlong") < 0) | (_numbers(table, "extra/overlong") > 0)
     return {
         "group": groups.tolist(),
         "uid": firsts("prompt_uid"),
@@ -99,10 +99,9 @@ def group_table(files: RunFiles, name: str) -> dict[str, Any]:
         "length": mean(lengths),
         "longest": most(lengths),
         "staleness": most(numbers("staleness")),
-        "cut_off": _sums(is_true(each == "length" for each in reasons or [""] * len(ids)), counts,
-                         mean),
-        "overlong": _sums(overlong.astype(float), counts, mean),
-        "failed": _sums(is_true(bool(each) for each in errors or [""] * len(ids)), counts, mean),
+        "cut_off": count(_holds(table, "finish_reason", "length")),
+        "overlong": count(overlong),
+        "failed": count(~ok),
         "mismatch": most(numbers("mismatch")),
         "prompt": [None if p is None else p[:_PREVIEW] for p in firsts("prompt")],
     }  # fmt: skip
@@ -240,11 +239,16 @@ def require(table: pa.Table, name: str, *columns: str) -> None:
             raise UnreadableError(f"{name} has no column {column}: not a file of answers")
 
 
-def _texts(table: pa.Table, column: str) -> list[Any]:
+def _numbers(table: pa.Table, column: str) -> np.ndarray:
+    """Return a column as float64, NaN where it has nothing."""
     if column not in table.column_names:
-        return []
-    return list(table[column].to_pylist())
+        return np.full(len(table), np.nan)
+    return np.asarray(pc.cast(table[column], pa.float64()))
 
 
-def _sums(values: np.ndarray, counts: np.ndarray, mean: Any) -> list[int]:
-    return [round((each or 0.0) * n) for each, n in zip(mean(values), counts, strict=True)]
+def _holds(table: pa.Table, column: str, text: str | None) -> np.ndarray:
+    """Tell for each row if a column holds a text; None: nothing."""
+    if column not in table.column_names:
+        return np.full(len(table), text is None)
+    found = table[column].is_null() if text is None else pc.equal(table[column], text)
+    return np.asarray(pc.fill_null(found, False))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -36,6 +37,9 @@ class Entry:
     """Seconds since 1970 of the last change, where the file system tells."""
 
 
+_ABSENT = Entry(0, "", False, None)
+
+
 class RunFiles:
     """The files of one run, by names relative to its folder.
 
@@ -48,6 +52,7 @@ class RunFiles:
     def __init__(self, system: Any, root: str, name: str) -> None:
         self._system, self.root, self.name = system, root.rstrip("/"), name
         self.is_local = "file" in _protocols(system)
+        self._steps: dict[str, tuple[str, Mapping[int, Entry]]] = {}
 
     def entries(self, folder: str = "") -> dict[str, Entry]:
         """List a folder by name; one that is absent is empty.
@@ -57,14 +62,21 @@ class RunFiles:
         """
         return _entries(self._system, f"{self.root}/{folder}".rstrip("/"))
 
-    def steps(self, folder: str) -> dict[int, Entry]:
+    def steps(self, folder: str) -> Mapping[int, Entry]:
         """List the files step-N.parquet of a folder by N, in order.
 
         Raises:
             UnreadableError: the folder cannot be listed.
         """
-        found = ((STEP_FILE.fullmatch(name), each) for name, each in self.entries(folder).items())
-        return dict(sorted((int(match[1]), each) for match, each in found if match))
+        # A local folder has another time when a file in it is new, gone or replaced.
+        stamp = self.entries().get(folder, _ABSENT).stamp if self.is_local else ""
+        known = self._steps.get(folder)
+        if known is None or not stamp or known[0] != stamp:
+            entries = self.entries(folder).items()
+            found = ((STEP_FILE.fullmatch(name), each) for name, each in entries)
+            listed = dict(sorted((int(match[1]), each) for match, each in found if match))
+            known = self._steps[folder] = stamp, listed
+        return known[1]
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Read the bytes [start, end) of a file.
@@ -163,12 +175,23 @@ def _roots(system: Any, path: str) -> Iterator[str]:
 
 def _entries(system: Any, path: str) -> dict[str, Entry]:
     try:
+        if "file" in _protocols(system):
+            return dict(_local_entries(path))
         listed = system.ls(path, detail=True, refresh=True)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except Exception as error:  # each file system has errors of its own
         raise UnreadableError(f"cannot list {path}: {_reason(error)}") from error
     return {PurePosixPath(each["name"]).name: _entry(each) for each in listed}
+
+
+def _local_entries(path: str) -> Iterator[tuple[str, Entry]]:
+    with os.scandir(path) as listed:
+        for each in listed:
+            with suppress(FileNotFoundError):  # gone meanwhile
+                stat = each.stat()
+                stamp = f"{stat.st_size} {stat.st_mtime_ns}"
+                yield each.name, Entry(stat.st_size, stamp, each.is_dir(), stat.st_mtime)
 
 
 def _entry(info: dict[str, Any]) -> Entry:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 
@@ -11,6 +13,10 @@ from winnow.dashboard.runs import Entry, RunFiles
 
 TRACE, LOG = "trace.json", "log.txt"
 _MARK = re.compile(rb'^\{"name":"([^"\n]{1,60})","ph":"i"[^\n]*"ts":(\d+)[^\n]*$', re.MULTILINE)
+_TRACK = re.compile(
+    rb'^\{"name":"thread_name","ph":"M",[^\n]*"tid":(\d+),"args":\{"name":("[^"\n]*")\}',
+    re.MULTILINE,
+)
 _STEP = re.compile(r"step (\d+)")
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ ([A-Z]+) ([\w.]+): (.*)")
 _LOG_BYTES = 1 << 18
@@ -27,6 +33,7 @@ class Timeline:
 
     def _forget(self) -> None:
         self._offset, self._head = 0, b""
+        self._tracks: dict[int, str] = {}
         self._marks: list[tuple[str, int, int]] = []
         """Name, microseconds since 1970, and place in the file."""
 
@@ -46,6 +53,8 @@ class Timeline:
                 end = block.rfind(b"\n") + 1
                 if not end:
                     break
+                for match in _TRACK.finditer(block, 0, end):
+                    self._tracks[int(match[1])] = json.loads(match[2])
                 for match in _MARK.finditer(block, 0, end):
                     name = match[1].decode("utf-8", "replace")
                     self._marks.append((name, int(match[2]), self._offset + match.start()))
@@ -83,13 +92,12 @@ class Timeline:
         start_name, began, start = self._marks[at - 1] if at else ("", self._marks[at][1], 0)
         ended = self._marks[at][1]
         later = self._marks[at + 1][2] if at + 1 < len(self._marks) else self._offset
-        names, events = self._events(start, later)
         tracks: dict[str, list[tuple[str, float, float]]] = {}
-        for event in events:
+        for event in self._slices(start, later):
             first, last = event["ts"], event["ts"] + event["dur"]
             if first < ended and last > began:
                 inside = max(first, began), min(last, ended)
-                track = names.get(event["tid"], f"track {event['tid']}")
+                track = self._tracks.get(event["tid"], f"track {event['tid']}")
                 tracks.setdefault(track, []).append(
                     (event["name"], (inside[0] - began) / 1e6, (inside[1] - inside[0]) / 1e6)
                 )
@@ -106,23 +114,11 @@ class Timeline:
             "left_out": sum(s[2] <= least for s in longest),
         }  # fmt: skip
 
-    def _events(self, start: int, end: int) -> tuple[dict[int, str], list[dict[str, Any]]]:
-        # Names of tracks stand where the first slice of one does, at the latest at its start.
-        names: dict[int, str] = {}
-        events: list[dict[str, Any]] = []
-        for source in (self._files.read(TRACE, 0, min(start, _BLOCK)) if start else b"",
-                       self._files.read(TRACE, start, end)):  # fmt: skip
-            events = []
-            for line in source.splitlines():
-                try:
-                    event = json.loads(line.rstrip(b","))
-                    if event["ph"] == "M" and event["name"] == "thread_name":
-                        names[event["tid"]] = event["args"]["name"]
-                    elif event["ph"] == "X":
-                        events.append(event)
-                except (ValueError, KeyError, TypeError):
-                    continue  # brackets, and half a line
-        return names, events
+    def _slices(self, start: int, end: int) -> Iterator[dict[str, Any]]:
+        for line in self._files.read(TRACE, start, end).splitlines():
+            if b'"ph":"X"' in line:
+                with suppress(ValueError):  # half a line
+                    yield json.loads(line.rstrip(b","))
 
 
 def log_lines(files: RunFiles, entry: Entry | None) -> dict[str, Any]:
