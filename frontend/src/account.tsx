@@ -1,7 +1,7 @@
 // Where the tokens of a run went, how hard its prompts are, and how long its answers.
 import { useEffect, useMemo, useState } from 'preact/hooks'
 import { query, useData, type Curves, type Run } from './api'
-import { axes, Chart, color, tip, useTheme, type Option } from './chart'
+import { axes, Chart, color, stepAxis, tip, useTheme, type Option } from './chart'
 import { number, OUTCOMES } from './format'
 import { Choice, Empty, Legend, nearest, Panel, Problem, Problems, RunChoice, StepChoice } from './parts'
 import { change } from './route'
@@ -81,8 +81,7 @@ function accountOption(curves: Curves, asShare: boolean): Option {
   const rows = curves.step.map((_, row) => row).filter((row) => curves.values['sampling/tokens/trained']?.[row] != null)
   const at = (fate: string, row: number) => curves.values[`sampling/tokens/${fate}`]?.[row] ?? 0
   const all = (row: number) => FATES.reduce((total, fate) => total + at(fate, row), 0)
-  const option = axes({ type: 'category', data: rows.map((row) => curves.step[row]), min: undefined, max: undefined, axisLabel: { color: color('--dim'), fontSize: 11, hideOverlap: true } },
-    { min: 0, max: asShare ? 1 : undefined, scale: false }, 'count', asShare ? 'share' : 'tokens')
+  const option = axes(stepAxis(rows.map((row) => curves.step[row])), { min: 0, max: asShare ? 1 : undefined, scale: false }, 'count', asShare ? 'share' : 'tokens')
   option.tooltip.axisPointer = { type: 'shadow', shadowStyle: { color: color('--dim', 0.12) } }
   option.series = FATES.map((fate, n) => ({
     type: 'bar', stack: 'all', barCategoryGap: rows.length > 60 ? '0%' : '18%', color: color(FATE_COLORS[n]), emphasis: { disabled: true },
@@ -96,17 +95,13 @@ function accountOption(curves: Curves, asShare: boolean): Option {
   return option
 }
 
-function stepAxis(spread: Spread): Option {
-  return { type: 'category', data: spread.steps, min: undefined, max: undefined, boundaryGap: true, axisLabel: { color: color('--dim'), fontSize: 11, hideOverlap: true } }
-}
-
 function span(spread: Spread, at: number): string {
   return spread.every > 1 ? `steps ${spread.steps[at]} to ${spread.steps[at] + spread.every - 1}` : `step ${spread.steps[at]}`
 }
 
 function ratesOption(spread: Spread): Option {
   const totals = spread.rates.map((each) => Math.max(sum(each), 1))
-  const option = axes(stepAxis(spread), { min: 0, max: 1, interval: 0.25, scale: false }, 'count', 'share')
+  const option = axes(stepAxis(spread.steps), { min: 0, max: 1, interval: 0.25, scale: false }, 'count', 'share')
   option.tooltip.axisPointer = { type: 'shadow', shadowStyle: { color: color('--dim', 0.12) } }
   option.series = spread.rate_names.map((_, n) => ({
     type: 'bar', stack: 'all', barCategoryGap: '0%', color: color(`--rate${n}`), emphasis: { disabled: true },
@@ -122,7 +117,7 @@ function ratesOption(spread: Spread): Option {
 }
 
 function lengthsOption(spread: Spread): Option {
-  const option = axes(stepAxis(spread), { min: 0, max: spread.length_edges[spread.length_edges.length - 1], scale: false, splitLine: { show: false } }, 'count', 'tokens')
+  const option = axes(stepAxis(spread.steps), { min: 0, max: spread.length_edges[spread.length_edges.length - 1], scale: false, splitLine: { show: false } }, 'count', 'tokens')
   option.yAxis.axisLabel.showMaxLabel = false
   const cells: number[][] = []
   spread.lengths.forEach((counts, at) => {

@@ -9,11 +9,7 @@ export interface Run {
   steps: number
   state: 'done' | 'live' | 'idle'
   changed_s: number | null
-  seed: number | null
-  mode: string | null
   accuracy: number | null
-  reward: number | null
-  step_s: number | null
   held_out: Record<string, number | null>
 }
 export type Values = (number | null)[]

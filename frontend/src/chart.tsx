@@ -109,6 +109,20 @@ export function axes(x: Option, y: Option, xUnit: Unit, yUnit: Unit): Option {
   }
 }
 
+/** A horizontal axis of steps side by side, labelled at round numbers. */
+export function stepAxis(steps: number[]): Option {
+  const wish = Math.max(steps.length / 12, 1)
+  const unit = 10 ** Math.floor(Math.log10(wish))
+  const every = [1, 2, 5, 10].map((n) => n * unit).find((n) => n >= wish) ?? 1
+  return {
+    type: 'category',
+    data: steps,
+    min: undefined,
+    max: undefined,
+    axisLabel: { color: color('--dim'), fontSize: 11, hideOverlap: true, interval: (_: number, step: string) => Number(step) % every === 0 },
+  }
+}
+
 export function Chart(props: {
   option: Option
   height: number

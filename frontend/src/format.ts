@@ -18,6 +18,7 @@ function trim(value: number): string {
 }
 
 export function duration(seconds: number): string {
+  if (seconds > 0 && seconds < 0.1) return `${(1000 * seconds).toPrecision(2)} ms`
   if (seconds < 10) return `${seconds.toFixed(seconds < 1 ? 2 : 1)} s`
   if (seconds < 60) return `${seconds.toFixed(0)} s`
   const whole = Math.round(seconds)

@@ -109,6 +109,7 @@ function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: bool
   const several = new Set(lines.map((each) => each.run)).size > 1
   const option = axes({ min: 0 }, {}, X_UNITS[x], spec.unit)
   option.series = series
+  if (x !== 'step') option.xAxis.axisLabel.showMaxLabel = false
   option.tooltip.formatter = (given: Option[]) => {
     const at = given[0]?.data?.[0] as number
     const rows = lines.flatMap((line) => {
@@ -170,7 +171,7 @@ function Curve(props: {
         : <div class="chart none" style={{ height: `${height}px` }}>{missing(spec)}</div>}
       {spec.id === 'held-out' && props.compared?.step != null && Object.entries(props.compared.sources).map(([source, each]) => (
         <div class="caption" title={props.compared!.verdict ?? ''}>
-          {Object.keys(props.compared!.sources).length > 1 ? `${source}: ` : ''}B − A after step {props.compared!.step}: <b>{points(each.difference)}</b> points, 95 % interval {points(each.low)} to {points(each.high)}
+          {Object.keys(props.compared!.sources).length > 1 ? `${source}: ` : ''}B − A, step {props.compared!.step}: <b>{points(each.difference)}</b> points, 95 %: {points(each.low)} to {points(each.high)}
         </div>
       ))}
       {spec.words && lines.length > 1 && (

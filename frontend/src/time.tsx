@@ -1,7 +1,7 @@
 // Where the seconds of each step went, and who waited for whom in one of them.
 import { useMemo } from 'preact/hooks'
 import { query, useData, type Curves, type Run } from './api'
-import { axes, Chart, color, tip, useTheme, type Option } from './chart'
+import { axes, Chart, color, stepAxis, tip, useTheme, type Option } from './chart'
 import { duration, number } from './format'
 import { Choice, Empty, Legend, Panel, Problem, Problems, RunChoice, StepChoice, useKeys } from './parts'
 import { change } from './route'
@@ -49,7 +49,7 @@ export function Time({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
       {option && phases && steps > 0 && (
         <div class="wide-narrow">
           <Panel title="Time of each step" unit={`${duration(all)} in ${steps} steps`}>
-            <Chart option={option} height={230} label="Seconds by phase and step" onClick={(event) => change({ step: Number(event.name) })} />
+            <Chart option={option} height={Math.max(230, 27 * phases.length + 40)} label="Seconds by phase and step" onClick={(event) => change({ step: Number(event.name) })} />
             <Legend items={phases.filter((each) => each.seconds > 0.002 * all).map((each) => ({ color: `var(${colorOf(each.name)})`, label: say(each.name) }))} />
           </Panel>
           <Panel title="In all">
@@ -84,8 +84,7 @@ function phasesOf(curves: Curves): { name: string; values: (number | null)[]; se
 
 function phaseOption(curves: Curves, phases: ReturnType<typeof phasesOf>, asShare: boolean): Option {
   const all = curves.step.map((_, row) => phases.reduce((sum, each) => sum + (each.values[row] ?? 0), 0) || 1)
-  const option = axes({ type: 'category', data: curves.step, min: undefined, max: undefined, axisLabel: { color: color('--dim'), fontSize: 11, hideOverlap: true } },
-    { min: 0, max: asShare ? 1 : undefined, scale: false }, 'count', asShare ? 'share' : 'seconds')
+  const option = axes(stepAxis(curves.step), { min: 0, max: asShare ? 1 : undefined, scale: false }, 'count', asShare ? 'share' : 'seconds')
   option.tooltip.axisPointer = { type: 'shadow', shadowStyle: { color: color('--dim', 0.12) } }
   option.series = phases.map((each) => ({
     type: 'bar', stack: 'all', barCategoryGap: curves.step.length > 60 ? '0%' : '18%', color: color(colorOf(each.name)), emphasis: { disabled: true },
@@ -102,10 +101,16 @@ function phaseOption(curves: Curves, phases: ReturnType<typeof phasesOf>, asShar
 const ORDER = ['trainer', 'learner', 'sampler', 'scorers', 'checkpoint']
 const rank = (name: string) => (ORDER.includes(name) ? ORDER.indexOf(name) : 2.5)
 
+/** An engine writes answers, the trainer records: one word in the file. */
+function ofEngine(track: Window['tracks'][number]): Window['tracks'][number] {
+  if (!track.name.startsWith('engine')) return track
+  return { ...track, slices: track.slices.map(([name, start, length]) => [name === 'write' ? 'rollout' : name, start, length]) }
+}
+
 function Timeline({ run, step }: { run: string; step: string | null }) {
   const theme = useTheme()
   const { data, error } = useData<Window>(query('run/timeline', { run, step }), [run])
-  const tracks = useMemo(() => [...(data?.tracks ?? [])].sort((a, b) => rank(a.name) - rank(b.name) || a.name.localeCompare(b.name, 'en', { numeric: true })), [data])
+  const tracks = useMemo(() => (data?.tracks ?? []).map(ofEngine).sort((a, b) => rank(a.name) - rank(b.name) || a.name.localeCompare(b.name, 'en', { numeric: true })), [data])
   const names = useMemo(() => {
     const seconds = new Map<string, number>()
     for (const track of tracks) for (const [name, , length] of track.slices) seconds.set(name, (seconds.get(name) ?? 0) + length)

@@ -36,6 +36,7 @@ FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 ]
+pytestmark = pytest.mark.slow
 PAGES = ("overview", "answers", "tokens", "time", "system")
 STEPS = 6
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -293,7 +294,7 @@ def test_two_runs_are_compared_beside_their_curves(look: Watched) -> None:
     page.get_by_text("Choose two runs").wait_for()
     page.get_by_label("evil").check()
     page.get_by_text("No difference: A and B did equally well").wait_for()
-    page.get_by_text("95 % interval +0.0 to +0.0").wait_for()
+    page.get_by_text("95 %: +0.0 to +0.0").wait_for()
     expect(page.locator(".settings code")).to_have_text(["evil"])
     page.get_by_role("button", name="Larger").first.click()
     page.wait_for_selector(".large canvas")

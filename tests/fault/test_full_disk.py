@@ -169,13 +169,14 @@ class Full:
 
 LINE = 1
 """Pages that a line of metrics needs at most, when it does not fit into the last one."""
-START = ("config.yaml", ".lock", "log.txt", "eval/step-0.parquet")
+START = ("config.yaml", ".lock", "log.txt", "tokenizer.json", "eval/step-0.parquet")
 MODEL = "checkpoints/step-2/model"
 STATE = (MODEL, "checkpoints/step-2/state.safetensors", "checkpoints/step-2/config.yaml")
 CASES = {
     "the first file of all": Full("config.yaml"),
     "the middle of the first file": Full("config.yaml", takes=(".lock",)),
-    "the log, then the recipe again": Full("config.yaml", takes=(".lock", "config.yaml")),
+    "the log, then the tokenizer": Full("tokenizer.json", takes=(".lock", "config.yaml")),
+    "the recipe again": Full("config.yaml", takes=START[:-1]),
     "the middle of an evaluation": Full("eval/step-0.parquet", takes=START, more=-1, goes_on=True),
     "the first line of metrics": Full("metrics.jsonl", takes=START),
     "the rollouts of a step": Full("rollouts/step-2.parquet", "rollouts/step-1.parquet", saved=1),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -92,7 +91,7 @@ class RunPages:
             METRICS_FILE, figures.stamp, lambda: last_record(self.files, figures.size)
         )
         held_out = {source: short(each.accuracy) for source, each in evaluations(record).items()}
-        times = [root[n].changed_s for n in (METRICS_FILE, LOG, TRACE) if n in root]
+        times = (root.get(n, _ABSENT).changed_s for n in (METRICS_FILE, LOG, TRACE))
         changed = max((each for each in times if each is not None), default=None)
         steps = int(config.get("trainer.steps") or 0)
         step = int(record.get("step", 0))
@@ -104,11 +103,7 @@ class RunPages:
             "steps": steps,
             "state": "done" if steps and step >= steps else "live" if is_live else "idle",
             "changed_s": changed,
-            "seed": config.get("run.seed"),
-            "mode": config.get("trainer.mode.name"),
             "accuracy": short(record.get(metrics.ACCURACY)),
-            "reward": short(record.get(metrics.REWARD)),
-            "step_s": short(record.get(metrics.STEP_S)),
             "held_out": held_out,
             "problem": None,
         }
@@ -290,7 +285,6 @@ class RunPages:
         return self._newest.get("pieces", stamp, make)
 
 
-@dataclass(frozen=True, eq=False)
 class Pages:
     """The pages about several runs.
 
@@ -298,11 +292,10 @@ class Pages:
         runs: those that are shown.
     """
 
-    runs: RunSet
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_readers", {})
-        object.__setattr__(self, "_newest", Newest())
+    def __init__(self, runs: RunSet) -> None:
+        self.runs = runs
+        self._readers: dict[str, RunPages] = {}
+        self._newest = Newest()
 
     def all(self) -> dict[str, RunPages]:
         """Return the pages of each run, by its name.
@@ -310,12 +303,11 @@ class Pages:
         Raises:
             UnreadableError: a place cannot be listed.
         """
-        readers: dict[str, RunPages] = self._readers  # type: ignore[attr-defined]
         found = self.runs.found()
         for name, files in found.items():
-            if name not in readers or readers[name].files is not files:
-                readers[name] = RunPages(files)
-        return {name: readers[name] for name in found}
+            if name not in self._readers or self._readers[name].files is not files:
+                self._readers[name] = RunPages(files)
+        return {name: self._readers[name] for name in found}
 
     def of(self, names: Iterable[str]) -> list[RunPages]:
         """Return the pages of some runs.
@@ -339,9 +331,8 @@ class Pages:
     def changes(self) -> dict[str, str]:
         """Return a text for each run that changes when its folder does."""
         return {
-            name: " ".join(f"{key}:{entry.stamp}" for key, entry in sorted(root.items()))
+            name: " ".join(f"{key}:{each.stamp}" for key, each in sorted(files.entries().items()))
             for name, files in self.runs.found().items()
-            if (root := files.entries()) is not None
         }
 
     def curves(self, names: Sequence[str], figures: Sequence[str]) -> dict[str, Any]:
@@ -391,8 +382,7 @@ class Pages:
             return {"step": None, "steps": [], "sources": {}, "notes": [], "verdict": None}
         step = step if step in common else common[-1]
         stamp = " ".join(each[step].stamp for each in there)
-        newest: Newest = self._newest  # type: ignore[attr-defined]
-        found = newest.get(f"{a}\n{b}\n{step}", stamp, lambda: _compared(readers, step))
+        found = self._newest.get(f"{a}\n{b}\n{step}", stamp, lambda: _compared(readers, step))
         return {"step": step, "steps": common, **found}
 
 

@@ -78,7 +78,6 @@ class Dashboard:
         }
         of_run: dict[str, Callable[[RunPages, _Query], Any]] = {
             "steps": lambda run, ask: run.steps(),
-            "config": lambda run, ask: run.config(),
             "groups": lambda run, ask: run.groups(ask.text("kind"), ask.must("step")),
             "search": lambda run, ask: run.found(
                 ask.text("kind"), ask.must("step"), ask.text("q")

@@ -78,12 +78,7 @@ def run_training(
     _check_packages(config)
     device = use_machine(config, uses_device(config))
     seed_everything(config.run.seed)
-    with (
-        opened_run(config, recipe) as opened,
-        opened.folder.logging_to_file(),
-        _errors_logged(),
-        contextlib.ExitStack() as company,
-    ):
+    with opened_run(config, recipe) as opened, _logged(opened) as company:
         folder = opened.folder
         config = _as_begun(config, opened)
         heartbeat.folder(folder.path)
@@ -189,6 +184,13 @@ def _tell(sink: ConsoleSink, lines: Iterable[str]) -> None:
     for line in lines:
         sink.note(line)
         log.log(logging.WARNING if line.startswith("Warning") else logging.INFO, "%s", line)
+
+
+@contextlib.contextmanager
+def _logged(opened: Opened) -> Iterator[contextlib.ExitStack]:
+    """Keep a log, the error that ends the run in it; yields a stack for what goes on beside."""
+    with opened.folder.logging_to_file(), _errors_logged(), contextlib.ExitStack() as company:
+        yield company
 
 
 @contextlib.contextmanager
