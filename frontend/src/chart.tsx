@@ -111,7 +111,9 @@ export function axes(x: Option, y: Option, xUnit: Unit, yUnit: Unit): Option {
 
 /** A horizontal axis of steps side by side, labelled at round numbers. */
 export function stepAxis(steps: number[]): Option {
-  const wish = Math.max(steps.length / 12, 1)
+  const span = steps.length > 1 ? steps[steps.length - 1] - steps[0] : 0
+  const stride = steps.length > 1 ? span / (steps.length - 1) : 1
+  const wish = Math.max(span / 12, 1)
   const unit = 10 ** Math.floor(Math.log10(wish))
   const every = [1, 2, 5, 10].map((n) => n * unit).find((n) => n >= wish) ?? 1
   return {
@@ -119,7 +121,7 @@ export function stepAxis(steps: number[]): Option {
     data: steps,
     min: undefined,
     max: undefined,
-    axisLabel: { color: color('--dim'), fontSize: 11, hideOverlap: true, interval: (_: number, step: string) => Number(step) % every === 0 },
+    axisLabel: { color: color('--dim'), fontSize: 11, hideOverlap: true, interval: (_: number, step: string) => Number(step) % every < stride },
   }
 }
 

@@ -97,11 +97,11 @@ def test_curves_are_found_by_pattern_beside_sums_of_tokens_and_seconds(make_run:
 
 def test_long_curves_are_thinned_and_keep_their_end(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step":{n},"a":{n}}}\n' for n in range(10_000)))
+    path.write_text("".join(f'{{"step":{n},"a":{n}}}\n' for n in range(10_001)))
     found = refreshed(MetricsColumns(files(tmp_path)), path).curves(["a"])
     assert found["every"] == 3
-    assert found["values"]["a"] == [*range(0, 10_000, 3)]
-    assert found["step"][-1] == 9999
+    assert found["values"]["a"] == [*range(0, 10_000, 3), 10_000]
+    assert found["step"][-1] == 10_000
 
 
 def test_groups_are_summed_up_without_their_baselines(make_run: MakeRun) -> None:
@@ -197,12 +197,15 @@ def test_tokens_are_read_one_by_one_and_make_up_the_text() -> None:
 
 def test_a_prompt_is_followed_and_lengths_and_rates_are_counted(make_run: MakeRun) -> None:
     folder = make_run("a")
+    right = group(70, "row-7", answer(1, 1.0), answer(1, 1.0))
+    write_step(folder.path, 5, [RolloutGroup(right, "all_right")], "rollouts")
     index = AnswerIndex(files(folder.path), "rollouts", longest=15)
     digests, total, is_done = index.look()
     while not is_done:
         time.sleep(0.01)
         digests, total, is_done = index.look()
-    assert (list(digests), total) == ([1, 2, 3, 4], 4)
+    assert (list(digests), total) == ([1, 2, 3, 4, 5], 5)
+    assert digests[5].rates.tolist() == [0, 0, 0, 0, 0, 1]
     assert follow(digests, "row-8") == [
         {"step": 2, "group": 80, "outcome": "failed", "accuracy": 0.75, "reward": 0.5, "length": 6}
     ]
