@@ -214,7 +214,8 @@ def main(words: Sequence[str] | None = None) -> None:
             *measure(folder, shape, given.asks),
         ]
     told = ", ".join(f"`{run}` {size / 1e6:.0f} MB" for run, size in sizes.items())
-    text = "\n".join([*lines, "", f"On disk: {told}. {given.asks} asks a page."])
+    load = f"Load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
+    text = "\n".join([*lines, "", f"On disk: {told}. {given.asks} asks a page. {load}"])
     print(text)
     if given.out:
         given.out.write_text(f"# Times of the dashboard's pages\n\n{text}\n")

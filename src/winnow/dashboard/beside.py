@@ -75,9 +75,11 @@ def dashboard_beside(folder: Path) -> Iterator[str]:
 
 def _listener() -> socket.socket:
     try:
-        return socket.create_server(("127.0.0.1", PORT))
+        listener = socket.create_server(("127.0.0.1", PORT))
     except OSError:  # taken, by another run's
-        return socket.create_server(("127.0.0.1", 0))
+        listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as `http.service.listen` does
+    return listener
 
 
 def end_with_parent() -> None:

@@ -188,3 +188,9 @@ def test_without_a_token_every_connection_that_is_refused_ends(
 def test_a_signal_before_the_server_runs_ends_it() -> None:
     told = subprocess.run([sys.executable, "-c", EARLY_SIGNAL], timeout=60, capture_output=True)
     assert (told.returncode, told.stderr) == (0, b"winnow: stopped by SIGTERM\n")
+
+
+def test_a_reply_does_not_wait_for_its_head_to_be_acknowledged() -> None:
+    with listen("127.0.0.1", 0, None) as listener:
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as taken:
+            assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
