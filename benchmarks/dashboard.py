@@ -71,7 +71,7 @@ def make_run(folder: RunFolder, steps: int, answers: int, has_tokens: bool) -> N
                     tuple(make_answer(dice, TOKENS if has_tokens else 20) for _ in range(N)),
                 ),
                 "trained" if n % 4 else "all_right",
-                dice.normal(size=N) if n % 4 else None,
+                dice.normal(size=N).astype(np.float32) if n % 4 else None,
             )
             for n in range(count)
         ]

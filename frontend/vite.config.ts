@@ -8,7 +8,7 @@ import { defineConfig } from 'vite'
 const here = import.meta.dirname
 const out = join(here, '../src/winnow/dashboard/static')
 const SINGLE = ['index.html', 'package.json', 'package-lock.json', 'tsconfig.json', 'vite.config.ts']
-const BUNDLED = ['preact', 'echarts', 'zrender', 'tslib', '@fontsource-variable/inter']
+const BUNDLED = ['preact', 'echarts', 'zrender', 'tslib', 'inter-ui']
 
 function filesIn(folder: string): string[] {
   return readdirSync(join(here, folder), { recursive: true, withFileTypes: true })

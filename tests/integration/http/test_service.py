@@ -191,6 +191,9 @@ def test_a_signal_before_the_server_runs_ends_it() -> None:
 
 
 def test_a_reply_does_not_wait_for_its_head_to_be_acknowledged() -> None:
-    with listen("127.0.0.1", 0, None) as listener:
-        with socket.create_connection(listener.getsockname()), listener.accept()[0] as taken:
-            assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with (
+        listen("127.0.0.1", 0, None) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as taken,
+    ):
+        assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
