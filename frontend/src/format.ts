@@ -64,7 +64,7 @@ function plain(value: number): string {
 /** Labels of an axis: shorter than `number`, the unit stands in the title. */
 export function tick(value: number, unit: Unit): string {
   if (unit === 'share') return `${+(100 * value).toFixed(4)} %`
-  if (unit === 'seconds') return value === 0 ? '0' : duration(value).replace('.0 s', ' s')
+  if (unit === 'seconds') return value === 0 ? '0' : duration(value).replace('.0 s', ' s').replace(/ (min|h)$/, '')
   if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(0)
   return minus(Math.abs(value) < 10 ? String(+value.toPrecision(3)) : compact(+value.toPrecision(6)))
 }
