@@ -4,7 +4,7 @@ import { query, useData, type Answer, type Groups, type Run } from './api'
 import { axes, Chart, color, tip, useTheme } from './chart'
 import { fixed, number, OUTCOMES } from './format'
 import { Choice, Empty, nearest, Panel, Problem, RunChoice, StepChoice, useKeys } from './parts'
-import { change } from './route'
+import { change, current } from './route'
 import { Tokens, COLORINGS, type Coloring } from './tokens'
 
 const FILTERS: Record<string, { text: string; says: string; keeps: (g: Groups, at: number) => boolean }> = {
@@ -27,8 +27,8 @@ export function Answers({ runs, words }: { runs: Run[]; words: URLSearchParams }
   const kind = words.get('kind') ?? 'training'
   const steps = useData<Record<string, number[]>>(query('run/steps', { run }), [run])
   const there = steps.data?.[kind] ?? []
-  const asked = words.get('step')
-  const step = there.length ? there[asked === null ? there.length - 1 : nearest(there, Number(asked))] : null
+  const stepAt = (asked: string | null) => (asked === null ? there.length - 1 : nearest(there, Number(asked)))
+  const step = there.length ? there[stepAt(words.get('step'))] : null
   const search = words.get('q') ?? ''
   const filter = words.get('filter') ?? 'all'
   const groups = useData<Groups>(step === null ? null : query('run/groups', { run, kind, step }), [])
@@ -40,17 +40,17 @@ export function Answers({ runs, words }: { runs: Run[]; words: URLSearchParams }
   const table = last.current?.table ?? null
   const hits = search ? found.data : null
   const shown = useMemo(() => rowsOf(table, filter, search ? hits : null, !!search), [table, filter, hits, search])
-  const wanted = Number(words.get('group') ?? NaN)
-  const place = Math.max(shown.findIndex((at) => table?.group[at] === wanted), 0)
+  const placeOf = (group: string | null) => Math.max(shown.findIndex((at) => String(table?.group[at]) === group), 0)
+  const place = placeOf(words.get('group'))
   const at = shown[place]
   const group = table && at !== undefined ? table.group[at] : null
   const field = useRef<HTMLInputElement>(null)
   const goStep = (by: number) => {
-    const next = there[there.indexOf(step ?? -1) + by]
+    const next = there[stepAt(current('step')) + by]
     if (next !== undefined) change({ step: next, group: null, answer: null })
   }
   const goGroup = (by: number) => {
-    const next = shown[Math.min(Math.max(place + by, 0), shown.length - 1)]
+    const next = shown[Math.min(Math.max(placeOf(current('group')) + by, 0), shown.length - 1)]
     if (table && next !== undefined) change({ group: table.group[next], answer: null })
   }
   useKeys({
@@ -168,18 +168,19 @@ function Group(props: {
   const { run, kind, step, group, table, at, words } = props
   const { data, error, stale } = useData<GroupData>(query('run/group', { run, kind, step, group }), [])
   const answers = data?.answers ?? []
-  const wanted = words.get('answer')
-  const place = Math.max(answers.findIndex((each) => keyOf(each) === wanted), 0)
+  const placeOf = (key: string | null) => Math.max(answers.findIndex((each) => keyOf(each) === key), 0)
+  const place = placeOf(words.get('answer'))
   const answer = answers[place]
-  const coloring = (words.get('color') ?? 'logprobs') as Coloring
+  const coloringOf = (word: string | null) => (word ?? 'logprobs') as Coloring
+  const coloring = coloringOf(words.get('color'))
   const go = (by: number) => {
-    const next = answers[Math.min(Math.max(place + by, 0), answers.length - 1)]
+    const next = answers[Math.min(Math.max(placeOf(current('answer')) + by, 0), answers.length - 1)]
     if (next) change({ answer: keyOf(next) })
   }
   useKeys({
     l: () => go(1), ArrowRight: () => go(1),
     h: () => go(-1), ArrowLeft: () => go(-1),
-    c: () => change({ color: COLORINGS[(COLORINGS.indexOf(coloring) + 1) % COLORINGS.length] }),
+    c: () => change({ color: COLORINGS[(COLORINGS.indexOf(coloringOf(current('color'))) + 1) % COLORINGS.length] }),
   })
   const [label, why] = OUTCOMES[table.outcome[at]] ?? [table.outcome[at], '']
   return (

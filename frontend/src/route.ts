@@ -12,6 +12,9 @@ function read(): Route {
   return { page: page || 'overview', words: new URLSearchParams(words ?? '') }
 }
 
+/** A word of the address as it is now: keys may come faster than pages are drawn. */
+export const current = (name: string) => read().words.get(name)
+
 const readers = new Set<() => void>()
 window.addEventListener('hashchange', () => readers.forEach((each) => each()))
 

@@ -3,8 +3,8 @@ import { useMemo } from 'preact/hooks'
 import { query, useData, type Curves, type Run } from './api'
 import { axes, Chart, color, stepAxis, tip, useTheme, type Option } from './chart'
 import { duration, number } from './format'
-import { Choice, Empty, Legend, Panel, Problem, Problems, RunChoice, StepChoice, useKeys } from './parts'
-import { change } from './route'
+import { Choice, Empty, Legend, nearest, Panel, Problem, Problems, RunChoice, StepChoice, useKeys } from './parts'
+import { change, current } from './route'
 
 const COLORS = ['--c0', '--c1', '--c2', '--c3', '--c4', '--c5', '--c6', '--c7']
 const WORDS: Record<string, string> = {
@@ -118,7 +118,8 @@ function Timeline({ run, step }: { run: string; step: string | null }) {
   }, [tracks])
   const option = useMemo(() => data && timelineOption(data, tracks, names), [data, tracks, names, theme])
   const go = (by: number) => {
-    const next = data?.steps[data.steps.indexOf(data.step) + by]
+    const asked = current('step')
+    const next = data?.steps[(asked === null ? data.steps.length - 1 : nearest(data.steps, Number(asked))) + by]
     if (next !== undefined) change({ step: next })
   }
   useKeys({ ']': () => go(1), '[': () => go(-1) })
