@@ -1,11 +1,12 @@
 // Step → prompt → its answers, with the text of each and its tokens.
+import type { ComponentChildren } from 'preact'
 import { useEffect, useMemo, useRef, useState } from 'preact/hooks'
-import { query, useData, type Answer, type Groups, type Run } from './api'
+import { query, useData, type Answer, type Groups, type Pieces, type Run } from './api'
 import { axes, Chart, color, tip, useTheme } from './chart'
 import { fixed, number, OUTCOMES } from './format'
 import { Choice, Empty, nearest, Panel, Problem, RunChoice, StepChoice, useKeys } from './parts'
-import { change, current } from './route'
-import { Tokens, COLORINGS, type Coloring } from './tokens'
+import { change, current, type Words } from './route'
+import { Tokens, COLORINGS, visible, type Coloring } from './tokens'
 
 const FILTERS: Record<string, { text: string; says: string; keeps: (g: Groups, at: number) => boolean }> = {
   all: { text: 'All', says: 'Every prompt of the step', keeps: () => true },
@@ -51,7 +52,7 @@ export function Answers({ runs, words }: { runs: Run[]; words: URLSearchParams }
   }
   const goGroup = (by: number) => {
     const next = shown[Math.min(Math.max(placeOf(current('group')) + by, 0), shown.length - 1)]
-    if (table && next !== undefined) change({ group: table.group[next], answer: null })
+    if (table && next !== undefined) change({ step: last.current!.step, group: table.group[next], answer: null })
   }
   useKeys({
     j: () => goGroup(1), ArrowDown: () => goGroup(1),
@@ -66,6 +67,7 @@ export function Answers({ runs, words }: { runs: Run[]; words: URLSearchParams }
         <RunChoice runs={runs} run={run} />
         <Choice label="Answers" value={kind} options={[['training', 'Training'], ['held_out', 'Held out']]} onChange={(value) => change({ kind: value, step: null, group: null, answer: null }, true)} />
         {step !== null && <StepChoice steps={there} step={step} onChange={(next) => change({ step: next, group: null, answer: null })} />}
+        {step !== null && step !== there[there.length - 1] && <button type="button" onClick={() => change({ step: null, group: null, answer: null })}>Newest</button>}
         <input
           ref={field}
           type="search"
@@ -94,7 +96,7 @@ export function Answers({ runs, words }: { runs: Run[]; words: URLSearchParams }
             </div>
             {search && hits && <p class="dim note">{shown.length} prompts with “{search}” in their texts; {hits.kept} answers of this step kept theirs.</p>}
             {found.error && <Problem>{found.error}</Problem>}
-            <GroupTable table={table} rows={shown} place={place} />
+            <GroupTable table={table} step={last.current!.step} rows={shown} place={place} />
             {!shown.length && !(search && found.stale) && <Empty>No prompt of this step matches.</Empty>}
           </div>
           {group !== null && at !== undefined
@@ -116,7 +118,7 @@ function rowsOf(table: Groups | null, filter: string, hits: Found | null, isSear
   return [...rows.filter((at) => table.prompt[at] !== null), ...rows.filter((at) => table.prompt[at] === null)]
 }
 
-function GroupTable({ table, rows, place }: { table: Groups; rows: number[]; place: number }) {
+function GroupTable({ table, step, rows, place }: { table: Groups; step: number; rows: number[]; place: number }) {
   const list = useRef<HTMLTableSectionElement>(null)
   const [most, show] = useState(ROWS)
   const last = Math.max(most, place + 20)
@@ -127,7 +129,7 @@ function GroupTable({ table, rows, place }: { table: Groups; rows: number[]; pla
         <thead><tr><th>Prompt</th><th>Fate</th><th class="n">Right</th><th class="n">Reward</th><th class="n">Tokens</th></tr></thead>
         <tbody ref={list}>
           {rows.slice(0, last).map((at, n) => (
-            <tr aria-selected={n === place} onClick={() => change({ group: table.group[at], answer: null })}>
+            <tr aria-selected={n === place} onClick={() => change({ step, group: table.group[at], answer: null })}>
               <td class="prompt">{table.prompt[at] ?? <span class="dim" title="Its text was not kept (observe.rollout_text_groups)">{table.uid[at]}</span>}</td>
               <td><span class={`fate ${table.outcome[at]}`}>{OUTCOMES[table.outcome[at]]?.[0] ?? table.outcome[at]}</span></td>
               <td class="n">{right(table, at)}</td>
@@ -171,11 +173,12 @@ function Group(props: {
   const placeOf = (key: string | null) => Math.max(answers.findIndex((each) => keyOf(each) === key), 0)
   const place = placeOf(words.get('answer'))
   const answer = answers[place]
+  const pinned = { step, group } // the run goes on, and what is being read stays
   const coloringOf = (word: string | null) => (word ?? 'logprobs') as Coloring
   const coloring = coloringOf(words.get('color'))
   const go = (by: number) => {
     const next = answers[Math.min(Math.max(placeOf(current('answer')) + by, 0), answers.length - 1)]
-    if (next) change({ answer: keyOf(next) })
+    if (next) change({ ...pinned, answer: keyOf(next) })
   }
   useKeys({
     l: () => go(1), ArrowRight: () => go(1),
@@ -192,7 +195,7 @@ function Group(props: {
       </div>
       {error && <Problem>{error}</Problem>}
       {answer && <Prompt answer={answer} />}
-      {answers.length > 0 && <AnswerTable answers={answers} place={place} hits={props.hits} />}
+      {answers.length > 0 && <AnswerTable answers={answers} place={place} hits={props.hits} pinned={pinned} />}
       {answer && <Tokens answer={answer} meanings={data!.meanings} without={data!.without_tokens} coloring={coloring} search={props.search} />}
       <Follow run={run} kind={kind} uid={table.uid[at]} />
     </div>
@@ -203,16 +206,28 @@ function Prompt({ answer }: { answer: Answer }) {
   const [isOpen, open] = useState(false)
   const text = answer.prompt
   if (text === null) return null
+  const pieces = answer.prompt_pieces
   const isLong = text.length > 600 || text.split('\n').length > 8
   return (
     <Panel title="Prompt" unit={`${number(answer.prompt_tokens, 'count')} tokens`}
       side={isLong && <button type="button" onClick={() => open(!isOpen)}>{isOpen ? 'Less' : 'All of it'}</button>}>
-      <pre class={isLong && !isOpen ? 'text short' : 'text'}>{text}</pre>
+      <pre class={isLong && !isOpen ? 'text short' : 'text'}>{pieces ? marked(pieces) : text}</pre>
     </Panel>
   )
 }
 
-function AnswerTable({ answers, place, hits }: { answers: Answer[]; place: number; hits: string[] }) {
+/** A prompt's text with its special tokens set apart. */
+function marked({ texts, special }: Pieces) {
+  const parts: ComponentChildren[] = []
+  let start = 0
+  for (const at of [...special, texts.length]) {
+    parts.push(visible(texts.slice(start, at).join('')), at < texts.length && <span class="special">{texts[at]}</span>)
+    start = at + 1
+  }
+  return parts
+}
+
+function AnswerTable({ answers, place, hits, pinned }: { answers: Answer[]; place: number; hits: string[]; pinned: Words }) {
   const parts = [...new Set(answers.flatMap((each) => Object.keys(each).filter((name) => name.startsWith('part/') && each[name] !== null)))]
   return (
     <div class="scroll answer-list">
@@ -226,7 +241,7 @@ function AnswerTable({ answers, place, hits }: { answers: Answer[]; place: numbe
         </thead>
         <tbody>
           {answers.map((each, n) => (
-            <tr aria-selected={n === place} onClick={() => change({ answer: keyOf(each) })}>
+            <tr aria-selected={n === place} onClick={() => change({ ...pinned, answer: keyOf(each) })}>
               <td>{each.kind === 'greedy' ? 'greedy' : each.answer + 1}{hits.includes(keyOf(each)) && <span class="hit" title="Holds the text searched for">●</span>}</td>
               <td>{worth(each)}</td>
               <td class="n">{fixed(each.reward)}</td>

@@ -71,8 +71,22 @@ export interface Answer {
 const listeners = new Set<(changed: Set<string> | null) => void>()
 let state: 'live' | 'lost' = 'lost'
 
+/** A page that nobody sees asks nothing: a browser opens few connections to one server. */
 export function listen(): void {
+  if (document.hidden) document.addEventListener('visibilitychange', listen, { once: true })
+  else open()
+}
+
+function open(): void {
   const source = new EventSource('/api/events')
+  const hide = () => {
+    if (!document.hidden) return
+    document.removeEventListener('visibilitychange', hide)
+    source.close()
+    state = 'lost'
+    listen()
+  }
+  document.addEventListener('visibilitychange', hide)
   source.onmessage = (event) => {
     const told = JSON.parse(event.data) as { changed: string[]; gone: string[] }
     // After a break anything may have changed.

@@ -235,12 +235,12 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
         {data && (
           <div class="curves">
             {specs.filter((spec) => !large || spec.id === large).map((spec) => (
-              <Curve key={spec.id} spec={spec} all={data} colors={colors} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} compared={a ? compared.data : null} />
+              <Curve key={spec.id} spec={spec} all={data} colors={colors} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} compared={a && !compared.stale ? compared.data : null} />
             ))}
           </div>
         )}
         {a && b
-          ? <Pair a={a} b={b} found={compared.data} error={compared.error} />
+          ? <Pair a={a} b={b} found={compared.stale ? null : compared.data} error={compared.error} />
           : <Empty>Choose two runs to see in which settings they differ, and whether one is better on held-out problems.</Empty>}
       </div>
     </div>
@@ -362,9 +362,9 @@ function Pair({ a, b, found, error }: { a: string; b: string; found: Comparison 
           </>
         )}
       </Panel>
-      <Panel title="Settings that differ" unit={settings.data ? String(settings.data.length) : ''}>
+      <Panel title="Settings that differ" unit={settings.data && !settings.stale ? String(settings.data.length) : ''}>
         {settings.error && <Problem>{settings.error}</Problem>}
-        {settings.data && (settings.data.length
+        {settings.data && !settings.stale && (settings.data.length
           ? (
             <table class="settings">
               <thead><tr><th>Setting</th><th>A</th><th>B</th></tr></thead>

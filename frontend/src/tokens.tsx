@@ -125,10 +125,11 @@ function absent(coloring: Coloring): string {
 }
 
 /** Marks for what would not be seen: line ends and control characters. */
-function visible(text: string): string {
+export function visible(text: string): string {
   return text
     .replace(/\n/g, '↵\n')
-    .replace(/[\u0000-\u0008\u000b-\u001f\u007f]/g, (c) => String.fromCharCode(0x2400 + (c.charCodeAt(0) & 0x1f)))
+    .replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)))
+    .replace(/\u007f/g, '\u2421')
     .replace(/[\u200b-\u200f\u202a-\u202e\u2066-\u2069]/g, (c) => `⟨U+${c.charCodeAt(0).toString(16).toUpperCase()}⟩`)
 }
 

@@ -39,6 +39,8 @@ FLAGS = [
 pytestmark = pytest.mark.slow
 PAGES = ("overview", "answers", "tokens", "time", "system")
 STEPS = 6
+WIDER = """[...document.querySelectorAll('.panel')].filter(each => each.scrollWidth >
+each.clientWidth).map(each => each.getAttribute('aria-label'))"""
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 
@@ -210,6 +212,9 @@ def test_pages_fit_the_screen_and_ask_nobody_else(look: Watched) -> None:
         page.wait_for_selector(".connection.live")
         assert page.evaluate("document.documentElement.scrollWidth") <= 1280, name
         assert page.locator(".problem").count() == (1 if name == "overview" else 0)  # of torn
+    page = look.open("overview?runs=tiny&runs=evil%20%3Cb%3Erun%3C")
+    page.locator(".interval").wait_for()
+    assert page.evaluate(WIDER) == []
 
 
 def test_answers_are_reached_by_clicks_and_keys_and_by_their_address(look: Watched) -> None:
@@ -261,6 +266,41 @@ def test_tokens_show_their_numbers_and_special_ones_are_marked(look: Watched) ->
     page.locator(".swatch").first.wait_for()
     page.get_by_role("radio", name="Sampler").click()
     page.locator(".ramp.difference").wait_for()
+
+
+def test_what_is_read_stays_while_the_run_goes_on(look: Watched) -> None:
+    runs = Path(look_runs(look))
+    folder = runs / "growing"
+    shutil.copytree(runs / "tiny", folder)
+    special = next(
+        each["id"]
+        for each in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        if each["special"]
+    )
+    last = folder / "rollouts" / f"step-{STEPS}.parquet"
+    coming = last.read_bytes()
+    last.unlink()
+    path = folder / "rollouts" / f"step-{STEPS - 1}.parquet"
+    table = pq.read_table(path)
+    ids = pa.array([[special, 7]] * len(table), pa.list_(pa.int32()))
+    pq.write_table(
+        table.set_column(table.column_names.index("prompt_ids"), "prompt_ids", ids), path
+    )
+    page = look.open("answers?run=growing")
+    rows = page.locator(".groups tbody tr")
+    rows.nth(1).click()
+    head = page.locator(".group .head h2")
+    expect(head).to_contain_text(rows.nth(1).locator(".prompt").inner_text().rstrip(":"))
+    prompt = page.get_by_role("region", name="Prompt")
+    expect(prompt.locator(".special")).to_have_count(1)
+    read = page.locator(".tokens").last.inner_text()
+    last.write_bytes(coming)
+    page.get_by_text(f"of {STEPS}", exact=True).wait_for()
+    expect(page.get_by_label("Step", exact=True)).to_have_value(str(STEPS - 1))
+    assert page.locator(".tokens").last.inner_text() == read
+    page.get_by_role("button", name="Newest").click()
+    expect(page.get_by_label("Step", exact=True)).to_have_value(str(STEPS))
+    shutil.rmtree(folder)
 
 
 def look_runs(look: Watched) -> str:

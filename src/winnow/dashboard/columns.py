@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import accumulate
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from winnow.dashboard.runs import RunFiles
 from winnow.observe.jsonl import METRICS_FILE, parse_record
-from winnow.observe.metrics import GENERATED_TOKENS, STEP_S
+from winnow.observe.metrics import EVAL, GENERATED_TOKENS, STEP_S
 
 Column = list[float | None]
 _MOST_POINTS = 4000
@@ -26,7 +26,7 @@ class MetricsColumns:
     """The figures of a run by name, as of the last `refresh`."""
 
     def __init__(self, files: RunFiles) -> None:
-        self._files, self._lock = files, Lock()
+        self._files, self._lock = files, RLock()
         self._forget()
 
     def _forget(self) -> None:
@@ -89,7 +89,8 @@ class MetricsColumns:
     @property
     def names(self) -> list[str]:
         """Names of the figures."""
-        return sorted(self._columns)
+        with self._lock:
+            return sorted(self._columns)
 
     def column(self, name: str) -> Column:
         """Return a figure by row; None where a step has none."""
@@ -102,7 +103,10 @@ class MetricsColumns:
 
         Example: `{"step": [1, 2], "tokens": [9, 20], "time_s": [1, 2], "values": {…}}`.
         """
-        wanted = list(patterns)
+        with self._lock:  # no row comes in between
+            return self._curves(list(patterns))
+
+    def _curves(self, wanted: list[str]) -> dict[str, Any]:
         names = [n for n in self.names if any(fnmatchcase(n, each) for each in wanted)]
         steps = self.steps
         every = -(-len(steps) // _MOST_POINTS) or 1
@@ -132,7 +136,9 @@ def short(value: float | None) -> float | None:
 
 
 def last_record(files: RunFiles, size: int) -> Mapping[str, float]:
-    """Read the last whole line of metrics.jsonl alone; empty where there is none.
+    """Read the last whole line of metrics.jsonl; empty where there is none.
+
+    The figures of the last evaluation are among them, if a line shortly before has them.
 
     Raises:
         UnreadableError: the file cannot be read.
@@ -140,9 +146,12 @@ def last_record(files: RunFiles, size: int) -> Mapping[str, float]:
     if not size:
         return {}
     lines = files.read(METRICS_FILE, max(size - _TAIL_BYTES, 0), size).split(b"\n")[:-1]
+    last: dict[str, float] = {}
     for line in reversed(lines):
-        try:
-            return parse_record(line)
-        except (ValueError, json.JSONDecodeError):
-            continue
-    return {}
+        with suppress(ValueError):
+            record = parse_record(line)
+            held_out = {name: v for name, v in record.items() if name.startswith(EVAL)}
+            last = last | held_out if last else record
+            if held_out:
+                break
+    return last

@@ -22,7 +22,7 @@ from winnow.dashboard.columns import short
 from winnow.dashboard.runs import RunFiles, UnreadableError
 
 LENGTH_BINS = 32
-RATES = ("0", "to 25 %", "to 50 %", "to 75 %", "below 1", "1")
+RATES = ("0", "to 25 %", "to 50 %", "to 75 %", "below 100 %", "1")
 """Classes of the share of a prompt's answers that are right."""
 _COLUMNS = ("group", "kind", "prompt_uid", "outcome", "response_tokens", "reward", "accuracy")
 _FIRST_LOOK_S = 0.15
@@ -75,6 +75,7 @@ class AnswerIndex:
         with self._lock:
             for step in [s for s in self._known if s not in there]:  # a resumed run did it again
                 del self._known[step]
+                self.problems.pop(step, None)
             todo = {s: stamp for s, stamp in there.items()
                     if self._known.get(s, ("", None))[0] != stamp}  # fmt: skip
             is_new = bool(todo) and (self._thread is None or not self._thread.is_alive())

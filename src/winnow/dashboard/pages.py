@@ -15,7 +15,7 @@ import yaml
 from winnow.dashboard import answers
 from winnow.dashboard.columns import MetricsColumns, last_record, short
 from winnow.dashboard.index import LENGTH_BINS, RATES, AnswerIndex, follow
-from winnow.dashboard.runs import CONFIG, Entry, RunFiles, RunSet, UnreadableError
+from winnow.dashboard.runs import CONFIG, Entry, GoneError, RunFiles, RunSet, UnreadableError
 from winnow.dashboard.times import LOG, TRACE, Timeline, log_lines
 from winnow.observe import metrics
 from winnow.observe.files import TOKENIZER
@@ -23,7 +23,8 @@ from winnow.observe.jsonl import METRICS_FILE, evaluations
 
 KINDS = {"training": "rollouts", "held_out": "eval"}
 """Folders of answers by what they were written for."""
-_LIVE_S = 90.0
+_LIVE_S, _LIVE_STEPS = 90.0, 3.0
+"""A run that wrote nothing for so long, and for so many times its last step's, is not live."""
 _MOST_COLUMNS = 400
 """Steps side by side in a histogram over time; of more, neighbours are summed."""
 _ABSENT = Entry(0, "", False, None)
@@ -95,7 +96,8 @@ class RunPages:
         changed = max((each for each in times if each is not None), default=None)
         steps = int(config.get("trainer.steps") or 0)
         step = int(record.get("step", 0))
-        is_live = changed is not None and time.time() - changed < _LIVE_S
+        patience_s = max(_LIVE_S, _LIVE_STEPS * record.get(metrics.STEP_S, 0.0))
+        is_live = changed is not None and time.time() - changed < patience_s
         return {
             "name": self.files.name,
             "place": self.files.root,
@@ -295,7 +297,7 @@ class Pages:
     def __init__(self, runs: RunSet) -> None:
         self.runs = runs
         self._readers: dict[str, RunPages] = {}
-        self._newest = Newest()
+        self._newest, self._lock = Newest(), Lock()
 
     def all(self) -> dict[str, RunPages]:
         """Return the pages of each run, by its name.
@@ -304,19 +306,28 @@ class Pages:
             UnreadableError: a place cannot be listed.
         """
         found = self.runs.found()
-        for name, files in found.items():
-            if name not in self._readers or self._readers[name].files is not files:
-                self._readers[name] = RunPages(files)
-        return {name: self._readers[name] for name in found}
+        with self._lock:
+            before = self._readers
+            self._readers = {
+                name: before[name]
+                if name in before and before[name].files is files
+                else RunPages(files)
+                for name, files in found.items()
+            }
+            return self._readers
 
     def of(self, names: Iterable[str]) -> list[RunPages]:
         """Return the pages of some runs.
 
         Raises:
-            KeyError: there is no such run.
+            GoneError: there is no such run.
         """
         everything = self.all()
-        return [everything[name] for name in names]
+        wanted = list(names)
+        for name in wanted:
+            if name not in everything:
+                raise GoneError(f"there is no run {name} (any more); choose another one")
+        return [everything[name] for name in wanted]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each run; one that cannot be read has a line that says why."""
@@ -339,7 +350,7 @@ class Pages:
         """Return figures of several runs; of one that cannot be read, a line that says why.
 
         Raises:
-            KeyError: there is no such run.
+            GoneError: there is no such run.
         """
         out: dict[str, Any] = {}
         for reader in self.of(names):
@@ -354,7 +365,7 @@ class Pages:
         """List the settings in which two runs differ.
 
         Raises:
-            KeyError: there is no such run.
+            GoneError: there is no such run.
             UnreadableError: a config.yaml is damaged.
         """
         left, right = (reader.config() for reader in self.of((a, b)))
@@ -372,7 +383,7 @@ class Pages:
             `sources` is empty where there is none.
 
         Raises:
-            KeyError: there is no such run.
+            GoneError: there is no such run.
             WinnowError: a file is damaged, or they answered different problems.
         """
         readers = self.of((a, b))

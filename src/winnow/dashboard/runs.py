@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePosixPath
+from threading import Lock
 from typing import Any
 
 import fsspec
@@ -23,6 +24,10 @@ CONFIG = "config.yaml"
 
 class UnreadableError(WinnowError):
     """A file of a run is missing, half-written or damaged; the page shows the line."""
+
+
+class GoneError(UnreadableError):
+    """There is no run of that name, or no longer."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class RunFiles:
 
     def __init__(self, system: Any, root: str, name: str) -> None:
         self._system, self.root, self.name = system, root.rstrip("/"), name
-        self.is_local = "file" in _protocols(system)
+        self.is_local = _is_local(system)
         self._steps: dict[str, tuple[str, Mapping[int, Entry]]] = {}
 
     def entries(self, folder: str = "") -> dict[str, Entry]:
@@ -125,11 +130,12 @@ class RunSet:
     def __init__(self, places: Sequence[str]) -> None:
         self._places = [_place(each) for each in places]
         self._known: dict[str, RunFiles] = {}
+        self._lock = Lock()  # several pages ask at once
 
     @property
     def is_local(self) -> bool:
         """True if every place lies on this machine's file systems."""
-        return all("file" in _protocols(system) for system, _ in self._places)
+        return all(_is_local(system) for system, _ in self._places)
 
     def found(self) -> dict[str, RunFiles]:
         """Find the runs, by name.
@@ -137,14 +143,21 @@ class RunSet:
         Raises:
             UnreadableError: a place cannot be listed.
         """
-        roots = {root: system for system, path in self._places for root in _roots(system, path)}
-        for root, system in roots.items():
-            if root not in self._known:
-                name = _free(PurePosixPath(root).name, {each.name for each in self._known.values()})
-                self._known[root] = RunFiles(system, root, name)
-        for root in self._known.keys() - roots.keys():
-            del self._known[root]
-        return {self._known[root].name: self._known[root] for root in roots}
+        with self._lock:
+            roots = {
+                root: system
+                for system, path in self._places
+                for root in _roots(system, path, self._known)
+            }
+            for root in self._known.keys() - roots.keys():
+                del self._known[root]
+            taken = {each.name for each in self._known.values()}
+            for root, system in roots.items():
+                if root not in self._known:
+                    name = _free(PurePosixPath(root).name, taken)
+                    taken.add(name)
+                    self._known[root] = RunFiles(system, root, name)
+            return {self._known[root].name: self._known[root] for root in roots}
 
 
 def _place(place: str) -> tuple[Any, str]:
@@ -161,21 +174,23 @@ def _place(place: str) -> tuple[Any, str]:
     return system, path
 
 
-def _roots(system: Any, path: str) -> Iterator[str]:
+def _roots(system: Any, path: str, known: Container[str]) -> Iterator[str]:
     found = _entries(system, path)
     if CONFIG in found:
         yield path
         return
     for name, entry in sorted(found.items()):
         if entry.is_folder and not name.startswith("."):
+            root = f"{path}/{name}"
             with suppress(OSError):
-                if system.exists(f"{path}/{name}/{CONFIG}"):
-                    yield f"{path}/{name}"
+                # Of a known one the folder's entry is enough: elsewhere each question is a request.
+                if (root in known and not _is_local(system)) or system.exists(f"{root}/{CONFIG}"):
+                    yield root
 
 
 def _entries(system: Any, path: str) -> dict[str, Entry]:
     try:
-        if "file" in _protocols(system):
+        if _is_local(system):
             return dict(_local_entries(path))
         listed = system.ls(path, detail=True, refresh=True)
     except (FileNotFoundError, NotADirectoryError):
@@ -188,7 +203,7 @@ def _entries(system: Any, path: str) -> dict[str, Entry]:
 def _local_entries(path: str) -> Iterator[tuple[str, Entry]]:
     with os.scandir(path) as listed:
         for each in listed:
-            with suppress(FileNotFoundError):  # gone meanwhile
+            with suppress(OSError):  # gone meanwhile, or a link that leads nowhere
                 stat = each.stat()
                 stamp = f"{stat.st_size} {stat.st_mtime_ns}"
                 yield each.name, Entry(stat.st_size, stamp, each.is_dir(), stat.st_mtime)
@@ -207,9 +222,9 @@ def _entry(info: dict[str, Any]) -> Entry:
     )
 
 
-def _protocols(system: Any) -> tuple[str, ...]:
+def _is_local(system: Any) -> bool:
     protocol = system.protocol
-    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+    return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
 
 def _free(name: str, taken: set[str]) -> str:

@@ -31,7 +31,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from winnow.dashboard.pages import Pages, RunPages
-from winnow.dashboard.runs import RunSet
+from winnow.dashboard.runs import GoneError, RunSet
 from winnow.errors import WinnowError
 from winnow.http.service import connection_limit, has_token, is_asked_here
 
@@ -172,8 +172,8 @@ def _answering(make: Callable[[_Query], Any]) -> Callable[[Request], Any]:
     def endpoint(request: Request) -> Response:
         try:
             return _json(make(_Query(request)))
-        except KeyError as error:
-            return _json({"error": f"there is no run {error.args[0]} (any more)"}, 404)
+        except GoneError as error:
+            return _json({"error": str(error)}, 404)
         except WinnowError as error:
             return _json({"error": str(error)}, 422)
 
@@ -181,7 +181,8 @@ def _answering(make: Callable[[_Query], Any]) -> Callable[[Request], Any]:
 
 
 def _json(body: Any, status: int = 200) -> Response:
-    content = json.dumps(body, separators=(",", ":"), allow_nan=False)
+    # A file that others made may hold values of any type.
+    content = json.dumps(body, separators=(",", ":"), allow_nan=False, default=str)
     return Response(content, status, media_type="application/json")
 
 

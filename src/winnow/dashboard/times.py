@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from winnow.dashboard.runs import Entry, RunFiles
@@ -28,7 +28,7 @@ class Timeline:
     """Windows of a run's trace.json; the places of its marks are found once, as it grows."""
 
     def __init__(self, files: RunFiles) -> None:
-        self._files, self._lock = files, Lock()
+        self._files, self._lock = files, RLock()
         self._forget()
 
     def _forget(self) -> None:
@@ -65,14 +65,14 @@ class Timeline:
         """Each start of the run's process, as `{"name": …, "time_s": …}`."""
         return [
             {"name": name, "time_s": micros / 1e6}
-            for name, micros, _ in self._marks
+            for name, micros, _ in list(self._marks)
             if not _STEP.fullmatch(name)
         ]
 
     @property
     def steps(self) -> list[int]:
         """Steps whose end is marked."""
-        matches = (_STEP.fullmatch(name) for name, _, _ in self._marks)
+        matches = (_STEP.fullmatch(name) for name, _, _ in list(self._marks))
         return sorted({int(match[1]) for match in matches if match})
 
     def window(self, step: int) -> dict[str, Any]:
@@ -85,6 +85,10 @@ class Timeline:
         Raises:
             UnreadableError: the file cannot be read.
         """
+        with self._lock:
+            return self._window(step)
+
+    def _window(self, step: int) -> dict[str, Any]:
         places = [n for n, (name, _, _) in enumerate(self._marks) if name == f"step {step}"]
         if not places:
             return {"seconds": 0.0, "tracks": [], "left_out": 0}

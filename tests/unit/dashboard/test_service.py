@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,10 +38,27 @@ def test_runs_are_listed_with_their_last_figures(make_run: MakeRun) -> None:
     folder = make_run("a")
     (folder.path.parent / "b").mkdir()
     (folder.path.parent / "b" / "config.yaml").write_text("run: [")
+    (folder.path.parent / "loop").symlink_to("loop")
     a, b = get(client(folder.path.parent), "/api/runs")["runs"]
     assert (a["name"], a["step"], a["steps"], a["state"]) == ("a", 4, 4, "done")
     assert (a["accuracy"], a["held_out"], a["problem"]) == (1.0, {"sums": 0.5}, None)
     assert b["problem"].startswith("config.yaml of b is no YAML")
+
+
+def test_a_run_is_live_for_some_steps_time_and_shows_its_last_evaluation(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    folder.config.write_text(folder.config.read_text().replace("steps: 4", "steps: 9"))
+    asked = client(folder.path)
+    found = []
+    for step, seconds in ((5, 1), (6, 100)):
+        with folder.metrics.open("a") as file:
+            file.write(f'{{"step":{step},"time/step_s":{seconds}}}\n')
+        past = time.time() - 200
+        os.utime(folder.metrics, (past, past))
+        found += get(asked, "/api/runs")["runs"]
+    assert [each["state"] for each in found] == ["idle", "live"]
+    assert [each["step"] for each in found] == [5, 6]
+    assert [each["held_out"] for each in found] == [{"sums": 0.5}] * 2
 
 
 def test_settings_that_differ_are_listed_by_their_full_names(make_run: MakeRun) -> None:
