@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -286,25 +284,6 @@ def test_runs_are_found_in_folders_alone_and_behind_urls(make_run: MakeRun) -> N
         assert far.read("metrics.jsonl", 3, 9) == near.read("metrics.jsonl", 3, 9)
     finally:
         memory.rm("memory://far", recursive=True)
-
-
-def test_runs_that_come_and_go_are_found_by_several_pages_at_once(make_run: MakeRun) -> None:
-    folder = make_run("a").path.parent
-    runs = RunSet([str(folder)])
-    names = [f"run-{n}" for n in range(40)]
-
-    def make_and_delete(_: int) -> None:
-        for name in names:
-            (folder / name).mkdir(exist_ok=True)
-            (folder / name / "config.yaml").touch()
-            runs.found()
-        for name in names:
-            shutil.rmtree(folder / name, ignore_errors=True)
-            runs.found()
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(make_and_delete, range(4)))
-    assert list(runs.found()) == ["a"]
 
 
 @pytest.mark.parametrize("place", ["nowhere", "nosuch://x", "memory://nowhere"])
