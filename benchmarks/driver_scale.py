@@ -36,6 +36,7 @@ from benchmarks.loop_scale import SavedPrompts
 from tests.engines import ScriptedEngine, uniform
 
 from winnow.config.rollout import SamplingConfig
+from winnow.config.root import ObserveConfig
 from winnow.config.trainer import TrainerConfig
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.learner import Learned
@@ -69,8 +70,8 @@ ANSWERS = 16
 ENGINES, SCORERS, RANKS = 2, 1, 2
 SLOTS = 512
 """An engine."""
-TEXT_GROUPS = 8
-"""As `observe.rollout_text_groups` is by default."""
+KEEPS = ObserveConfig(rollout_text_groups=8)
+"""So little that the driver reads no tokens to speak of."""
 LAG_TICKS = 16
 """As `sampling.score_lag_ticks` is with scorers apart."""
 SIZES = (
@@ -305,7 +306,7 @@ class Run:
         )
 
     def _keep_rollouts(self, step: int, closed: Sequence[RolloutGroup]) -> None:
-        shown = choose_text_groups([entry.group.id for entry in closed], TEXT_GROUPS, 1, step)
+        shown = choose_text_groups(closed, KEEPS, 1, step)
         path = self.folder / "rollouts" / f"step-{step}.parquet"
         write_rollouts(path, step, closed, version=step - 1, text_groups=shown, decode=words)
         trained = [entry.group for entry in closed if entry.outcome == "trained"]
@@ -378,7 +379,7 @@ def main() -> None:
         f"`python -m benchmarks.driver_scale --cluster {given.cluster}`: "
         f"{platform.processor() or platform.machine()}, groups of {ANSWERS}, {ENGINES} engines of "
         f"{SLOTS} slots, {SCORERS} scorer, {RANKS} ranks, answers of half the limit to all of it, "
-        f"text kept of {TEXT_GROUPS} groups a step.\n\n"
+        f"text kept of {KEEPS.rollout_text_groups} groups a step.\n\n"
     )
     if given.out:
         given.out.write_text(text + table(costs), encoding="utf-8")

@@ -36,6 +36,7 @@ from torch import Tensor
 from winnow.algorithms.advantages import ESTIMATORS
 from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.rollout import SamplingConfig
+from winnow.config.root import ObserveConfig
 from winnow.config.trainer import TrainerConfig
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.advantage import AdvantageStage
@@ -242,7 +243,7 @@ class Run:
         )
 
     def _keep_rollouts(self, step: int, closed: Sequence[RolloutGroup]) -> None:
-        shown = choose_text_groups([entry.group.id for entry in closed], 64, 1, step)
+        shown = choose_text_groups(closed, ObserveConfig(rollout_text_groups=64), 1, step)
         path = self.folder / "rollouts" / f"step-{step}.parquet"
         write_rollouts(path, step, closed, version=step - 1, text_groups=shown, decode=words)
 

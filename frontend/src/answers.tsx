@@ -130,7 +130,7 @@ function GroupTable({ table, step, rows, place }: { table: Groups; step: number;
         <tbody ref={list}>
           {rows.slice(0, last).map((at, n) => (
             <tr aria-selected={n === place} onClick={() => change({ step, group: table.group[at], answer: null })}>
-              <td class="prompt">{table.prompt[at] ?? <span class="dim" title="Its text was not kept (observe.rollout_text_groups)">{table.uid[at]}</span>}</td>
+              <td class="prompt">{table.prompt[at] ?? <span class="dim" title="Its text was not kept (observe.rollout_text_tokens)">{table.uid[at]}</span>}</td>
               <td><span class={`fate ${table.outcome[at]}`}>{OUTCOMES[table.outcome[at]]?.[0] ?? table.outcome[at]}</span></td>
               <td class="n">{right(table, at)}</td>
               <td class="n">{fixed(table.reward[at])}</td>

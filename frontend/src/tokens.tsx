@@ -88,7 +88,7 @@ export function Tokens(props: {
         ? <p class="scale"><Scale coloring={coloring} values={values} answer={answer} /><Readout answer={answer} at={at} /></p>
         : <p class="scale absent">{absent(coloring)}</p>)}
       {answer.response === null && !tokens && (
-        <p class="empty">The text of this answer was not kept. observe.rollout_text_groups is the number of prompts a step that keep theirs.</p>
+        <p class="empty">The text of this answer was not kept: its step has more tokens than observe.rollout_text_tokens.</p>
       )}
       {tokens
         ? (

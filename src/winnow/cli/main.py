@@ -20,6 +20,7 @@ from winnow.cli.dashboard import dashboard_command
 from winnow.cli.data import app as data_app
 from winnow.cli.ledger import app as ledger_app
 from winnow.cli.reward import app as reward_app
+from winnow.cli.rollouts import rollouts_command
 from winnow.cli.sandbox import app as sandbox_app
 from winnow.errors import ConfigError, WinnowError
 
@@ -40,6 +41,7 @@ app.add_typer(ledger_app, name="ledger")
 app.add_typer(reward_app, name="reward")
 app.add_typer(sandbox_app, name="sandbox")
 app.command("dashboard")(dashboard_command)
+app.command("rollouts", no_args_is_help=True)(rollouts_command)
 
 Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or a YAML file.")]
 Overrides = Annotated[

@@ -162,9 +162,13 @@ class ObserveConfig(Section):
     console: Literal["auto", "plain", "off"] = "auto"
     """A live table on a terminal and one line a step elsewhere (auto), always lines (plain), or
     nothing (off)."""
-    rollout_text_groups: int = Field(8, ge=0)
+    rollout_text_groups: int | None = Field(None, ge=0)
     """Groups a step, and prompts an evaluation (the same in each), whose text, ids and log-probs
-    are kept (seeded choice); scalars are always kept."""
+    are kept (seeded choice); null goes by rollout_text_tokens. Scalars are always kept, and all of
+    a group of which a scoring failed."""
+    rollout_text_tokens: int = Field(100_000, ge=0)
+    """Tokens of a step, or of an evaluation, up to which everything is kept of all its answers; of
+    more, a seeded choice of groups with as many, and at least 8. A token takes about 6 bytes."""
     trace: bool = True
     """Write trace.json, a timeline of who did what and who waited, for chrome://tracing and
     ui.perfetto.dev; at most 32 MiB."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -150,6 +150,23 @@ def group_answers(
     if not len(table):
         raise UnreadableError(f"{name} of {files.name} has no group {group}; choose another one")
     return [_answer(row, pieces) for row in table.to_pylist()]
+
+
+def every_answer(files: RunFiles, name: str, groups: Collection[int]) -> Iterator[dict[str, Any]]:
+    """Yield all that was kept of each answer of some groups, without loading the file whole.
+
+    Raises:
+        UnreadableError: the file is missing or damaged, or has none of them.
+    """
+    wanted, count = pa.array(sorted(groups), pa.int64()), 0
+    with files.parquet(name) as file:
+        for part in range(file.num_row_groups):
+            table = file.read_row_group(part)
+            rows = table.filter(pc.is_in(table["group"], wanted)).to_pylist()
+            count += len(rows)
+            yield from rows
+    if groups and not count:
+        raise UnreadableError(f"{name} of {files.name} has no group {min(groups)}")
 
 
 def _may_hold(file: pq.ParquetFile, part: int, group: int) -> bool:

@@ -124,7 +124,7 @@ class RunPages:
         Raises:
             UnreadableError: the step has no file, or a damaged one.
         """
-        name = self._answers_file(kind, step)
+        name = self.answers_file(kind, step)
         return answers.group_table(self.files, name)
 
     def found(self, kind: str, step: int, text: str) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class RunPages:
         Raises:
             UnreadableError: the step has no file, or a damaged one.
         """
-        return answers.search(self.files, self._answers_file(kind, step), text)
+        return answers.search(self.files, self.answers_file(kind, step), text)
 
     def group(self, kind: str, step: int, group: int) -> dict[str, Any]:
         """Return a group's answers, and why tokens are not shown where they are not.
@@ -146,7 +146,7 @@ class RunPages:
             pieces = self._pieces()
         except UnreadableError as error:
             pieces, why = None, str(error)
-        found = answers.group_answers(self.files, self._answers_file(kind, step), group, pieces)
+        found = answers.group_answers(self.files, self.answers_file(kind, step), group, pieces)
         return {"answers": found, "meanings": answers.TOKEN_COLUMNS, "without_tokens": why}
 
     def prompt(self, kind: str, prompt_uid: str) -> dict[str, Any]:
@@ -255,7 +255,12 @@ class RunPages:
             raise UnreadableError(f"{CONFIG} of {self.files.name} is no YAML: {reason}") from error
         return dict(_flat(tree, "")) if isinstance(tree, dict) else {}
 
-    def _answers_file(self, kind: str, step: int) -> str:
+    def answers_file(self, kind: str, step: int) -> str:
+        """Name the file of a step's answers.
+
+        Raises:
+            UnreadableError: there is no such kind.
+        """
         return f"{_folder(kind)}/step-{step}.parquet"
 
     def _indexed(self, kind: str) -> AnswerIndex:

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from winnow.config.root import ObserveConfig
 from winnow.config.trainer import EvaluationConfig
 from winnow.evaluation.statistics import PromptAnswers, numbers, summarise, vote
 from winnow.observe.metrics import EVAL, Metrics, Number
@@ -95,7 +96,7 @@ class Evaluator:
     Args:
         rewards: this evaluator's own, because it counts failures.
         rollout: sampling in training, whose stop conditions and limit hold here, too.
-        text_groups: number of prompts whose answers are kept with their text.
+        observe: says of how many prompts the answers are kept with their text.
         left_out: number of held-out rows that were too long to be asked.
     """
 
@@ -109,7 +110,7 @@ class Evaluator:
         seed: int,
         decode: Decode,
         file_of: Callable[[int], Path],
-        text_groups: int,
+        observe: ObserveConfig,
         left_out: int = 0,
     ) -> None:
         self._engine, self.prompts, self._rewards = engine, tuple(prompts), rewards
@@ -123,7 +124,7 @@ class Evaluator:
             min_p=0.0,
         )
         self._decode, self._file_of, self.left_out = decode, file_of, left_out
-        self._text_groups = text_groups
+        self._observe = observe
         self._asked = self._scorings = self._tokens_before = 0
 
     @property
@@ -160,16 +161,17 @@ class Evaluator:
         greedy: list[Group] = []
         if self._config.greedy:
             greedy = await self._answer(replace(self._sampling, temperature=0.0), 1)
+        entries = [
+            *(RolloutGroup(group, "held_out") for group in groups),
+            *(RolloutGroup(group, "held_out_greedy") for group in greedy),
+        ]
         write_rollouts(
             self._file_of(step),
             step,
-            [RolloutGroup(group, "held_out") for group in groups]
-            + [RolloutGroup(group, "held_out_greedy") for group in greedy],
+            entries,
             version=step,
             # The same prompts in each evaluation, so that one can be followed through the run.
-            text_groups=choose_text_groups(
-                range(len(groups)), self._text_groups, self._seed, step=0
-            ),
+            text_groups=choose_text_groups(entries, self._observe, self._seed, step=0),
             decode=self._decode,
         )
         try:

@@ -2,24 +2,7 @@
 
 eval/step-N.parquet, the answers to held-out prompts after step N, has the same form.
 
-| columns | meaning |
-|---|---|
-| step, group, answer | group is the admission index, answer the place among its finished ones |
-| kind | sampled, greedy; a greedy one beside sampled ones is their baseline, and stands last |
-| prompt_uid, data_source | the row of data |
-| problem | what it asks and is compared with, as a digest: the same for copies of a row |
-| outcome | trained, all_right, all_wrong, surplus, stale, failed; held_out, held_out_greedy |
-| prompt_tokens, response_tokens | lengths |
-| reward, part/NAME, accuracy | the score; reward is the sum of the parts, each by its weight |
-| advantage | null unless trained, and for a baseline |
-| mismatch | mean |log-prob of the sampler - trainer's|, nats; trained, after an old pass |
-| oldest_version, newest_version, staleness | weight versions that wrote it, and how far behind |
-| finish_reason, scorer_error | |
-| pred, extra/NAME | what else the scorer said; numbers as numbers, the rest as text |
-| prompt, response | text; with the next rows only for a seeded choice of groups, else null |
-| prompt_ids, token_ids, logprobs | ids as the policy saw them, log-probs of the sampler in nats |
-| trainer_logprobs | the trainer's, before the step's updates, where it took a pass for them |
-| versions | weight version that wrote each token; -1 where it was no policy's |
+docs/answers.md says what each column means, and of which answers the text is kept.
 """
 
 from __future__ import annotations
@@ -28,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from winnow.config.root import ObserveConfig
 from winnow.errors import WinnowError
 from winnow.observe.files import PARTIAL, disk_error, write_atomic
 from winnow.observe.metrics import Outcome
@@ -46,10 +30,12 @@ STEP_FILE = re.compile(r"step-(\d+)\.parquet")
 """Names of the files, with the step."""
 # A dictionary pays where values repeat; elsewhere it only costs time.
 _REPEATED = ["kind", "prompt_uid", "data_source", "outcome", "finish_reason", "scorer_error"]
+_LEAST_TEXT_GROUPS = 8
+"""Groups of a step that keep their text, however long it is."""
 ROW_GROUP = 512
 """Rows that are read at least to see the tokens of one."""
 _INT, _FLOAT, _TEXT, _IDS = pa.int32(), pa.float64(), pa.string(), pa.list_(pa.int32())
-_KINDS = {
+COLUMNS = {
     **{"step": _INT, "group": pa.int64(), "answer": _INT, "kind": _TEXT, "prompt_uid": _TEXT},
     **{"data_source": _TEXT, "problem": _TEXT, "outcome": _TEXT, "prompt_tokens": _INT},
     **{"response_tokens": _INT, "reward": _FLOAT, "accuracy": _FLOAT, "advantage": _FLOAT},
@@ -86,13 +72,29 @@ def problem_id(prompt: Prompt) -> str:
     return blake2b(said.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
 
 
-def choose_text_groups(group_ids: Iterable[int], count: int, seed: int, step: int) -> set[int]:
-    """Choose the groups of a step whose text is kept: all if they are few, else a seeded choice."""
-    ordered = sorted(group_ids)
-    if len(ordered) <= count:
-        return set(ordered)
-    generator = np.random.default_rng([seed, step])
-    return {ordered[i] for i in generator.choice(len(ordered), count, replace=False)}
+def choose_text_groups(
+    groups: Iterable[RolloutGroup], config: ObserveConfig, seed: int, step: int
+) -> set[int]:
+    """Choose the groups whose text is kept: all if they are few, else a seeded choice.
+
+    Those of which a scoring failed are kept besides.
+    """
+    tokens: dict[int, int] = {}
+    failed: set[int] = set()
+    for entry in groups:
+        answers = entry.group.scored
+        written = sum(len(segment) for each in answers for segment in each.trajectory.segments)
+        tokens[entry.group.id] = tokens.get(entry.group.id, 0) + written
+        if any(answer.score.error for answer in answers):
+            failed.add(entry.group.id)
+    # The order of a seed, so that what a smaller bound keeps a larger one does, too.
+    order = np.random.default_rng([seed, step]).permutation(sorted(tokens)).tolist()
+    count = config.rollout_text_groups
+    if count is None:
+        sums = accumulate(tokens[each] for each in order)
+        fitting = sum(total <= config.rollout_text_tokens for total in sums)
+        count = max(fitting, _LEAST_TEXT_GROUPS)
+    return failed | set(order[:count])
 
 
 def write_rollouts(
@@ -112,7 +114,7 @@ def write_rollouts(
         WinnowError: the file cannot be written; nothing half-written is left.
     """
     rows = [row for entry in groups for row in _rows(step, entry, version, text_groups, decode)]
-    names = dict.fromkeys([*_KINDS, *chain.from_iterable(rows)])
+    names = dict.fromkeys([*COLUMNS, *chain.from_iterable(rows)])
     table = pa.table({name: _column(name, [row.get(name) for row in rows]) for name in names})
     sink = pa.BufferOutputStream()
     pq.write_table(
@@ -241,7 +243,7 @@ def _token_versions(answer: Answer) -> IntArray:
 
 def _column(name: str, values: list[Any]) -> Any:
     """Make a column; what a scorer said is numbers if all are, else text."""
-    kind = _KINDS.get(name)
+    kind = COLUMNS.get(name)
     if kind is None:
         numeric = (int, float, np.number, np.bool_, type(None))
         kind = _FLOAT if all(isinstance(value, numeric) for value in values) else _TEXT

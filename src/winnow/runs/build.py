@@ -111,7 +111,7 @@ def make_evaluator(
         config.run.seed,
         policy.decode,
         file_of,
-        config.observe.rollout_text_groups,
+        config.observe,
         held_out.filtered,
     )
 
@@ -274,13 +274,12 @@ def _keep_rollouts(
     config: Config, folder: RunFolder, decode: Decode, step: int, groups: Sequence[RolloutGroup]
 ) -> None:
     """Write the groups whose life ended in a step, some of them with their text."""
-    number, ids = config.observe.rollout_text_groups, [entry.group.id for entry in groups]
     write_rollouts(
         folder.rollout(step),
         step,
         groups,
         version=step - 1,
-        text_groups=choose_text_groups(ids, number, config.run.seed, step),
+        text_groups=choose_text_groups(groups, config.observe, config.run.seed, step),
         decode=decode,
     )
 

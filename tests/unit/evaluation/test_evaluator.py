@@ -15,6 +15,7 @@ from rich.console import Console
 from tests.scoring import rewards_of
 
 from winnow.config.reward import RewardConfig
+from winnow.config.root import ObserveConfig
 from winnow.config.trainer import EvaluationConfig
 from winnow.evaluation import report
 from winnow.evaluation.evaluator import AskProgress, Evaluated, Evaluator, by_problem
@@ -117,7 +118,9 @@ def idle(prompts: list[Prompt], rewards: Any, config: EvaluationConfig, **told: 
     """An evaluator that is looked at only."""
     engine: Any = _Idle(**told)
     sampling = SamplingParams(max_tokens=8)
-    return Evaluator(engine, prompts, rewards, config, sampling, 0, str, lambda _: None, 0)
+    return Evaluator(
+        engine, prompts, rewards, config, sampling, 0, str, lambda _: None, ObserveConfig()
+    )
 
 
 def test_a_report_holds_each_source_and_all_together() -> None:

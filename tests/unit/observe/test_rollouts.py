@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from winnow.config.root import ObserveConfig
 from winnow.errors import WinnowError
 from winnow.observe.rollouts import (
     RolloutGroup,
@@ -240,16 +241,41 @@ def test_a_damaged_file_and_an_empty_folder_are_named(tmp_path: Path) -> None:
         read_rollouts(tmp_path)
 
 
-def test_the_choice_of_groups_follows_seed_and_step_and_takes_all_when_few() -> None:
-    ids = list(range(50, 150))
-    chosen = choose_text_groups(ids, 8, seed=1, step=3)
+def test_the_choice_of_groups_follows_seed_and_step_and_takes_all_when_few(
+    make_group: MakeGroup,
+) -> None:
+    groups = [RolloutGroup(make_group(id_), "trained") for id_ in range(50, 150)]
+    some = ObserveConfig(rollout_text_groups=8)
+    chosen = choose_text_groups(groups, some, seed=1, step=3)
     assert len(chosen) == 8
-    assert chosen <= set(ids)
-    assert chosen == choose_text_groups(reversed(ids), 8, seed=1, step=3)
-    assert chosen != choose_text_groups(ids, 8, seed=1, step=4)
-    assert chosen != choose_text_groups(ids, 8, seed=2, step=3)
-    assert choose_text_groups([3, 1], 8, seed=1, step=3) == {1, 3}
-    assert choose_text_groups(ids, 0, seed=1, step=3) == set()
+    assert chosen <= set(range(50, 150))
+    assert chosen == choose_text_groups(reversed(groups), some, seed=1, step=3)
+    assert chosen != choose_text_groups(groups, some, seed=1, step=4)
+    assert chosen != choose_text_groups(groups, some, seed=2, step=3)
+    assert choose_text_groups(groups[:2], some, seed=1, step=3) == {50, 51}
+    none = ObserveConfig(rollout_text_groups=0)
+    assert choose_text_groups(groups, none, seed=1, step=3) == set()
+
+
+def test_text_is_kept_of_all_answers_up_to_a_number_of_tokens_and_always_of_failures(
+    make_group: MakeGroup,
+) -> None:
+    groups = [RolloutGroup(make_group(id_), "trained") for id_ in range(100)]
+    each = sum(len(s) for a in groups[0].group.scored for s in a.trajectory.segments)
+
+    def chosen(tokens: int) -> set[int]:
+        return choose_text_groups(groups, ObserveConfig(rollout_text_tokens=tokens), 1, 3)
+
+    assert chosen(100 * each) == set(range(100))
+    assert len(chosen(100 * each - 1)) == 99
+    assert len(chosen(30 * each)) == 30
+    assert chosen(30 * each) < chosen(31 * each)
+    assert len(chosen(0)) == 8
+    bad = replace(groups[0].group.answers[0], score=Score(0.0, 0.0, {}, {}, "boom"))
+    group = replace(groups[0].group, id=200, answers=(*groups[0].group.answers, bad))
+    groups.append(RolloutGroup(group, "failed"))
+    none = ObserveConfig(rollout_text_groups=0)
+    assert choose_text_groups(groups, none, seed=1, step=3) == {200}
 
 
 def test_columns_keep_their_types_when_a_step_has_no_value_for_them(

@@ -1,0 +1,262 @@
+"""`winnow rollouts`: what a run's model wrote, in a terminal or as JSON, by the dashboard's reader.
+
+On a terminal it asks what to show next; elsewhere it prints once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from winnow.errors import WinnowError
+from winnow.observe.figures import DASH, WIDTH, count, number, printable, share
+
+if TYPE_CHECKING:
+    from winnow.dashboard.pages import RunPages
+
+Row = dict[str, Any]
+_KEEPS: dict[str, Callable[[Row], bool]] = {
+    "all": lambda group: True,
+    "wrong": lambda group: group["accuracy"] == 0,
+    "cut-off": lambda group: group["cut_off"] > 0,
+    "overlong": lambda group: group["overlong"] > 0,
+    "failed": lambda group: group["failed"] > 0,
+    "mismatch": lambda group: group["mismatch"] is not None,
+}
+_HELP = (
+    "A number opens, Enter shows more, b goes back; n, p: the next, the one before; s 12: step 12, "
+    f"s: the newest; f {'|'.join(_KEEPS)}; /TEXT: with this text, /: all; q ends"
+)
+_LINES_BESIDE = 8
+"""Of a screen, beside the rows of a list."""
+
+
+def rollouts_command(
+    run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME, or its URL.")],
+    step: Annotated[int | None, typer.Option(help="Step to show; the newest by default.")] = None,
+    group: Annotated[int | None, typer.Option(help="Group of the step: its answers.")] = None,
+    only: Annotated[str, typer.Option(
+        "--filter", metavar="|".join(_KEEPS),
+        help="Groups without a right answer, with one cut off, penalised for its length or whose "
+        "scoring failed; mismatch: those trained on, the farthest log-probs first.")] = "all",
+    search: Annotated[str, typer.Option(help="Only groups with this text, in any case.")] = "",
+    held_out: Annotated[bool, typer.Option("--held-out", help="Held-out prompts.")] = False,
+    as_json: Annotated[bool, typer.Option(
+        "--json", help="Print all that is kept of each answer, one a line.")] = False,
+) -> None:  # fmt: skip
+    """Read what the model wrote: steps, prompts, answers; filtered, searched, or as JSON."""
+    kind = "held_out" if held_out else "training"
+    browser = Browser(_run_at(run), Console(highlight=False), kind, step, group, only, search)
+    if as_json:
+        for line in browser.lines():
+            print(line)
+    elif sys.stdin.isatty() and sys.stdout.isatty():
+        browser.browse(input)
+    else:
+        browser.show()
+
+
+@dataclass
+class Browser:
+    """Shows parts of a run and obeys words; each look reads the folder anew."""
+
+    run: RunPages
+    console: Console
+    kind: str
+    """training or held_out."""
+    step: int | None = None
+    """None follows the newest."""
+    group: int | None = None
+    """None lists the groups."""
+    only: str = "all"
+    search: str = ""
+    shown: int | None = None
+    """Step of the last list: what is chosen from it is of that step, although a run goes on."""
+    answer: int = 1
+    """Number of the answer whose text is shown."""
+    first: int = 0
+    """Row of the list at the top."""
+    limit: int | None = None
+    """Rows of a list, and of a group one answer's text; None shows all."""
+
+    def browse(self, ask: Callable[[str], str]) -> None:
+        """Show, ask and obey until `q` or the end of the input; `ask` is like `input`."""
+        self.limit = max(self.console.height - _LINES_BESIDE, 5)
+        self._print(_HELP, "dim")
+        while True:
+            try:
+                self.show()
+            except WinnowError as error:
+                self._print(str(error), "red")
+            try:
+                word = ask("rollouts> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                word = "q"
+            if word == "q":
+                return
+            with suppress(WinnowError):  # the next look tells it
+                self._obey(word)
+
+    def show(self) -> None:
+        """Print what is looked at.
+
+        Raises:
+            WinnowError: it is not there, or damaged.
+        """
+        if self.group is None:
+            self._show_groups()
+        else:
+            self._show_group(self.group)
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line of JSON for each answer of the groups that are looked at.
+
+        Raises:
+            WinnowError: a file is missing or damaged.
+        """
+        from winnow.dashboard.answers import every_answer
+
+        name = self.run.answers_file(self.kind, self._step())
+        listed = self._listed() if self.group is None else [self.group]
+        for row in every_answer(self.run.files, name, listed):
+            # JSON has no NaN.
+            yield json.dumps(json.loads(json.dumps(row), parse_constant=lambda _: None))
+
+    def _obey(self, word: str) -> None:
+        name, _, rest = word.partition(" ")
+        if word == "":
+            self.first += self.limit or 0
+        elif word.isdecimal() and self.group is not None:
+            self.answer = int(word)
+        elif word.isdecimal():
+            self._go(self.shown, int(word))
+        elif name == "s" and rest.strip().isdecimal() | (not rest):
+            self._go(int(rest) if rest else None)
+        elif word in ("n", "p"):
+            self._move(1 if word == "n" else -1)
+        elif word == "b":
+            self._go(self.step)
+        elif name == "f" and rest in _KEEPS:
+            self.only = rest
+            self._go(self.step)
+        elif word.startswith("/"):
+            self.search = word[1:].strip()
+            self._go(self.step)
+        else:
+            self._print(f"{word[:40]} says nothing here. {_HELP}", "red")
+
+    def _go(self, step: int | None, group: int | None = None) -> None:
+        self.step, self.group, self.answer, self.first = step, group, 1, 0
+
+    def _move(self, by: int) -> None:
+        """Go to another group of the list, or from a list to another step."""
+        step, is_list = self._step(), self.group is None
+        listed, now = (self._steps(), step) if is_list else (self._listed(), self.group)
+        at = listed.index(now) + by if now in listed else 0
+        for there in listed[at : at + 1]:
+            self._go(*((there, None) if is_list else (step, there)))
+
+    def _steps(self) -> list[int]:
+        steps: list[int] = self.run.steps()[self.kind]
+        if not steps:
+            raise WinnowError(f"{self.run.files.name} has no answers yet; look again later")
+        return steps
+
+    def _step(self) -> int:
+        return self._steps()[-1] if self.step is None else self.step
+
+    def _listed(self) -> list[int]:
+        return [row["group"] for row in self._groups()]
+
+    def _groups(self) -> list[Row]:
+        """Read the groups of a step that filter and search leave."""
+        table = self.run.groups(self.kind, self._step())
+        if self.only not in _KEEPS:
+            raise WinnowError(f"--filter must be one of {', '.join(_KEEPS)}, got {self.only[:40]}")
+        rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+        left = [row for row in rows if _KEEPS[self.only](row)]
+        if self.search:
+            hits = self.run.found(self.kind, self._step(), self.search)["groups"]
+            left = [row for row in left if str(row["group"]) in hits]
+        return sorted(left, key=lambda row: -row["mismatch"]) if self.only == "mismatch" else left
+
+    def _show_groups(self) -> None:
+        left = self._groups()
+        self.shown = self._step()
+        words = f"step {self.shown} of {self._steps()[-1]}, {len(left)} prompts"
+        words += f", {self.only}" * (self.only != "all")
+        self._head(words + f", with {self.search}" * bool(self.search))
+        table = _table("group", "prompt", "fate", "right", "reward", "tokens", "mismatch")
+        self.first = self.first if self.first < len(left) else 0
+        for row in left[self.first :][: self.limit]:
+            table.add_row(
+                str(row["group"]), self._line(row["prompt"] or row["uid"] or DASH),
+                row["outcome"].replace("_", " "),
+                f"{(row['accuracy'] or 0) * row['answers']:.3g}/{row['answers']}",
+                number(row["reward"]), count(row["length"]), number(row["mismatch"], 4),
+            )  # fmt: skip
+        self._put(table)
+
+    def _show_group(self, group: int) -> None:
+        answers = self.run.group(self.kind, self._step(), group)["answers"]
+        self._head(f"step {self._step()}, group {group}, {answers[0]['outcome']}")
+        self._print(answers[0]["prompt"] or "(text not kept: observe.rollout_text_tokens)", "bold")
+        table = _table("answer", "right", "reward", "advantage", "tokens", "end", "read as")
+        for place, each in enumerate(answers, 1):
+            table.add_row(
+                f"greedy {place}" if each["kind"] == "greedy" else str(place),
+                "failed" if each.get("scorer_error") else share(each["accuracy"]),
+                number(each["reward"]), number(each.get("advantage")),
+                count(each["response_tokens"]), each.get("finish_reason") or DASH,
+                self._line(each.get("pred") or DASH),
+            )  # fmt: skip
+        self._put(table)
+        for place, each in enumerate(answers, 1):
+            if self.limit is None or place == min(max(self.answer, 1), len(answers)):
+                self._head(f"answer {place}")
+                if each.get("scorer_error"):
+                    self._print(f"scoring failed: {each['scorer_error']}", "red")
+                self._print(each["response"] or "(no text)")
+
+    def _line(self, text: str) -> Text:
+        line = " ".join(printable(text, self.console.encoding).split())
+        return Text(line, no_wrap=True, overflow="ellipsis")
+
+    def _head(self, words: str) -> None:
+        self._put(Rule(self._line(f"{self.run.files.name}, {words}"), align="left"))
+
+    def _put(self, shown: Rule | Table) -> None:
+        self.console.print(shown, width=min(WIDTH, self.console.width))
+
+    def _print(self, text: str, style: str = "") -> None:
+        self.console.print(Text(printable(text, self.console.encoding), style))
+
+
+def _run_at(place: str) -> RunPages:
+    from winnow.dashboard.pages import RunPages
+    from winnow.dashboard.runs import RunSet
+
+    found = RunSet([place]).found()
+    if len(found) != 1:
+        names = ", ".join(found) or "none"
+        raise WinnowError(f"{place} must be one run's folder, and holds {names}; name one")
+    return RunPages(next(iter(found.values())))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        is_word, is_text = name in ("fate", "end"), name in ("prompt", "read as")
+        justify: Literal["left", "right"] = "left" if is_word or is_text else "right"
+        table.add_column(name, justify=justify, no_wrap=not is_text)
+    return table
