@@ -153,8 +153,8 @@ def test_a_run_is_browsed_from_steps_to_prompts_to_answers(make_run: MakeRun) ->
     fifty = [group(n, f"row-{n}", answer(3, 0.0), answer(2, 1.0)) for n in range(50)]
     write_step(folder, 5, [RolloutGroup(each, "surplus") for each in fifty], "rollouts")
     seen = browsed(
-        str(folder), "", "s 2", "80", "2", "n", "n", "p", "p", "b", "f wrong", "/nothing", "90", "n",
-        "what?", "p", "s",
+        str(folder), "", "s 2", "80", "2", "n", "n", "p", "p", "b", "f wrong", "/nothing",
+        "90", "n", "what?", "p", "s",
     )  # fmt: skip
     heads = [re.search(r"a, (step .*?) ─", each) for each in seen]
     assert [head and head[1] for head in heads] == [
