@@ -29,7 +29,7 @@ COMMAND = [
     *("train", "mine.yaml", "run.threads=1", "run.dir={dir}", "run.name={name}"),
     *("model.path=model", "data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]"),
     *(f"reward.function.path={small_disk.__file__}", "reward.workers=0", "rollout.n=4"),
-    *("rollout.max_response_tokens=8", "sampling.groups_per_step=4", "evaluation.max_prompts=1"),
+    *("rollout.max_response_tokens=8", "sampling.groups_per_step=4", "evaluation.max_prompts=8"),
     *("evaluation.n=2", f"evaluation.every={STEPS}", f"trainer.steps={STEPS}"),
     *("trainer.save_every=1", "trainer.keep_last=null"),
     "observe.trace=false",  # its size is not the same twice

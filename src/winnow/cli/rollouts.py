@@ -38,7 +38,7 @@ _HELP = (
     f"s: the newest; f {'|'.join(_KEEPS)}; /TEXT: with this text, /: all; q ends"
 )
 _LINES_BESIDE = 8
-"""Of a screen, beside the rows of a list."""
+"""Lines that a list leaves to its title and to the question."""
 
 
 def rollouts_command(
