@@ -80,8 +80,7 @@ def try_command(
     by_one = config.reward.function.path is not None
     any_source = by_one or config.reward.manager.name in ("remote", "custom")
     number = 1 if row is None else row
-    changes = {} if prompt_key is None else {"prompt_key": prompt_key}
-    data = config.data.model_copy(update=changes)
+    data = config.data.model_copy(update={"prompt_key": prompt_key} if prompt_key else {})
     prompt = _prompt(file, number, truth, source or scorer, data, any_source)
     text = _from_stdin() if answer is None else answer
     trial = _tried(config, prompt, text, tokens or 0, quiet=as_json)

@@ -57,6 +57,11 @@ class Layout:
     wanted: str = "what the scorer compares with"
     """Says what the column of the truth must hold."""
 
+    @property
+    def is_verl(self) -> bool:
+        """True for verl's schema, whose truth stands in an object."""
+        return self.truth == VERL_TRUTH
+
     def __str__(self) -> str:
         truth = "no ground truth" if self.truth is None else f"ground truth from {self.truth}"
         if self.truth == "solution" and self.read:
@@ -82,7 +87,7 @@ class Layout:
             value = self.read(value)
             if value is None:
                 raise wrong_field(origin, self.truth, _value(record, self.truth), self.wanted)
-        elif self.truth != VERL_TRUTH and type(value) in (int, float):
+        elif not self.is_verl and type(value) in (int, float):
             whole = isinstance(value, float) and value.is_integer()
             value = str(int(value)) if whole else str(value)
         if value is None or value == "":

@@ -21,16 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from winnow.config.data import DataConfig
-from winnow.data.columns import (
-    VERL_TRUTH,
-    Layout,
-    Record,
-    excerpt,
-    kind_of,
-    layout_of,
-    said,
-    wrong_field,
-)
+from winnow.data.columns import Layout, Record, excerpt, kind_of, layout_of, said, wrong_field
 from winnow.data.hub import FORMATS, fetch, is_on_hub, pinned, repo_of
 from winnow.errors import DataError
 
@@ -39,7 +30,6 @@ _PARQUET = ".parquet"
 MOST_BYTES_A_LINE = 64 << 20
 """Most bytes of a JSON line."""
 _FORMAT = re.compile(r"\.(?:parquet|jsonl?(?:\.gz)?)$")
-_TRUTH = "ground_truth"
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +104,8 @@ def to_row(record: Record, origin: str, uid: str, layout: Layout) -> Row:
         )
     used = {layout.source, layout.truth, layout.prompt}
     extra = {key: value for key, value in record.items() if key not in used}
-    if layout.truth == VERL_TRUTH:
-        rest = {key: value for key, value in extra.pop("reward_model").items() if key != _TRUTH}
+    if layout.is_verl:
+        rest = {k: value for k, value in extra.pop("reward_model").items() if k != "ground_truth"}
         extra |= {"reward_model": rest} if rest else {}
     elif layout.name == "GSM8K":
         extra = {"ability": "math", **extra}

@@ -34,6 +34,8 @@ from winnow.config.rollout import HttpEngineConfig, TorchEngineConfig, VllmEngin
 from winnow.config.root import Config
 from winnow.config.trainer import LocalCluster, SyncMode, WholeModels
 from winnow.data.loader import evaluation_prompts
+from winnow.data.published import without_instruction
+from winnow.data.sources import read_rows
 from winnow.errors import (
     CheckpointError,
     ConfigError,
@@ -282,6 +284,7 @@ def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, 
             "chat_template": config.data.chat_template,
             "chat_template_kwargs": config.data.chat_template_kwargs,
             "system_prompt": config.data.system_prompt,
+            "prompt_template": config.data.prompt_template,
             # For comparisons to see a change of them.
             f"{SCORED}manager": config.reward.manager.name,
             f"{SCORED}judge": config.reward.judge.name,
@@ -355,8 +358,27 @@ def subject_of(request: EvalRequest) -> Subject:
     model = config.model.model_copy(update={"path": request.model})
     source = model.source or request.model
     config, _ = _writing(_asking(request, config, model), True)
+    config, note = (config, "") if request.recipe else _as_recipes_ask(config)
     answers, report = _places(request.out, None, path.absolute().name)
-    return Subject(source, source, config, 0, answers, report)
+    return Subject(source, source, config, 0, answers, report, note)
+
+
+def _as_recipes_ask(config: Config) -> tuple[Config, str]:
+    """Settle the templates of the default recipe; returns what to say of them.
+
+    None is put around rows that hold an instruction, and a template of the user's replaces all.
+    """
+    data, default = config.data, _recipe(DEFAULT_RECIPE, ()).data.prompt_template.items()
+    own = dict(data.prompt_template.items() - default)
+    rows = [] if own else read_rows(data.eval_files, data)
+    told = {row.data_source.lower() for row in rows if without_instruction(row)[1]}
+    templates = own or {name: text for name, text in default if name.lower() not in told}
+    data = data.model_copy(update={"prompt_template": templates})
+    known = {name.lower() for name in templates}
+    asked = dict.fromkeys(row.data_source for row in rows if row.data_source.lower() in known)
+    note = "bare questions, asked as Winnow's recipes ask them (data.prompt_template)"
+    note = f"{', '.join(asked)}: {note}" if asked else ""
+    return config.model_copy(update={"data": data}), note
 
 
 def _is_run(path: Path, name: str) -> bool:
