@@ -416,6 +416,11 @@ def _usage_line(error: Any) -> str:
     typed = _typed_for(option.opts) if isinstance(option, TyperOption) else None
     got = "" if typed is None else f", got {typed!r}"
     command = "winnow" if error.ctx is None else error.ctx.command_path
+    if name := getattr(error, "option_name", "").lstrip("-").replace("-", "_"):
+        from winnow.config.other_names import known_elsewhere
+
+        if elsewhere := known_elsewhere(name):
+            return f"{said[:1].lower()}{said[1:]}; that is {elsewhere}, given as KEY=VALUE"
     end = "" if said.endswith("?") else ";"
     return f"{said[:1].lower()}{said[1:]}{got}{end} see `{command} --help`"
 

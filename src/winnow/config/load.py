@@ -38,6 +38,7 @@ from winnow.config.schema import (
     takes_number,
     unknown_key,
     validation_lines,
+    variant_named,
     variants,
 )
 from winnow.errors import ConfigError
@@ -250,7 +251,8 @@ class Tree:
             pass  # adds nothing to a section or a table
         elif is_section(field):
             got = f"got {show(value)} (set by {place})"
-            self.faults.append(f"{spell(key)} must be {allowed(field)}, {got}")
+            hint = variant_named(key, value) if isinstance(value, str) else ""
+            self.faults.append(f"{spell(key)} must be {allowed(field)}, {got}{hint}")
         else:
             if is_text(field) and text is not None and isinstance(value, bool | int | float):
                 value = text

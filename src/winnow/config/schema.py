@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from winnow.config.base import ConflictError, SecretError, Section
+from winnow.config.other_names import known_elsewhere
 from winnow.config.root import Config
 
 Path = tuple[str, ...]
@@ -241,6 +242,13 @@ def spell(path: Path) -> str:
     return text if text and text.isprintable() else repr(text)
 
 
+def variant_named(path: Path, name: object) -> str:
+    """Return a hint to the choices of that name in a section, such as `algorithm=grpo` means."""
+    found = [k for k in all_keys() if name in variants(k.field) and k.path[: len(path)] == path]
+    choices = " or ".join(f"{key.spelling}={name}" for key in found)
+    return f"; choose {choices}" if choices else ""
+
+
 def suggestion(key: str) -> str:
     """Return the section or the keys that were probably meant, as a remedy."""
     sections = () if "." in key else Config.model_fields
@@ -276,6 +284,8 @@ def unknown_key(path: Path, variant: tuple[Path, str] | None, place: str) -> str
     """Return the message for a key that no section has, or not the variant that was chosen."""
     parts = ".".join(path).split(".")
     fault = "no known key"
+    if elsewhere := known_elsewhere(".".join(path)):
+        return f"{spell(path)} is {fault} (set by {place}); that is {elsewhere}"
     if variant is not None:
         group, (union, chosen) = "/".join(variant[0]), variant
         fault = f"no key of {group}={chosen}"
