@@ -1,8 +1,8 @@
 """The one hierarchy of errors that reach a user.
 
 A message says what was given, what is allowed, and what to do. `WinnowError` and its
-children mean that the user can mend it (exit code 2), but for `WorkerError` and
-`PublicationError`; anything else is our mistake (exit code 1).
+children mean that the user can mend it (exit code 2), but for `WorkerError`, `PublicationError`
+and `FolderGoneError`; anything else is our mistake (exit code 1).
 """
 
 from __future__ import annotations
@@ -64,5 +64,11 @@ class PublicationError(WinnowError):
 
     Exit code 1: a supervised run is started again.
     """
+
+    exit_code = 1
+
+
+class FolderGoneError(WinnowError):
+    """The folder of a run is no longer where it was; exit code 1."""
 
     exit_code = 1

@@ -6,6 +6,7 @@ A place is `FILE.py:NAME` or `package.module:NAME`. A file may import its neighb
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -45,6 +46,31 @@ def load_user_object(
         others = f"give one of {', '.join(own)}" if own else f"define {name} in it"
         raise error(f"{where} has no callable {name}; {others}")
     return found  # type: ignore[no-any-return]
+
+
+def check_user_file(
+    place: str, where: str, error: type[WinnowError], name: str | None = None
+) -> None:
+    """Refuse a Python file that is missing, is none, or never says a name, without running it.
+
+    Args:
+        where: beginning of the message.
+    """
+    file = Path(place).expanduser()
+    if not file.is_file():
+        raise error(f"{where}: no such file; give the Python file that holds it")
+    text = file.read_bytes()
+    try:
+        found = ast.parse(text).body
+    except (SyntaxError, ValueError) as fault:
+        line, kind = getattr(fault, "lineno", None) or "?", type(fault).__name__
+        said = f"importing it fails with {kind}: {fault}; correct the file"
+        raise error(f"{where}, line {line}: {said}") from fault
+    if name is not None and name.encode() not in text:
+        callables = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        own = [each.name for each in found if isinstance(each, callables)]
+        others = f"give one of {', '.join(own)}" if own else f"define {name} in it"
+        raise error(f"{where} has no callable {name}; {others}")
 
 
 def _import(place: str, where: str, error: type[WinnowError]) -> ModuleType:

@@ -287,7 +287,7 @@ def test_the_closing_screen_sums_the_run_up(run: Run, screen: Outcome) -> None:
         "runs/demo/curve.png",
         "runs/demo/rollouts",
         "winnow eval runs/demo",
-        "winnow train quickstart seed=1",
+        "winnow train runs/demo/config.yaml run.name=demo-1 seed=1",
         "winnow train quickstart --help-config",
     ):
         assert words in closing

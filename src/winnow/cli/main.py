@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 our mistake, 2 yours (one line says which field, which val
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from typer.core import TyperOption
 from winnow import gc_tuning as heap
 from winnow.cli.dashboard import dashboard_command
 from winnow.cli.data import app as data_app
+from winnow.cli.init import init_command
 from winnow.cli.ledger import app as ledger_app
 from winnow.cli.reward import app as reward_app
 from winnow.cli.rollouts import rollouts_command
@@ -35,6 +37,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data_app, name="data")
 app.add_typer(ledger_app, name="ledger")
@@ -42,6 +45,7 @@ app.add_typer(reward_app, name="reward")
 app.add_typer(sandbox_app, name="sandbox")
 app.command("dashboard")(dashboard_command)
 app.command("rollouts", no_args_is_help=True)(rollouts_command)
+app.command("init", no_args_is_help=True)(init_command)
 
 Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or a YAML file.")]
 Overrides = Annotated[
@@ -53,6 +57,11 @@ Step = Annotated[int | None, typer.Option(help="Checkpoint to take; the last by 
 WithDashboard = Annotated[
     bool, typer.Option("--dashboard", help="Show it in a browser while it trains.")
 ]
+Multirun = Annotated[
+    bool,
+    typer.Option("--multirun", "-m", help="Train each combination of values: optim.lr=1e-6,2e-6."),
+]
+Jobs = Annotated[int, typer.Option(min=1, help="With --multirun: runs at a time.")]
 HeartbeatPipe = Annotated[int | None, typer.Option("--heartbeat", hidden=True)]
 Continued = Annotated[str | None, typer.Option("--continued", hidden=True)]
 HelpConfig = Annotated[
@@ -64,6 +73,24 @@ HelpConfig = Annotated[
 ]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from winnow import __version__
+
+        typer.echo(f"winnow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def winnow(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_version, help="Print the version."),
+    ] = False,
+) -> None:
+    """Train language models by reinforcement learning from verifiable rewards."""
+
+
 @app.command(no_args_is_help=True)
 def train(
     recipe: Recipe,
@@ -71,6 +98,8 @@ def train(
     fresh: Fresh = False,
     help_config: HelpConfig = False,
     dashboard: WithDashboard = False,
+    multirun: Multirun = False,
+    jobs: Jobs = 1,
     heartbeat: HeartbeatPipe = None,
     continued: Continued = None,
 ) -> None:
@@ -78,6 +107,10 @@ def train(
     if help_config:
         _print_settings(recipe, overrides or [])
         return
+    if multirun:
+        from winnow.cli.sweep import run_sweep
+
+        raise typer.Exit(run_sweep(recipe, overrides or [], jobs, _console()))
     config = _load(recipe, overrides)
     options = {"--fresh": fresh, "--dashboard": dashboard}
     words = [*(name for name, given in options.items() if given), recipe, *(overrides or [])]
@@ -162,13 +195,27 @@ def compare_command(
     a: Annotated[
         str,
         typer.Argument(
-            metavar="A", help="A folder that `winnow eval` wrote, a file in it, or a run's folder."
+            metavar="A",
+            help="A folder that `winnow eval` wrote, a file in it, or a run's folder; a sweep's "
+            "folder alone.",
         ),
     ],
-    b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    b: Annotated[str | None, typer.Argument(metavar="B", help="The other one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Say whether B is better than A on the problems that both answered, or only luckier."""
+    """Say whether B is better than A on the problems that both answered, or only luckier.
+
+    The folder of a sweep alone: a table of its runs.
+    """
+    if b is None:
+        from winnow.cli.sweep import print_sweep, read_sweep, sweep_figures
+
+        sweep = read_sweep(Path(a))
+        if as_json:
+            typer.echo(json.dumps(sweep_figures(sweep), indent=2))
+        else:
+            print_sweep(sweep, _console())
+        return
     from winnow.evaluation.compare import run_comparison
 
     run_comparison(a, b, as_json, _console())
@@ -218,7 +265,6 @@ def check_engine(
 
     For instance: winnow check-engine http://127.0.0.1:8000 --model FOLDER model.dtype=bfloat16
     """
-    import json
     from dataclasses import asdict
 
     with heap.growing():
@@ -290,10 +336,11 @@ def plot(
 @app.command()
 def recipes() -> None:
     """List the shipped recipes."""
-    from winnow.config.files import available_recipes, evaluation_recipes
+    from winnow.config.files import available_recipes, evaluation_recipes, recipe_title
 
+    width = max(map(len, available_recipes()))
     for name in available_recipes():
-        typer.echo(name)
+        typer.echo(f"{name:<{width}}  {recipe_title(name)}")
     typer.echo(f"\nFor winnow eval MODEL --recipe: {', '.join(evaluation_recipes())}")
 
 

@@ -7,7 +7,9 @@ number, and of the bare words only true and false are truth values (`console: of
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +56,13 @@ def available_recipes() -> list[str]:
 def evaluation_recipes() -> list[str]:
     """Return the names of the shipped recipes that only evaluate, for `winnow eval --recipe`."""
     return sorted(path.stem[len(_EVALUATION) :] for path in RECIPES.glob(f"{_EVALUATION}*.yaml"))
+
+
+def recipe_title(name: str) -> str:
+    """Return the first sentence of the comment at the head of a shipped recipe."""
+    lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    head = " ".join(line[2:] for line in itertools.takewhile(lambda line: line[:2] == "# ", lines))
+    return textwrap.shorten(re.split(r"(?<!Dr)[.:](?: [A-Zw]|$)", head)[0], 100, placeholder="…")
 
 
 def evaluation_recipe(name: str) -> str:

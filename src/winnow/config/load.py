@@ -287,7 +287,7 @@ def _parse(text: str) -> Iterator[Setting]:
     if parsed.is_sweep_override():
         raise ConfigError(
             f"override {show(text)} is a sweep over several values; "
-            f"give one value, or a list in brackets: {parsed.key_or_group}=[a,b]"
+            f"give one value, a list in brackets ({parsed.key_or_group}=[a,b]), or --multirun"
         )
     if parsed.package is not None or (parsed.is_delete() and typed):
         raise ConfigError(

@@ -40,7 +40,7 @@ class OtherName(NamedTuple):
     ours: str
     """Our key; empty where nothing is to be set."""
     meaning: str
-    """Where the two differ, in a few words."""
+    """A few words on a difference between the two."""
 
 
 @cache

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from winnow.config.root import Config
-from winnow.errors import ConfigError, WinnowError
+from winnow.errors import ConfigError, FolderGoneError, WinnowError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -241,6 +241,20 @@ class RunFolder:
         if not is_run:
             raise WinnowError(f"{path} is not a run's folder (no config.yaml); look in runs/")
         return folder
+
+    def require_there(self) -> RunFolder:
+        """Return itself; refuse to make a folder anew that was taken away from its run.
+
+        Raises:
+            FolderGoneError: it was deleted, moved or renamed since the run began.
+        """
+        if not self.path.is_dir():
+            raise FolderGoneError(
+                f"{self.path} is no longer there: it was deleted, moved or renamed while the run "
+                "trained, which stops here; put it back, and go on from its last checkpoint with "
+                f"winnow resume {self.path}"
+            )
+        return self
 
     def rollout(self, step: int) -> Path:
         """Return the file of the answers whose groups closed in a step."""

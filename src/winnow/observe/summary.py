@@ -115,7 +115,7 @@ def print_summary(
         *(_sample_table(sample, console.encoding) for sample in samples),
         *_costs(console, token_account(records), phase_seconds(records), width),
         *_pairs(console, "Look at", {k: str(v) for k, v in (paths or {}).items()}),
-        *_pairs(console, "Next", commands or {}),
+        *_next(console, commands or {}, width),
     ]
     console.print(Group(*parts), width=width)
 
@@ -189,6 +189,14 @@ def _share_table(
     table.add_section()
     table.add_row("in all", show(total), share(1.0, 1))
     return spaced(table)
+
+
+def _next(console: Console, commands: Mapping[str, str], width: int) -> Sequence[RenderableType]:
+    """Make the list of commands; one that is longer than the screen stays whole, to be copied."""
+    if all(len(command) + len(meaning) < width - 3 for command, meaning in commands.items()):
+        return _pairs(console, "Next", commands)
+    lines = [f"{command}  # {meaning}" for command, meaning in commands.items()]
+    return [Text("Next", style="bold"), *(Text(x, no_wrap=True, overflow="ignore") for x in lines)]
 
 
 def _pairs(console: Console, title: str, pairs: Mapping[str, str]) -> list[Padding]:

@@ -416,7 +416,7 @@ def code_hashes(config: Config) -> dict[str, str]:
     """Hash the user's own Python files that a recipe names, by its keys."""
     return {
         key: hashlib.sha256(path.read_bytes()).hexdigest()
-        for key, path in _user_files(config.model_dump(), "")
+        for key, path in _user_paths(config)
         if path.is_file()
     }
 
@@ -428,7 +428,7 @@ def code_notes(config: Config, folder: Path, was: Mapping[str, str]) -> list[str
         was: `code_hashes` when the checkpoint was made.
     """
     notes, now = [], code_hashes(config)
-    for key, path in _user_files(config.model_dump(), ""):
+    for key, path in _user_paths(config):
         if path.resolve().is_relative_to(folder.resolve()):
             notes.append(
                 f"Warning: {key}={path} lies in the run's folder: its code runs now, with your "
@@ -442,13 +442,18 @@ def code_notes(config: Config, folder: Path, was: Mapping[str, str]) -> list[str
     return notes
 
 
-def _user_files(section: Any, key: str) -> Iterator[tuple[str, Path]]:
-    """Find the values of a recipe that name Python files, with their keys."""
+def _user_paths(config: Config) -> Iterator[tuple[str, Path]]:
+    for key, value in user_files(config.model_dump(), ""):
+        yield key, Path(value.rpartition(":")[0] or value).expanduser()
+
+
+def user_files(section: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Find the values of a recipe that name Python files, FILE.py or FILE.py:NAME, by key."""
     if isinstance(section, Mapping):
         for name, value in section.items():
-            yield from _user_files(value, f"{key}.{name}" if key else str(name))
+            yield from user_files(value, f"{key}.{name}" if key else str(name))
     elif isinstance(section, list | tuple):
         for index, value in enumerate(section):
-            yield from _user_files(value, f"{key}.{index}")
-    elif isinstance(section, str) and (found := _PYTHON_FILE.fullmatch(section)):
-        yield key, Path(found[1]).expanduser()
+            yield from user_files(value, f"{key}.{index}")
+    elif isinstance(section, str) and _PYTHON_FILE.fullmatch(section):
+        yield key, section

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 
 from winnow import gc_tuning as heap
+from winnow.config.data import NoTask
 from winnow.config.model import SftWarmStart
 from winnow.config.rollout import VarianceFilter
 from winnow.config.root import Config
@@ -35,11 +37,11 @@ from winnow.runs.build_learner import needs_start
 from winnow.runs.checkpoint import checkpoints_in
 from winnow.runs.loading import Policies, fetch_models, load_policy, start_notes
 from winnow.runs.loop import Run, train
+from winnow.runs.preflight import check_start, starting
 from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped
 from winnow.runs.resume import Opened, opened_run
 from winnow.runs.state import seed_everything
 from winnow.runs.topology import (
-    check_engine,
     holds_no_weights,
     other_processes,
     placed_models,
@@ -75,7 +77,7 @@ def run_training(
     Raises:
         WinnowError: what the user can mend; what the run had by then stays in its folder.
     """
-    _check_packages(config)
+    check_start(config)
     device = use_machine(config, uses_device(config))
     seed_everything(config.run.seed)
     with opened_run(config, recipe) as opened, _logged(opened) as company:
@@ -95,6 +97,7 @@ def run_training(
         source = training_prompts(config.data, policy.tokenizer, config.run.seed)
         config, kept = (with_steps(each, source) for each in (config, opened.config))
         _keep_tokenizer(policy, folder)
+        _tell(sink, starting(config))
         with (
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             other_processes(config, policy, first) as others,
@@ -135,15 +138,6 @@ def _watch(heartbeat: Heartbeat, run: Run, rewards: Rewards) -> None:
     heartbeat.watch(lambda: run.engine.status().generated_tokens)
     heartbeat.watch(lambda: run.learner.progress)
     heartbeat.watch(rewards.scored_apart)
-
-
-def _check_packages(config: Config) -> None:
-    """Refuse what the recipe asks of packages that are not there, before anything is made."""
-    check_engine(config)
-    if config.observe.trackers:
-        from winnow.observe.trackers import check_trackers
-
-        check_trackers(config)
 
 
 def _keep_tokenizer(policy: Policies, folder: RunFolder) -> None:
@@ -286,7 +280,9 @@ def _train(config: Config, run: Run, stop: ShutdownSignal) -> Stopped | None:
 
 def _farewell(stopped: Stopped, step: int | None, folder: RunFolder) -> str:
     saved = "before anything was to be saved" if step is None else f"after step {step}, saved"
-    return f"Stopped by {stopped.reason} {saved}. Go on with: winnow resume {folder.path}"
+    return (
+        f"Stopped by {stopped.reason} {saved}. Go on with: winnow resume {quote(str(folder.path))}"
+    )
 
 
 def run_sft(config: Config, fresh: bool, console: Console) -> Path:
@@ -360,13 +356,17 @@ def _close(
 
 
 def next_commands(config: Config, recipe: str, folder: RunFolder) -> dict[str, str]:
-    """List commands that work from here, offline."""
-    other = config.run.seed + 1
-    # A run's own recipe holds its name, which is taken.
-    name = f" run.name={folder.name}-{other}" if Path(recipe) == folder.config else ""
+    """List commands that work from here, offline: the run's own recipe has its data and model."""
+    other, path = config.run.seed + 1, quote(str(folder.path))
+    target = quote(f"{folder.name}-model")
+    new = f"{quote(str(folder.config))} run.name={quote(f'{folder.name}-{other}')}"
+    commands = {}
+    if config.data.eval_files or not isinstance(config.data.task, NoTask):
+        commands[f"winnow eval {path}"] = "ask the trained model the held-out prompts again"
+    if config.run.fork is None:
+        commands[f"winnow train {new} seed={other}"] = "the same with other random numbers"
     return {
-        f"winnow eval {folder.path}": "ask the trained model the held-out prompts again",
-        f"winnow train {recipe}{name} seed={other}": "the same with other random numbers",
-        f"winnow train {recipe} --help-config": "every setting, with its meaning",
-        f"winnow export {folder.path} FOLDER": "the model as a Hugging Face folder",
+        **commands,
+        f"winnow train {quote(recipe)} --help-config": "every setting, with its meaning",
+        f"winnow export {path} {target}": "the model as a Hugging Face folder",
     }

@@ -256,6 +256,7 @@ class RunState:
     def _write(self, manifest: Manifest, snapshot: Snapshot) -> None:
         folder, trainer, began_s = self._folder, self._trainer, time.perf_counter()
         try:
+            folder.require_there()
             # A checkpoint refers to these.
             for path in (folder.path, folder.ledger, folder.rollouts, folder.evaluations):
                 if path.is_dir():

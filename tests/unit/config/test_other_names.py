@@ -40,7 +40,7 @@ def test_every_name_that_is_not_ours_is_answered_with_ours() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("trainer.total_epochs=3", "verl's name for trainer.steps (a pass over the data"),
+        ("trainer.total_epochs=3", "verl's name for trainer.data_epochs (passes over the data;"),
         ("custom_reward_function.path=x.py", "verl's name for reward.function.path"),
         (
             "+actor_rollout_ref.model.override_config.embd_pdrop=0.",

@@ -1,0 +1,65 @@
+"""`winnow init FOLDER`: a folder to begin with, whose recipe, reward, data and test all work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from shlex import quote
+from typing import Annotated
+
+import typer
+
+from winnow.config.files import to_yaml
+from winnow.errors import ConfigError
+from winnow.observe.files import writing
+
+_TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+_TRAINED, _HELD_OUT = 128, 32
+
+
+def init_command(
+    folder: Annotated[Path, typer.Argument(help="Folder to make.")],
+    model: Annotated[
+        str, typer.Option(help="Model to train: a folder, or a name on the Hugging Face hub.")
+    ] = "Qwen/Qwen2.5-0.5B-Instruct",
+) -> None:
+    """Write a folder with a recipe, a reward function, a test of it, and a little data."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty; name a folder that is not there yet")
+    here = Path(model).expanduser()
+    path = str(here.resolve()) if here.is_dir() else model
+    files = {file.stem: file.read_text() for file in sorted(_TEMPLATES.glob("*.txt"))}
+    shown = to_yaml({"path": path}).strip()
+    files["recipe.yaml"] = files["recipe.yaml"].replace("path: MODEL", shown)
+    rows = [_row(number) for number in range(_TRAINED + _HELD_OUT)]
+    files["train.jsonl"], files["held_out.jsonl"] = map(
+        "".join, (rows[_HELD_OUT:], rows[:_HELD_OUT])
+    )
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    typer.echo(f"{folder} holds {', '.join(files)}. Next:\n")
+    for command, meaning in commands(folder).items():
+        typer.echo(f"  {command:<50} {meaning}")
+
+
+def commands(folder: Path) -> dict[str, str]:
+    """Return the commands that go on from a new folder, in order, with their meaning."""
+    return {
+        f"cd {quote(str(folder))}": "",
+        "python test_reward.py": "the tests of the reward; pytest takes them, too",
+        "winnow train recipe.yaml run.name=first": "train; the same line goes on where it stopped",
+        "winnow eval runs/first": "ask the trained model the held-out prompts",
+    }
+
+
+def _row(number: int) -> str:
+    """Make a row in verl's schema; no two are the same sum."""
+    a, b = 11 + 37 * number % 89, 10 + number
+    row = {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": f"What is {a} + {b}? End with the number."}],
+        "reward_model": {"ground_truth": str(a + b)},
+    }
+    return json.dumps(row) + "\n"

@@ -1,0 +1,211 @@
+"""`winnow train RECIPE a=1,2,3 --multirun`: each combination of the values is a run of its own.
+
+Hydra parses the values and combines them (`a=1,2`, `b=range(1,4)`); configurations are loaded as
+those of single runs. All runs of a sweep lie in one folder, with sweep.json beside them: which
+settings each has, and how it ended. Started again, runs that are done are left alone, the others
+begin or go on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from winnow.config.load import load_recipe
+from winnow.errors import ConfigError
+from winnow.observe.figures import duration, figure_table, number, print_table, share
+from winnow.observe.files import free_path, write_atomic
+from winnow.observe.jsonl import METRICS_FILE, evaluations, read_metrics
+from winnow.observe.metrics import LENGTH, REWARD
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SWEEP = "sweep.json"
+_LONGEST_NAME = 80
+_EVERY_S = 0.2
+_FORWARDED = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
+
+
+@dataclass
+class Sweep:
+    """The runs of a sweep, by the names of their folders."""
+
+    folder: Path
+    recipe: str
+    runs: dict[str, list[str]]
+    """The overrides of each run."""
+    codes: dict[str, int] = field(default_factory=dict)
+    """Exit codes of the runs that have ended."""
+
+    def save(self) -> None:
+        """Write sweep.json."""
+        content = {"recipe": self.recipe, "runs": self.runs, "codes": self.codes}
+        write_atomic(self.folder / SWEEP, json.dumps(content, indent=1).encode())
+
+    def command(self, name: str) -> list[str]:
+        """Return the command line of a run."""
+        place = f"run.dir={_quoted(str(self.folder))}", f"run.name={_quoted(name)}"
+        start = sys.executable, "-m", "winnow.cli.main", "train"
+        return [*start, self.recipe, *self.runs[name], *place]
+
+
+def plan_sweep(recipe: str, overrides: list[str]) -> Sweep:
+    """Combine the values of a command line; every combination is checked.
+
+    Raises:
+        ConfigError: no key has several values, or a combination cannot be trained.
+    """
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        swept = [each for each in parsed if each.is_sweep_override()]
+        (combined,) = BasicSweeper.split_arguments(swept, None)
+    except HydraException as error:
+        raise ConfigError(f"{str(error).splitlines()[0]}; write KEY=VALUE,VALUE") from None
+    if not swept:
+        raise ConfigError("--multirun has nothing to vary; give a key several values: optim.lr=1,2")
+    fixed = [w for w, each in zip(overrides, parsed, strict=True) if not each.is_sweep_override()]
+    keys = [each.key_or_group for each in swept]
+    runs = {_name(words, keys): [*fixed, *words] for words in combined}
+    *_, config = (load_recipe(recipe, words) for words in runs.values())
+    run = config.run
+    stem = re.sub(r"\.ya?ml$", "", Path(recipe).name)
+    folder = Path(run.dir) / run.name if run.name else free_path(Path(run.dir), f"{stem}-sweep")
+    return Sweep(folder, recipe, runs)
+
+
+def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) -> int:
+    """Train all runs of a sweep that are not done yet, some at a time; returns the exit code."""
+    sweep = plan_sweep(recipe, overrides)
+    if (sweep.folder / SWEEP).is_file():
+        was, now = read_sweep(sweep.folder), sweep.runs
+        sweep.runs = {**was.runs, **now}
+        same = [n for n in sweep.runs if was.runs.get(n) == sweep.runs[n]]
+        sweep.codes = {name: 0 for name in same if was.codes.get(name) == 0}
+    waiting = [name for name in sweep.runs if name not in sweep.codes]
+    done = len(sweep.runs) - len(waiting)
+    console.print(
+        f"{len(sweep.runs)} runs in {sweep.folder}{f', {done} of them done' if done else ''}; "
+        "each one's output is in NAME.txt beside it",
+        soft_wrap=True,
+    )
+    sweep.save()
+    stopped = _train_all(sweep, waiting, jobs, console)
+    print_sweep(sweep, console)
+    failed = {name: code for name, code in sweep.codes.items() if code}
+    for name, code in failed.items():
+        said = (sweep.folder / f"{name}.txt").read_text(errors="replace").split("\n")
+        last = next((line for line in reversed(said) if line.strip()), "")
+        console.print(f"{name} ended with exit code {code}: {last}", soft_wrap=True, markup=False)
+    return stopped or next(iter(failed.values()), 0)
+
+
+def _train_all(sweep: Sweep, waiting: list[str], jobs: int, console: Console) -> int:
+    """Start one process a run, at most `jobs` at once; returns the code of a request to stop."""
+    running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+    asked: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        asked.append(_FORWARDED[signal.Signals(number)])
+        for child, _ in running.values():
+            child.send_signal(number)
+
+    handlers = {number: signal.signal(number, forward) for number in _FORWARDED}
+    try:
+        while running or (waiting and not asked):
+            while waiting and len(running) < jobs and not asked:
+                name = waiting.pop(0)
+                with (sweep.folder / f"{name}.txt").open("ab") as out:
+                    child = subprocess.Popen(
+                        sweep.command(name), stdout=out, stderr=out, process_group=0
+                    )
+                running[name] = child, time.monotonic()
+            time.sleep(_EVERY_S)
+            for name, (child, began) in list(running.items()):
+                if (code := child.poll()) is None:
+                    continue
+                del running[name]
+                sweep.codes[name] = code if code >= 0 else 128 - code
+                sweep.save()
+                state = "done" if code == 0 else f"exit code {sweep.codes[name]}"
+                took, left = duration(time.monotonic() - began), len(waiting) + len(running)
+                line = f"{name}: {state} in {took}, {left} to go"
+                console.print(line, soft_wrap=True, markup=False)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return asked[0] if asked else 0
+
+
+def read_sweep(folder: Path) -> Sweep:
+    """Read the sweep.json of a folder.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    try:
+        saved = json.loads((folder / SWEEP).read_text(encoding="utf-8"))
+        return Sweep(folder, **saved)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{folder} is no sweep ({SWEEP}: {error}); name the folder that --multirun made"
+        ) from error
+
+
+def sweep_figures(sweep: Sweep) -> list[dict[str, Any]]:
+    """Return what each run has come to: its step, last reward and length, and held-out accuracies.
+
+    `held_out` maps each data source to the first and the last accuracy.
+    """
+    rows: list[dict[str, Any]] = []
+    for name, words in sweep.runs.items():
+        file = sweep.folder / name / METRICS_FILE
+        records = read_metrics(file) if file.is_file() else []
+        last = {key: value for record in records for key, value in record.items()}
+        held_out: dict[str, list[float]] = {}
+        for source, found in ((s, f) for r in records for s, f in evaluations(r).items()):
+            held_out[source] = [*held_out.get(source, [])[:1], found.accuracy]
+        row: dict[str, Any] = {"run": name, "settings": words, "exit_code": sweep.codes.get(name)}
+        row |= {"step": last.get("step"), "reward": last.get(REWARD), "length": last.get(LENGTH)}
+        rows.append({**row, "held_out": held_out})
+    return rows
+
+
+def print_sweep(sweep: Sweep, console: Console) -> None:
+    """Print the runs of a sweep as a table."""
+    rows = sweep_figures(sweep)
+    sources = list(dict.fromkeys(source for row in rows for source in row["held_out"]))
+    table = figure_table("step", *sources, "reward", "length", title=f"Sweep {sweep.folder}")
+    for row in rows:
+        cells = [" -> ".join(share(v, 1) for v in row["held_out"].get(s, [None])) for s in sources]
+        step = "-" if row["step"] is None else str(row["step"])
+        table.add_row(row["run"], step, *cells, number(row["reward"]), number(row["length"], 1))
+    print_table(table, console)
+
+
+def _name(words: list[str], keys: list[str]) -> str:
+    """Name a run after its settings: by the ends of their keys where those differ."""
+    short = [re.split(r"[./]", key)[-1] for key in keys]
+    named = short if len(set(short)) == len(short) else keys
+    text = ",".join(f"{k}={w.partition('=')[2]}" for k, w in zip(named, words, strict=True))
+    name = re.sub(r"[^\w.,=+-]+", "_", text).lstrip(".")
+    if name == text and len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[:_LONGEST_NAME]}-{zlib.crc32(text.encode()):08x}"
+
+
+def _quoted(text: str) -> str:
+    """Quote a value for Hydra's grammar."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,181 @@
+"""A user's first day: init, sweeps, printed commands, refused starts, a folder that goes away."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.kill import SETTINGS
+from tests.small_models import byte_level_bpe, digits_model, save
+from tests.winnow_command import in_own_process, in_this_process
+
+import winnow
+from winnow.config.files import available_recipes
+
+pytestmark = pytest.mark.slow
+SMALL = (*SETTINGS, "trainer.steps=2", "observe.console=plain")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+def cache(home: Path) -> dict[str, str]:
+    return {"WINNOW_CACHE": str(home / "cache")}
+
+
+def test_version_short_help_and_a_line_for_each_recipe(home: Path) -> None:
+    assert in_this_process("--version", folder=home).check().out == f"winnow {winnow.__version__}\n"
+    for words in ((), ("train",), ("data", "prepare")):
+        short, long = (
+            in_this_process(*words, end, folder=home).check() for end in ("-h", "--help")
+        )
+        assert short.out == long.out != ""
+    lines = in_this_process("recipes", folder=home).check().out.splitlines()
+    for name, line in zip(available_recipes(), lines, strict=False):
+        assert re.fullmatch(rf"{re.escape(name)} +\S.{{10,}}", line), line
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["reward.function.path=nobody.py"], "reward.function.path nobody.py: no such file"),
+        (["reward.function.path=torn.py"], "torn.py, line 1: importing it fails with SyntaxError"),
+        (["reward.function.path=other.py"], "has no callable compute_score; give one of reward"),
+        (
+            ["algorithm/policy_loss=custom", "algorithm.policy_loss.path=other.py:loss"],
+            "algorithm.policy_loss.path other.py:loss has no callable loss",
+        ),
+    ],
+)
+def test_a_wrong_file_is_told_before_the_warm_up_and_leaves_nothing(
+    settings: list[str], words: str, home: Path
+) -> None:
+    (home / "torn.py").write_text("def compute_score(:")
+    (home / "other.py").write_text("def reward(*given): return 0.0\nraise SystemExit('was run')\n")
+    said = in_this_process("train", "quickstart", *settings, folder=home, environment=cache(home))
+    assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert words in said.err
+    assert not (home / "runs").exists()
+    assert not (home / "cache").exists()
+
+
+def test_a_package_that_is_absent_is_told_before_the_warm_up(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("winnow.runs.preflight.find_spec", lambda name: None)
+    on_ray = "cluster=ray", "trainer/strategy=fsdp2", "rollout.engine.processes=1"
+    for settings, package in ((("model/adapter=lora",), "peft"), (on_ray, "ray")):
+        said = in_this_process("train", "quickstart", *settings, folder=home)
+        assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
+        assert (
+            f"needs {package}, which is not installed; pip install 'winnow-rl[{package}]'"
+            in said.err
+        )
+    assert not (home / "runs").exists()
+
+
+def test_the_commands_that_a_run_prints_work_as_they_stand(home: Path) -> None:
+    place = "run.dir='my runs'", "run.name=the$one"
+    out = in_this_process(
+        "train", "quickstart", *SMALL, *place, folder=home, environment=cache(home)
+    ).check()
+    lines = out.out[out.out.index("Next") :].splitlines()[1:]
+    found = [line.partition("  # ")[0].strip() for line in lines if line.strip()]
+    assert [command.split()[1] for command in found] == ["eval", "train", "train", "export"]
+    for command in found:
+        words = subprocess.run(
+            ["sh", "-c", f"winnow() {{ printf '%s\\n' \"$@\"; }}; {command}"],
+            capture_output=True, text=True, check=True,
+        ).stdout.splitlines()  # fmt: skip
+        assert words == shlex.split(command)[1:]
+        if "--help-config" not in words:
+            more = ["trainer.steps=1"] if words[0] == "train" else []
+            in_this_process(*words, *more, folder=home, environment=cache(home)).check()
+    assert (home / "the$one-model/model.safetensors").is_file()
+    assert (home / "my runs/the$one-1/metrics.jsonl").stat().st_size > 0
+
+
+GOING = """
+import os
+calls = []
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    calls.append(solution_str)
+    if len(calls) == 40:
+        os.rename("runs/gone", "elsewhere")
+    return float(len(solution_str) % 2)
+"""
+
+
+def test_a_run_whose_folder_is_taken_away_stops_and_makes_no_other(home: Path) -> None:
+    (home / "going.py").write_text(GOING)
+    said = in_this_process(
+        *("train", "quickstart", *SMALL, "run.name=gone", "reward.function.path=going.py"),
+        *("evaluation.before=false", "reward.workers=0"),
+        folder=home,
+        environment=cache(home),
+    )
+    assert (said.code, said.err.count("\n")) == (1, 1)
+    assert "runs/gone is no longer there: it was deleted, moved or renamed" in said.err
+    assert not (home / "runs/gone").exists()
+
+
+def test_a_new_folder_trains_scores_and_tests_as_its_commands_say(home: Path) -> None:
+    tokenizer = byte_level_bpe(["What is 11 + 10? End with the number."], chat=True)
+    save(digits_model(vocab_size=len(tokenizer), eos_token_id=0), tokenizer, home / "tiny")
+    said = in_this_process("init", "my first", "--model", "tiny", folder=home).check().out
+    commands = re.findall(r"^  (cd|python|winnow) (.*?)(?:  |$)", said, re.MULTILINE)
+    assert [word for word, _ in commands] == ["cd", "python", "winnow", "winnow"]
+    folder = home / shlex.split(commands[0][1])[0]
+    for program in ([], ["-m", "pytest", "-q", "-p", "no:cacheprovider"]):
+        subprocess.run(
+            [sys.executable, *program, commands[1][1]], cwd=folder, check=True, capture_output=True
+        )
+    for _, words in commands[2:]:
+        more = ["trainer.steps=2"] if words.startswith("train") else []
+        in_this_process(*shlex.split(words), *more, folder=folder).check()
+    assert (folder / "runs/first/checkpoints/step-2/model/model.safetensors").is_file()
+    again = in_this_process("init", "my first", folder=home)
+    assert (again.code, again.err) == (
+        2, "winnow: my first is not empty; name a folder that is not there yet\n",
+    )  # fmt: skip
+
+
+SCORE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(solution_str) % 2)
+"""
+
+
+def test_a_sweep_trains_each_combination_tells_failures_and_skips_what_is_done(home: Path) -> None:
+    (home / "score.py").write_text(SCORE)
+    words = ("train", "quickstart", *SMALL, "run.name=swept", "--multirun", "--jobs", "2")
+    swept = ("optim.lr=1e-4,3e-4", "reward.function.path=score.py")
+    bad = in_this_process(*words, "optim.lr=1e-4,0", folder=home)
+    assert (bad.code, bad.err.count("\n")) == (2, 1)
+    assert not (home / "runs/swept").exists()
+    # A folder that holds something else: one run fails, the other is trained.
+    (home / "runs/swept/lr=0.0003").mkdir(parents=True)
+    (home / "runs/swept/lr=0.0003/mine.txt").touch()
+    said = in_own_process(*words, *swept, folder=home, environment=cache(home))
+    assert said.code == 2
+    assert "lr=0.0003 ended with exit code 2: winnow: run.name=lr=0.0003:" in said.out
+    (home / "runs/swept/lr=0.0003/mine.txt").unlink()
+    trained = (home / "runs/swept/lr=0.0001/metrics.jsonl").read_bytes()
+    again = in_own_process(*words, *swept, folder=home, environment=cache(home)).check()
+    assert "2 runs in runs/swept, 1 of them done" in again.out
+    assert (home / "runs/swept/lr=0.0001/metrics.jsonl").read_bytes() == trained
+    rows = json.loads(in_this_process("compare", "runs/swept", "--json", folder=home).check().out)
+    assert [(row["run"], row["exit_code"], row["step"]) for row in rows] == [
+        ("lr=0.0001", 0, 2), ("lr=0.0003", 0, 2),
+    ]  # fmt: skip
+    table = in_this_process("compare", "runs/swept", folder=home).check().out
+    assert re.search(r"lr=0\.0003 +2 +\S+ % -> \S+ %", table)
