@@ -17,6 +17,7 @@ from mkdocs.exceptions import Abort
 from tests.pages import PAGES, ROOT, commands
 
 from winnow.cli.main import app
+from winnow.cli.sweep import plan_sweep
 from winnow.config.files import evaluation_recipe
 from winnow.config.load import resolve_recipe
 from winnow.errors import WinnowError
@@ -38,7 +39,11 @@ def refused(words: list[str]) -> str:
                 recipe = evaluation_recipe(recipe)
             elif recipe.endswith((".yaml", ".yml")):
                 recipe = "gsm8k"  # the reader's file
-            resolve_recipe(recipe, given["overrides"] or [])
+            if given.get("multirun"):
+                several = plan_sweep(recipe, given["overrides"])
+                assert len(several.runs) > 1
+            else:
+                resolve_recipe(recipe, given["overrides"] or [])
     except (WinnowError, typer.BadParameter.__base__) as error:  # type: ignore[misc]
         return str(error) or repr(error)
     return ""
@@ -52,7 +57,7 @@ def test_every_command_of_a_page_is_accepted(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["train quickstart optim.rl=1", "train quickstart --fesh", "evl x", "compare a", "train nope"],
+    ["train quickstart optim.rl=1", "train quickstart --fesh", "evl x", "compare", "train nope"],
 )
 def test_a_command_that_is_wrong_is_found(words: str) -> None:
     assert refused(words.split())

@@ -19,12 +19,8 @@ _NOTHING = "-"
 _HEAD = """# Coming from verl, TRL or OpenRLHF
 
 Keys of public GRPO, DAPO and PPO scripts, and what they are called here. A name typed as one of
-these systems knows it is answered with ours:
-
-```
-$ winnow train grpo num_generations=16
-winnow: num_generations is no known key (set by the command line); that is TRL's name for rollout.n
-```
+these systems knows it is answered with ours: `num_generations=16` with "num_generations is no known
+key (set by the command line); that is TRL's name for rollout.n".
 
 Settings are given as `KEY=VALUE`; a slash chooses a variant (`algorithm/advantage=rloo`).
 `winnow train RECIPE --help-config KEY` says what a key means. This page is written by
