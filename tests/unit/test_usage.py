@@ -10,7 +10,7 @@ from tests.winnow_command import in_own_process, in_this_process
 WRONG = [
     ("trian", "no such command 'trian'. Did you mean 'train'? see `winnow --help`"),
     ("data prepar", "no such command 'prepar'. Did you mean 'prepare'? see `winnow data --help`"),
-    ("train --unheard x", "no such option: --unheard; see `winnow train --help`"),
+    ("train --zzz x", "no such option: --zzz; see `winnow train --help`"),
     ("export a", "missing argument 'target'; see `winnow export --help`"),
     ("recipes x", "got unexpected extra argument(s) (x); see `winnow recipes --help`"),
     ("eval a --step", "option '--step' requires an argument; see `winnow --help`"),
