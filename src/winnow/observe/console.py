@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +28,7 @@ from winnow.observe.sinks import RunInfo
 _LINES_OF_A_RUN = 16
 """Lines that the live view leaves behind, about."""
 _LINES_OF_A_WARM_UP = 10
+_LEFT_WIDTH = 8
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,13 @@ class ConsoleSink:
 
     def start(self, info: RunInfo) -> None:
         self._info = info
-        self._began = self._steps_began = self._clock()
+        self._began = self._steps_began = self._logged = self._clock()
         self._has_header = False
 
     def log(self, step: int, record: Record) -> None:
+        self._logged = self._clock()
         if step < self._info.first_step:
-            self._steps_began = self._clock()
+            self._steps_began = self._logged
         elif self._has_line(step):
             self._print_step(step, record)
         for line in evaluation_lines(step, record):
@@ -102,15 +104,23 @@ class ConsoleSink:
         return step % max(self._info.steps // _LINES_OF_A_WARM_UP, 1) == 0
 
     def _print_step(self, step: int, record: Record) -> None:
-        columns = columns_of(self._info)
         width = max(2 * len(str(self._info.steps)) + 1, len("step"))
+        columns = list(columns_of(self._info))
+        while (
+            self._console.is_terminal
+            and columns
+            and _row_width(width, columns) > self._console.width
+        ):
+            columns.pop()  # the last ones can be done without
         if not self._has_header:
             titles = "".join(f"  {column.title:>{column.width}}" for column in columns)
             self._print_row(Text(f"{'step':>{width}}{titles}      left", style="bold"))
             self._has_header = True
         cells = "".join(f"  {column.cell(record):>{column.width}}" for column in columns)
-        left = duration(self._seconds_left(step))
-        self._print_row(Text(f"{f'{step}/{self._info.steps}':>{width}}{cells}  {left:>8}"))
+        left = duration(self._seconds_left(step, self._logged))
+        self._print_row(
+            Text(f"{f'{step}/{self._info.steps}':>{width}}{cells}  {left:>{_LEFT_WIDTH}}")
+        )
 
     def _print_row(self, row: Text) -> None:
         if self._console.is_terminal:
@@ -118,11 +128,12 @@ class ConsoleSink:
         else:
             self._console.print(row, soft_wrap=True)
 
-    def _seconds_left(self, step: int) -> float | None:
+    def _seconds_left(self, step: int, now: float) -> float | None:
         done = step - self._info.first_step + 1
         if done < 1:
             return None
-        return (self._clock() - self._steps_began) / done * (self._info.steps - step)
+        left = (self._logged - self._steps_began) / done * (self._info.steps - step)
+        return max(left - (now - self._logged), 0.0)
 
 
 class LiveConsole(ConsoleSink):
@@ -173,8 +184,8 @@ class LiveConsole(ConsoleSink):
         head.add_column(ratio=1)
         head.add_column(no_wrap=True, overflow="crop", justify="right")
         title = "warm-up" if info.kind == "warm_up" else "step"
-        elapsed = duration(self._clock() - self._began)
-        left = duration(self._seconds_left(step))
+        now = self._clock()
+        elapsed, left = duration(now - self._began), duration(self._seconds_left(step, now))
         bar = ProgressBar(total=info.steps, completed=step)
         head.add_row(
             self._spinner, f"{title} {step}/{info.steps}", bar, f"{elapsed} gone, {left} left"
@@ -187,6 +198,10 @@ class LiveConsole(ConsoleSink):
             return False
         every = max(self._info.steps // _LINES_OF_A_RUN, 1)
         return step % every == 0 or step in (self._info.first_step, self._info.steps)
+
+
+def _row_width(step: int, columns: Sequence[Column]) -> int:
+    return step + sum(2 + column.width for column in columns) + 2 + _LEFT_WIDTH
 
 
 def columns_of(info: RunInfo) -> tuple[Column, ...]:

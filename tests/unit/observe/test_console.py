@@ -129,6 +129,38 @@ def test_a_narrow_terminal_keeps_a_line_a_line(quickstart_records: Records, widt
     assert sum(bool(re.match(r" *\d+/80 ", line)) for line in lines) == 13
 
 
+@pytest.mark.parametrize("steps", [80, 100, 5000])
+def test_at_80_columns_each_row_is_whole_up_to_the_time_left(
+    quickstart_records: Records, steps: int
+) -> None:
+    file = io.StringIO()
+    sink = LiveConsole(console_to(file, True, 80), Clock())
+    run(sink, quickstart_records[:2], last=steps)
+    lines = without_codes(file.getvalue()).replace("\r", "\n").splitlines()
+    head = next(line for line in lines if line.lstrip().startswith("step  accuracy"))
+    row = next(line for line in lines if line.lstrip().startswith(f"1/{steps} "))
+    assert head.rstrip().endswith("tokens/s      left")
+    assert re.search(r" [\d,]+ +\d+:\d\d(:\d\d)?$", row.rstrip())
+    assert len(head) == len(row) <= 80
+
+
+def test_the_bar_counts_down_from_the_time_that_the_row_says() -> None:
+    now = [0.0]
+    console = console_to(io.StringIO(), True)
+    sink = LiveConsole(console, lambda: now[0])
+    sink.start(RunInfo("a", 11))
+    now[0] = 60.0
+    sink.log(1, {})
+    shown = []
+    for seconds in (60.0, 70.0, 3000.0):
+        now[0] = seconds
+        with console.capture() as capture:
+            console.print(sink)
+        shown.append(re.findall(r"gone, (\S+) left", capture.get())[0])
+    sink.close()
+    assert shown == ["10:00", "9:50", "0:00"]
+
+
 def test_a_status_shows_before_the_figures_until_the_step_is_logged() -> None:
     console = console_to(io.StringIO(), True)
     sink = LiveConsole(console)
