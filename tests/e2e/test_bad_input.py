@@ -28,7 +28,7 @@ trainer: {steps: 2, mini_batch_groups: 2}
 evaluation: {before: false}
 run: {threads: 1}
 """
-NEVER_STARTED = {"config.yaml", "log.txt", "metrics.jsonl", ".lock"}
+NEVER_STARTED = {"config.yaml", "log.txt", "metrics.jsonl", ".lock", "tokenizer.json"}
 """What a run that failed before its first step may leave, beside a whole checkpoint of step 0."""
 
 
@@ -76,7 +76,9 @@ def write_rewards(place: Path) -> None:
     (place / "later.py").write_text(f"async {head}    raise OSError('no judge')\n")
     (place / "fine.py").write_text(f"{head}    return float(len(solution_str) % 2)\n")
     (place / "syntax.py").write_text("def compute_score(:\n")
-    (place / "imports.py").write_text("import json\nimport nowhere_to_be_found\n")
+    (place / "imports.py").write_text(
+        "import json\nimport nowhere_to_be_found\ndef compute_score(): ...\n"
+    )
     (place / "nameless.py").write_text("def score(text):\n    return 0\n")
     (place / "narrow.py").write_text("def compute_score(text):\n    return 0\n")
 
@@ -477,7 +479,8 @@ FOLDERS = [
     bad(
         "name-of-another-recipe", "run.name=taken", "reward.function.path=fine.py", "rollout.n=5",
         says=plain("runs/taken was trained with another recipe: rollout.n was 4 and is 5; set that "
-        "back, or choose another run.name for a new run"),
+        "back, or choose another run.name for a new run (run.fork begins one from this run's "
+        "state)"),
     ),
     bad(
         "resume-of-nothing", "run.resume=runs/never",
