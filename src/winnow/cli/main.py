@@ -140,9 +140,20 @@ def resume(
 
 
 @app.command(no_args_is_help=True)
-def sft(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
-    """Make a recipe's warm start alone: supervised fine-tuning on demonstrations."""
+def sft(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    help_config: HelpConfig = False,
+) -> None:
+    """Imitate demonstrations, for instance: winnow sft sft model.path=FOLDER
+    sft.train_files=[FILE]. Of a recipe without any, make the warm start alone."""
+    if help_config:
+        _print_settings(recipe, overrides or [])
+        return
     config = _load(recipe, overrides)
+    if config.sft.name != "none":
+        _train(config, recipe, fresh, heartbeat=None)
     with heap.growing():
         from winnow.runs.session import run_sft
 

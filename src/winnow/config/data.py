@@ -74,6 +74,45 @@ class ColumnsConfig(Section):
     one."""
 
 
+class NoDemonstrations(Section):
+    """Learn from rewards."""
+
+    name: Literal["none"] = "none"
+
+
+class SftColumns(Section):
+    """Columns of demonstrations; null takes those that are known, see docs/sft.md."""
+
+    messages: str | None = None
+    """Column with the whole conversation, whose last message is an answer."""
+    prompt: str | None = None
+    """Column with the prompt: a text or a list of messages."""
+    answer: str | None = None
+    """Column with the answer to it."""
+
+
+class Demonstrations(Section):
+    """Imitate demonstrations of your own, with winnow sft; see docs/sft.md."""
+
+    name: Literal["demonstrations"] = "demonstrations"
+    train_files: tuple[str, ...] = ()
+    """Parquet or JSONL files (paths or fsspec URLs) of conversations, or prompts and answers."""
+    eval_files: tuple[str, ...] = ()
+    """Files of the same kind, for the held-out loss. data.eval_files has prompts to be answered and
+    scored, as in training by rewards."""
+    columns: SftColumns = SftColumns()
+    """Columns that nothing here knows."""
+    batch_size: int = Field(32, ge=1)
+    """Demonstrations a step, which is one update."""
+    max_tokens: int = Field(4096, ge=2)
+    """Longest demonstration, prompt and answers together; longer ones are left out."""
+    turns: Literal["all", "last"] = "all"
+    """Answers of a conversation that are imitated."""
+
+
+Sft = Annotated[NoDemonstrations | Demonstrations, Field(discriminator="name")]
+
+
 class DataConfig(Section):
     """Training and evaluation data, prompt form and length limits."""
 

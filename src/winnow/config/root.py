@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from winnow.config.algorithm import AlgorithmConfig
 from winnow.config.base import Options, SecretError, Section, UserObject
-from winnow.config.data import DataConfig
+from winnow.config.data import DataConfig, NoDemonstrations, Sft
 from winnow.config.model import ModelConfig, NoWarmStart, ReferenceConfig, WarmStart
 from winnow.config.reward import RewardConfig
 from winnow.config.rollout import RolloutConfig, SamplingConfig
@@ -211,6 +211,8 @@ class Config(Section):
     """The model."""
     warm_start: WarmStart = NoWarmStart()
     """A start made on the spot."""
+    sft: Sft = NoDemonstrations()
+    """Demonstrations to imitate, in the place of rewards."""
     data: DataConfig = DataConfig()
     """Prompts."""
     reward: RewardConfig = RewardConfig()

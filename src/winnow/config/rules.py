@@ -16,7 +16,7 @@ from winnow.config.algorithm import (
     GrpoPasskAdvantage,
     OptimalTokenBaselineAdvantage,
 )
-from winnow.config.data import NoTask, SortDigitsTask
+from winnow.config.data import Demonstrations, NoTask, SortDigitsTask
 from winnow.config.model import SftWarmStart
 from winnow.config.rollout import BandFilter, HttpEngineConfig, VarianceFilter, VllmEngineConfig
 from winnow.config.root import Config
@@ -128,7 +128,10 @@ def _given(config: Config, *keys: str) -> str:
 
 def _start(c: Config) -> Iterator[str]:
     makes_model, task = isinstance(c.warm_start, SftWarmStart), c.data.task
-    if isinstance(task, NoTask) and not c.data.train_files:
+    imitates = isinstance(c.sft, Demonstrations)
+    if isinstance(c.sft, Demonstrations) and not c.sft.train_files:
+        yield "sft.train_files is empty, so there is nothing to imitate; set sft.train_files=[FILE]"
+    if isinstance(task, NoTask) and not c.data.train_files and not imitates:
         yield (
             "data.train_files is empty and data/task=none, so there is nothing to train on; "
             "set data.train_files=[FILE.parquet], or data/task=sort_digits"

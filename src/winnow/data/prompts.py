@@ -165,6 +165,51 @@ class PromptRenderer:
             "right or middle to cut them"
         )
 
+    def demonstration(self, row: Row, every: bool, stop_ids: Sequence[int]) -> list[IntArray]:
+        """Render a conversation whose last message is an answer: a prompt, an answer, then what
+        stands between answers and answers in turn.
+
+        Args:
+            every: all messages of the role assistant are answers, else the last alone.
+            stop_ids: tokens that end an answer; the first is added where the last one has none.
+
+        Raises:
+            DataError: it has several answers, which the template does not tell apart.
+            ModelError: the chat template fails.
+        """
+        asked = self._with_template(self._with_system(replace(row, messages=row.messages[:-1])))
+        messages = (*asked.messages, row.messages[-1])
+        places = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        texts, done = [], ""
+        for place in places if every else places[-1:]:
+            (before,) = self._texts([replace(row, messages=messages[:place])])
+            through = before + messages[place]["content"]
+            if self._use_chat_template:
+                through = self._text(replace(row, messages=messages[: place + 1]), answered=True)
+            if not (before.startswith(done) and through.startswith(before)) or (
+                done and not self._use_chat_template
+            ):
+                raise DataError(
+                    f"{row.origin}: without a chat template, or with this tokenizer's, an earlier "
+                    "answer is written in another way once a later one follows; set sft.turns=last"
+                )
+            texts += [before[len(done) :], through[len(before) :]]
+            done = through
+        first, *rest = [*self._encode(texts[:1]), *self._ids(texts[1:])]
+        for place in range(0, len(rest), 2):
+            ids = rest[place]
+            end = 1 + max((i for i, token in enumerate(ids) if token in stop_ids), default=-1)
+            tail = ids[end:]
+            if end and not self._tokenizer.decode(tail).strip():
+                # A template's line break behind the token that ends an answer: nobody writes it.
+                rest[place] = ids[:end]
+                rest[place + 1 : place + 2] = [tail + ids for ids in rest[place + 1 : place + 2]]
+        if not rest[-1] or rest[-1][-1] not in stop_ids:
+            rest[-1] = [*rest[-1], stop_ids[0]]
+        if not first:
+            raise DataError(f"{row.origin}: the prompt has no tokens; give it a text")
+        return [np.array(ids, dtype=np.int64) for ids in (first, *rest)]
+
     def _texts(self, rows: Sequence[Row]) -> list[str]:
         """Render the conversations; a template that does not end is stopped in the main thread."""
         texts: list[str] = []
@@ -187,7 +232,7 @@ class PromptRenderer:
                 texts.append(self._text(row) if self._use_chat_template else row.text)
         return texts
 
-    def _text(self, row: Row) -> str:
+    def _text(self, row: Row, answered: bool = False) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -195,7 +240,7 @@ class PromptRenderer:
                 [dict(message) for message in row.messages],
                 chat_template=self._chat_template,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=not answered,
                 **self._config.chat_template_kwargs,
             )
         except (TemplateError, *_FAULTS) as error:
@@ -229,13 +274,16 @@ class PromptRenderer:
         messages[at] = {**messages[at], "content": content}
         return replace(row, messages=tuple(messages))
 
-    def _encode(self, texts: list[str]) -> Iterable[list[int]]:
-        if not texts:
-            return
+    def _ids(self, texts: list[str]) -> list[list[int]]:
         encoded = self._tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, verbose=False
         )
-        for ids in encoded["input_ids"]:
+        return cast("list[list[int]]", encoded["input_ids"])
+
+    def _encode(self, texts: list[str]) -> Iterable[list[int]]:
+        if not texts:
+            return
+        for ids in self._ids(texts):
             yield ids if ids[:1] == self._bos else self._bos + ids
 
 

@@ -58,6 +58,12 @@ TRAIN_COLUMNS = (
     Column("s/step", (metrics.STEP_S,), number, 6),
 )
 WARM_UP_COLUMNS = (Column("loss", (metrics.SFT_LOSS,), lambda v: number(v, 3), 7),)
+SFT_COLUMNS = (
+    *WARM_UP_COLUMNS,
+    Column("held out", (metrics.HELD_OUT_LOSS,), lambda v: number(v, 3), 8),
+    Column("tokens", ("sft/tokens",), count, 8),
+    Column("s/step", (metrics.STEP_S,), number, 6),
+)
 
 
 def make_console(mode: Literal["auto", "plain", "off"], console: Console) -> ConsoleSink:
@@ -99,7 +105,7 @@ class ConsoleSink:
         pass
 
     def _has_line(self, step: int) -> bool:
-        if self._info.kind == "train":
+        if self._info.kind != "warm_up":
             return True
         return step % max(self._info.steps // _LINES_OF_A_WARM_UP, 1) == 0
 
@@ -206,7 +212,7 @@ def _row_width(step: int, columns: Sequence[Column]) -> int:
 
 def columns_of(info: RunInfo) -> tuple[Column, ...]:
     """Return the figures that are shown of a step."""
-    return WARM_UP_COLUMNS if info.kind == "warm_up" else TRAIN_COLUMNS
+    return {"warm_up": WARM_UP_COLUMNS, "sft": SFT_COLUMNS}.get(info.kind, TRAIN_COLUMNS)
 
 
 def evaluation_lines(step: int, record: Record) -> list[str]:

@@ -183,10 +183,21 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("judge/{retries,cache_hits,unparsed}", "", "tries again; from the cache; unreadable"),
         ("judge/tokens", "tokens", "sent and written, cached replies not counted"),
     ),
+    "Imitation of demonstrations (winnow sft)": (
+        (
+            "sft/loss",
+            "nats",
+            "mean over the imitated tokens; of a warm start on the terminal alone",
+        ),
+        ("sft/held_out_loss", "nats", "mean over the answers' tokens of sft.eval_files"),
+        ("sft/tokens", "tokens", "imitated"),
+        ("sft/grad_norm", "", "norm before clipping"),
+        ("sft/lr", "", "learning rate"),
+        ("sft/{updates,skipped_updates}", "updates", "made; left out as not finite"),
+    ),
     "Time, work and memory": (
         ("start/time_s", "s", "start of the process, in its first line"),
         ("sft/time_s", "s", "making the warm start, in the first line"),
-        ("sft/loss", "nats", "of the warm start, on the terminal alone"),
         ("time/rollout_s", "s", "answers are written and scored", "timing_s/gen"),
         ("time/old_logprobs_s", "s", "pass for the old log-probs", "timing_s/old_log_prob"),
         ("time/reference_s", "s", "pass of the reference", "timing_s/ref"),

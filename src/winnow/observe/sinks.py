@@ -38,6 +38,7 @@ from winnow.observe.files import one_line
 from winnow.observe.metrics import Record
 
 Warn = Callable[[str], None]
+Kind = Literal["train", "warm_up", "sft"]
 MOST_WAITING = 1000
 """Records that a sink in the background may be behind the run."""
 BEGIN_S = 20.0
@@ -57,7 +58,7 @@ class RunInfo:
     """The last step's number."""
     first_step: int = 1
     """Higher when a run is resumed."""
-    kind: Literal["train", "warm_up"] = "train"
+    kind: Kind = "train"
 
 
 class Sink(Protocol):

@@ -22,11 +22,13 @@ from winnow.config.algorithm import (
     NoRejection,
     NoWeight,
 )
+from winnow.config.data import Demonstrations
 from winnow.config.model import NoAdapter
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2, OptimConfig
 from winnow.learning.advantage import AdvantageStage, KlPenalty
 from winnow.learning.critic import Critic, ValueObjective
+from winnow.learning.imitation import Imitator
 from winnow.learning.learner import Learner, LearnerSettings
 from winnow.learning.policy import KlTerm, OldSource, Policy, PolicyObjective
 from winnow.learning.strategy import Strategy, lr_at
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 class Learning:
     """A learner with the strategies it steps."""
 
-    learner: Learner
+    learner: Learner | Imitator
     policy: Strategy
     passes: Passes
     """The passes that a step computes."""
@@ -88,10 +90,16 @@ def make_learner(
     """
     hold = partial(_hold, config, mesh)
     readout = _readout_options(config, vocabulary)
+    if isinstance(config.sft, Demonstrations):  # what the data has, no sampler has shaped
+        readout["temperature"] = 1.0
     checkpointing = config.model.gradient_checkpointing
     policy = hold(
         model, gradient_checkpointing=checkpointing, **readout, **_adamw_options(config.optim)
     )
+    if isinstance(config.sft, Demonstrations):
+        rate, skips = _rate(config, config.optim), config.optim.max_skipped_updates
+        imitator = Imitator(policy, config.trainer.microbatch_tokens, rate, skips)
+        return Learning(imitator, policy, Passes(policy.parameters, epochs=1, forwards=0))
     critic, others = None, {}
     if "values" in needs_of(config):
         from winnow.models.value import load_value_model

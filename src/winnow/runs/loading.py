@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from winnow.config.data import Demonstrations, NoTask
 from winnow.config.judge import SequenceClassifier
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.root import Config
@@ -177,7 +178,8 @@ def check_positions(
 ) -> None:
     """Refuse answers that cannot fit: alone, or, with learned positions, after a prompt."""
     positions = getattr(model.config, "max_position_embeddings", None)
-    if not isinstance(positions, int):
+    asks = config.data.eval_files or not isinstance(config.data.task, NoTask)
+    if not isinstance(positions, int) or (isinstance(config.sft, Demonstrations) and not asks):
         return
     answer = config.rollout.max_response_tokens
     is_rotary = getattr(model.config, "rope_parameters", None) is not None

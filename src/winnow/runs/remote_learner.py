@@ -26,6 +26,7 @@ from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import CheckpointError
 from winnow.learning.canary import Canary, CanaryScores
 from winnow.learning.fsdp2 import FSDP2Strategy, State, on_host, read_shards, write_shards
+from winnow.learning.imitation import Imitator
 from winnow.learning.learner import Learned
 from winnow.learning.strategy import local
 from winnow.models.causal_lm import model_writer
@@ -142,6 +143,12 @@ class LearnerWorker:
         if not self._is_first:
             return None
         return StepReply(learned, metrics, watch.seconds(), self._learning.learner.state_dict())
+
+    def held_out(self, groups: Sequence[Group]) -> float:
+        """Return the loss of demonstrations, as `Imitator.held_out` does."""
+        learner = self._learning.learner
+        assert isinstance(learner, Imitator)
+        return learner.held_out(groups)
 
     def load_learner(self, state: Mapping[str, Any]) -> None:
         """Give the learner the state that it had."""
@@ -276,6 +283,10 @@ class RemoteLearner:
         self._state = reply.learner
         self._steps += 1
         return reply.learned
+
+    def held_out(self, groups: Sequence[Group]) -> float:
+        """Return the loss of demonstrations, as `Imitator.held_out` does."""
+        return cast(float, self.call("held_out", list(groups)))
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._state)

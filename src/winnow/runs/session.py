@@ -11,16 +11,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from winnow import gc_tuning as heap
-from winnow.config.data import NoTask
+from winnow.config.data import Demonstrations, NoTask
 from winnow.config.model import SftWarmStart
 from winnow.config.rollout import VarianceFilter
 from winnow.config.root import Config
 from winnow.config.trainer import LocalCluster
-from winnow.data.loader import training_prompts
+from winnow.data.loader import PromptSource, training_prompts
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.curve import CurveSink, draw_curve
@@ -29,7 +30,7 @@ from winnow.observe.files import RunFolder, write_atomic
 from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.metrics import SFT_S, START_S, Record
 from winnow.observe.rollouts import RolloutGroup
-from winnow.observe.sinks import BackgroundSink, RunInfo, Sinks, UserSink
+from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sinks, UserSink
 from winnow.observe.trace import TraceFile
 from winnow.rewards.pipeline import Rewards
 from winnow.runs.build import build, use_machine, with_steps
@@ -49,6 +50,9 @@ from winnow.runs.topology import (
     uses_device,
 )
 from winnow.sampling.ledger import Ledger
+
+if TYPE_CHECKING:
+    from winnow.runs.sft import Imitation, Shown
 
 log = logging.getLogger(__name__)
 
@@ -94,8 +98,7 @@ def run_training(
             _tell(sink, [company.enter_context(beside(folder.path))])
         path, first, figures = _models(config, opened, fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config))
-        source = training_prompts(config.data, policy.tokenizer, config.run.seed)
-        config, kept = (with_steps(each, source) for each in (config, opened.config))
+        data, config, kept = _read_data(config, opened.config, policy)
         _keep_tokenizer(policy, folder)
         _tell(sink, starting(config))
         with (
@@ -107,11 +110,14 @@ def run_training(
             _tell(sink, opened.differences(placed.machine))
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             sinks = Sinks([sink, metrics, heartbeat, *trace, *_own_sinks(config, folder, sink)])
-            run = build(
-                *(config, policy, folder, sinks, metrics, stop, rewards, placed, source),
-                lambda p: sink.status(_in_words(p)),
-                *trace,
-            )
+            parts = config, policy, folder, sinks, metrics, stop, rewards, placed
+            run: Run | Imitation
+            if isinstance(data, PromptSource):
+                run = build(*parts, data, lambda p: sink.status(_in_words(p)), *trace)
+            else:
+                from winnow.runs.sft import build_imitation
+
+                run = build_imitation(*parts, data, *trace)
             _tell(sink, run.notes)
             _resume(config, opened, run)
             _tell(sink, _lag_notes(config, run))
@@ -127,13 +133,26 @@ def run_training(
     return 0
 
 
+def _read_data(
+    config: Config, begun: Config, policy: Policies
+) -> tuple[PromptSource | Shown, Config, Config]:
+    """Read what is learnt from, and put the steps that it fills into both recipes."""
+    if isinstance(config.sft, Demonstrations):
+        from winnow.runs.sft import read_shown
+
+        shown = read_shown(config, policy)
+        return shown, shown.with_steps(config), shown.with_steps(begun)
+    source = training_prompts(config.data, policy.tokenizer, config.run.seed)
+    return source, with_steps(config, source), with_steps(begun, source)
+
+
 def _as_begun(config: Config, opened: Opened) -> Config:
     """Take over what the run settled at its start: commits of the hub, steps."""
     names = "model", "data", "trainer"
     return config.model_copy(update={name: getattr(opened.config, name) for name in names})
 
 
-def _watch(heartbeat: Heartbeat, run: Run, rewards: Rewards) -> None:
+def _watch(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None:
     """Have the heartbeat look at what moves while a run is well."""
     heartbeat.watch(lambda: run.engine.status().generated_tokens)
     heartbeat.watch(lambda: run.learner.progress)
@@ -166,9 +185,12 @@ def _own_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Bac
     return made
 
 
-def _start_sinks(sinks: Sinks, run: Run, folder: RunFolder, figures: Record, began: float) -> None:
+def _start_sinks(
+    sinks: Sinks, run: Run | Imitation, folder: RunFolder, figures: Record, began: float
+) -> None:
     """Start the sinks; the first record will say what came before it took."""
-    sinks.start(RunInfo(folder.name, run.steps, run.first_step))
+    kind: Kind = "train" if isinstance(run, Run) else "sft"
+    sinks.start(RunInfo(folder.name, run.steps, run.first_step, kind))
     start_s = time.monotonic() - began - figures.get(SFT_S, 0.0)
     sinks.begin_with({**figures, START_S: start_s})
 
@@ -229,7 +251,7 @@ def _models(
     return start, start if is_needed else None, figures
 
 
-def _resume(config: Config, opened: Opened, run: Run) -> None:
+def _resume(config: Config, opened: Opened, run: Run | Imitation) -> None:
     """Set the run and the random states to the checkpoint, if there is one."""
     seed_everything(config.run.seed)  # what was started since may have drawn
     checkpoint = opened.checkpoint
@@ -239,8 +261,10 @@ def _resume(config: Config, opened: Opened, run: Run) -> None:
         run.evaluate_before = False
 
 
-def _lag_notes(config: Config, run: Run) -> list[str]:
+def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:
     """Say how late scores are seen, where the recipe leaves that open and they are late."""
+    if not isinstance(run, Run):
+        return []
     lag, looks = run.sampler.score_lag_ticks, run.sampler.look_ticks
     if config.sampling.score_lag_ticks is not None or not lag:
         return []
@@ -251,18 +275,23 @@ def _lag_notes(config: Config, run: Run) -> list[str]:
     ]
 
 
-def _train(config: Config, run: Run, stop: ShutdownSignal) -> Stopped | None:
+def _train(config: Config, run: Run | Imitation, stop: ShutdownSignal) -> Stopped | None:
     """Train, and save what was reached when it is stopped or cannot go on."""
     stopped = None
     with stop.deferring(), heap.frozen(), run.state:
         try:
-            asyncio.run(train(run))
+            if isinstance(run, Run):
+                asyncio.run(train(run))
+            else:
+                from winnow.runs.sft import imitate
+
+                asyncio.run(imitate(run))
         except Stopped as request:
             stopped = request
             run.state.save()
         except (NoSignalError, RewardError) as error:
             # Both come up while sampling, so weights are those of the boundary.
-            if isinstance(error, NoSignalError):
+            if isinstance(error, NoSignalError) and isinstance(run, Run):
                 if config.sampling.on_bound == "stop":
                     run.state.note_sampling()
                 # The answers that taught nothing are what there is to look at now.
@@ -307,6 +336,8 @@ def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
     """Say what will happen, in the words of a newcomer."""
     lines = [f"winnow train {recipe}: everything of this run goes to {folder.path}"]
     lines += config.run.description
+    if isinstance(config.sft, Demonstrations):
+        return lines
     epochs = config.trainer.data_epochs
     length = f"{config.trainer.steps}" if epochs is None else f"{epochs:g} passes over the data in"
     size = (
@@ -333,9 +364,15 @@ def _close(
     folder: RunFolder,
     console: Console,
 ) -> None:
+    last = checkpoints_in(folder.checkpoints)[-1]
+    if isinstance(config.sft, Demonstrations):
+        if config.observe.console != "off":
+            console.print(f"{folder.name}: done; the model is in {last.model}", soft_wrap=True)
+            for command, meaning in next_commands(config, recipe, folder).items():
+                console.print(f"{command}  # {meaning}", soft_wrap=True, markup=False)
+        return
     draw_curve(folder.path)
     records = read_metrics(folder.metrics)
-    last = checkpoints_in(folder.checkpoints)[-1]
     paths = {
         "learning curve": folder.curve,
         "rollouts": folder.rollouts,
@@ -361,6 +398,9 @@ def next_commands(config: Config, recipe: str, folder: RunFolder) -> dict[str, s
     target = quote(f"{folder.name}-model")
     new = f"{quote(str(folder.config))} run.name={quote(f'{folder.name}-{other}')}"
     commands = {}
+    if isinstance(config.sft, Demonstrations):
+        model = quote(str(checkpoints_in(folder.checkpoints)[-1].model))
+        commands[f"winnow train RECIPE model.path={model}"] = "go on by rewards"
     if config.data.eval_files or not isinstance(config.data.task, NoTask):
         commands[f"winnow eval {path}"] = "ask the trained model the held-out prompts again"
     if config.run.fork is None:

@@ -25,7 +25,8 @@ from winnow.config.root import Config
 from winnow.data.sort_digits import EOS_ID, PAD_ID, Demonstration, build_tokenizer, demonstrations
 from winnow.errors import WinnowError
 from winnow.learning.batch import MicroBatch, micro_batches, pack
-from winnow.learning.strategy import LossResult, Outputs, Strategy, lr_at
+from winnow.learning.imitation import imitation_loss
+from winnow.learning.strategy import Strategy, lr_at
 from winnow.models.causal_lm import save_model, use_layout_attention
 from winnow.observe.console import ConsoleSink
 from winnow.observe.files import atomic_folder
@@ -159,12 +160,6 @@ def _train(
         sink.log(step, {"sft/loss": stats["loss"]})
         on_progress()
     return model, tokenizer
-
-
-def imitation_loss(micro: MicroBatch, outputs: Outputs) -> LossResult:
-    """Mean negative log-likelihood of the demonstrated tokens of the update, in nats."""
-    loss = -(outputs["logprob"] * micro.loss_mask).sum() / micro.counts.tokens
-    return LossResult(loss, {})
 
 
 def _as_micro_batches(part: Sequence[Demonstration], max_tokens: int) -> list[MicroBatch]:

@@ -106,9 +106,9 @@ OVERRIDES = [
     ),
     (
         ["xyzzy=1"],
-        f"xyzzy is no known key {SHELL}; the sections are run, model, warm_start, data, reward, "
-        "rollout, sampling, algorithm, reference, critic, optim, trainer, cluster, evaluation, "
-        "observe; see --help-config",
+        f"xyzzy is no known key {SHELL}; the sections are run, model, warm_start, sft, data, "
+        "reward, rollout, sampling, algorithm, reference, critic, optim, trainer, cluster, "
+        "evaluation, observe; see --help-config",
     ),
     (["optim.betas.0=1"], f"optim.betas.0 is no known key {SHELL}; did you mean optim.betas?"),
     (

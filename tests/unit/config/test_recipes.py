@@ -21,7 +21,8 @@ DAPO_INSTRUCTION = (
 
 
 def load(name: str) -> Config:
-    return recipe(name, *(TO_COMPLETE if name in ("dapo-math", "gsm8k") else ()))
+    to_complete = TO_COMPLETE if name in ("dapo-math", "gsm8k", "sft") else ()
+    return recipe(name, *to_complete, *(["sft.train_files=[x.jsonl]"] if name == "sft" else []))
 
 
 def test_these_recipes_ship() -> None:
@@ -51,6 +52,7 @@ def test_these_recipes_ship() -> None:
         "remax_qwen2.5_7b",
         "rloo",
         "rloo_qwen2_7b",
+        "sft",
     ]
 
 
@@ -59,7 +61,7 @@ def test_a_shipped_recipe_validates_and_says_what_it_is_for(name: str) -> None:
     assert load(name)
     text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
     assert text.startswith("# ")
-    assert f"winnow train {name}" in text
+    assert f"winnow {'sft' if name == 'sft' else 'train'} {name}" in text
 
 
 @pytest.mark.parametrize("name", ["dapo-math", "gsm8k"])

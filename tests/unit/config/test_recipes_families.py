@@ -64,7 +64,7 @@ REAL = sorted(
     name
     for name in available_recipes()
     if name not in SMALL
-    and name not in ("quickstart", "dapo-math", "gsm8k")
+    and name not in ("quickstart", "dapo-math", "gsm8k", "sft")
     and not re.search("_async|_one_step_off", name)
 )
 BESIDE = ["dapo_async_qwen2.5_math_7b", "dapo_one_step_off_qwen2.5_math_7b"]

@@ -1,128 +1,141 @@
-"""The mix that a warm start is taught."""
+"""Which columns hold a demonstration, and which of its tokens are imitated."""
 
 from __future__ import annotations
 
-import numpy as np
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
+from tests.small_tokenizers import CHAT_TEMPLATE, train_bpe
 
-from winnow.config.data import SortDigitsTask
-from winnow.config.model import DemonstrationConfig
-from winnow.data.sort_digits import (
-    EOS,
-    VOCABULARY,
-    Demonstration,
-    demonstrations,
-    is_held_out,
-    solution,
+from winnow.config.data import DataConfig, Demonstrations
+from winnow.data.demonstrations import DemonstrationSet, read_demonstrations
+from winnow.errors import DataError
+
+TEXTS = ["What is 2 and 3? It is 5, and 4 and 4 are 8. [user][assistant][system]\n"]
+CHATML = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}</s>"
+    "{% endif %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-
-LIMIT = 128
-
-
-def worked_form(digits: str) -> str:
-    """Sort by selection, with the answer: what a demonstration without errors writes."""
-    steps = []
-    remaining = digits
-    while remaining:
-        least = min(remaining)
-        remaining = remaining.replace(least, "", 1)
-        steps.append(f"{least}|{remaining}")
-    return f"{';'.join(steps)}#{solution(digits)}"
+OLD = "{{ 'old' if m.role == 'assistant' and not loop.last else m.content }}"
+FORGETS = CHATML.replace("{{ m.content }}", OLD)
+"""As templates that drop the thoughts of earlier answers."""
+TURNS = [
+    {"role": "system", "content": "Short."},
+    {"role": "user", "content": "2 and 3?"},
+    {"role": "assistant", "content": "It is 5"},
+    {"role": "user", "content": "4 and 4?"},
+    {"role": "assistant", "content": "8"},
+]
 
 
-def make(count: int = 4000, seed: int = 0, **config: float) -> list[Demonstration]:
-    rng = np.random.default_rng(seed)
-    return demonstrations(count, DemonstrationConfig(**config), SortDigitsTask(), LIMIT, rng)
+def read(
+    folder: Path, *rows: Any, chat: str | None = None, data: Any = None, **options: Any
+) -> tuple[DemonstrationSet, list[list[tuple[str, str]]]]:
+    """Read rows; returns, for each, its segments as source and text behind the prompt's."""
+    file = folder / "demos.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tokenizer = train_bpe(TEXTS, chat=chat, bos=chat == CHAT_TEMPLATE)
+    config = Demonstrations.model_validate(options)
+    stop = (tokenizer.eos_token_id, 0)
+    found = read_demonstrations([str(file)], config, data or DataConfig(), tokenizer, stop)
+    shown = []
+    for prompt in found.prompts.prompts:
+        parts = [("prompt", tokenizer.decode(prompt.token_ids))]
+        parts += [(s.source, tokenizer.decode(s.token_ids)) for s in found.answers[prompt.uid]]
+        shown.append(parts)
+    return found, shown
 
 
-def texts(made: list[Demonstration]) -> list[tuple[str, str]]:
-    """Problem and response of each, in characters."""
-
-    def text(ids: np.ndarray) -> str:
-        return "".join(VOCABULARY[i] for i in ids)
-
-    return [(text(d.prompt_ids).removesuffix(":"), text(d.response_ids)) for d in made]
+SHAREGPT = {"from": "human", "value": "2 and 3?"}
+QUESTION = [("prompt", "2 and 3?"), ("model", "It is 5</s>")]
 
 
-def test_the_same_seed_gives_the_same_demonstrations() -> None:
-    assert texts(make(300, seed=5)) == texts(make(300, seed=5))
-    assert texts(make(300, seed=5)) != texts(make(300, seed=6))
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2 and 3?", "completion": "It is 5"},
+        {"prompt": [TURNS[1]], "completion": [TURNS[2]], "answer": "5"},
+        {"question": "2 and 3?", "answer": "It is 5", "source": "x"},
+        {"problem": "2 and 3?", "solution": "It is 5", "answer": "5"},
+        {"instruction": "2 and 3?", "output": "It is 5"},
+        {"messages": TURNS[1:3], "prompt": "2 and 3?"},
+        {"conversations": [SHAREGPT, {"from": "gpt", "value": "It is 5"}]},
+    ],
+)  # fmt: skip
+def test_known_columns_are_found(tmp_path: Path, row: Any) -> None:
+    _, (shown,) = read(tmp_path, row)
+    assert shown == QUESTION
 
 
-def test_problems_are_training_problems() -> None:
-    assert not any(is_held_out(digits) for digits, _ in texts(make()))
+def test_own_columns_are_named(tmp_path: Path) -> None:
+    columns = {"prompt": "frage", "answer": "antwort"}
+    _, (shown,) = read(tmp_path, {"frage": "2 and 3?", "antwort": "It is 5"}, columns=columns)
+    assert shown == QUESTION
+    _, (shown,) = read(tmp_path, {"chat": TURNS[1:3]}, columns={"messages": "chat"})
+    assert shown == QUESTION
 
 
-def test_half_are_guesses_and_a_tenth_is_cut_at_the_limit_without_an_end() -> None:
-    pairs = texts(make())
-    guesses = [response for _, response in pairs if response.startswith("#")]
-    cut = [response for _, response in pairs if not response.endswith(EOS)]
-    assert len(guesses) / len(pairs) == pytest.approx(0.5, abs=0.03)
-    assert len(cut) / len(pairs) == pytest.approx(0.1, abs=0.02)
-    assert all(len(response) == LIMIT and "?" in response for response in cut)
+def test_each_answer_of_a_conversation_is_imitated_to_the_token_that_ends_it(
+    tmp_path: Path,
+) -> None:
+    row = {"messages": TURNS}
+    head = "[system]Short.\n[user]2 and 3?\n[assistant]"
+    assert read(tmp_path, row, chat=CHATML)[1] == [
+        [
+            ("prompt", head),
+            ("model", "It is 5</s>"),
+            ("environment", "\n[user]4 and 4?\n[assistant]"),
+            ("model", "8</s>"),
+        ]
+    ]
+    last = [("prompt", f"{head}It is 5</s>\n[user]4 and 4?\n[assistant]"), ("model", "8</s>")]
+    assert read(tmp_path, row, chat=CHATML, turns="last")[1] == [last]
 
 
-def test_no_demonstration_is_longer_than_the_limit() -> None:
-    assert max(len(d.response_ids) for d in make()) == LIMIT
+def test_an_answer_that_a_template_does_not_end_is_ended(tmp_path: Path) -> None:
+    _, (shown,) = read(tmp_path, {"messages": TURNS[1:3]}, chat=CHAT_TEMPLATE)
+    assert shown == [("prompt", "<s>[user]2 and 3?[assistant]"), ("model", "It is 5</s>")]
 
 
-def test_a_guess_holds_the_digits_of_the_problem_and_is_seldom_right() -> None:
-    pairs = texts(make(guess_share=1.0, working_share=0.0))
-    assert all(
-        sorted(response.removeprefix("#").removesuffix(EOS)) == sorted(d) for d, response in pairs
-    )
-    right = sum(response == f"#{solution(digits)}{EOS}" for digits, response in pairs)
-    assert right / len(pairs) == pytest.approx(0.12, abs=0.02)
+def test_prompts_are_those_of_training(tmp_path: Path) -> None:
+    data = DataConfig(prompt_template={"*": "Q: {prompt}"}, system_prompt="Be brief.")
+    _, (shown,) = read(tmp_path, {"messages": TURNS[1:3]}, chat=CHATML, data=data)
+    assert shown == [
+        ("prompt", "[system]Be brief.\n[user]Q: 2 and 3?\n[assistant]"),
+        ("model", "It is 5</s>"),
+    ]
 
 
-def test_a_guess_without_noise_is_right() -> None:
-    pairs = texts(make(200, guess_share=1.0, working_share=0.0, guess_noise=0.0))
-    assert all(response == f"#{solution(digits)}{EOS}" for digits, response in pairs)
+def test_answers_that_a_template_writes_anew_are_imitated_only_as_the_last(tmp_path: Path) -> None:
+    row = {"messages": TURNS}
+    for chat in (FORGETS, None):
+        with pytest.raises(DataError, match=r"demos.jsonl row 1: .*set sft.turns=last"):
+            read(tmp_path, row, chat=chat)
+        assert read(tmp_path, row, chat=chat, turns="last")[1][0][-1] == ("model", "8</s>")
 
 
-def test_working_without_errors_is_selection_sort() -> None:
-    assert worked_form("3313") == "1|333;3|33;3|3;3|#1333"
-    assert worked_form("2121") == "1|221;1|22;2|2;2|#1122"
-    assert worked_form("7") == "7|#7"
-    pairs = texts(make(500, guess_share=0.0, working_share=1.0, step_error=0.0))
-    assert all(response == worked_form(digits) + EOS for digits, response in pairs)
+def test_long_demonstrations_are_left_out_and_counted(tmp_path: Path) -> None:
+    short, long = ({"prompt": "2", "completion": "3" * n} for n in (1, 50))
+    found, _ = read(tmp_path, short, long, max_tokens=10)
+    assert (found.prompts.size, found.prompts.filtered) == (1, 1)
+    assert read(tmp_path, short, max_tokens=3)[0].prompts.size == 1, "prompt, answer and its end"
+    with pytest.raises(DataError, match=r"none of 1 demonstrations fits into sft.max_tokens=10"):
+        read(tmp_path, long, max_tokens=10)
 
 
-def test_a_step_errs_as_often_as_asked() -> None:
-    pairs = texts(make(guess_share=0.0, working_share=1.0, step_error=0.01))
-    steps = sum(response.count("|") for _, response in pairs)
-    wrong = sum(response != worked_form(digits) + EOS for digits, response in pairs)
-    assert wrong / steps == pytest.approx(0.01, rel=0.3)
-
-
-def test_after_an_erring_step_the_chain_goes_on_from_what_it_wrote() -> None:
-    pairs = texts(make(1500, guess_share=0.0, working_share=1.0, step_error=0.3))
-    for digits, response in pairs:
-        working, _, answer = response.removesuffix(EOS).partition("#")
-        steps = [step.partition("|") for step in working.split(";")]
-        rests = [digits, *(rest for _, _, rest in steps)]
-        assert [len(rest) for rest in rests] == list(range(len(digits), -1, -1))
-        assert answer == "".join(least for least, _, _ in steps)
-
-
-def test_an_erring_step_is_always_wrong() -> None:
-    pairs = texts(make(1000, guess_share=0.0, working_share=1.0, step_error=1.0))
-    for digits, response in pairs:
-        remaining = digits
-        for step in response.partition("#")[0].split(";"):
-            right = f"{min(remaining)}|{remaining.replace(min(remaining), '', 1)}"
-            assert step != right
-            remaining = step.partition("|")[2]
-
-
-def test_rambling_starts_over_after_a_question_mark_and_answers_at_its_end() -> None:
-    pairs = texts(make(2000, guess_share=0.0, working_share=0.0, step_error=0.0))
-    for digits, response in pairs:
-        chain, _, answer = worked_form(digits).partition("#")
-        if response.endswith(EOS):
-            times = response.count("?") + 1
-            assert response == "?".join([chain] * times) + f"#{answer}{EOS}"
-        else:
-            assert "?".join([chain] * LIMIT)[:LIMIT].startswith(response.partition("#")[0])
-    started_over = sum("?" in response for _, response in pairs)
-    assert started_over / len(pairs) == pytest.approx(0.75, abs=0.03)
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"text": "5"}, "no known columns hold a demonstration, of text; name them"),
+        ({"messages": TURNS[:2]}, "the last message must be an answer"),
+        ({"messages": TURNS[2:3]}, "the last message must be an answer"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\] is the object .* a role and a content"),
+        ({"prompt": "2", "completion": ""}, "completion is an empty text"),
+        ({"prompt": None, "completion": "3"}, "prompt is missing"),
+    ],
+)
+def test_rows_that_are_no_demonstrations_are_told(tmp_path: Path, row: Any, fault: str) -> None:
+    with pytest.raises(DataError, match=f"demos.jsonl row 1: {fault}"):
+        read(tmp_path, row)

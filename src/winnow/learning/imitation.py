@@ -1,0 +1,89 @@
+"""Learning from demonstrations: answers that somebody else wrote, each of their tokens imitated.
+
+The loss of an update is the mean negative log-likelihood of its answers' tokens, in nats: each
+token counts alike, however sequences are packed, split into micro-batches and shared over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from winnow.errors import TrainingError
+from winnow.learning.batch import MicroBatch, pack
+from winnow.learning.learner import Learned
+from winnow.learning.policy import run_update
+from winnow.learning.strategy import LossResult, Output, Outputs, Strategy, run_pass
+from winnow.observe.metrics import SFT_LOSS, Metrics, Stopwatch
+from winnow.types import Group
+
+_OUTPUTS: frozenset[Output] = frozenset({"logprob"})
+
+
+def imitation_loss(micro: MicroBatch, outputs: Outputs) -> LossResult:
+    """Mean negative log-likelihood of the demonstrated tokens of the update, in nats."""
+    loss = -(outputs["logprob"] * micro.loss_mask).sum() / micro.counts.tokens
+    return LossResult(loss, {})
+
+
+@dataclass
+class Imitator:
+    """A learner whose groups are demonstrations: one update a step."""
+
+    strategy: Strategy
+    microbatch_tokens: int
+    lr: Callable[[int], float]
+    """By step."""
+    max_skipped_updates: int
+    progress: int = 0
+    """Moves with each pass and update."""
+    skipped_in_a_row: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that outlives a step, without the model and its optimizer."""
+        return {"skipped_in_a_row": self.skipped_in_a_row}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Become what `state_dict` described."""
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+
+    def learn(
+        self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
+    ) -> Learned:
+        """Make one update on all groups; books `sft/…` in `metrics`.
+
+        Raises:
+            TrainingError: too many updates in a row had a gradient that is not finite.
+        """
+        with watch.phase("batch"):
+            batch = pack(groups)
+            micro = self.strategy.sharder.update(
+                batch, range(batch.n_groups), self.microbatch_tokens
+            )
+        with watch.phase("update"):
+            rate = self.lr(step)
+            found, sums = run_update(self.strategy, _OUTPUTS, imitation_loss, micro, rate, "sft")
+        metrics.merge(found)
+        metrics.sum("sft/tokens", int(batch.loss_mask.sum()))
+        self.progress += 1
+        self.skipped_in_a_row = 0 if sums is not None else self.skipped_in_a_row + 1
+        if sums is not None:
+            metrics.last(SFT_LOSS, sums["loss"])
+        elif self.skipped_in_a_row >= self.max_skipped_updates:
+            raise TrainingError(
+                f"step {step}: {self.skipped_in_a_row} updates in a row had a gradient that is not "
+                "finite (optim.max_skipped_updates); lower optim.lr, or look for NaN weights in "
+                "model.path"
+            )
+        lengths = batch.prompt_lengths.numpy()
+        return Learned(np.zeros(len(lengths), np.float32), lengths, len(batch.token_ids))
+
+    def held_out(self, groups: Sequence[Group]) -> float:
+        """Return the mean negative log-likelihood of demonstrations in nats, without learning."""
+        batch = pack(groups)
+        found = run_pass(self.strategy, batch, _OUTPUTS, self.microbatch_tokens)["logprob"]
+        self.progress += 1
+        return -float(found[batch.loss_mask].double().mean())

@@ -1,0 +1,200 @@
+"""`winnow sft`: a model imitates a user's own demonstrations, as a run that is kept like any other.
+
+demonstrations ─loader─► groups of a step ─► one update ─► held-out loss, answers │ checkpoint
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from winnow.config.data import Demonstrations
+from winnow.config.load import dump_config
+from winnow.config.root import Config
+from winnow.data.demonstrations import DemonstrationSet, read_demonstrations
+from winnow.data.loader import PromptLoader, evaluation_prompts
+from winnow.evaluation.evaluator import Evaluator
+from winnow.learning.learner import AnyLearner
+from winnow.observe.files import RunFolder
+from winnow.observe.jsonl import MetricsLog
+from winnow.observe.metrics import HELD_OUT_LOSS, Metrics, Number, Stopwatch, Timeline, no_timeline
+from winnow.observe.sinks import Sinks
+from winnow.rewards.pipeline import Rewards
+from winnow.rollout.engine import Engine
+from winnow.runs.build import make_evaluator
+from winnow.runs.checkpoint import Manifest
+from winnow.runs.loading import Policies
+from winnow.runs.loop import Publish, Schedule
+from winnow.runs.process import ShutdownSignal
+from winnow.runs.resume import code_hashes
+from winnow.runs.state import RunState
+from winnow.runs.topology import Topology
+from winnow.types import Group
+from winnow.workers.threads import in_thread
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """The demonstrations of a run."""
+
+    training: DemonstrationSet
+    held_out: DemonstrationSet
+    batch_size: int
+
+    def with_steps(self, config: Config) -> Config:
+        """Put the steps that `trainer.data_epochs` asks for into a recipe; the last may begin
+        another epoch."""
+        epochs, size = config.trainer.data_epochs, len(self.training.prompts.prompts)
+        if epochs is None:
+            return config
+        steps = max(1, math.ceil(epochs * size / self.batch_size))
+        trainer = config.trainer.model_copy(update={"steps": steps})
+        return config.model_copy(update={"trainer": trainer})
+
+    def note(self, steps: int) -> str:
+        """Say how many there are."""
+        size = len(self.training.prompts.prompts)
+        epochs = steps * self.batch_size / size
+        note = f"{size:,} demonstrations, {epochs:.3g} epochs in {steps:,} steps"
+        left_out = self.training.prompts.filtered + self.held_out.prompts.filtered
+        if left_out:
+            note += f"; {left_out:,} left out: longer than sft.max_tokens or the model's positions"
+        return note
+
+
+@dataclass
+class Imitation:
+    """The objects of a run that imitates, how far it goes, and what is due when."""
+
+    shown: Shown
+    loader: PromptLoader
+    learner: AnyLearner
+    engine: Engine
+    publish: Publish
+    evaluator: Evaluator
+    sinks: Sinks
+    state: RunState
+    stop: ShutdownSignal
+    evaluations: Schedule
+    checkpoints: Schedule
+    steps: int
+    evaluate_before: bool
+    notes: tuple[str, ...]
+    tell: Timeline = no_timeline
+    first_step: int = 1
+    unfinished: Mapping[str, Number] | None = None
+    """None: a boundary is noted when its evaluation is over."""
+
+    def draw(self, step: int) -> list[Group]:
+        """Return the demonstrations of a step: a fixed number, over the ends of epochs."""
+        size, training = self.shown.batch_size, self.shown.training
+        return [training.group(step * size + i, self.loader.next()) for i in range(size)]
+
+
+def read_shown(config: Config, policy: Policies) -> Shown:
+    """Read a recipe's demonstrations.
+
+    Raises:
+        DataError, ModelError: as for `read_demonstrations`.
+    """
+    sft = config.sft
+    assert isinstance(sft, Demonstrations)
+    positions = getattr(policy.model.config, "max_position_embeddings", sft.max_tokens)
+    limited = sft.model_copy(update={"max_tokens": min(sft.max_tokens, positions)})
+    shown, held_out = (
+        read_demonstrations(files, limited, config.data, policy.tokenizer, policy.stop_ids)
+        for files in (sft.train_files, sft.eval_files)
+    )
+    return Shown(shown, held_out, sft.batch_size)
+
+
+def build_imitation(
+    config: Config,
+    policy: Policies,
+    folder: RunFolder,
+    sinks: Sinks,
+    metrics: MetricsLog,
+    stop: ShutdownSignal,
+    rewards: Rewards,
+    placed: Topology,
+    shown: Shown,
+    tell: Timeline = no_timeline,
+) -> Imitation:
+    """Build everything that `imitate` sequences.
+
+    Raises:
+        WinnowError: held-out prompts do not fit what the recipe asks.
+    """
+    trainer, steps = config.trainer, config.trainer.steps
+    held_out = evaluation_prompts(config.data, policy.tokenizer)
+    loader = PromptLoader(shown.training.prompts, config.run.seed, config.data.shuffle)
+    state = RunState(
+        placed.tensors,
+        {"loader": loader, "learner": placed.learner},
+        folder,
+        metrics,
+        trainer,
+        Manifest(machine=placed.machine, code=code_hashes(config)),
+        dump_config(config),
+        tell,
+    )
+    return Imitation(
+        shown=shown,
+        loader=loader,
+        learner=placed.learner,
+        engine=placed.engine,
+        publish=placed.publish,
+        evaluator=make_evaluator(
+            config, policy, placed.engine, folder.evaluation, rewards, held_out
+        ),
+        sinks=sinks,
+        state=state,
+        stop=stop,
+        evaluations=Schedule(config.evaluation.every, steps),
+        checkpoints=Schedule(trainer.save_every, steps),
+        steps=steps,
+        evaluate_before=config.evaluation.before,
+        notes=(shown.note(steps),),
+        tell=tell,
+    )
+
+
+async def imitate(run: Imitation) -> None:
+    """Learn the steps of a run, and evaluate, log and save each, if it is due.
+
+    Raises:
+        Stopped: that was asked for; `run.state` has the last boundary, saved or not.
+        WinnowError: the run cannot go on.
+    """
+    watch = Stopwatch(tell=run.tell)
+    if run.evaluate_before:
+        run.sinks.log(0, {**await _evaluated(run, 0, watch), **watch.lap()})
+    run.state.note(run.first_step - 1, None)
+    for step in range(run.first_step, run.steps + 1):
+        run.stop.check()
+        metrics = Metrics()
+        await in_thread(run.learner.learn, run.draw(step), step, metrics, watch)
+        due = run.evaluations.due(step)
+        figures = await _evaluated(run, step, watch) if due else {}
+        epoch = run.loader.figures()
+        run.sinks.log(step, {**metrics.record(), **figures, **epoch, **watch.lap()})
+        run.state.note(step, None, figures)
+        if run.checkpoints.due(step):
+            with watch.phase("checkpoint"):
+                run.state.save()
+
+
+async def _evaluated(run: Imitation, step: int, watch: Stopwatch) -> Mapping[str, Number]:
+    """Return the loss on held-out demonstrations, and the scores of answers to held-out prompts."""
+    figures: dict[str, Number] = {}
+    with watch.phase("evaluate"):
+        held_out = run.shown.held_out.groups()
+        if held_out:
+            learner = cast(Any, run.learner)
+            figures[HELD_OUT_LOSS] = await in_thread(learner.held_out, held_out)
+        if run.evaluator.prompts:
+            await run.publish(step)
+            figures |= await run.stop.interruptible(run.evaluator.evaluate(step))
+    return figures

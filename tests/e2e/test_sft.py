@@ -1,0 +1,111 @@
+"""From demonstrations to a model that training by rewards takes up: a real run of each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tests.small_models import digits_folder
+from tests.winnow_command import Outcome, in_this_process
+
+from winnow.data.sort_digits import is_held_out
+from winnow.observe.jsonl import read_metrics
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 64}
+ASKED = (
+    *("data/task=sort_digits", "data.task.min_digits=2", "data.task.max_digits=2"),
+    *("data.task.eval_problems=9", "evaluation.n=8", "rollout.max_response_tokens=8"),
+    *("rollout.engine.slots=64", "run.threads=1", "observe.console=plain"),
+)
+SFT = (
+    *("sft.train_files=[train.jsonl]", "sft.eval_files=[held_out.jsonl]", "model.path=base"),
+    *("optim.lr=2e-2", "evaluation.every=20", "trainer.save_every=20", "trainer.keep_last=null"),
+)
+
+
+def winnow(home: Path, *arguments: str) -> Outcome:
+    return in_this_process(*arguments, folder=home)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a finished run, `whole`, of 40 steps."""
+    folder = tmp_path_factory.mktemp("home")
+    digits_folder(folder / "base", **SHAPE)
+    texts = [f"{number:02}" for number in range(100)]
+    for name, wanted in (("train", False), ("held_out", True)):
+        rows = [
+            {"prompt": f"{text}:", "completion": f"#{''.join(sorted(text))}"}
+            for text in texts
+            if is_held_out(text) == wanted
+        ]
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines)
+    words = ("run.name=whole", "trainer.data_epochs=14", "sft.batch_size=32", *SFT, *ASKED)
+    said = winnow(folder, "sft", "sft", *words).check()
+    assert "91 demonstrations, 14.1 epochs in 40 steps" in said.out
+    assert "winnow train RECIPE model.path=runs/whole/checkpoints/step-40/model" in said.out
+    return folder
+
+
+def test_held_out_demonstrations_become_likely_and_answers_right(home: Path) -> None:
+    lines = read_metrics(home / "runs" / "whole" / "metrics.jsonl")
+    losses = [line["sft/held_out_loss"] for line in lines if "sft/held_out_loss" in line]
+    right = [line["eval/sort_digits/pass@1"] for line in lines if "sft/held_out_loss" in line]
+    assert [line["step"] for line in lines] == [*range(41)]
+    assert losses[0] > 3 > losses[1] > losses[2]
+    assert losses[2] < 0.5
+    assert right[0] < 0.1 < 0.3 < right[2]
+    assert lines[40]["sft/loss"] < 0.5
+
+
+def test_a_run_that_was_cut_off_ends_with_the_same_bits(home: Path) -> None:
+    run = home / "runs" / "cut"
+    shutil.copytree(home / "runs" / "whole", run)
+    shutil.rmtree(run / "checkpoints" / "step-40")
+    assert "after step 20" in winnow(home, "resume", "runs/cut").check().out
+    whole, cut = (
+        load_file(home / "runs" / name / "checkpoints" / "step-40" / "model" / "model.safetensors")
+        for name in ("whole", "cut")
+    )
+    assert all(bool((whole[name] == cut[name]).all()) for name in whole)
+
+
+def test_training_by_rewards_goes_on_where_imitation_ended(home: Path) -> None:
+    model = "model.path=runs/whole/checkpoints/step-40/model"
+    winnow(
+        home,
+        *("train", "quickstart", "warm_start=none", model, "run.name=rewards", *ASKED),
+        *("trainer.steps=4", "sampling.groups_per_step=16", "trainer.mini_batch_groups=null"),
+        *("evaluation.every=null", "reward.overlong.enabled=false", "optim.lr=2e-3"),
+        "optim.warmup_steps=0",
+    ).check()
+    lines = read_metrics(home / "runs" / "rewards" / "metrics.jsonl")
+    name = "eval/sort_digits/pass@1"
+    assert lines[4][name] > lines[0][name] > 0.3
+    said = winnow(home, "eval", "runs/whole").check()
+    assert "whole, step 40" in said.out
+
+
+def test_an_adapter_imitates_in_a_process_of_its_own(home: Path) -> None:
+    words = ("trainer/strategy=fsdp2", "trainer.strategy.ranks=1")
+    lora = ("model/adapter=lora", "trainer.steps=2")
+    winnow(home, "sft", "sft", "run.name=ranks", *SFT, *lora, *words).check()
+    winnow(home, "sft", "sft", "run.name=one", *SFT, *lora).check()
+    ranks, one = (read_metrics(home / "runs" / n / "metrics.jsonl") for n in ("ranks", "one"))
+    for name in ("sft/held_out_loss", "sft/loss", "sft/grad_norm"):
+        assert ranks[2][name] == pytest.approx(one[2][name], rel=1e-4), name
+    assert (home / "runs/ranks/checkpoints/step-2/model/adapter_model.safetensors").is_file()
+
+
+def test_a_recipe_without_files_and_columns_that_are_not_known_are_refused(home: Path) -> None:
+    said = winnow(home, "sft", "sft", "model.path=base")
+    assert said.code == 2
+    assert "sft.train_files is empty, so there is nothing to imitate" in said.err
+    (home / "odd.jsonl").write_text('{"text": "5"}\n')
+    said = winnow(home, "sft", "sft", "model.path=base", "sft.train_files=[odd.jsonl]")
+    assert said.code == 2
+    assert "no known columns hold a demonstration, of text" in said.err
