@@ -153,7 +153,7 @@ def sft(
         return
     config = _load(recipe, overrides)
     if config.sft.name != "none":
-        _train(config, recipe, fresh, heartbeat=None)
+        _train(config, recipe, fresh, heartbeat=None, dashboard=False)
     with heap.growing():
         from winnow.runs.session import run_sft
 

@@ -118,9 +118,8 @@ def run_training(
                 from winnow.runs.sft import build_imitation
 
                 run = build_imitation(*parts, data, *trace)
-            _tell(sink, run.notes)
+            _tell(sink, [*run.notes, *_lag_notes(config, run)])
             _resume(config, opened, run)
-            _tell(sink, _lag_notes(config, run))
             replace(opened, config=kept).rewind(metrics)
             _watch(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, began)
