@@ -39,7 +39,7 @@ class DemonstrationSet:
 
     prompts: PromptSet
     answers: Mapping[str, tuple[Segment, ...]]
-    """What follows each prompt, by its uid; segments of source "model" are imitated."""
+    """Segments behind each prompt, by its uid; those of source "model" are imitated."""
 
     def group(self, number: int, prompt: Prompt) -> Group:
         """Return a demonstration as a group of one answer, which nobody scored."""
