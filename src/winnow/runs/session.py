@@ -107,7 +107,6 @@ def run_training(
             contextlib.closing(placed_rewards(config, policy, others)) as rewards,
         ):
             placed = placed_models(config, policy, first, others)
-            _tell(sink, opened.differences(placed.machine))
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             sinks = Sinks([sink, metrics, heartbeat, *trace, *_own_sinks(config, folder, sink)])
             parts = config, policy, folder, sinks, metrics, stop, rewards, placed
@@ -118,7 +117,7 @@ def run_training(
                 from winnow.runs.sft import build_imitation
 
                 run = build_imitation(*parts, data, *trace)
-            _tell(sink, [*run.notes, *_lag_notes(config, run)])
+            _tell(sink, (*opened.differences(placed.machine), *_notes_of(config, run)))
             _resume(config, opened, run)
             replace(opened, config=kept).rewind(metrics)
             _watch(heartbeat, run, rewards)
@@ -258,6 +257,10 @@ def _resume(config: Config, opened: Opened, run: Run | Imitation) -> None:
         run.unfinished = run.state.restore(checkpoint, opened.state(config))
         run.first_step = checkpoint.step + 1
         run.evaluate_before = False
+
+
+def _notes_of(config: Config, run: Run | Imitation) -> list[str]:
+    return [*run.notes, *_lag_notes(config, run)]
 
 
 def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:
