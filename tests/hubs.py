@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -25,6 +26,8 @@ class Hub:
     broken: set[str] = field(default_factory=set)
     """Data sets that answer 500."""
     gated: set[str] = field(default_factory=set)
+    made: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Repositories that were asked for, with what was said of them."""
     asked: list[str] = field(default_factory=list)
     cards: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Metadata of data sets, from the head of their README.md."""
@@ -50,6 +53,36 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self._file("/".join(parts[at - 2 : at]), parts[at + 1], name)
 
         do_HEAD = do_GET
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            token = (self.headers["Authorization"] or "").removeprefix("Bearer ")
+            hub.asked.append(f"POST {self.path}")
+            parts = self.path.strip("/").split("/")
+            repo = "/".join(parts[2:4])
+            if token != "write":
+                self._answer(403 if token else 401, {})
+            elif parts[1:3] == ["repos", "create"]:
+                said = json.loads(body)
+                name = "/".join(filter(None, (said.get("organization"), said["name"])))
+                hub.made[name] = {"visibility": said.get("visibility"), "branches": []}
+                self._answer(200, {}, json.dumps({"url": f"{hub.url}/{name}"}).encode())
+            elif parts[4:5] == ["branch"]:
+                hub.made[repo]["branches"].append(parts[5])
+                self._answer(200, {}, b"{}")
+            elif parts[4:5] == ["preupload"]:
+                names = [file["path"] for file in json.loads(body)["files"]]
+                files = [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]
+                self._answer(200, {}, json.dumps({"files": files}).encode())
+            elif parts[4:5] == ["commit"]:
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file":
+                        content = base64.b64decode(line["value"]["content"])
+                        hub.repos.setdefault(repo, {})[line["value"]["path"]] = content
+                done = {"commitUrl": f"{hub.url}/{repo}/commit/{COMMIT}", "commitOid": COMMIT}
+                self._answer(200, {}, json.dumps(done | {"success": True}).encode())
+            else:  # the check of a card's head
+                self._answer(200, {}, b'{"errors": [], "warnings": []}')
 
         def _listing(self, repo: str, revision: str, is_tree: bool) -> None:
             if repo not in hub.repos:

@@ -243,12 +243,26 @@ def export(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
     ] = False,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to the hub, with a card.")
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a new repository a private one.")
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch to push to; main by default.")
+    ] = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder that AutoModelForCausalLM loads."""
     with heap.growing():
-        from winnow.runs.export import run_export
+        from winnow.runs.export import run_export, run_push
+        from winnow.runs.push import HubTarget
 
     overrides = ["model.trust_remote_code=true"] if trust_remote_code else []
+    if push is not None:
+        hub = HubTarget(push, private, revision)
+        typer.echo(f"Pushed to {run_push(run, target, step, adapter, overrides, hub)}")
+        return
     typer.echo(f"Exported to {run_export(run, target, step, adapter, overrides)}")
 
 

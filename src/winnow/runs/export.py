@@ -14,8 +14,31 @@ from winnow.errors import ConfigError, WinnowError
 from winnow.models.causal_lm import save_model
 from winnow.models.lora import adapter_base, merge
 from winnow.observe.files import RunFolder, atomic_folder, require_trust
+from winnow.observe.jsonl import read_metrics
 from winnow.runs.checkpoint import CONFIG, find_checkpoint
 from winnow.runs.loading import load_policy_model
+from winnow.runs.push import HubTarget, model_card
+
+
+def run_push(
+    run: str,
+    target: str,
+    step: int | None,
+    adapter: bool,
+    overrides: Sequence[str],
+    hub: HubTarget,
+) -> str:
+    """Export a checkpoint's model and upload it; returns the address of the commit.
+
+    Raises:
+        WinnowError: as for `run_export`, or the hub refuses.
+    """
+    folder = RunFolder.open(run)
+    checkpoint = find_checkpoint(folder.path, step)
+    hub.prepare()
+    path = run_export(run, target, step, adapter, overrides)
+    config = load_recipe(str(checkpoint.path / CONFIG), list(overrides))
+    return hub.upload(path, model_card(config, checkpoint.step, read_metrics(folder.metrics)))
 
 
 def run_export(
