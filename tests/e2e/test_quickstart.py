@@ -173,21 +173,15 @@ def test_a_reward_is_right_or_wrong_plus_a_penalty_for_length(run: Run) -> None:
         assert row["reward"] == pytest.approx(row["part/task"] + row["part/overlong"])
 
 
-def test_text_is_kept_of_a_few_groups_a_step_and_scalars_of_all(run: Run) -> None:
-    texts = defaultdict(set)
+def test_the_text_of_all_answers_of_a_small_run_is_kept(run: Run) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoints_in(run.folder.checkpoints)[-1].model)
     for row in run.rollouts:
-        if row["response"] is None:
-            assert row["token_ids"] is row["logprobs"] is row["prompt"] is None
-            continue
-        texts[row["step"]].add(row["group"])
         assert len(row["token_ids"]) == len(row["logprobs"]) == row["response_tokens"]
         assert all(logprob <= 0 for logprob in row["logprobs"])
         assert tokenizer.decode(row["token_ids"], skip_special_tokens=True) == row["response"]
         digits = row["prompt"].removesuffix(":")
         assert not is_held_out(digits), "trained on a held-out problem"
         assert bool(row["accuracy"]) == row["response"].endswith(f"#{solution(digits)}")
-    assert {len(groups) for groups in texts.values()} == {8}
 
 
 def test_the_saved_config_loads_back_to_an_equal_one(run: Run) -> None:
