@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -10,12 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks.kill import SETTINGS
 from tests.small_models import byte_level_bpe, digits_model, save
 from tests.winnow_command import in_own_process, in_this_process
 
 import winnow
 from winnow.config.files import available_recipes
+from winnow.errors import ModelError
+from winnow.models.causal_lm import load_causal_lm
 
 pytestmark = pytest.mark.slow
 SMALL = (*SETTINGS, "trainer.steps=2", "observe.console=plain")
@@ -40,6 +44,60 @@ def test_version_short_help_and_a_line_for_each_recipe(home: Path) -> None:
     lines = in_this_process("recipes", folder=home).check().out.splitlines()
     for name, line in zip(available_recipes(), lines, strict=False):
         assert re.fullmatch(rf"{re.escape(name)} +\S.{{10,}}", line), line
+
+
+INTERRUPTED = """
+import sys
+
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "winnow.cli.main":
+            raise KeyboardInterrupt
+
+
+sys.meta_path.insert(0, Interrupt())
+from winnow.cli import main
+
+main()
+"""
+
+
+def test_ctrl_c_while_importing_and_a_folder_that_is_gone_are_one_line(home: Path) -> None:
+    said = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(said, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "winnow: interrupted\n")
+    code = "import os; os.mkdir('g'); os.chdir('g'); os.rmdir('../g')\n"
+    code += "from winnow.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=home, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        2, "winnow: the working directory is gone; change to another with cd\n",
+    )  # fmt: skip
+
+
+class Calls:
+    """An object whose pickle asks for a call."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("owned",)
+
+
+@pytest.mark.parametrize("kind", ["pickled", "quantized"])
+def test_weights_that_cannot_be_read_are_told_in_one_line(kind: str, tmp_path: Path) -> None:
+    model = save(digits_model(), byte_level_bpe(["1 2 3"]), tmp_path / "model")
+    if kind == "pickled":
+        (model / "model.safetensors").unlink()
+        torch.save({"a": Calls()}, model / "pytorch_model.bin")
+    else:
+        settings = json.loads((model / "config.json").read_text())
+        settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+        (model / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError) as caught:
+        load_causal_lm(str(model), torch.float32, torch.device("cpu"))
+    assert "cannot load its weights: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "owned").exists()
+    assert not Path("owned").exists()
 
 
 @pytest.mark.parametrize(

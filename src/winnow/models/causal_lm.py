@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -214,7 +215,14 @@ def failures_told(
     """Turn failures to read a folder into a ModelError of one line."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except ImportError as error:
+        said = shorten(str(error), 200, placeholder=" …")
+        remedy = "install that, or give weights that are not quantized"
+        raise ModelError(f"{fault}: {said}; {remedy}") from error
+    except (
+        *(OSError, ValueError, KeyError, RuntimeError),
+        *(SafetensorError, UnpicklingError),
+    ) as error:
         reason = shorten(str(error), 200, placeholder=" …") or type(error).__name__
         raise ModelError(f"{fault}: {reason.rstrip('.')}; {remedy}") from error
 
