@@ -146,7 +146,8 @@ ACTIONS = (
     ),
     Action(
         "and trained with",
-        f"winnow train quickstart run.name=short trainer.steps=3 reward.function.path=short.py {SMALL}",
+        "winnow train quickstart run.name=short trainer.steps=3 reward.function.path=short.py "
+        + SMALL,
     ),
     Action(
         "another learning rate from step 8 on",
