@@ -112,8 +112,7 @@ def check_command(
     from winnow.data.tokenizer import load_tokenizer
 
     config = resolve_recipe(None, settings or ()).data
-    if prompt_key is not None:
-        config = config.model_copy(update={"prompt_key": prompt_key})
+    config = config.model_copy(update={"prompt_key": prompt_key} if prompt_key else {})
     report = check(
         file,
         _scorer_of,

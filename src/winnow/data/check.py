@@ -41,7 +41,7 @@ from winnow.data.published import bare
 from winnow.data.sources import Message, Row, read_rows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 _ANY_LENGTH = 10**9
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])")
@@ -54,7 +54,7 @@ def check(
     path: str,
     scorer_of: Callable[[str], str | None],
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     limit: int | None = None,
     evaluation: str | None = None,
     config: DataConfig | None = None,
@@ -151,10 +151,7 @@ def _overlap(
 
 
 def _lengths(
-    rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase | None,
-    config: DataConfig,
-    limit: int | None,
+    rows: Sequence[Row], tokenizer: Tokenizer | None, config: DataConfig, limit: int | None
 ) -> dict[str, Any]:
     if tokenizer is None:
         unit, limit = "characters", None

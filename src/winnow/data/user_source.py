@@ -105,8 +105,7 @@ class UserRows:
                 f"{origin}: must be a dict with columns, got a {type(record).__name__}; see "
                 "docs/data.md"
             )
-        layout = layout_of(record, self._config, origin, self.name)
-        return to_row(record, origin, uid, layout)
+        return to_row(record, origin, uid, layout_of(record, self._config, origin, self.name))
 
 
 def _told(origin: str, call: Callable[[], Any]) -> Any:
