@@ -41,7 +41,9 @@ RUNS = {
     "apart": ("quickstart", (*APART, "reward.processes=1")),
 }
 UNSTABLE = ("time/", "overlap/", "throughput/", "memory/", "ranks/peak")
-LATER = re.compile(r"mismatch/age_|source/|data/epoch|eval/.*/(own_.*|best@\d+|worst@\d+)$")
+LATER = re.compile(
+    r"scoring/|mismatch/age_|source/|data/epoch|eval/.*/(own_.*|best@\d+|worst@\d+)$"
+)
 """Figures that older trees do not write."""
 
 

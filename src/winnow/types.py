@@ -138,6 +138,8 @@ class Score:
     """Why scoring failed; empty when it did not."""
     outside: bool = False
     """It failed in a sandbox, which is never the answer's fault: its group is not trained on."""
+    has_accuracy: bool = True
+    """The scorer gave the accuracy; else it is 1 where the reward is above 0."""
 
     def metric(self, name: str) -> float:
         """The number a filter asks for: accuracy, reward, task_reward or a scorer's own key.

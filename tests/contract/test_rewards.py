@@ -182,7 +182,13 @@ def test_failures_are_counted_where_they_are_asked_for(
     rewards: Rewards, answers: Answers, folder: Path
 ) -> None:
     twin = rewards.twin()
+    rewards.figures()
     scores = asyncio.run(answers.score(rewards, ["raise one", "right", "raise one", "wrong"]))
+    asyncio.run(answers.score(twin, ["raise one"]))
+    counted = {"scoring/answers": 4, "scoring/failed": 2}
+    assert rewards.figures().items() >= counted.items()
+    assert rewards.figures()["scoring/failed"] == 0
+    twin = rewards.twin()
     line = f"ValueError: no one at {folder / 'reward.py'}:11"
     assert [score.error for score in scores] == [line, "", line, ""]
     report = rewards.failure_report

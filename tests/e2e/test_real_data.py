@@ -141,7 +141,7 @@ def test_a_run_in_which_every_answer_is_wrong_says_so_and_stops(place: Place) ->
         r"winnow: no group to learn from: sampling met its bound 3 times in a row; "
         r"of 12 groups looked at, 0 qualified, 12 were all wrong, 0 all right, 0 failed; "
         r"mean accuracy 0\.000, \d+% of the answers truncated; most answers are cut off: "
-        r"raise rollout\.max_response_tokens, or give a model that ends\n",
+        r"raise rollout\.max_response_tokens; if answers go round .*\n",
         said.err,
     )
     assert "17,917 rows of training data" in said.out

@@ -1,4 +1,5 @@
-"""`winnow doctor`: what this machine has for Winnow, what is missing, and how to get it.
+"""`winnow doctor`: what this machine has for Winnow, what is missing, and how to get it; and
+`winnow doctor RUN`: what is wrong with a run.
 
 Everything is tried rather than asked: torch multiplies, a program runs in each sandbox, a file is
 written where runs go. A fault keeps every run from starting; a note is about something that only
@@ -7,13 +8,14 @@ some recipes need.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,30 @@ def print_report(runs: str) -> bool:
         notes = "; the notes are about what only some recipes need" if "note" in states else ""
         typer.echo(f"\nNothing stands in the way of training{notes}.")
     return bool(faults)
+
+
+def print_diagnosis(run: str, as_json: bool) -> bool:
+    """Print what the rules find in a run, and return whether any of it is critical.
+
+    Raises:
+        WinnowError: there is no such run, or its record is damaged.
+    """
+    from winnow.observe.doctor import diagnose_run
+    from winnow.observe.files import RunFolder
+
+    folder = RunFolder.open(run)
+    steps, findings = diagnose_run(folder)
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        found = f"{len(findings)} found" if findings else "nothing found"
+        typer.echo(f"{folder.path}: {steps} steps, {found}")
+        for each in findings:
+            last = "" if each.last_step == each.first_step else f" to {each.last_step}"
+            typer.echo(f"\n{each.severity}: {each.name}, step {each.first_step}{last}")
+            for title in ("evidence", "cause", "remedy"):
+                typer.echo(f"  {title:<9} {getattr(each, title)}")
+    return any(finding.severity == "critical" for finding in findings)
 
 
 def _examine(runs: Path) -> Iterator[Finding]:

@@ -306,11 +306,18 @@ def check_engine(
 
 @app.command()
 def doctor(
+    run: Annotated[str | None, typer.Argument(help="A run's folder, such as runs/NAME.")] = None,
     runs: Annotated[str, typer.Option("--runs", help="Folder that is to hold runs.")] = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Say what this machine has for Winnow, what is missing, and how to get it."""
-    from winnow.cli.doctor import print_report
+    """Say what is wrong with a run, finished or not; without RUN, what this machine has for Winnow,
+    what is missing, and how to get it."""
+    from winnow.cli.doctor import print_diagnosis, print_report
 
+    if run is not None:
+        raise typer.Exit(print_diagnosis(run, as_json))
+    if as_json:
+        raise ConfigError("--json is about a run; name its folder: winnow doctor RUN --json")
     raise typer.Exit(print_report(runs))
 
 

@@ -262,7 +262,7 @@ def _who_scores(config: RewardConfig, data_source: str) -> tuple[str, str]:
 
 
 def _show(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
-    failed = " (scoring failed: a run counts the answer as wrong, see reward.on_failure)"
+    failed = " (scoring failed: a run leaves its group out, see reward.on_failure)"
     lines = [
         ("scorer", f"{trial['scorer']} (data source {prompt.data_source})"),
         ("sandbox", trial.get("sandbox", "")),

@@ -254,9 +254,9 @@ class RewardConfig(Section):
     """Length shaping near the limit."""
     cosine: CosineConfig = CosineConfig()
     """Length shaping by right and wrong."""
-    on_failure: Literal["wrong", "drop_group", "fatal"] = "wrong"
-    """A failed scoring counts as a wrong answer, drops its group, or stops the run. Where a sandbox
-    failed, `wrong` drops the group, too."""
+    on_failure: Literal["wrong", "drop_group", "fatal"] = "drop_group"
+    """A failed scoring drops its group, which says nothing of the answer; or it counts as a wrong
+    answer, or stops the run. Where a sandbox failed, `wrong` drops the group, too."""
     max_failure_share: float = Field(0.2, ge=0, le=1)
     """Share of a step's answers whose scoring may fail before the run stops."""
 

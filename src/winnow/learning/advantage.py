@@ -146,6 +146,12 @@ class AdvantageStage:
             penalty_T = self._penalty(batch, metrics)
             token_rewards_T = token_rewards_T - penalty_T
             rewards_B = rewards_B - sum_samples(penalty_T, batch)
+        if not bool(rewards_B.square().isfinite().all()):
+            raise TrainingError(
+                f"a reward of {float(rewards_B.abs().max()):g} is too large: its square overflows, "
+                "and no advantage is left; lower the scale of the score, or its weight "
+                "(reward.weights.task)"
+            )
         columns, needs = batch.columns, self.needs
         inputs = AdvantageInputs(
             rewards=rewards_B,

@@ -132,8 +132,8 @@ class Learner:
         """Train on `groups`; books figures in `metrics` and seconds in `watch`.
 
         Raises:
-            TrainingError: too many updates in a row had a non-finite gradient, or a number that
-                rewards are made of is not finite.
+            TrainingError: too many updates in a row had a non-finite gradient, a number that
+                rewards are made of is not finite, or rewards or weights overflow.
         """
         with watch.phase("batch"):
             batch = pack(groups, self._settings.overlong_filtering)
@@ -189,7 +189,7 @@ class Learner:
         settings, policy, critic = self._settings, self._policy, self._critic
         cut = policy.strategy.sharder.update
         keys = _sample_keys(groups)
-        has_moved = False
+        has_moved = critic_has_moved = False
         for epoch in range(settings.epochs):
             seed = (settings.seed, step, epoch)
             updates = cut_updates(len(groups), settings.groups_per_update, seed)
@@ -202,13 +202,17 @@ class Learner:
                     parts = micro if own is None else cut(batch, update, own)
                     stats = critic.update(parts, settings.critic_lr(step))
                     metrics.merge(stats)
-                    self._count_skips("critic", stats, step)
+                    critic_has_moved |= self._count_skips("critic", stats, step)
                     self.progress += 1
                 if step > settings.critic_warmup_steps:
                     stats = policy.update(micro, settings.lr(step), has_moved)
                     metrics.merge(stats)
                     has_moved |= self._count_skips("actor", stats, step)
                 self.progress += 1
+        if has_moved:
+            _check_weights(policy.strategy, "optim.lr", step)
+        if critic is not None and critic_has_moved:
+            _check_weights(critic.strategy, "critic.optim.lr", step)
 
     def _count_skips(self, role: str, stats: Metrics, step: int) -> bool:
         """Return whether the update changed the weights; one without a counted token does not."""
@@ -228,6 +232,18 @@ class Learner:
                 f"weights in {where or 'model.'}path"
             )
         return not skipped
+
+
+def _check_weights(moved: Strategy, field: str, step: int) -> None:
+    """Refuse weights that an update has made too large to be numbers, before anything saves them.
+
+    Raises:
+        TrainingError: they are.
+    """
+    if not moved.weights_are_finite():
+        raise TrainingError(
+            f"step {step}: the weights overflow after its updates, and are not saved; lower {field}"
+        )
 
 
 def _sample_keys(groups: Sequence[Group]) -> Tensor:

@@ -304,6 +304,10 @@ class Strategy:
         self._optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "skipped": float(skipped)}
 
+    def weights_are_finite(self) -> bool:
+        """Return whether the trained weights have a finite norm; all ranks must ask."""
+        return math.isfinite(self._norm([weight.detach() for weight in self._masters.values()]))
+
     def export_weights(
         self, dtype: torch.dtype | None = None, adapter_only: bool = False
     ) -> Iterator[tuple[str, Tensor]]:

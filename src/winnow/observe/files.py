@@ -1,7 +1,7 @@
 """Files of a run: its folder runs/NAME/, its log, and writing that leaves the old or the new whole.
 
 `config.yaml`, `tokenizer.json`, `metrics.jsonl`, `ledger.parquet/`, `rollouts/`, `checkpoints/`,
-`eval/`, `log.txt`, `trace.json`, `trackers/`, `curve.png`.
+`eval/`, `log.txt`, `trace.json`, `findings.jsonl`, `trackers/`, `curve.png`.
 
 The folder may be a stranger's: `require_trust` asks before the model's own Python runs.
 """
@@ -204,6 +204,7 @@ class RunFolder:
         self.evaluations = path / "eval"  # answers to held-out prompts
         self.log = path / "log.txt"
         self.trace = path / "trace.json"  # who did what when
+        self.findings = path / "findings.jsonl"  # diseases, when they were found
         self.curve = path / "curve.png"
         self.trackers = path / "trackers"  # which runs of trackers are this one, and their files
 

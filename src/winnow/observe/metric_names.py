@@ -177,6 +177,7 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "Scoring": (
+        ("scoring/{answers,failed}", "answers", "of training, scored; those that failed"),
         ("scoring/busy_s", "s", "at least one training answer was scored", "timing_s/reward"),
         ("scoring/{mean,max}_s", "s", "an answer's score took, waiting included"),
         ("judge/requests", "", "to a judge over HTTP, since the line before"),

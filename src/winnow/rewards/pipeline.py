@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -53,6 +54,7 @@ TASK = "task"
 """Part of the reward that the manager's scorer gives."""
 OVERLONG, COSINE = "overlong", "cosine"
 OVERLONG_REWARD = "overlong_reward"
+ANSWERS, FAILED = "scoring/answers", "scoring/failed"
 WRONG_REWARD = -1.0
 """Reward of an answer whose scoring failed. A user's scale is unknown; the lower end of the
 usual ones keeps a policy from living on answers that break the scorer."""
@@ -205,7 +207,8 @@ class RewardPipeline:
         """
         parts, accuracy, extra = {**score.parts, **more}, score.accuracy, score.extra
         judge = None if self._judge is None else self._judge.config
-        if judge is not None and not score.error and self._names.judge_decides(training):
+        is_judged = judge is not None and not score.error and self._names.judge_decides(training)
+        if judge is not None and is_judged:
             accuracy = float(parts[judge.part] >= judge.threshold)
         overlong, cosine = self._config.overlong, self._config.cosine
         if training and overlong.enabled:
@@ -221,7 +224,8 @@ class RewardPipeline:
         reward = 0.0
         for name, value in parts.items():
             reward += self._weights.get(name, 1.0) * value
-        return Score(float(reward), accuracy, parts, extra, score.error, score.outside)
+        known = score.has_accuracy or is_judged
+        return Score(float(reward), accuracy, parts, extra, score.error, score.outside, known)
 
 
 def _rule(name: str, scorer: str) -> Scorer:
@@ -354,13 +358,13 @@ class Rewards:
         self._required: str | None = None
         """The filter's metric, unless every score has it."""
         self.failure_report = FailureReport()
+        self._counts = Counter[str]()
         self.patience = math.inf
         """Scorings after which failures are held against the limit before the step ends, so that a
         broken scorer is found even when no group qualifies."""
         self.close = pipeline.close
         self.check_prompt = pipeline.check_prompt
         self.takes_time = pipeline.takes_time
-        self.figures = pipeline.figures
         self.scored_apart = pipeline.scored_apart
         self.known_metrics = self._names.of
 
@@ -368,8 +372,14 @@ class Rewards:
         """Return a copy with the same scorers and workers, and a count of its own."""
         other = copy.copy(self)
         other._required, other.patience = None, math.inf
-        other.failure_report = FailureReport()
+        other.failure_report, other._counts = FailureReport(), Counter()
         return other
+
+    def figures(self) -> dict[str, int]:
+        """Return `scoring/answers`, those `scoring/failed`, and the judge's counts, since the last
+        call."""
+        told, self._counts = self._counts, Counter()
+        return {name: told[name] for name in (ANSWERS, FAILED)} | self._pipeline.figures()
 
     def check_sources(self, data_sources: Iterable[str], held_out: bool = False) -> None:
         """Check before training that every source can be scored.
@@ -427,6 +437,7 @@ class Rewards:
         scored = await self._pipeline.score(prompt, trajectory, text, training)
         score, report = scored.score, self.failure_report
         report.scored += 1
+        self._counts[ANSWERS] += 1
         if scored.failure is not None:
             score = self._failed(prompt, score, scored.failure)
         elif training and self._required is not None:
@@ -472,6 +483,7 @@ class Rewards:
             report.first_error = f"{line} (prompt {prompt.uid})"
             report.first_traceback = failure.trace
         report.count += 1
+        self._counts[FAILED] += 1
         if self._config.on_failure == "fatal":
             raise RewardError(
                 f"scoring an answer to prompt {prompt.uid} failed and reward.on_failure is fatal: "

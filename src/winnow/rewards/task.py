@@ -219,10 +219,11 @@ def read_result(result: Any) -> Score:
             )
         result = rest.pop("score")
     reward = _number(result, "score")
-    accuracy = _number(rest.pop("acc"), "acc") if "acc" in rest else float(reward > 0)
+    is_given = "acc" in rest
+    accuracy = _number(rest.pop("acc"), "acc") if is_given else float(reward > 0)
     if not 0 <= accuracy <= 1:
         raise ValueError(f"acc must lie in [0, 1], got {accuracy:g}")
-    return Score(reward, accuracy, {"task": reward}, rest)
+    return Score(reward, accuracy, {"task": reward}, rest, has_accuracy=is_given)
 
 
 def _number(value: Any, name: str) -> float:

@@ -32,6 +32,21 @@ log = logging.getLogger(__name__)
 _GROWTH = 64
 
 
+def cache_bytes(config: Any, dtype: torch.dtype, longest: int) -> int:
+    """Return the bytes of keys and values that a row of the longest context takes.
+
+    Args:
+        config: of a Hugging Face model.
+        longest: most tokens of a prompt and its answer.
+    """
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    token = 2 * config.num_hidden_layers * kv_heads * width * dtype.itemsize
+    longest = min(longest, getattr(config, "max_position_embeddings", None) or longest)
+    return -(-longest // _GROWTH) * _GROWTH * int(token)
+
+
 def slots_that_fit(
     config: Any, dtype: torch.dtype, slots: int, longest: int, gib: float | None
 ) -> int:
@@ -44,15 +59,12 @@ def slots_that_fit(
     Raises:
         ConfigError: not one fits.
     """
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    token = 2 * config.num_hidden_layers * kv_heads * width * dtype.itemsize
-    longest = min(longest, getattr(config, "max_position_embeddings", None) or longest)
-    row_gib = -(-longest // _GROWTH) * _GROWTH * token / 2**30
+    row_gib = cache_bytes(config, dtype, longest) / 2**30
     log.info(
-        "the KV cache takes up to %.3g GiB: %d slots of %d tokens, %.3g KiB a token",
-        *(slots * row_gib, slots, longest, token / 1024),
+        "the KV cache takes up to %.3g GiB: %d slots, %.3g GiB each",
+        slots * row_gib,
+        slots,
+        row_gib,
     )
     if gib is None:
         return slots

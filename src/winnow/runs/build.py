@@ -314,3 +314,7 @@ def _notes(source: PromptSource, held_out: PromptSet, config: Config) -> Iterato
         if kind == "held-out" and most is not None and most < found.size:
             notes.append(f"the first {most:,} of the rest are asked (evaluation.max_prompts)")
         yield ("Warning: " if 2 * found.filtered > found.size else "") + "; ".join(notes)
+    rule, reward = config.sampling.filter, config.reward
+    is_theirs = reward.function.path is not None or reward.manager.name in ("remote", "custom")
+    if isinstance(rule, VarianceFilter) and rule.metric == "accuracy" and is_theirs:
+        yield "Groups are kept whose answers differ in acc, or in score if your scorer gives none"

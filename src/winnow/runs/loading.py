@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -14,15 +16,20 @@ from winnow.config.data import Demonstrations, NoTask
 from winnow.config.judge import SequenceClassifier
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.root import Config
+from winnow.config.rules import longest_tokens
 from winnow.data.prompts import PromptSet
 from winnow.data.tokenizer import decoder, has_tokenizer, load_tokenizer, stop_token_ids
-from winnow.errors import ModelError
+from winnow.errors import ModelError, TrainingError, WorkerError
 from winnow.models.causal_lm import ADAPTER_CONFIG, freeze, load_causal_lm, torch_dtype
 from winnow.models.fetch import local_folder
+from winnow.observe.files import one_line
 from winnow.observe.rollouts import Decode
+from winnow.rollout.slots import cache_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_NO_MEMORY = "MemoryError|out of memory|can't allocate memory"
 
 
 def fetch_models(config: Config, tell: Callable[[str], None]) -> None:
@@ -149,7 +156,8 @@ def load_policy(
     if not given and is_adapter(path) and not has_tokenizer(local_folder(path)):
         source = _whole(path) or path
     tokenizer = load_tokenizer(source, config.model.trust_remote_code, field)
-    model = load_policy_model(config.model, path, device, config.run.seed, start, hollow)
+    with memory_told(config):
+        model = load_policy_model(config.model, path, device, config.run.seed, start, hollow)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     embedded = cast(int, model.config.vocab_size)
     if vocabulary > embedded:
@@ -164,6 +172,52 @@ def load_policy(
     stop_ids = stop_token_ids(tokenizer, path, getattr(generation, "eos_token_id", None))
     decode = decoder(tokenizer)
     return Policies(path, device, model, tokenizer, decode, vocabulary, stop_ids, source)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, here or in a worker, says that memory was refused."""
+    kinds = (MemoryError, RuntimeError, WorkerError)
+    said = f"{type(error).__name__}: {error}"
+    return isinstance(error, kinds) and re.search(_NO_MEMORY, said) is not None
+
+
+@contextlib.contextmanager
+def memory_told(
+    config: Config,
+    model: PreTrainedModel | None = None,
+    save: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Tell what took the memory where it ends within the block, and how to take less.
+
+    Args:
+        model: the policy's, once it is loaded.
+        save: saves what can be, before.
+
+    Raises:
+        TrainingError: instead of the errors of allocators.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        with contextlib.suppress(MemoryError, RuntimeError):
+            save()
+        answers, engine = config.sampling.groups_per_step * config.rollout.n, ""
+        slots, longest = getattr(config.rollout.engine, "slots", 0), longest_tokens(config)
+        if slots and model is not None:
+            size = slots * cache_bytes(model.config, torch_dtype(config.model.dtype), longest)
+            engine = (
+                f"an engine writes up to {slots:,} answers of {longest:,} tokens at once (keys and "
+                f"values of {size / 2**30:.3g} GiB): lower rollout.engine.slots or "
+                "rollout.engine.cache_gib; "
+            )
+        raise TrainingError(
+            f"out of memory: {one_line(error)[:200]}; {engine}learning runs "
+            f"{config.trainer.microbatch_tokens:,} tokens of {answers:,} answers at once: lower "
+            "trainer.microbatch_tokens, or set model.gradient_checkpointing=true; with run.fork "
+            "a run goes on from its last checkpoint with other settings"
+        ) from error
 
 
 def check_finite(path: str, parameters: Iterable[tuple[str, Tensor]]) -> None:

@@ -202,6 +202,8 @@ class Run:
     """Is told who did what from when to when."""
     rest: Callable[[Sampler], Awaitable[None]] = _keep_memory
     """Has engines give memory to learning, until `publish`."""
+    at_boundary: int = 0
+    """The learner's progress at the last boundary."""
     notes: tuple[str, ...] = ()
     """Lines that the user should read before it starts."""
     passes: DataPasses = field(default_factory=DataPasses)
@@ -226,6 +228,11 @@ class Run:
         self.evaluations = replace(self.evaluations, last=self.steps)
         self.checkpoints = replace(self.checkpoints, last=self.steps)
 
+    def save_boundary(self) -> None:
+        """Save the last boundary, if nothing was learnt since: else its weights are gone."""
+        if self.learner.progress == self.at_boundary:
+            self.state.save()
+
 
 async def train(run: Run) -> None:
     """Train the steps of a run. The weights after step k have version k.
@@ -245,6 +252,7 @@ async def train(run: Run) -> None:
             figures = await run.stop.interruptible(run.evaluator.evaluate(before))
         run.sinks.log(before, {**figures, **watch.lap(), **run.scoring_figures()})
     run.state.note(before, run.unfinished, figures)
+    run.at_boundary = run.learner.progress
     if run.unfinished is not None:
         await _finish(run, before, run.unfinished, StepTokens(), watch, ForegroundSampling(run))
     await _SCRIPTS[run.mode](run, watch)
@@ -396,6 +404,7 @@ async def _finish(
     with watch.phase("checkpoint"):
         await sampling.enter_progress()
         run.state.note(step, None, figures, sampling.overrides)
+        run.at_boundary = run.learner.progress
         if run.checkpoints.due(step):
             await sampling.save()
 

@@ -25,6 +25,7 @@ from winnow.data.loader import PromptSource, training_prompts
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.curve import CurveSink, draw_curve
+from winnow.observe.doctor import LiveDiagnosis
 from winnow.observe.figures import duration
 from winnow.observe.files import RunFolder, write_atomic
 from winnow.observe.jsonl import MetricsLog, read_metrics
@@ -36,7 +37,7 @@ from winnow.rewards.pipeline import Rewards
 from winnow.runs.build import build, use_machine, with_steps
 from winnow.runs.build_learner import needs_start
 from winnow.runs.checkpoint import checkpoints_in
-from winnow.runs.loading import Policies, fetch_models, load_policy, start_notes
+from winnow.runs.loading import Policies, fetch_models, load_policy, memory_told, start_notes
 from winnow.runs.loop import Run, train
 from winnow.runs.preflight import check_start, starting
 from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped
@@ -122,7 +123,7 @@ def run_training(
             replace(opened, config=kept).rewind(metrics)
             _watch(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, began)
-            stopped = _train(config, run, stop)
+            stopped = _train(config, policy, run, stop)
         if stopped is not None:
             sink.note(_farewell(stopped, run.state.step, folder))
             return stopped.exit_code
@@ -167,9 +168,7 @@ def _keep_tokenizer(policy: Policies, folder: RunFolder) -> None:
 def _own_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[BackgroundSink]:
     """Make the curve, the user's sinks and trackers; their warnings are shown as other lines."""
 
-    def warn(text: str) -> None:
-        _tell(sink, [text])
-
+    warn = partial(_say, sink)
     tracking = config.observe.tracking
     made = [BackgroundSink("curve.png", partial(CurveSink, folder.path), tracking, warn)]
     made += [
@@ -198,6 +197,10 @@ def _tell(sink: ConsoleSink, lines: Iterable[str]) -> None:
     for line in lines:
         sink.note(line)
         log.log(logging.WARNING if line.startswith("Warning") else logging.INFO, "%s", line)
+
+
+def _say(sink: ConsoleSink, line: str) -> None:
+    _tell(sink, [line])
 
 
 @contextlib.contextmanager
@@ -277,10 +280,14 @@ def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:
     ]
 
 
-def _train(config: Config, run: Run | Imitation, stop: ShutdownSignal) -> Stopped | None:
+def _train(
+    config: Config, policy: Policies, run: Run | Imitation, stop: ShutdownSignal
+) -> Stopped | None:
     """Train, and save what was reached when it is stopped or cannot go on."""
     stopped = None
-    with stop.deferring(), heap.frozen(), run.state:
+    save = [run.save_boundary] if isinstance(run, Run) else []
+    told = memory_told(config, policy.model, *save)
+    with stop.deferring(), heap.frozen(), run.state, told:
         try:
             if isinstance(run, Run):
                 asyncio.run(train(run))

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from winnow.config.rollout import SamplingConfig
+from winnow.observe.diagnosis import advice
 from winnow.sampling.filters import Verdict
 from winnow.types import Group, Prompt
 
@@ -290,9 +291,12 @@ def what_the_filter_saw(tally: Tally, fates: dict[Fate, int]) -> str:
 
 def no_signal_message(tally: Tally, fates: dict[Fate, int]) -> str:
     """Say why the run cannot learn, and what to do."""
+    cut_off = tally.truncated_answers / tally.answers if tally.answers else 0.0
+    remedy = advice(fates["all_right"], fates["all_wrong"], tally.failed, cut_off)
+    reason = f"; last error: {tally.last_error}" if tally.failed and tally.last_error else ""
     return (
         f"no group to learn from: sampling met its bound {tally.empty_bounds} times in a row; "
-        f"{what_the_filter_saw(tally, fates)}; {_remedy(tally, fates)}"
+        f"{what_the_filter_saw(tally, fates)}{reason}; {remedy}"
     )
 
 
@@ -303,25 +307,4 @@ def stop_message(tally: Tally, fates: dict[Fate, int], config: SamplingConfig, b
         f"step's {config.groups_per_step:,} within {bound:,} groups looked at: "
         f"{what_the_filter_saw(tally, fates)}; the accepted groups are kept: raise "
         f"sampling.max_groups_per_step or set sampling.on_bound=short and resume"
-    )
-
-
-def _remedy(tally: Tally, fates: dict[Fate, int]) -> str:
-    if tally.failed > tally.closed:
-        reason = f" (last error: {tally.last_error})" if tally.last_error else ""
-        return f"most groups failed in the engine or in scoring; mend that first{reason}"
-    if tally.truncated_answers * 2 > tally.answers:
-        return (
-            "most answers are cut off: raise rollout.max_response_tokens, or give a model that ends"
-        )
-    if fates["all_right"] > fates["all_wrong"]:
-        return "the prompts are too easy: use harder ones, or raise rollout.n"
-    if tally.accuracy_sum == 0:
-        return (
-            "no answer was right: check that the scorer recognises a right answer, then use "
-            "easier prompts or a stronger model, or raise rollout.n"
-        )
-    return (
-        "the prompts are too hard, or sampling.filter is too narrow: use easier prompts or a "
-        "stronger model, raise rollout.n, or widen the filter"
     )

@@ -88,15 +88,20 @@ def differ(values: Sequence[float]) -> bool:
 def judge(scores: Sequence[Score], rule: NoFilter | VarianceFilter | BandFilter) -> Verdict:
     """Judge a group by its answers' scores.
 
-    An answer whose scoring failed and that lacks the metric is left out. A group that does not
-    qualify counts as right or wrong by its mean accuracy.
+    An answer whose scoring failed and that lacks the metric is left out. Where a scorer gives no
+    accuracy, answers that should differ in it are to differ in the task's reward. A group that does
+    not qualify counts as right or wrong by its mean accuracy.
 
     Raises:
         RewardError: the scorer does not give the rule's metric, or gives no finite number.
     """
     if isinstance(rule, NoFilter):
         return "qualified"
-    known = (_value(score, rule.metric) for score in scores)
+    metric = rule.metric
+    if isinstance(rule, VarianceFilter) and metric == "accuracy":
+        given = all(score.has_accuracy or score.error for score in scores)
+        metric = "accuracy" if given else "task_reward"
+    known = (_value(score, metric) for score in scores)
     values = [value for value in known if value is not None]
     if isinstance(rule, VarianceFilter):
         passes = len(values) == len(scores) == 1 or differ(values)

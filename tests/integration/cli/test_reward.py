@@ -175,7 +175,7 @@ def test_of_a_function_that_fails_everything_is_told(
     assert (
         str(result.exception) == f"scoring this answer failed: {said}; mend the scorer, or the row"
     )
-    assert "\nreward        -1 (scoring failed: a run counts the answer as wrong" in result.stdout
+    assert "\nreward        -1 (scoring failed: a run leaves its group out" in result.stdout
     assert f"It printed:\nloaded\nasked about {answer}\n" in result.stdout
     assert trace in result.stderr
     assert "winnow/rewards" not in result.stderr  # a user's traceback is of the user's code

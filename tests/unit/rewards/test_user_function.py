@@ -88,6 +88,7 @@ def test_a_number_or_a_dict_is_a_score(
 ) -> None:
     score = read_result(result)
     assert (score.reward, score.accuracy, score.extra) == (reward, accuracy, extra)
+    assert score.has_accuracy == (isinstance(result, dict) and "acc" in result)
     assert score.parts == {"task": reward}
 
 

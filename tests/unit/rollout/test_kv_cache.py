@@ -30,7 +30,7 @@ def fit(slots: int, gib: float | None, **other: Any) -> int:
 def test_as_many_slots_are_kept_as_fit(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert fit(8, 8 * ROW_GIB) == 8
-        assert "takes up to 0.000244 GiB: 8 slots of 100 tokens, 0.25 KiB a token" in caplog.text
+        assert "takes up to 0.000244 GiB: 8 slots, 3.05e-05 GiB each" in caplog.text
         assert fit(8, None) == 8
         assert "reduced" not in caplog.text
         assert fit(8, 3.9 * ROW_GIB) == 3

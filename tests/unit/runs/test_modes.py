@@ -98,7 +98,7 @@ class World:
             self.engine = EngineGroup(cast(Any, members), not is_free, 4)
         self.loader, self.learnt = Loader(), list[StepGroups]()
         self.stop, self.stop_at = ShutdownSignal(notice=""), -1
-        self.learning = 0
+        self.learning = self.progress = 0
         config = {"groups_per_step": N, "max_staleness": 2, **sampling}
         self.sampler = Sampler(
             SamplingConfig(**config),

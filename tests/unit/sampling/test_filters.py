@@ -70,6 +70,23 @@ def test_the_metric_may_be_the_shaped_or_the_task_reward_or_a_key_of_the_scorer(
     assert judge(shaped, VarianceFilter(metric="accuracy")) == "all_wrong"
 
 
+def test_where_a_scorer_gives_no_accuracy_answers_are_to_differ_in_their_reward() -> None:
+    def ungraded(*rewards: float) -> list[Score]:
+        task = [(reward, {"task": reward / 2, "overlong": reward}) for reward in rewards]
+        return [Score(each, float(each > 0), parts, has_accuracy=False) for each, parts in task]
+
+    assert judge(ungraded(0.1, 0.2), VarianceFilter()) == "qualified"
+    assert judge(ungraded(0.2, 0.2), VarianceFilter()) == "all_right"
+    assert judge(ungraded(0.0, 0.0), VarianceFilter()) == "all_wrong"
+    # The task's reward counts, not a penalty beside it, and a failed scoring says nothing of it.
+    alike = [Score(r, 1.0, {"task": 0.5}, has_accuracy=False) for r in (0.1, 0.4)]
+    assert judge(alike, VarianceFilter()) == "all_right"
+    failed = Score(-1.0, 0.0, {"task": -1.0}, error="boom")
+    assert judge([failed, *scores(0, 1)], VarianceFilter()) == "qualified"
+    # A band is one of accuracies, whoever made them.
+    assert judge(ungraded(0.1, 0.2), BandFilter(low=0.9, high=1.0)) == "qualified"
+
+
 def test_a_missing_metric_is_named_with_what_the_scorer_gives() -> None:
     with pytest.raises(RewardError, match=r"'style'.*accuracy, reward, task_reward, steps;"):
         judge(scores(0, 1, steps=3, pred="12"), VarianceFilter(metric="style"))

@@ -534,7 +534,7 @@ def test_bounds_without_a_qualified_group_are_no_step_and_three_in_a_row_stop() 
         "of 18 groups looked at, 0 qualified, 18 were all wrong, 0 all right, 0 failed" in message
     )
     assert "mean accuracy 0.000" in message
-    assert "check that the scorer recognises a right answer" in message
+    assert "nearly all counts as wrong: ask `winnow reward try FILE --row 0" in message
     assert "\n" not in message
     assert run.sampler.ledger.account.booked["all_wrong"] > 0
 
@@ -543,10 +543,10 @@ def test_what_to_do_follows_from_what_the_filter_saw() -> None:
     long = ScriptedEngine(lambda request, answer: 1000)
     broken = ScriptedEngine(ragged, fails=lambda group, answer, attempt: 3)
     for run, remedy in [
-        (Run(score=always(1.0)), "the prompts are too easy"),
+        (Run(score=always(1.0)), "nearly all counts as right: .*reward.function.path"),
         (Run(long, score=always(0.0)), "raise rollout.max_response_tokens"),
-        (Run(broken), r"failed in the engine or in scoring.*a scripted failure"),
-        (Run(score=always(0.3)), "the prompts are too hard, or sampling.filter is too narrow"),
+        (Run(broken), r"last error: .*a scripted failure.*failed in the engine or in scoring"),
+        (Run(score=always(0.3)), "nearly all counts as wrong: .* easier prompts"),
     ]:
         with pytest.raises(NoSignalError, match=remedy):
             run.steps(1)

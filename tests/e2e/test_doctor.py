@@ -1,0 +1,150 @@
+"""Real runs that are sick: each says so while it trains, and `winnow doctor RUN` afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.kill import SETTINGS
+from tests.winnow_command import Outcome, in_this_process
+
+from winnow.observe.files import RunFolder
+from winnow.observe.jsonl import read_metrics
+from winnow.observe.rollouts import read_rollouts
+from winnow.runs.checkpoint import checkpoints_in
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+TINY = tuple(each for each in SETTINGS if not each.startswith("rollout.engine."))
+SCORERS = """
+from zlib import crc32
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, fails=0):
+    if fails and crc32(solution_str.encode()) % fails == 0:
+        raise ValueError("cannot read this")
+    return 0.1 + 0.1 * (solution_str.rpartition("#")[2] == ground_truth)
+"""
+ENGINES = """
+from pathlib import Path
+
+import torch
+from winnow.rollout.torch_engine import TorchEngine
+
+
+class Greedy(TorchEngine):
+    def __init__(self, *, model, once, **given):
+        self.once = Path(once)
+        super().__init__(model, 32, 4096, **given)
+
+    async def load_weights(self, update):
+        self.version = update.version
+        await super().load_weights(update)
+
+    async def events(self, until=None):
+        if self.version == 2 and not self.once.exists():
+            self.once.touch()
+            torch.empty(2**60)
+        return await super().events(until)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keep_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    (home / "scorers.py").write_text(SCORERS)
+    (home / "engines.py").write_text(ENGINES)
+    return home
+
+
+def winnow(home: Path, *words: str) -> Outcome:
+    return in_this_process(*words, folder=home, environment={"WINNOW_CACHE": str(home / "cache")})
+
+
+def train(home: Path, name: str, *settings: str) -> tuple[Outcome, RunFolder]:
+    said = winnow(
+        home,
+        *("train", "quickstart", *TINY, f"run.name={name}", "trainer.save_every=null"),
+        *("trainer.steps=4", "evaluation.every=null", "observe.console=plain", *settings),
+    )
+    return said, RunFolder(home / "runs" / name)
+
+
+def test_a_scorer_that_fails_is_counted_said_once_kept_with_its_text_and_not_trained_on(
+    home: Path,
+) -> None:
+    said, run = train(
+        home,
+        "failing",
+        *("reward.function.path=scorers.py", "+reward.function.kwargs.fails=12"),
+        *("observe.rollout_text_groups=0", "reward.max_failure_share=0.5"),
+    )
+    said.check()
+    # The function gives no accuracy: 0.1 and 0.2 are told apart all the same.
+    assert "Groups are kept whose answers differ in acc, or in score if your scorer" in (
+        " ".join(said.out.split())
+    )
+    steps = [record for record in read_metrics(run.metrics) if record["step"]]
+    assert sum(r["sampling/groups/trained"] for r in steps) > 0
+    failed = sum(record["scoring/failed"] for record in steps)
+    rows = read_rollouts(run.rollouts).to_pylist()
+    broken = [row for row in rows if row["scorer_error"]]
+    assert 0 < len(broken) <= failed
+    assert {row["outcome"] for row in broken} == {"failed"}
+    assert all(row["response"] for row in broken)
+    assert not any(row["response"] for row in rows if row["outcome"] == "trained")
+    assert said.out.count("scoring_fails") == 1
+    events = [json.loads(line) for line in run.findings.read_text().splitlines()]
+    assert [event["name"] for event in events] == ["scoring_fails"]
+    shown = winnow(home, "doctor", str(run.path))
+    assert shown.code == 0
+    assert f"{run.path}: 4 steps, 1 found" in shown.out
+    assert "warning: scoring_fails, step 1 to 4" in shown.out
+    assert "read the error in the column scorer_error" in shown.out
+    (found,) = json.loads(winnow(home, "doctor", str(run.path), "--json").out)
+    assert (found["name"], found["first_step"]) == ("scoring_fails", events[0]["first_step"])
+
+
+def test_memory_that_ends_while_answers_are_written_costs_none_of_the_steps_before(
+    home: Path,
+) -> None:
+    engine = ("rollout/engine=custom", "rollout.engine.path=engines.py:Greedy")
+    once = f"+rollout.engine.options.once={home / 'once'}"
+    said, run = train(home, "greedy", *engine, once)
+    assert said.code == 2
+    (line,) = said.err.splitlines()
+    assert line.startswith("winnow: out of memory: ")
+    assert "tokens of 32 answers at once" in line
+    assert "trainer.microbatch_tokens" in line
+    assert [each.step for each in checkpoints_in(run.checkpoints)] == [2]
+    winnow(home, "resume", str(run.path)).check()
+    assert [r["step"] for r in read_metrics(run.metrics)] == [0, 1, 2, 3, 4]
+
+
+def test_doctor_refuses_what_is_no_run(home: Path) -> None:
+    said = winnow(home, "doctor", str(home))
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    assert "is not a run's folder" in said.err
+    assert winnow(home, "doctor", "--json").code == 2
+
+
+def test_absurd_settings_stop_with_a_line_and_save_nothing(home: Path) -> None:
+    said, run = train(home, "absurd", "optim.lr=1e38", "optim.warmup_steps=0")
+    assert said.code == 2
+    assert said.err == (
+        "winnow: step 1: the weights overflow after its updates, and are not saved; lower "
+        "optim.lr\n"
+    )
+    assert not checkpoints_in(run.checkpoints)
+    said, _ = train(home, "huge", "reward.weights.task=1e300")
+    assert said.code == 2
+    assert said.err.startswith("winnow: a reward of 1e+300 is too large: ")
