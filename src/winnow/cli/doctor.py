@@ -95,8 +95,7 @@ def print_diagnosis(run: str, as_json: bool) -> bool:
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        found = f"{len(findings)} found" if findings else "nothing found"
-        typer.echo(f"{folder.path}: {steps} steps, {found}")
+        typer.echo(f"{folder.path}: {steps} steps, {len(findings) or 'nothing'} found")
         for each in findings:
             last = "" if each.last_step == each.first_step else f" to {each.last_step}"
             typer.echo(f"\n{each.severity}: {each.name}, step {each.first_step}{last}")

@@ -141,8 +141,7 @@ def _flat(is_right: bool) -> Check:
 
 
 def _filtered(course: Course) -> str | None:
-    keep, bounds = course.last("sampling/keep_rate"), course.last("sampling/empty_bounds", 1)
-    is_empty = bool(bounds) and bounds[0] > 0
+    keep, is_empty = course.last("sampling/keep_rate"), course.mean("sampling/empty_bounds", 1) > 0
     if not is_empty and (len(keep) < WINDOW or _mean(keep) >= 0.1):
         return None
     kinds = ("all_wrong", "all_right", "failed")
@@ -232,8 +231,7 @@ def _rise(course: Course, name: str) -> tuple[float, float] | None:
         return None
     low, high = _mean(before), _mean(now)
     noise = math.hypot(_error(before, low), _error(now, high))
-    is_up = high - low > max(3 * noise, 0.05 * abs(low), 1e-9)
-    return (low, high) if is_up else None
+    return (low, high) if high - low > max(3 * noise, 0.05 * abs(low), 1e-9) else None
 
 
 def _held_out_flat(course: Course) -> tuple[float, float] | None:
@@ -243,9 +241,8 @@ def _held_out_flat(course: Course) -> tuple[float, float] | None:
         return None
     (before, error), now = course.held_out[0], _mean([v for v, _ in course.held_out[-2:]])
     gain, trained = now - before, _rise(course, metrics.ACCURACY)
-    is_flat = gain <= max(error, 0.01)
     is_less = trained is None or gain + 2 * error < (trained[1] - trained[0]) / 2
-    return (before, now) if is_flat and is_less else None
+    return (before, now) if gain <= max(error, 0.01) and is_less else None
 
 
 def _length_hacking(course: Course) -> str | None:
@@ -289,9 +286,8 @@ def _stale(course: Course) -> str | None:
 
 def _slow_scoring(course: Course) -> str | None:
     busy, seconds = course.share_of_step("scoring/busy_s"), course.mean("scoring/mean_s")
-    is_sick = busy > 0.7 and seconds > 0.25 * course.mean(_WORK)
     said = f"a score took {seconds:.2g} s, and scores were waited for {busy:.0%} of the time"
-    return said if is_sick else None
+    return said if busy > 0.7 and seconds > 0.25 * course.mean(_WORK) else None
 
 
 def _starves(figure: str, words: str) -> Check:

@@ -62,13 +62,12 @@ class LiveDiagnosis:
 
     def _add(self, step: int, record: Record) -> list[RunFinding]:
         new = self._diagnosis.add(step, record)
-        self._lines += [json.dumps(asdict(finding)) for finding in new]
+        self._lines += [f"{json.dumps(asdict(finding))}\n" for finding in new]
         return new
 
     def _write(self) -> None:
         try:
-            text = "".join(f"{line}\n" for line in self._lines)
-            write_atomic(self._folder.findings, text.encode())
+            write_atomic(self._folder.findings, "".join(self._lines).encode())
         except WinnowError as error:
             log.warning("%s (no findings)", error)
 

@@ -176,9 +176,8 @@ def load_policy(
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, here or in a worker, says that memory was refused."""
-    kinds = (MemoryError, RuntimeError, WorkerError)
-    said = f"{type(error).__name__}: {error}"
-    return isinstance(error, kinds) and re.search(_NO_MEMORY, said) is not None
+    found = re.search(_NO_MEMORY, f"{type(error).__name__}: {error}")
+    return isinstance(error, MemoryError | RuntimeError | WorkerError) and found is not None
 
 
 @contextlib.contextmanager

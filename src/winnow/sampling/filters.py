@@ -98,9 +98,9 @@ def judge(scores: Sequence[Score], rule: NoFilter | VarianceFilter | BandFilter)
     if isinstance(rule, NoFilter):
         return "qualified"
     metric = rule.metric
-    if isinstance(rule, VarianceFilter) and metric == "accuracy":
-        given = all(score.has_accuracy or score.error for score in scores)
-        metric = "accuracy" if given else "task_reward"
+    is_given = all(score.has_accuracy or score.error for score in scores)
+    if isinstance(rule, VarianceFilter) and metric == "accuracy" and not is_given:
+        metric = "task_reward"
     known = (_value(score, metric) for score in scores)
     values = [value for value in known if value is not None]
     if isinstance(rule, VarianceFilter):
