@@ -97,8 +97,9 @@ def print_diagnosis(run: str, as_json: bool) -> bool:
     else:
         typer.echo(f"{folder.path}: {steps} steps, {len(findings) or 'nothing'} found")
         for each in findings:
-            last = "" if each.last_step == each.first_step else f" to {each.last_step}"
-            typer.echo(f"\n{each.severity}: {each.name}, step {each.first_step}{last}")
+            typer.echo(
+                f"\n{each.severity}: {each.name}, steps {each.first_step} to {each.last_step}"
+            )
             for title in ("evidence", "cause", "remedy"):
                 typer.echo(f"  {title:<9} {getattr(each, title)}")
     return any(finding.severity == "critical" for finding in findings)

@@ -31,7 +31,7 @@ from winnow.observe.files import RunFolder, write_atomic
 from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.metrics import SFT_S, START_S, Record
 from winnow.observe.rollouts import RolloutGroup
-from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sinks, UserSink
+from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sink, Sinks, UserSink
 from winnow.observe.trace import TraceFile
 from winnow.rewards.pipeline import Rewards
 from winnow.runs.build import build, use_machine, with_steps
@@ -165,12 +165,12 @@ def _keep_tokenizer(policy: Policies, folder: RunFolder) -> None:
         write_atomic(folder.tokenizer, text.encode())
 
 
-def _own_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[BackgroundSink]:
-    """Make the curve, the user's sinks and trackers; their warnings are shown as other lines."""
-
-    warn = partial(_say, sink)
-    tracking = config.observe.tracking
-    made = [BackgroundSink("curve.png", partial(CurveSink, folder.path), tracking, warn)]
+def _own_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Sink]:
+    """Make the diagnosis, the curve, the user's sinks and trackers; their warnings are shown as
+    other lines."""
+    warn, tracking = partial(_say, sink), config.observe.tracking
+    made: list[Sink] = [LiveDiagnosis(config.model_dump(mode="json"), folder, warn)]
+    made += [BackgroundSink("curve.png", partial(CurveSink, folder.path), tracking, warn)]
     made += [
         UserSink(section, number, warn, tracking)
         for number, section in enumerate(config.observe.sinks)
