@@ -85,10 +85,16 @@ class SavedWeights:
             # As large as a weight is, for the probes of fused layers to answer.
             value = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
             self.stand_ins[name] = torch.full((), value, dtype=dtype).expand(parameter.shape)
+        lacking = self.stand_ins.keys() - self._saved.keys()
+        if any(".experts." in name for name in lacking):
+            raise ModelError(
+                f"{where} is a mixture of experts whose weights have other names in its files than "
+                "in the model, which loading in shards cannot convert; set trainer/strategy=single"
+            )
         known = {name for name, _ in blank.named_parameters(remove_duplicate=False)}
         known |= {name for name, _ in blank.named_buffers()} | set(self._saved.values())
         self.misfits = {
-            "missing_keys": self.stand_ins.keys() - self._saved.keys(),
+            "missing_keys": lacking,
             "mismatched_keys": misshapen,
             "unexpected_keys": self._files.keys() - known,
         }

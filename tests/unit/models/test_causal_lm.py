@@ -115,3 +115,14 @@ def test_a_full_folder_for_temporary_files_is_one_line_and_nothing_stays_there(
         "free some space there, or choose another one with TMPDIR=FOLDER"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mixture_of_experts_is_said_to_be_none_for_shards(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 32}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).save_pretrained(tmp_path)
+    with pytest.raises(
+        ModelError, match=r"is a mixture of experts .*; set trainer/strategy=single"
+    ):
+        load_causal_lm(str(tmp_path), torch.float32, torch.device("cpu"), hollow=True)
