@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tests.small_models import digits_model
 from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from winnow.config.model import LoraAdapter
 from winnow.data.sort_digits import build_tokenizer
