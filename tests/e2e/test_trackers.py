@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import os
@@ -106,7 +107,7 @@ def test_a_run_that_is_resumed_from_an_earlier_step_goes_on_in_the_same_runs_the
     assert {name: note["step"] for name, note in before.items()} == {"tensorboard": 2, "trackio": 2}
     lines = curve("score/reward/mean")
     again = "run.resume=runs/mine/checkpoints/step-1"
-    settings = ("observe.sinks=[]", "observe.tracking.close_s=60")
+    settings = ("observe.sinks=[]", "observe.tracking.close_s=60", "trainer.profile.steps=[2]")
     in_this_process(
         *("train", "quickstart", "run.name=mine", *SHORT, *TRACKED, again, *settings),
         folder=folder,
@@ -115,6 +116,9 @@ def test_a_run_that_is_resumed_from_an_earlier_step_goes_on_in_the_same_runs_the
     assert ids(run) == before
     assert curve("score/reward/mean") == lines
     assert [event.step for event in scalars(run).Scalars("actor/loss")] == [1, 2]
+    with gzip.open(run / "profile/driver-0-step-2.json.gz", "rt") as trace:
+        profiled = {event.get("name") for event in json.load(trace)["traceEvents"]}
+    assert {"winnow.rollout", "winnow.update", "winnow.publish", "aten::mm"} <= profiled
 
 
 def test_a_tracker_that_is_not_installed_is_told_before_anything_is_made(

@@ -63,6 +63,26 @@ class AsyncMode(Section):
 Mode = Annotated[SyncMode | OneStepOffMode | AsyncMode, Field(discriminator="name")]
 
 
+ProfileRole = Literal["driver", "learner", "engine"]
+
+
+class ProfileConfig(Section):
+    """Profiles of chosen steps; see docs/profiling.md."""
+
+    steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Steps to profile."""
+    tool: Literal["torch", "nsight", "memory"] = "torch"
+    """torch.profiler's trace; on GPUs also Nsight Systems, or snapshots of their memory."""
+    continuous: bool = False
+    """Steps that follow each other share a file; false: each has its own."""
+    roles: tuple[ProfileRole, ...] = ("driver", "learner", "engine")
+    """Processes: the run's own, ranks that learn, engines in processes of their own."""
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = (0,)
+    """Ranks that learn, and engines, by number; null: all."""
+    save_path: str | None = None
+    """Folder of the files; null: RUN/profile."""
+
+
 class TrainerConfig(Section):
     """Number of steps, the updates of each, memory bounds and checkpoints."""
 
@@ -83,6 +103,8 @@ class TrainerConfig(Section):
     """Packed tokens run at once; bounds memory, never changes what is learnt."""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
     """Tokens whose logits exist at once; null chooses by the vocabulary, 128 MiB of them."""
+    profile: ProfileConfig = ProfileConfig()
+    """Profiles of chosen steps."""
     save_every: int | None = Field(10, ge=1)
     """Steps between checkpoints, of which a crash costs what came after the last; null saves
     only at the end."""

@@ -159,6 +159,21 @@ def no_timeline(actor: str, phase: str, began_s: float, ended_s: float) -> None:
     """Keep no timeline."""
 
 
+class PhaseRanges:
+    """Marks phases in a profile, while one is made of this process (`winnow.observe.profile`)."""
+
+    def __init__(self) -> None:
+        self.make: Callable[[str], contextlib.AbstractContextManager[Any]]
+        self.reset()
+
+    def reset(self) -> None:
+        """Mark nothing."""
+        self.make = contextlib.nullcontext
+
+
+PHASE_RANGES = PhaseRanges()
+
+
 class Stopwatch:
     """Seconds by phase, which with `other` add up to the time since the last `lap`.
 
@@ -189,7 +204,8 @@ class Stopwatch:
         self._open.append(name)
         self._seconds.setdefault(name, 0.0)
         try:
-            yield
+            with PHASE_RANGES.make(name):
+                yield
         finally:
             self._book()
             self._open.pop()

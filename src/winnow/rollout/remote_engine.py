@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 
 from winnow.errors import WorkerError
+from winnow.observe.profile import StepProfiler
 from winnow.rollout.engine import (
     AnswerRequest,
     CompletionEvent,
@@ -62,8 +63,8 @@ class Reply:
 class EngineWorker:
     """The worker of a `RemoteEngine`; a subclass makes the engine, which has decode ticks."""
 
-    def __init__(self, engine: PublishedEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: PublishedEngine, profiler: StepProfiler | None = None) -> None:
+        self._engine, self._profiler = engine, profiler
         self._calls = self._replies = 0
         self._turn = asyncio.Lock()  # serves first who came first
         self._patience: asyncio.Timeout | None = None  # of the wait under way
@@ -99,10 +100,17 @@ class EngineWorker:
             events += await self._engine.events(self._engine.status().tick)
             self._replies += 1
             reply = Reply(value, events, self._engine.status())
+            if self._profiler is not None:
+                self._profiler.move_to(reply.status.weight_version + 1)
         if not events:
             return reply
         detached, block = _detach(events)
         return SplitResult(replace(reply, events=detached), block)
+
+    def close(self) -> None:
+        """Write the profile that is open."""
+        if self._profiler is not None:
+            self._profiler.close()
 
     async def _wait(
         self,
@@ -167,6 +175,7 @@ class TorchEngineWorker(EngineWorker):
         model: a Hugging Face folder.
         dtype: of the weights; must be that of published ones.
         tokenizer: its folder, where requests carry stop strings.
+        profiler: of this process.
         options: of `TorchEngine`.
 
     Raises:
@@ -181,6 +190,7 @@ class TorchEngineWorker(EngineWorker):
         dtype: Literal["float32", "bfloat16"],
         tokenizer: str | None = None,
         trust_remote_code: bool = False,
+        profiler: StepProfiler | None = None,
         **options: Any,
     ) -> None:
         import torch
@@ -191,7 +201,7 @@ class TorchEngineWorker(EngineWorker):
         device = torch.device("cpu" if rank.device_index is None else f"cuda:{rank.device_index}")
         made = load_causal_lm(model, torch_dtype(dtype), device, trust_remote_code)
         decode = None if tokenizer is None else decode_of(tokenizer, trust_remote_code)
-        super().__init__(TorchEngine(made, decode=decode, **options))
+        super().__init__(TorchEngine(made, decode=decode, **options), profiler)
 
 
 def decode_of(tokenizer: str, trust_remote_code: bool) -> Callable[[Sequence[int]], str]:

@@ -49,6 +49,7 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from winnow.errors import PublicationError, WorkerError  # noqa: E402
 from winnow.models.causal_lm import find_model  # noqa: E402
+from winnow.observe.profile import StepProfiler  # noqa: E402
 from winnow.rollout import vllm_plugin  # noqa: E402
 from winnow.rollout.draw import draw_arguments  # noqa: E402
 from winnow.rollout.engine import (  # noqa: E402
@@ -486,6 +487,7 @@ class VllmEngineWorker(EngineWorker):
         dtype: of the weights; must be that of published ones.
         tokenizer: its folder, where requests carry stop strings.
         vocab_size, live_updates: of `VllmEngine`.
+        profiler: of this process; vLLM's own processes, which tensor_parallel has, are not in it.
         options: of `start_vllm`.
 
     Raises:
@@ -503,6 +505,7 @@ class VllmEngineWorker(EngineWorker):
         slots: int,
         vocab_size: int,
         live_updates: bool = False,
+        profiler: StepProfiler | None = None,
         **options: Any,
     ) -> None:
         code = trust_remote_code
@@ -510,4 +513,5 @@ class VllmEngineWorker(EngineWorker):
         llm = start_vllm(model, dtype=dtype, slots=slots, trust_remote_code=code, **options)
         shapes = meta_model(model, getattr(torch, dtype), code)
         decode = None if tokenizer is None else decode_of(tokenizer, code)
-        super().__init__(VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates))
+        engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates)
+        super().__init__(engine, profiler)

@@ -22,6 +22,7 @@ from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.ledger import write_ledger
 from winnow.observe.metrics import Timeline, no_timeline
+from winnow.observe.profile import profile_notes, profiler_of
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
 from winnow.observe.trace import ScorerTimes
@@ -216,7 +217,11 @@ def build(
         passes=passes,
         evaluate_before=config.evaluation.before and bool(evaluator.prompts),
         tell=tell,
-        notes=(*_notes(source, held_out, config), *kl_notes(config), *notices(config)),
+        notes=(
+            *(*_notes(source, held_out, config), *kl_notes(config), *notices(config)),
+            *profile_notes(config.trainer.profile),
+        ),
+        profiler=profiler_of(config, "driver"),
     )
 
 

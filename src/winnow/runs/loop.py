@@ -27,6 +27,7 @@ from winnow.errors import ConfigError, NoSignalError, RewardError, WorkerError
 from winnow.evaluation.evaluator import Evaluator
 from winnow.learning.learner import AnyLearner, Learned
 from winnow.observe.metrics import Metrics, Number, Stopwatch, Timeline, no_timeline
+from winnow.observe.profile import StepProfiler
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import Engine, PublishedEngine, WeightUpdate
@@ -207,11 +208,14 @@ class Run:
     notes: tuple[str, ...] = ()
     """Lines that the user should read before it starts."""
     passes: DataPasses = field(default_factory=DataPasses)
+    profiler: StepProfiler | None = None
 
     def remaining(self) -> Iterator[int]:
         """Yield the steps to train; the last may become known while it is trained."""
         step = self.first_step
         while step <= self.steps:
+            if self.profiler is not None:
+                self.profiler.move_to(step)
             yield step
             step += 1
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import torch
+
 from winnow.config.model import LoraAdapter
 from winnow.config.root import Config
 from winnow.config.rules import workers_of
 from winnow.config.trainer import RayCluster
 from winnow.errors import ConfigError, RewardError
+from winnow.observe.profile import check_profile
 from winnow.runs.resume import user_files
 from winnow.runs.topology import check_engine
 from winnow.user_code import check_user_file
@@ -25,6 +28,9 @@ def check_start(config: Config) -> None:
         WinnowError: names field, value and remedy.
     """
     check_engine(config)
+    is_here = not isinstance(config.cluster, RayCluster)
+    has_gpu = not is_here or (config.run.device != "cpu" and torch.cuda.is_available())
+    check_profile(config.trainer.profile, has_gpu)
     if config.observe.trackers:
         from winnow.observe.trackers import check_trackers
 

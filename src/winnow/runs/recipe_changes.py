@@ -19,6 +19,7 @@ from winnow.config.load import differing_keys
 from winnow.config.root import Config
 from winnow.config.rules import workers_of
 from winnow.config.schema import show
+from winnow.config.trainer import ProfileConfig
 from winnow.errors import CheckpointError, ConfigError
 
 _SILENT = {"run.name", "run.description", "run.dir", "run.resume", "run.threads", "run.device"}
@@ -45,6 +46,7 @@ _MAY_CHANGE: dict[str, set[str]] = {
         *("steps", "save_every", "keep_last", "keep_every", "keep_best", "checkpoint_url"),
         *("max_restarts", "stall_timeout_s"),
     },
+    "trainer.profile": {*ProfileConfig.model_fields},
     # A difference in ranks, as in threads, warns: `Opened.differences`.
     "trainer.strategy": {"ranks", "replicas", "reshard_after_forward", "offload", "bucket_mb"},
 }

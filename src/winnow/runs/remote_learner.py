@@ -33,6 +33,7 @@ from winnow.models.causal_lm import model_writer
 from winnow.models.lora import adapter_writer
 from winnow.observe.files import system_error
 from winnow.observe.metrics import Metrics, Number, Stopwatch
+from winnow.observe.profile import profiler_of
 from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.weights import BUCKET_BYTES, Bucket, buckets, split_bucket, tensors
 from winnow.runs.build_learner import make_learner
@@ -101,6 +102,7 @@ class LearnerWorker:
         strategy = config.trainer.strategy
         assert isinstance(strategy, Fsdp2)
         self._is_first = rank.rank == 0
+        self._profiler = profiler_of(config, "learner", rank.rank)
         mesh, self._host_mesh = _join(rank, config.run.threads, strategy.replicas)
         # Of its own, so that saving and the next step do not take each other's messages.
         self._saving = dist.new_group(backend="gloo")
@@ -135,11 +137,15 @@ class LearnerWorker:
 
     def learn(self, groups: Sequence[Group], step: int) -> StepReply | None:
         """Train on a step's groups, as `Learner.learn` does."""
+        if self._profiler is not None:
+            self._profiler.begin(step)
         metrics, watch = Metrics(), Stopwatch()
         with watch.phase("batch"):
             fetch(groups)
         learned = self._learning.learner.learn(groups, step, metrics, watch)
         self._book_memory(metrics)
+        if self._profiler is not None:
+            self._profiler.end()
         if not self._is_first:
             return None
         return StepReply(learned, metrics, watch.seconds(), self._learning.learner.state_dict())
@@ -216,6 +222,8 @@ class LearnerWorker:
 
     def close(self) -> None:
         """Leave the process group."""
+        if self._profiler is not None:
+            self._profiler.close()
         dist.destroy_process_group()
 
     def _book_memory(self, metrics: Metrics) -> None:

@@ -148,7 +148,11 @@ def _read_data(
 def _as_begun(config: Config, opened: Opened) -> Config:
     """Take over what the run settled at its start: commits of the hub, steps."""
     names = "model", "data", "trainer"
-    return config.model_copy(update={name: getattr(opened.config, name) for name in names})
+    config = config.model_copy(update={name: getattr(opened.config, name) for name in names})
+    profile = config.trainer.profile
+    path = profile.save_path or str(opened.folder.path.absolute() / "profile")
+    trainer = {"profile": profile.model_copy(update={"save_path": path})}
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)})
 
 
 def _watch(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None:
@@ -311,6 +315,8 @@ def _train(
             run.state.save()
             raise
         finally:
+            if run.profiler is not None:
+                run.profiler.close()
             run.sinks.close()
         run.state.wait()
     return stopped

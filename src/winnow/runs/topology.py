@@ -40,6 +40,7 @@ from winnow.errors import ConfigError
 from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import has_adapter, model_writer
 from winnow.models.fetch import MODEL_CACHE, local_folder
+from winnow.observe.profile import nsight_of, profiler_of
 from winnow.rewards.pipeline import Rewards
 from winnow.rollout.engine import Engine, WeightUpdate, load_custom_engine
 from winnow.rollout.torch_engine import TorchEngine
@@ -119,11 +120,15 @@ def other_processes(
     trains = counts["policy"] > 0 or policy.device.type != "cpu"
     with contextlib.closing(WorkerGroups()) as groups, launcher(config, groups, trains) as launch:
 
+        def own(role: str, number: int) -> Mapping[str, Any]:
+            profiler = profiler_of(config, "engine", number) if role == "rollout" else None
+            return arguments[role] | ({} if profiler is None else {"profiler": profiler})
+
         @functools.cache
         def started() -> dict[str, list[WorkerGroup]]:
-            starting = (launch(role, arguments[role], i) for i, role in enumerate(roles))
+            starting = (launch(role, own(role, i), i) for i, role in enumerate(roles))
             found = list(zip(roles, groups.start(*starting), strict=True))
-            return {role: [group for own, group in found if own == role] for role in roles}
+            return {role: [group for of, group in found if of == role] for role in roles}
 
         yield started
 
@@ -176,7 +181,7 @@ def launcher(config: Config, groups: WorkerGroups, trains: bool = True) -> Itera
         def start_there(role: str, arguments: Mapping[str, Any], number: int) -> Starting:
             place = reserved.placement(role, number if role == "rollout" else None)
             made = group_name(role, number), worker_class(config, role), arguments, place
-            return start_ray(*made, variables, stall_timeout_s)
+            return start_ray(*made, variables, stall_timeout_s, nsight_of(config, role))
 
         try:
             yield start_there

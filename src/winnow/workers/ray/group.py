@@ -53,6 +53,7 @@ async def start_ray(
     placement: Placement,
     environment: Mapping[str, str] | None = None,
     stall_timeout_s: float = float("inf"),
+    nsight: Mapping[str, str] | None = None,
 ) -> WorkerGroup:
     """Start workers in actors of the Ray that this process is connected to.
 
@@ -61,6 +62,7 @@ async def start_ray(
         kwargs: what each is made with, beside its rank.
         environment: variables for them, over this process's own.
         stall_timeout_s: how long a call may be under way without progress.
+        nsight: options of `nsys profile`, under which they run then.
 
     Raises:
         WorkerError, WinnowError: one cannot be made; no process is left.
@@ -73,7 +75,7 @@ async def start_ray(
     pack = ray_module().put if len(listeners) > 1 else _as_it_is
     try:
         for rank, token in enumerate(logs.tokens):
-            options = _options(placement, rank, merged_environment(environment or {}))
+            options = _options(placement, rank, merged_environment(environment or {}), nsight)
             actor_class = ray_module().remote(RayWorker).options(**options)
             actors.append(actor_class.remote(logs.address, token))
         for listener, actor in zip(listeners, actors, strict=True):
@@ -90,7 +92,12 @@ async def start_ray(
     return group
 
 
-def _options(placement: Placement, rank: int, variables: dict[str, str]) -> dict[str, Any]:
+def _options(
+    placement: Placement,
+    rank: int,
+    variables: dict[str, str],
+    nsight: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group, index = placement.slots[rank]
@@ -99,7 +106,7 @@ def _options(placement: Placement, rank: int, variables: dict[str, str]) -> dict
         "num_gpus": placement.share.get("GPU", 0),
         "max_concurrency": _CALLS_AT_ONCE,
         "max_restarts": 0,
-        "runtime_env": {"env_vars": variables},
+        "runtime_env": {"env_vars": variables, **({"nsight": dict(nsight)} if nsight else {})},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=index
         ),
