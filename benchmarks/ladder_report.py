@@ -209,11 +209,26 @@ def verdict(results: Results, name: str, base: str) -> str:
 
 
 _CLEAR, _NOISE = "#0072b2", "#6b7280"
-_ROW = re.compile(r"^\| ([^|]+?) \| \d+ \| ([\d.]+) \(([\d.]+) to ([\d.]+)\) \|", re.MULTILINE)
-_GAP = re.compile(
-    r"^- (.+?) against .+?: ([+-][\d.]+) ± ([\d.]+) over .*: (clear|within noise)", re.M
-)
-_EQUAL = re.compile(r"^- ([^:]+): ([\d.]+) \(([\d.]+) to ([\d.]+)\)$", re.MULTILINE)
+_RANGE = r"([\d.]+)(?: \(([\d.]+) to ([\d.]+)\))?"
+_ROW = re.compile(rf"^\| ([^|]+?) \| \d+ \| {_RANGE} \|", re.MULTILINE)
+_GAP = re.compile(r"^- (.+?) against .+?: ([+-][\d.]+) ± ([\d.]+) over .*: (\w+)", re.MULTILINE)
+_EQUAL = re.compile(rf"^- ([^:]+): {_RANGE}$", re.MULTILINE)
+Ranges = dict[str, tuple[float, float, float]]
+"""Mean, least and greatest by rung."""
+
+
+def ladder_of(text: str) -> tuple[Ranges, dict[str, tuple[float, float, str]], Ranges]:
+    """Read pass@1, what each rung added (mean, half of the interval, verdict) and equal tokens."""
+    ladder = text.partition("## The ladder")[2]
+    gaps = {name: (float(m), float(h), said) for name, m, h, said in _GAP.findall(ladder)}
+    ends, equal = (
+        {
+            name: (float(mean), float(low or mean), float(high or mean))
+            for name, mean, low, high in pattern.findall(ladder)
+        }
+        for pattern in (_ROW, _EQUAL)
+    )
+    return ends, gaps, equal
 
 
 def draw(text: str, target: Path) -> None:
@@ -221,10 +236,7 @@ def draw(text: str, target: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    ladder = text.partition("## The ladder")[2]
-    rows = {name: tuple(map(float, cells)) for name, *cells in _ROW.findall(ladder)}
-    gaps = {name: (float(m), float(h), said) for name, m, h, said in _GAP.findall(ladder)}
-    equal = {name: tuple(map(float, cells)) for name, *cells in _EQUAL.findall(ladder)}
+    rows, gaps, equal = ladder_of(text)
     places = {name: -index for index, name in enumerate(rows)}
     with rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
         figure = Figure(figsize=(10.5, 3.7), dpi=150, layout="constrained", facecolor="white")

@@ -150,5 +150,15 @@ def test_a_run_is_taken_from_before_only_with_its_settings(tmp_path: Path) -> No
 
 def test_the_picture_is_drawn_from_runs_of_several_seeds(tmp_path: Path) -> None:
     results = {name: {1: run(0.8), 2: run(0.7)} for name in RUNG_NAMES}
-    ladder_report.draw(results, RUNG_NAMES, tmp_path / "ladder.png")
+    results[RUNG_NAMES[1]] = {1: run(0.84), 2: run(0.73)}
+    results[RUNG_NAMES[2]] = {1: run(0.9)}
+    text = ladder_report.report(results, ["grpo"], RUNG_NAMES, 40, "")
+    ends, gaps, equal = ladder_report.ladder_of(text)
+    assert list(ends) == list(equal) == RUNG_NAMES
+    assert ends["grpo"] == (75.0, 70.0, 80.0)
+    assert ends[RUNG_NAMES[2]] == (90.0, 90.0, 90.0)
+    # Differences of 4 and 3 points; Student's t for one degree of freedom is 12.7.
+    assert gaps[RUNG_NAMES[1]] == (3.5, 6.4, "within")
+    assert list(gaps) == [RUNG_NAMES[1], *RUNG_NAMES[4:]]
+    ladder_report.draw(text, tmp_path / "ladder.png")
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
