@@ -217,10 +217,7 @@ def build(
         passes=passes,
         evaluate_before=config.evaluation.before and bool(evaluator.prompts),
         tell=tell,
-        notes=(
-            *(*_notes(source, held_out, config), *kl_notes(config), *notices(config)),
-            *profile_notes(config.trainer.profile),
-        ),
+        notes=(*_notes(source, held_out, config), *kl_notes(config), *notices(config)),
         profiler=profiler_of(config, "driver"),
     )
 
@@ -297,7 +294,9 @@ def keep_ledger(folder: RunFolder, step: int, sampled: StepGroups) -> None:
 
 
 def _notes(source: PromptSource, held_out: PromptSet, config: Config) -> Iterator[str]:
-    """Say what was read, which columns were taken, and how many rows are left out and why."""
+    """Say what was read, which columns were taken, and how many rows are left out and why; how a
+    profile is begun."""
+    yield from profile_notes(config.trainer.profile)
     epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step
     if epochs is not None:
         yield (

@@ -315,7 +315,7 @@ def _train(
             run.state.save()
             raise
         finally:
-            if run.profiler is not None:
+            if isinstance(run, Run) and run.profiler is not None:
                 run.profiler.close()
             run.sinks.close()
         run.state.wait()
