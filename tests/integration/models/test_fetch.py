@@ -158,9 +158,15 @@ def test_processes_of_a_node_fetch_it_once_and_a_killed_one_leaves_what_it_had(
     killed.communicate()
     assert [p.name for p in cache.iterdir() if not p.name.startswith(".")] == []
     server.stalls.set()
-    server.stalls = None
+    server.stalls = threading.Event()
+    listings = server.asked.count("/model") + server.asked.count("/model/")
     server.asked.clear()
     both = [start(url), start(url)]
+    while server.asked.count("/model") + server.asked.count("/model/") < 2 * listings:
+        assert time.monotonic() < deadline + 120
+        time.sleep(0.02)
+    time.sleep(0.2)  # for the second to come to the files, if nothing held it
+    server.stalls.set()
     folders = [process.communicate(timeout=120)[0].strip() for process in both]
     assert folders[0] == folders[1]
     assert read(folders[0]) == FILES
