@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from tests.small_models import digits_folder
 from transformers import AutoModelForCausalLM
 
+from winnow.config.load import load_recipe
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
+from winnow.learning.learner import Learner
 from winnow.models import fetch
 from winnow.models.causal_lm import (
     ADAPTER_CONFIG,
@@ -38,6 +40,7 @@ from winnow.models.lora import (
 )
 from winnow.models.packed_attention import PackedLayout
 from winnow.models.sharded_loading import saved_weights
+from winnow.runs.build_learner import make_learner
 from winnow.runs.loading import load_policy_model, start_notes
 
 CPU = torch.device("cpu")
@@ -247,3 +250,18 @@ def test_without_peft_the_remedy_is_named(base: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"needs peft.*pip install 'winnow-rl\[peft\]'"):
         add_lora(model_of(base), LoraAdapter(), 0)
+
+
+def test_kl_of_a_run_from_an_adapter_is_measured_from_its_start(
+    base: Path, cache: Path, tmp_path: Path
+) -> None:
+    adapter = adapter_of(base, tmp_path / "adapter", alpha=0.5)
+    words = ["warm_start=none", f"model.path={adapter}", "model/adapter=lora"]
+    config = load_recipe("quickstart", [*words, "algorithm/kl/loss=fixed"])
+    model = load_policy_model(config.model, str(adapter), CPU, seed=5)
+    expected = logits(model)
+    learner = make_learner(config, model, 29, str(adapter)).learner
+    assert isinstance(learner, Learner)
+    assert learner._reference is not None
+    torch.testing.assert_close(logits(learner._reference.model), expected)
+    assert not has_adapter(learner._reference.model)
