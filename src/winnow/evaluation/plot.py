@@ -149,6 +149,7 @@ def _paint(axis: Any, name: str, curves: Sequence[_Curve], request: PlotRequest)
         if len(values) > 1:
             half = _half_interval(values)
             axis.fill_between(at, mean - half, mean + half, color=style["color"], alpha=0.18, lw=0)
+    _leave_wide_bands(axis)
     about = metric_of(name)
     unit = about.unit if about else ""
     axis.set_title(name, loc="left", fontsize=10, fontweight="bold")
@@ -158,6 +159,14 @@ def _paint(axis: Any, name: str, curves: Sequence[_Curve], request: PlotRequest)
         axis.set_ylabel(unit)
     axis.set_xlabel({"steps": "step", "tokens": "tokens generated", "time": "hours"}[request.by])
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=request.by == "steps"))
+
+
+def _leave_wide_bands(axis: Any) -> None:
+    """Cut the scale where the interval of few runs would leave no room for the curves."""
+    drawn = np.concatenate([np.ravel(line.get_ydata()) for line in axis.lines] or [[0.0]])
+    room = (drawn.max() - drawn.min()) / 2 or np.inf
+    low, high = axis.get_ylim()
+    axis.set_ylim(max(low, drawn.min() - room), min(high, drawn.max() + room))
 
 
 def _points(records: Sequence[Record], name: str, request: PlotRequest) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from tests.recipes import recipe
 
 from winnow.config.load import dump_config
 from winnow.errors import WinnowError
-from winnow.evaluation.plot import PlotRequest, plot
+from winnow.evaluation.plot import PlotRequest, _leave_wide_bands, plot
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 
@@ -71,6 +71,16 @@ def test_seeds_of_a_recipe_are_a_mean_with_its_interval(
         assert f">{word}</text>" in text
     plot(PlotRequest(runs, [REWARD], tmp_path / "b.svg"))
     assert (tmp_path / "b.svg").read_text() == text
+
+
+def test_the_wide_interval_of_two_runs_does_not_press_the_curves_flat() -> None:
+    from matplotlib.figure import Figure
+
+    axis = Figure().subplots()
+    axis.plot([1, 2], [0.2, 0.4], label="a")
+    axis.fill_between([1, 2], [-5, 0.1], [5, 0.5])
+    _leave_wide_bands(axis)
+    assert np.allclose(axis.get_ylim(), (0.1, 0.5))
 
 
 @pytest.mark.parametrize(("by", "unit"), [("tokens", 10.0), ("time", 0.5)])
