@@ -14,10 +14,14 @@ from benchmarks.kill import SETTINGS
 from tests.winnow_command import Outcome, in_this_process
 
 from winnow.observe.jsonl import read_metrics
+from winnow.runs.checkpoint import checkpoints_in, load_state
 
 PAGE = Path(__file__).parents[2].joinpath("docs/extending.md").read_text(encoding="utf-8")
 SECTIONS = dict(part.split("\n", 1) for part in PAGE.split("\n## ")[1:])
-LEARNING = ("A policy loss", "An advantage estimator", "A filter", "A reward", "A sink of metrics")
+LEARNING = (
+    *("A policy loss", "An advantage estimator", "A filter", "A reward", "A sampler"),
+    "A sink of metrics",
+)
 WRITING = ("A source of prompts", "An engine")
 SHORT = (*SETTINGS, "warm_start.steps=60", "trainer.steps=2", "evaluation.every=2")
 BARE = [word for word in SHORT if not re.match(r"data\.task|warm_start|rollout\.engine", word)]
@@ -86,12 +90,13 @@ def groups(learnt: Path) -> list[list[dict[str, Any]]]:
     return [group for group in found.values() if len(group) == 4]
 
 
-def test_each_of_the_seven_has_a_command_and_about_ten_lines_of_code() -> None:
-    assert [*SECTIONS] == [*LEARNING[:-1], *WRITING, LEARNING[-1]]
+def test_each_of_the_eight_has_a_command_and_about_ten_lines_of_code() -> None:
+    source, engine = WRITING
+    assert [*SECTIONS] == [*LEARNING[:4], source, LEARNING[4], engine, LEARNING[5]]
     for title, text in SECTIONS.items():
         assert told(title), title
         for code in blocks(text, "python"):
-            assert len(code.splitlines()) <= 17, title
+            assert len(code.splitlines()) <= (24 if title == "A sampler" else 17), title
 
 
 def test_the_loss_trains_and_its_figure_is_a_share_in_the_metrics(learnt: Path) -> None:
@@ -125,6 +130,23 @@ def test_the_filter_decides_by_the_reward_and_its_neighbour(
     assert all(
         row["part/task"] == (1 if row["accuracy"] else row["extra/share"] / 2) for row in rows
     )
+
+
+def test_the_sampler_hears_the_scores_and_its_state_is_kept(learnt: Path) -> None:
+    used = ("trained", "all_right", "all_wrong")
+    groups: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    for row in [row for step in (1, 2) for row in rows_of(learnt, step) if row["outcome"] in used]:
+        groups.setdefault(row["prompt_uid"], {}).setdefault(row["group"], []).append(row)
+    (checkpoint,) = checkpoints_in(learnt / "checkpoints")
+    order = load_state(checkpoint)["loader"]["order"]
+    assert order["turn"] >= sum(len(found) for found in groups.values()) >= 16
+    rates = [rate for rate in order["rates"] if rate != 0.4]
+    assert len(rates) == len(groups)
+    for found in [found for found in groups.values() if len(found) == 1]:
+        rate = 0.4
+        for row in next(iter(found.values())):
+            rate += 0.2 * (row["accuracy"] - rate)
+        assert rate in rates
 
 
 def test_the_sink_has_the_figures_of_the_metrics(learnt: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from winnow.config.base import Section, UserCode
+from winnow.config.base import Options, Section, UserCode, UserObject
 
 
 class NoTask(Section):
@@ -152,6 +152,11 @@ class DataConfig(Section):
     limit of held-out ones."""
     shuffle: bool = True
     """Reshuffle the rows in each epoch (seeded)."""
+    sampler: UserObject | None = None
+    """Class of your own that chooses the next row, in the place of epochs; its place, FILE.py:NAME
+    or package.module:NAME. docs/extending.md shows one."""
+    sampler_options: Options = Field(default_factory=dict)
+    """Keyword arguments passed to the class."""
 
     @field_validator("prompt_template")
     @classmethod

@@ -7,7 +7,7 @@ walked by index. Prompts given back come first again, in the order given.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,10 +16,12 @@ from winnow.config.data import CustomTask, DataConfig, ReasoningGymTask, SortDig
 from winnow.data.prompts import PromptRenderer, PromptSet
 from winnow.data.sources import Row, read_rows
 from winnow.errors import CheckpointError, DataError
-from winnow.types import IntArray, Prompt
+from winnow.types import Group, IntArray, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from winnow.data.user_source import UserOrder
 
 _SHUFFLE, _CHOICE = 0x5EED_0DA7A, 0x5EED_0C401
 """Keep shuffles and choices apart from other streams of the same seed."""
@@ -141,11 +143,14 @@ def _task_rows(config: DataConfig, seed: int) -> TaskRows | None:
 class PromptLoader:
     """An endless walk over a source. Its state is a cursor and the prompts given back."""
 
-    def __init__(self, source: PromptSource, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, source: PromptSource, seed: int, shuffle: bool = True, order: UserOrder | None = None
+    ) -> None:
         assert source.size is None or source.size > 0
         self._source = source
         self._seed = seed
         self._shuffle = shuffle
+        self._own = order
         self._epoch = 0
         self._position = 0
         self._order: tuple[int, IntArray] | None = None
@@ -160,7 +165,9 @@ class PromptLoader:
             prompt = self._source.prompt(self._position)
             self._position += 1
             return prompt
-        prompt = self._source.prompt(int(self._epoch_order(size)[self._position]))
+        own = self._own
+        index = int(self._epoch_order(size)[self._position]) if own is None else own.next()
+        prompt = self._source.prompt(index)
         self._position += 1
         if self._position == size:
             self._epoch, self._position = self._epoch + 1, 0
@@ -169,6 +176,11 @@ class PromptLoader:
     def give_back(self, prompts: Iterable[Prompt]) -> None:
         """Put prompts in front of all others; the first of them comes next."""
         self._returned.extendleft(reversed(list(prompts)))
+
+    def settled(self, groups: Sequence[Group]) -> None:
+        """Tell a sampler of the user's the scores of groups whose life ended with a step."""
+        if self._own is not None:
+            self._own.update(groups)
 
     def figures(self) -> dict[str, float]:
         """Return `data/epoch`, the passes over the data so far; nothing of one without an end."""
@@ -184,6 +196,7 @@ class PromptLoader:
             "position": self._position,
             "returned": [prompt.uid for prompt in self._returned],
             "data": dict(self._source.fingerprints),
+            "order": None if self._own is None else self._own.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -207,6 +220,8 @@ class PromptLoader:
                 f"the checkpoint holds the prompt {error.args[0]}, which the data no longer has; "
                 "restore the data, or start a new run"
             ) from error
+        if self._own is not None:
+            self._own.load_state_dict(state["order"])
         self._epoch, self._position = state["epoch"], state["position"]
         self._returned = returned
 

@@ -77,7 +77,11 @@ class PromptSet:
         return self.prompts[index]
 
     def find(self, uid: str) -> Prompt:
-        return self.prompts[self._index[uid]]
+        return self.prompts[self.index(uid)]
+
+    def index(self, uid: str) -> int:
+        """Return the place of a prompt."""
+        return self._index[uid]
 
     @cached_property
     def _index(self) -> dict[str, int]:

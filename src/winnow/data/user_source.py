@@ -22,14 +22,17 @@ A run keeps indices alone, so that one that is resumed goes on at the same row.
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from winnow.config.data import CustomTask, DataConfig
-from winnow.data.columns import layout_of, said
+from winnow.data.columns import excerpt, layout_of, said
+from winnow.data.prompts import PromptSet
 from winnow.data.sources import Row, to_row
 from winnow.errors import DataError
+from winnow.types import Group
 from winnow.user_code import load_user_object
 
 _SAMPLE = 32
@@ -106,6 +109,67 @@ class UserRows:
                 "docs/data.md"
             )
         return to_row(record, origin, uid, layout_of(record, self._config, origin, self.name))
+
+
+class UserOrder:
+    """A sampler of the user's own: it chooses the row to come next, and hears the scores.
+
+    `data.sampler` names a class that is called with the prompts of the run, its seed and
+    `data.sampler_options`. `next()` returns the index of a prompt, `update(results)` gets after
+    each step the index and the scores of each prompt that was used up, and `state_dict()` and
+    `load_state_dict(state)` make a resumed run exact.
+    """
+
+    def __init__(self, config: DataConfig, prompts: object, seed: int) -> None:
+        """Make the sampler.
+
+        Raises:
+            DataError: the code fails or lacks a method, or the prompts never end.
+        """
+        self._place = f"data.sampler {config.sampler}"
+        if not isinstance(prompts, PromptSet):
+            raise DataError(
+                f"{self._place} chooses among rows, and data/task={config.task.name} never ends; "
+                "set data.max_train_prompts, or data.sampler=null"
+            )
+        self._prompts = prompts
+        make = load_user_object(str(config.sampler), "data.sampler", DataError)
+        self._own: Any = _told(
+            self._place, lambda: make(prompts.prompts, seed, **config.sampler_options)
+        )
+        methods = ("next", "update", "state_dict", "load_state_dict")
+        if lacking := [name for name in methods if not callable(getattr(self._own, name, None))]:
+            raise DataError(
+                f"{self._place} has no {', '.join(lacking)}(); docs/extending.md shows one"
+            )
+
+    def next(self) -> int:
+        """Return the index of the prompt to come next.
+
+        Raises:
+            DataError: the code fails, or returns no index.
+        """
+        index = _told(self._place, self._own.next)
+        if type(index) is not int or not 0 <= index < self._prompts.size:
+            raise DataError(
+                f"{self._place}: next() must return an integer from 0 to {self._prompts.size - 1}, "
+                f"got {excerpt(repr(index), 40)}; correct the code"
+            )
+        return index
+
+    def update(self, groups: Sequence[Group]) -> None:
+        """Tell the scores of prompts that are used up."""
+        index = self._prompts.index
+        results = [(index(g.prompt.uid), [a.score for a in g.answers]) for g in groups]
+        _told(self._place, lambda: self._own.update(results))
+
+    def state_dict(self) -> Any:
+        """Return a copy of the user's state."""
+        return copy.deepcopy(_told(self._place, self._own.state_dict))
+
+    def load_state_dict(self, state: Any) -> None:
+        """Become what `state_dict` described."""
+        _told(self._place, lambda: self._own.load_state_dict(copy.deepcopy(state)))
 
 
 def _told(origin: str, call: Callable[[], Any]) -> Any:

@@ -15,6 +15,7 @@ from winnow.config.root import Config
 from winnow.config.rules import notices
 from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts
 from winnow.data.prompts import PromptSet
+from winnow.data.user_source import UserOrder
 from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import Evaluator
 from winnow.models.fetch import MODEL_CACHE
@@ -169,7 +170,7 @@ def build(
         WinnowError: data, scorers and model do not fit what the recipe asks.
     """
     _check_prompts(config, policy, source, rewards)
-    loader = PromptLoader(source, config.run.seed, config.data.shuffle)
+    loader = _make_loader(config, source)
     engine = placed.engine
     held_out = evaluation_prompts(config.data, policy.tokenizer)
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin(), held_out)
@@ -222,6 +223,12 @@ def build(
     )
 
 
+def _make_loader(config: Config, source: PromptSource) -> PromptLoader:
+    seed = config.run.seed
+    order = UserOrder(config.data, source, seed) if config.data.sampler else None
+    return PromptLoader(source, seed, config.data.shuffle, order)
+
+
 def _make_sampler(
     config: Config,
     policy: Policies,
@@ -242,6 +249,7 @@ def _make_sampler(
         engine=engine,
         next_prompt=loader.next,
         give_back=loader.give_back,
+        on_settled=loader.settled,
         score=score,
         n=config.rollout.n,
         sampling=rollout_sampling(config, policy),

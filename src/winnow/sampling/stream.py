@@ -32,13 +32,14 @@ from winnow.rollout.engine import (
     trajectory_of,
 )
 from winnow.sampling.accounting import (
+    GIVEN_BACK,
     StepGroups,
     no_signal_message,
     stop_message,
     what_the_filter_saw,
 )
 from winnow.sampling.ledger import Ledger
-from winnow.types import Prompt, Score, Trajectory
+from winnow.types import Group, Prompt, Score, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +152,7 @@ class Sampler:
         deterministic: bool = True,
         look_ticks: int = 1,
         on_progress: Callable[[Ledger], None] = lambda ledger: None,
+        on_settled: Callable[[Sequence[Group]], None] = lambda groups: None,
     ) -> None:
         """Bind the collaborators.
 
@@ -171,6 +173,7 @@ class Sampler:
             look_ticks: scores are then seen at multiples of this alone, where looking at an
                 engine has its price.
             on_progress: called once a turn.
+            on_settled: called at a cut with the groups whose prompts are used up.
         """
         self.ledger = Ledger(
             config, n, with_baseline=with_baseline, drop_failed_scores=drop_failed_scores
@@ -183,7 +186,7 @@ class Sampler:
         self._deterministic, self.look_ticks = deterministic, look_ticks
         self._sampling = sampling
         self._run_seed = run_seed
-        self._on_progress = on_progress
+        self._on_progress, self._on_settled = on_progress, on_settled
         self._waits_for_engine = False
         self._untaken: list[CompletionEvent] = []  # by a wait that was cancelled
         self._is_asking = False
@@ -240,6 +243,8 @@ class Sampler:
             )
         if step.returned:
             self._give_back(step.returned)
+        settled = (*step.trained, *step.discarded)
+        self._on_settled([each.group for each in settled if each.fate not in GIVEN_BACK])
         return step
 
     def published(self, version: int) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from winnow.config.data import CustomTask, DataConfig
+from winnow.config.data import CustomTask, DataConfig, SortDigitsTask
 from winnow.data import user_source
 from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts, training_prompts
 from winnow.data.sort_digits import build_tokenizer
+from winnow.data.user_source import UserOrder
 from winnow.errors import CheckpointError, DataError
+from winnow.types import Answer, Group, Prompt, Score, Trajectory
 
 TOKENIZER = build_tokenizer()
 # The example of the module's docstring, for a tokenizer that knows digits alone.
@@ -134,3 +136,83 @@ def test_a_source_that_fails_is_told_in_one_line(tmp_path: Path, code: str, mess
     said = error_of(tmp_path, code)
     assert said.startswith("data.task.path /mine0.py:rows ")
     assert message in said
+
+
+SAMPLER = """
+class Chooses:
+    def __init__(self, prompts, seed, step=1):
+        self.n, self.at, self.step, self.seen = len(prompts), seed, step, []
+    def next(self):
+        self.at = (self.at + self.step) % self.n
+        return self.at
+    def update(self, results):
+        self.seen += [(index, [score.reward for score in scores]) for index, scores in results]
+        self.step = 1 + len(self.seen) % 3
+    def state_dict(self):
+        return {"at": self.at, "step": self.step, "seen": self.seen}
+    def load_state_dict(self, state):
+        self.at, self.step, self.seen = state["at"], state["step"], state["seen"]
+
+class Half:
+    def __init__(self, prompts, seed): ...
+    def next(self): ...
+    def update(self, results): ...
+
+class Wild(Chooses):
+    def next(self):
+        return self.n
+
+class Broken(Chooses):
+    def update(self, results):
+        return results[9]
+"""
+
+
+def ordered(tmp_path: Path, name: str, seed: int = 0, **options: int) -> PromptLoader:
+    (tmp_path / "order.py").write_text(SAMPLER)
+    given: dict[str, Any] = {"sampler": f"{tmp_path}/order.py:{name}", "sampler_options": options}
+    config = DataConfig(task=SortDigitsTask(), max_train_prompts=7, **given)
+    source = training_prompts(config, TOKENIZER, seed=1)
+    return PromptLoader(source, 0, order=UserOrder(config, source, seed))
+
+
+def closed(prompt: Prompt, *rewards: float) -> Group:
+    trajectory = Trajectory((), "stop")
+    answers = tuple(Answer(trajectory, Score(reward, reward)) for reward in rewards)
+    return Group(0, prompt, answers)
+
+
+def test_a_sampler_chooses_hears_the_scores_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    loader = ordered(tmp_path, "Chooses", seed=2, step=2)
+    first = [loader.next() for _ in range(5)]
+    expected = [loader._source.prompt(i).uid for i in (4, 6, 1, 3, 5)]
+    assert [prompt.uid for prompt in first] == expected
+    loader.settled([closed(first[1], 1.0, 0.0), closed(first[0])])
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert state["order"]["seen"] == [[6, [1.0, 0.0]], [4, []]]
+    kept = loader.state_dict()
+    after = [loader.next().uid for _ in range(9)]
+    loader.settled([closed(first[2], 1.0)])
+    assert len(kept["order"]["seen"]) == 2, "the state is a copy"
+    again = ordered(tmp_path, "Chooses", seed=5)
+    again.load_state_dict(state)
+    assert [again.next().uid for _ in range(9)] == after
+
+
+def test_a_sampler_that_does_not_fit_is_told_in_one_line(tmp_path: Path) -> None:
+    place = f"data.sampler {tmp_path}/order.py"
+    with pytest.raises(DataError) as caught:
+        ordered(tmp_path, "Half")
+    assert str(caught.value) == (
+        f"{place}:Half has no state_dict, load_state_dict(); docs/extending.md shows one"
+    )
+    with pytest.raises(DataError) as caught:
+        ordered(tmp_path, "Wild").next()
+    assert str(caught.value) == (
+        f"{place}:Wild: next() must return an integer from 0 to 6, got 7; correct the code"
+    )
+    with pytest.raises(DataError, match="Broken fails with IndexError: list index out of range"):
+        ordered(tmp_path, "Broken").settled([])
+    config = DataConfig(task=SortDigitsTask(), sampler=f"{tmp_path}/order.py:Chooses")
+    with pytest.raises(DataError, match=r"data/task=sort_digits never ends; set data.max_train_"):
+        UserOrder(config, training_prompts(config, TOKENIZER, 0), 0)
