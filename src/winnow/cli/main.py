@@ -153,7 +153,8 @@ def sft(
         return
     config = _load(recipe, overrides)
     if config.sft.name != "none":
-        _train(config, recipe, fresh, heartbeat=None, dashboard=False)
+        train(recipe, overrides, fresh)  # which supervises it, where the recipe asks for that
+        return
     with heap.growing():
         from winnow.runs.session import run_sft
 
