@@ -277,7 +277,7 @@ def test_extremes_in_every_figure_make_no_rule_raise(value: float) -> None:
 
 
 def test_a_figure_that_is_no_number_at_times_hides_no_disease() -> None:
-    assert "filtered" in names(lambda s: {"sampling/keep_rate": 0.02 if s % 3 else math.nan})
+    assert "cut_off" in names(lambda s: {"length/truncated": 0.5 if s % 3 else math.nan})
 
 
 def test_rules_ask_for_figures_that_are_listed_and_name_keys_that_exist() -> None:
