@@ -2,6 +2,7 @@
 import { render } from 'preact'
 import { useEffect, useState } from 'preact/hooks'
 import { Account } from './account'
+import { Alarms } from './alarms'
 import { Answers } from './answers'
 import { listen, useConnection, useData, type Run } from './api'
 import { themeChanged } from './chart'
@@ -12,13 +13,13 @@ import './style.css'
 import { System } from './system'
 import { Time } from './time'
 
-const PAGES = { overview: 'Overview', answers: 'Answers', tokens: 'Tokens', time: 'Time', system: 'System' }
+const PAGES = { overview: 'Overview', answers: 'Answers', tokens: 'Tokens', time: 'Time', system: 'System', alarms: 'Alarms' }
 type Page = keyof typeof PAGES
-const VIEWS = { overview: Overview, answers: Answers, tokens: Account, time: Time, system: System }
+const VIEWS = { overview: Overview, answers: Answers, tokens: Account, time: Time, system: System, alarms: Alarms }
 const THEMES = ['system', 'light', 'dark'] as const
 type Theme = (typeof THEMES)[number]
 const HELP: [string, string][] = [
-  ['1 … 5', 'pages'],
+  ['1 … 6', 'pages'],
   ['j k  or  ↓ ↑', 'next prompt, the one before'],
   ['l h  or  → ←', 'next answer, the one before'],
   ['] [', 'next step, the one before'],

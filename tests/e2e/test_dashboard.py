@@ -37,7 +37,8 @@ FLAGS = [
     *("--disable-background-networking", "--disable-component-update"),
 ]
 pytestmark = pytest.mark.slow
-PAGES = ("overview", "answers", "tokens", "time", "system")
+PAGES = {"overview": ".panel canvas", "answers": ".tokens", "tokens": ".panel canvas",
+         "time": ".panel canvas", "system": ".panel canvas", "alarms": ".alarms"}  # fmt: skip
 STEPS = 6
 WIDER = """[...document.querySelectorAll('.panel')].filter(each => each.scrollWidth >
 each.clientWidth).map(each => each.getAttribute('aria-label'))"""
@@ -206,9 +207,9 @@ def test_the_trainers_log_probs_are_kept_beside_the_samplers(trained: Trained) -
 
 
 def test_pages_fit_the_screen_and_ask_nobody_else(look: Watched) -> None:
-    for name in PAGES:
+    for name, there in PAGES.items():
         page = look.open(f"{name}?run=tiny&runs=tiny")
-        page.wait_for_selector(".panel canvas" if name != "answers" else ".tokens")
+        page.wait_for_selector(there)
         page.wait_for_selector(".connection.live")
         assert page.evaluate("document.documentElement.scrollWidth") <= 1280, name
         assert page.locator(".problem").count() == (1 if name == "overview" else 0)  # of torn
@@ -377,6 +378,28 @@ def test_dark_is_as_the_system_has_it_until_one_chooses(look: Watched) -> None:
     page.reload()
     page.wait_for_selector(".panel canvas")
     assert brightness(".panel") > 600
+
+
+def test_alarms_are_shown_with_their_remedy_and_lead_to_the_answers(look: Watched) -> None:
+    page = look.open("alarms?run=tiny")
+    page.get_by_text(re.compile(f"findings? in {STEPS + 1} steps")).wait_for()
+    assert page.get_by_role("region", name="reward_flat_wrong").count() == 0
+    folder = Path(look_runs(look)) / "tiny"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    flat = {"score/task_reward/min": -1, "score/task_reward/max": -1, "sampling/accuracy": 0}
+    before = (folder / "metrics.jsonl").read_bytes()
+    sick = "".join(json.dumps({**line, **flat}) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(sick)
+    found = page.get_by_role("region", name="reward_flat_wrong")  # without loading it again
+    for text in ("every answer of the last 5 steps has the reward -1", "winnow reward try"):
+        found.get_by_text(text).wait_for()
+    found.get_by_role("link", name=f"Answers of step {STEPS}").click()
+    expect(page.get_by_label("Step", exact=True)).to_have_value(str(STEPS))
+    assert "filter=wrong" in page.url
+    page.keyboard.press("6")
+    found.wait_for()
+    page.goto("about:blank")
+    (folder / "metrics.jsonl").write_bytes(before)
 
 
 def test_a_torn_run_is_told_and_the_others_are_shown(look: Watched) -> None:

@@ -9,6 +9,7 @@ copy, and on a remote URL.
 | columns | metrics.jsonl as columns, read as it grows |
 | answers | the answers of a step, and of one group with their tokens |
 | index | sums over all answers of a run, made in the background |
+| alarms | what the rules of `winnow doctor` find |
 | times | the timeline, the log and the checkpoints |
 | pages | the data of each page |
 | service | routes, guard and events |

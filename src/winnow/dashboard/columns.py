@@ -27,9 +27,12 @@ class MetricsColumns:
 
     def __init__(self, files: RunFiles) -> None:
         self._files, self._lock = files, RLock()
+        self.beginnings = 0
+        """Times that the file was read from its beginning."""
         self._forget()
 
     def _forget(self) -> None:
+        self.beginnings += 1
         self._offset, self._proof, self._line = 0, b"", 0
         self._steps: list[int] = []
         self._columns: dict[str, Column] = {}
@@ -97,6 +100,17 @@ class MetricsColumns:
         with self._lock:
             column = self._columns.get(name, [])
             return column + [None] * (len(self._steps) - len(column))
+
+    def records(self, start: int) -> list[tuple[int, dict[str, float]]]:
+        """Return the rows from `start` on: step and figures, without those that are no number."""
+        with self._lock:
+            rows = range(start, len(self._steps))
+            return [
+                (self._steps[row], {
+                    name: value for name, column in self._columns.items()
+                    if row < len(column) and (value := column[row]) is not None})
+                for row in rows
+            ]  # fmt: skip
 
     def curves(self, patterns: Iterable[str]) -> dict[str, Any]:
         """Return steps, tokens and seconds up to each, and the figures that match a pattern.

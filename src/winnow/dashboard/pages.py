@@ -6,13 +6,14 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any, TypeVar
 
 import numpy as np
 import yaml
 
 from winnow.dashboard import answers
+from winnow.dashboard.alarms import Alarms
 from winnow.dashboard.columns import MetricsColumns, last_record, short
 from winnow.dashboard.index import LENGTH_BINS, RATES, AnswerIndex, follow
 from winnow.dashboard.runs import CONFIG, Entry, GoneError, RunFiles, RunSet, UnreadableError
@@ -35,7 +36,7 @@ class Newest:
     """A value that is made again when the file that it is made of changes."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        self._lock = RLock()  # one may be made of another
         self._held: dict[str, tuple[str, Any]] = {}
 
     def get(self, name: str, stamp: str, make: Callable[[], T]) -> T:
@@ -57,7 +58,7 @@ class RunPages:
     def __init__(self, files: RunFiles) -> None:
         self.files = files
         self._columns, self._timeline = MetricsColumns(files), Timeline(files)
-        self._newest = Newest()
+        self._newest, self._alarms = Newest(), Alarms(files)
         self._indexes: dict[str, AnswerIndex] = {}
         self._index_lock = Lock()
 
@@ -77,6 +78,9 @@ class RunPages:
             UnreadableError: config.yaml is missing or damaged.
         """
         stamp = (root or self._root()).get(CONFIG, _ABSENT).stamp
+        return self._newest.get("flat", stamp, lambda: dict(_flat(self._tree(stamp), "")))
+
+    def _tree(self, stamp: str) -> dict[str, Any]:
         return self._newest.get(CONFIG, stamp, self._read_config)
 
     def summary(self) -> dict[str, Any]:
@@ -210,6 +214,17 @@ class RunPages:
         step = (steps[-1] if steps else 0) if step is None else step
         return {"step": step, "steps": steps, **self._timeline.window(step)}
 
+    def alarms(self) -> dict[str, Any]:
+        """Return what the rules of `winnow doctor` find, and how many steps they looked at.
+
+        Raises:
+            UnreadableError: a file is damaged.
+        """
+        stamp = self._root().get(CONFIG, _ABSENT).stamp
+        columns = self.columns()
+        found = self._alarms.findings(columns, self._tree(stamp), stamp)
+        return {"findings": found, "steps": len(columns.steps), "problems": columns.problems}
+
     def system(self) -> dict[str, Any]:
         """Return processes, starts, checkpoints, the log, and lines that could not be read.
 
@@ -253,7 +268,7 @@ class RunPages:
         except (yaml.YAMLError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise UnreadableError(f"{CONFIG} of {self.files.name} is no YAML: {reason}") from error
-        return dict(_flat(tree, "")) if isinstance(tree, dict) else {}
+        return tree if isinstance(tree, dict) else {}
 
     def answers_file(self, kind: str, step: int) -> str:
         """Name the file of a step's answers.

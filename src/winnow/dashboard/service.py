@@ -2,7 +2,8 @@
 
     GET /                       the front end
     GET /api/runs               and series, names, difference, comparison: about several runs
-    GET /api/run/PAGE?run=NAME  steps, groups, search, group, prompt, spread, timeline, system
+    GET /api/run/PAGE?run=NAME  steps, groups, search, group, prompt, spread, timeline,
+                                system, alarms
     GET /api/events             server-sent events: names of the runs that changed
 
 All is read-only. Without a token it answers to this machine's own names alone (no DNS rebinding);
@@ -89,6 +90,7 @@ class Dashboard:
             "spread": lambda run, ask: run.spread(),
             "timeline": lambda run, ask: run.timeline(ask.number("step")),
             "system": lambda run, ask: run.system(),
+            "alarms": lambda run, ask: run.alarms(),
         }  # fmt: skip
         for name, page in of_run.items():
             routes[f"run/{name}"] = partial(_of_run, pages, page)

@@ -8,15 +8,19 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 from starlette.testclient import TestClient
+from tests.unit.dashboard.conftest import answer, group, write_step
 
 from winnow.dashboard.service import STATIC, Dashboard
+from winnow.observe.doctor import diagnose_run
 from winnow.observe.files import RunFolder
+from winnow.observe.rollouts import RolloutGroup
 
 MakeRun = Callable[[str], RunFolder]
 ROOT = Path(__file__).parents[3]
@@ -113,7 +117,7 @@ def test_no_damaged_file_makes_a_page_fail(name: str, content: bytes, make_run: 
         "run/group?run=a&kind=training&step=2&group=2",
         "run/search?run=a&kind=training&step=2&q=x",
         *("run/prompt?run=a&kind=training&uid=row-1", "run/timeline?run=a", "run/system?run=a"),
-        "comparison?a=a&b=a",
+        *("comparison?a=a&b=a", "run/alarms?run=a"),
     )
     for page in pages:
         answer = asked.get(f"/api/{page}")
@@ -122,6 +126,42 @@ def test_no_damaged_file_makes_a_page_fail(name: str, content: bytes, make_run: 
             line = answer.json()["error"]
             assert name.split("/")[-1] in line or "no group" in line or "has no" in line
             assert "\n" not in line
+
+
+def test_alarms_are_those_of_the_doctor_while_a_run_grows_and_after_it_was_cut_back(
+    make_run: MakeRun,
+) -> None:
+    folder = make_run("a")
+    asked = client(folder.path)
+    flat = {"score/task_reward/min": -1, "score/task_reward/max": -1, "sampling/accuracy": 0}
+
+    def write(step: int) -> None:
+        with folder.metrics.open("a") as file:
+            file.write(json.dumps({"step": step, **flat, "scoring/failed": step}) + "\n")
+
+    def told() -> list[Any]:
+        found = get(asked, "/api/run/alarms?run=a")["findings"]
+        assert found == [asdict(each) for each in diagnose_run(folder)[1]]
+        return [(each["name"], each["first_step"], each["last_step"]) for each in found]
+
+    assert told() == []
+    seen = []
+    for step in range(5, 12):
+        write(step)
+        seen.append(told())
+    assert seen[0] == [("scoring_fails", 5, 5)]
+    assert seen[-1] == [("reward_flat_wrong", 9, 11), ("scoring_fails", 5, 11)]
+    evidence = get(asked, "/api/run/alarms?run=a")["findings"][0]["evidence"]
+    assert "the last 5 steps has the reward -1" in evidence
+    assert "wrong groups" not in evidence  # the newest answers have none
+    wrong = [RolloutGroup(group(1, "row-9", answer(1, 0.0), answer(1, 0.0)), "all_wrong")]
+    write_step(folder.path, 12, wrong, "rollouts")
+    assert told()[:2] == [("reward_flat_wrong", 9, 12), ("filtered", 12, 12)]
+    (folder.rollouts / "step-12.parquet").unlink()
+    assert told() == seen[-1]
+    lines = folder.metrics.read_text().splitlines(keepends=True)
+    folder.metrics.write_text("".join(lines[:4]))
+    assert told() == []
 
 
 def test_without_a_token_only_this_machine_is_answered(make_run: MakeRun) -> None:

@@ -1,0 +1,68 @@
+"""What the rules of `winnow doctor` find in a run, from its figures as they grow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import asdict, replace
+from threading import Lock
+from typing import Any
+
+from winnow.dashboard.columns import MetricsColumns
+from winnow.dashboard.runs import RunFiles
+from winnow.observe.diagnosis import Diagnosis
+from winnow.observe.doctor import ROLLOUT_COLUMNS, WRONG, unlearnt, wrong_answers
+
+_ROLLOUTS = "rollouts"
+
+
+class Alarms:
+    """The findings of a run; each step is looked at once."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._files, self._lock = files, Lock()
+        self._made_of: Any = None
+        self._rows = 0
+        self._diagnosis = Diagnosis({})
+
+    def findings(
+        self, columns: MetricsColumns, settings: Mapping[str, Any], stamp: str
+    ) -> list[dict[str, Any]]:
+        """Return the findings up to the last step, the gravest first.
+
+        Args:
+            columns: the run's figures.
+            settings: its recipe as a tree.
+            stamp: changes with the recipe.
+
+        Raises:
+            UnreadableError: the newest answers cannot be read.
+        """
+        with self._lock:
+            made_of = stamp, columns.beginnings
+            if made_of != self._made_of:
+                self._made_of, self._rows, self._diagnosis = made_of, 0, Diagnosis(settings)
+            for step, record in columns.records(self._rows):
+                self._diagnosis.add(step, record)
+                self._rows += 1
+            return self._with_answers(max(columns.steps, default=0))
+
+    def _with_answers(self, steps: int) -> list[dict[str, Any]]:
+        """Add what only answers tell: of a step in which nothing could be learnt, and why wrong."""
+        diagnosis = self._diagnosis
+        newest = max(self._files.steps(_ROLLOUTS), default=0)
+        rows: list[dict[str, Any]] = []
+        if newest > steps or any(each.name in WRONG for each in diagnosis.findings()):
+            with self._files.parquet(f"{_ROLLOUTS}/step-{newest}.parquet") as file:
+                rows = file.read(columns=ROLLOUT_COLUMNS).to_pylist()
+        if newest > steps:  # it has no line of figures
+            diagnosis = deepcopy(diagnosis)
+            diagnosis.add(newest, unlearnt(newest, rows))
+        return [
+            asdict(
+                replace(each, evidence=each.evidence + wrong_answers(rows))
+                if each.name in WRONG
+                else each
+            )
+            for each in diagnosis.findings()
+        ]
