@@ -21,9 +21,11 @@ from winnow.observe.metrics import Record
 from winnow.observe.rollouts import read_rollouts, rollout_files
 from winnow.observe.sinks import RunInfo
 
-_WRONG = ("reward_flat_wrong", "filtered")
+WRONG = ("reward_flat_wrong", "filtered")
+"""Findings of which wrong answers may say more."""
 _WORD = re.compile(r"\w(?:[\w.,/-]*\w)?")
-_COLUMNS = ["group", "outcome", "accuracy", "prompt", "response"]
+ROLLOUT_COLUMNS = ["group", "outcome", "accuracy", "prompt", "response"]
+"""Columns of a file of answers that findings are told by."""
 
 log = logging.getLogger(__name__)
 
@@ -88,11 +90,11 @@ def diagnose_run(folder: RunFolder) -> tuple[int, list[RunFinding]]:
     records: list[Record] = list(read_metrics(folder.metrics)) if folder.metrics.is_file() else []
     steps = max((int(record["step"]) for record in records), default=0)
     files = rollout_files(folder.rollouts)
-    rows = read_rollouts(files[-1][1]).select(_COLUMNS).to_pylist() if files else []
+    rows = read_rollouts(files[-1][1]).select(ROLLOUT_COLUMNS).to_pylist() if files else []
     if files and files[-1][0] > steps:  # a step in which nothing could be learnt has no line
-        records.append(_unlearnt(files[-1][0], rows))
+        records.append(unlearnt(files[-1][0], rows))
     found = diagnose(records, settings if isinstance(settings, Mapping) else {})
-    more = {name: wrong_answers(rows) for name in _WRONG}
+    more = {name: wrong_answers(rows) for name in WRONG}
     return steps, [replace(f, evidence=f.evidence + more.get(f.name, "")) for f in found]
 
 
@@ -120,7 +122,7 @@ def wrong_answers(rows: Iterable[Mapping[str, Any]]) -> str:
     return f"{said}, such as {example}: if that is right, the scorer misreads it"
 
 
-def _unlearnt(step: int, rows: Sequence[Mapping[str, Any]]) -> Record:
+def unlearnt(step: int, rows: Sequence[Mapping[str, Any]]) -> Record:
     """Make the record of a step that sampling could not fill, from its answers."""
     fates = Counter({row["group"]: row["outcome"] for row in rows}.values())
     rights = [row["accuracy"] for row in rows if row["accuracy"] is not None]
