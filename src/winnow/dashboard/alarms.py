@@ -1,4 +1,4 @@
-"""What the rules of `winnow doctor` find in a run, from its figures as they grow."""
+"""Findings of the rules of `winnow doctor` in a run, made from its figures as they grow."""
 
 from __future__ import annotations
 
