@@ -256,6 +256,7 @@ def test_answers_are_reached_by_clicks_and_keys_and_by_their_address(look: Watch
 def test_tokens_show_their_numbers_and_special_ones_are_marked(look: Watched) -> None:
     page = look.open("answers?run=tiny&step=1")
     page.locator(".groups tr:has(.fate.trained):not(:has(.dim))").first.click()
+    expect(page.locator(".group.stale")).to_have_count(0)
     page.locator(".tokens span").first.hover()
     readout = page.locator(".readout").inner_text()
     assert re.search(r"log-prob .?\d+\.\d{3} +p [01]\S* +trainer .?\d+\.\d{3}", readout)
@@ -295,6 +296,7 @@ def test_what_is_read_stays_while_the_run_goes_on(look: Watched) -> None:
     rows.nth(1).click()
     head = page.locator(".group .head h2")
     expect(head).to_contain_text(rows.nth(1).locator(".prompt").inner_text().rstrip(":"))
+    expect(page.locator(".group.stale")).to_have_count(0)
     prompt = page.get_by_role("region", name="Prompt")
     expect(prompt.locator(".special")).to_have_count(1)
     read = page.locator(".tokens").last.inner_text()
