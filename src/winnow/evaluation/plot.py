@@ -163,7 +163,7 @@ def _paint(axis: Any, name: str, curves: Sequence[_Curve], request: PlotRequest)
 
 def _leave_wide_bands(axis: Any) -> None:
     """Cut the scale where the interval of few runs would leave no room for the curves."""
-    drawn = np.concatenate([np.ravel(line.get_ydata()) for line in axis.lines] or [[0.0]])
+    drawn = np.concatenate([np.ravel(line.get_ydata()) for line in axis.lines] or [np.zeros(1)])
     room = (drawn.max() - drawn.min()) / 2 or np.inf
     low, high = axis.get_ylim()
     axis.set_ylim(max(low, drawn.min() - room), min(high, drawn.max() + room))

@@ -193,7 +193,8 @@ def _share_table(
 
 def _next(console: Console, commands: Mapping[str, str], width: int) -> Sequence[RenderableType]:
     """Make the list of commands; one that is longer than the screen stays whole, to be copied."""
-    if all(len(command) + len(meaning) < width - 3 for command, meaning in commands.items()):
+    columns = (max(map(len, texts), default=0) for texts in (commands, commands.values()))
+    if sum(columns) < width - 3:
         return _pairs(console, "Next", commands)
     lines = [f"{command}  # {meaning}" for command, meaning in commands.items()]
     return [Text("Next", style="bold"), *(Text(x, no_wrap=True, overflow="ignore") for x in lines)]
