@@ -131,6 +131,9 @@ class IdleStrategy:
     def optimizer_step(self, lr: float) -> Stats:
         return {"grad_norm": 1.0, "skipped": 0}
 
+    def weights_are_finite(self) -> bool:
+        return True
+
     def export_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         yield "weight", self._weight
 

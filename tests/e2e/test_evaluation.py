@@ -403,7 +403,8 @@ def test_aime_2024_asks_real_problems_with_the_published_instruction(
 def test_recipes_of_both_kinds_are_listed_apart(place: Path) -> None:
     said = winnow(place, "recipes").check().out
     training, evaluation = said.split("\n\n")
-    assert "quickstart" in training.splitlines()
+    assert "quickstart" in [line.split()[0] for line in training.splitlines()]
+    assert all(len(line.split()) > 1 for line in training.splitlines()), "each has a title"
     assert "eval" not in training
     assert evaluation == "For winnow eval MODEL --recipe: aime2024, default\n"
 

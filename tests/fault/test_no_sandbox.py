@@ -51,9 +51,8 @@ def test_training_on_code_is_refused_before_it_begins(place: Path) -> None:
     (line,) = said.stderr.splitlines()
     assert line.startswith("winnow: no sandbox holds here, so no program is run. bubblewrap: bwrap")
     assert "; landlock: Landlock is off; version 3 (Linux 6.2) is needed. Install " in line
-    # Nothing was written by the model, nor learned.
-    assert [file.read_text() for file in place.glob("runs/*/metrics.jsonl")] == [""]
-    assert not list(place.glob("runs/*/*/*"))
+    # Nothing was written by the model, nor learned, and no run is left.
+    assert not list(place.glob("runs/*"))
 
 
 def test_trying_a_reward_runs_no_program_either(place: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_file_that_ends_the_process_when_imported_is_refused(
     body: str, how: str, lab: Lab, tmp_path: Path
 ) -> None:
     scorer = tmp_path / "scorer.py"
-    scorer.write_text(f"import os\nprint('before')\n{body}\n")
+    scorer.write_text(f"import os\nprint('before')\n{body}\ndef compute_score(*a): return 1.0\n")
     done = said(lab, f"import-{body[3:7]}", *reward(scorer))
     assert (done.code, done.out) == (2, "")
     assert done.err == (

@@ -20,10 +20,8 @@ from winnow.data.sources import read_rows
 from winnow.errors import DataError
 
 MAIN = """
-from winnow.cli import main as cli
-from winnow.cli.data import app
-cli.app.add_typer(app, name="data")
-cli.main()
+from winnow.cli import main
+main()
 """
 
 

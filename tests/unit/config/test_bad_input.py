@@ -176,8 +176,8 @@ OVERRIDES = [
     ),
     (
         ["optim.lr=1,2"],
-        "override 'optim.lr=1,2' is a sweep over several values; give one value, or a list in "
-        "brackets: optim.lr=[a,b]",
+        "override 'optim.lr=1,2' is a sweep over several values; give one value, a list in "
+        "brackets (optim.lr=[a,b]), or --multirun",
     ),
     (
         ["warm_start@x=sft"],
