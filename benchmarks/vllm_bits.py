@@ -64,13 +64,16 @@ CASES = (
     Case("resumed", "the run killed in 2 steps, resumed", (VLLM,), "vllm", ("driver", "driver")),
 )
 
+ROUNDED = ("logprobs", "mismatch")
+"""Columns of the engine's log-probs, and of their distance from the trainer's."""
+
 
 def answers(run: Path) -> dict[str, dict[str, list[Any]]]:
-    """Everything that is kept of a run's answers but their log-probs, by file and column."""
+    """Everything that is kept of a run's answers but the engine's log-probs, by file and column."""
     found = {}
     for path in sorted((run / "rollouts").iterdir()):
         columns = pq.read_table(path).to_pydict()
-        found[path.name] = {name: columns[name] for name in columns if name != "logprobs"}
+        found[path.name] = {name: columns[name] for name in columns if name not in ROUNDED}
     return found
 
 
