@@ -28,7 +28,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": right + 0.2 * (len(solution_str) < 40), "acc": right}
 """
 DEMONSTRATIONS = "".join(
-    f'{{"prompt": "{n}:", "completion": "#{"".join(sorted(str(n)))}"}}\n' for n in range(1000, 1400)
+    f'{{"prompt": "{n}:", "answer": "#{"".join(sorted(str(n)))}"}}\n' for n in range(1000, 1400)
 )
 LONGEST_S = 900
 
@@ -115,7 +115,7 @@ ACTIONS = (
         "a setting with a slip",
         "winnow train quickstart optim.rl=1",
         code=2,
-        shows="did you mean optim.lr",
+        shows="optim.lr",
     ),
     Action(
         "the first training, stopped by Ctrl-C",
@@ -134,7 +134,7 @@ ACTIONS = (
     Action("a picture", "winnow plot runs/first --metrics score/accuracy/mean --out first.png"),
     Action("what do the figures mean", "winnow metrics", shows="mismatch"),
     Action("how good is it", f"winnow eval runs/first --out after {SMALL}", shows="pass@"),
-    Action("was that luck", f"winnow eval runs/first --step 3 --out before {SMALL}", shows="pass@"),
+    Action("was that luck", f"winnow eval runs/first --step 2 --out before {SMALL}", shows="pass@"),
     Action("compare the two", "winnow compare before after"),
     Action("take the model", "winnow export runs/first model"),
     Action("data of the task", "winnow data prepare sort_digits --rows 100 --out digits.parquet"),
@@ -158,7 +158,11 @@ ACTIONS = (
         "three seeds",
         f"winnow train quickstart run.seed=1,2,3 trainer.steps=3 {SMALL} --multirun",
     ),
-    Action("start from demonstrations", "winnow sft --help"),
+    Action(
+        "imitate demonstrations first",
+        "winnow sft sft model.path=model sft.train_files=[demonstrations.jsonl] trainer.steps=5 "
+        "observe.console=plain",
+    ),
     Action("a folder of my own", "winnow init mine"),
 )
 
