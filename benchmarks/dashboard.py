@@ -124,6 +124,7 @@ def pages(run: str, steps: int, answers: int, dice: np.random.Generator) -> dict
             f"run/timeline?run={run}&step={step}",
         ],
         "System": [f"run/system?run={run}", f"series?runs={run}&names=memory/*&names=ranks/*"],
+        "Alarms": [f"run/alarms?run={run}"],
     }
 
 
