@@ -19,8 +19,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from winnow.data.columns import excerpt, said
+from winnow.data.columns import excerpt
 from winnow.errors import DataError
+from winnow.models.fetch import hub_fault
 
 FORMATS = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _URL = re.compile(r"hf://(?:datasets/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.+))?")
@@ -111,7 +112,7 @@ def list_files(place: str, repo: str, revision: str) -> Listing:
         info = HfApi().dataset_info(repo, revision=revision, timeout=30)
     # The client raises its own errors and those of the HTTP library below, which has changed.
     except Exception as error:
-        raise DataError(f"{place}: {_reason(error)}") from error
+        raise DataError(f"{place}: {hub_fault(error)}") from error
     files = sorted(file.rfilename for file in info.siblings or ())
     card = vars(info.card_data) if info.card_data else {}
     configs = card.get("configs")
@@ -132,20 +133,4 @@ def fetch(place: str, url: str) -> Path:
         repo, revision, file = found.groups()
         return Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
     except Exception as error:
-        raise DataError(f"{place}: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    """Say what went wrong and what may help, on one line."""
-    from huggingface_hub import constants, errors
-
-    if isinstance(error, errors.GatedRepoError):
-        return "asks for permission first; accept its terms on the hub and set HF_TOKEN"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return "has no such revision; choose another revision"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return f"is not on {constants.ENDPOINT}, or not for you; check HF_ENDPOINT and HF_TOKEN"
-    return (
-        f"cannot be had from {constants.ENDPOINT} ({said(error)}); check the network, HF_ENDPOINT, "
-        "HF_HUB_OFFLINE and the disk under HF_HOME"
-    )
+        raise DataError(f"{place}: {hub_fault(error)}") from error

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from winnow.errors import ModelError
-from winnow.models.fetch import check_hub, local_folder, may_be_hub_name
+from winnow.models.fetch import brief, check_hub, local_folder, may_be_hub_name
 from winnow.types import IntArray
 
 if TYPE_CHECKING:
@@ -66,10 +65,9 @@ def load_tokenizer(
             )
     # A damaged tokenizer.json surfaces as a bare Exception of the tokenizers library.
     except Exception as error:
-        reason = shorten(str(error), 200, placeholder=" …") or type(error).__name__
         remedy = "mend its files" if is_folder else "check the name and your access to it"
         raise ModelError(
-            f"{field} {path}: cannot load its tokenizer: {reason.rstrip('.')}; {remedy}"
+            f"{field} {path}: cannot load its tokenizer: {brief(error)}; {remedy}"
         ) from error
     if ends_answers and tokenizer.eos_token_id is None:
         raise ModelError(

@@ -21,7 +21,6 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
@@ -29,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.models.fetch import is_elsewhere, local_folder
+from winnow.models.fetch import brief, is_elsewhere, local_folder
 from winnow.observe.files import system_error
 
 if TYPE_CHECKING:
@@ -216,15 +215,13 @@ def failures_told(
     try:
         yield
     except ImportError as error:
-        said = shorten(str(error), 200, placeholder=" …")
         remedy = "install that, or give weights that are not quantized"
-        raise ModelError(f"{fault}: {said}; {remedy}") from error
+        raise ModelError(f"{fault}: {brief(error)}; {remedy}") from error
     except (
         *(OSError, ValueError, KeyError, RuntimeError),
         *(SafetensorError, UnpicklingError),
     ) as error:
-        reason = shorten(str(error), 200, placeholder=" …") or type(error).__name__
-        raise ModelError(f"{fault}: {reason.rstrip('.')}; {remedy}") from error
+        raise ModelError(f"{fault}: {brief(error)}; {remedy}") from error
 
 
 def settled(model: PreTrainedModel, where: Source, device: torch.device) -> PreTrainedModel:

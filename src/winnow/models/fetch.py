@@ -14,6 +14,7 @@ this, so that each node of a cluster has a copy of its own.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -22,10 +23,11 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from textwrap import shorten
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from winnow.errors import ModelError
 from winnow.observe.files import one_line, sync
@@ -39,7 +41,12 @@ _SKIPPED = (
 """Files of a model's folder that nothing here reads."""
 _PICKLED = "*.bin"
 """Weights that are read where there are no safetensors."""
-_VERSIONS = "ETag", "etag", "md5Hash", "checksum", "generation", "mtime", "LastModified", "created"
+_FULL = errno.ENOSPC, errno.EDQUOT, errno.EROFS
+"""Faults of the folder of the copies, not of where they come from."""
+_VERSIONS = (
+    *("ETag", "etag", "md5Hash", "checksum", "generation", "mtime", "LastModified"),
+    *("Last-Modified", "created"),
+)
 """Names under which file systems tell that a file is another one, best first."""
 _PINNED = re.compile(r"([\w.-]+(?:/[\w.-]+)?)@([\w./-]+)")
 _AT_ONCE = 4
@@ -57,6 +64,78 @@ class _Entry(NamedTuple):
     """Its name in the file system."""
     size: int
     version: str
+
+
+_Entries = Mapping[str, _Entry]
+"""By their paths in the model's folder."""
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """A model at a URL."""
+
+    url: str
+    files: Any
+    root: str
+
+    def entries(self) -> _Entries:
+        """List the files as they are now."""
+        # A listing of some minutes ago would hide that weights have changed.
+        self.files.invalidate_cache()
+        try:
+            found: dict[str, Any] = self.files.find(self.root, detail=True)
+            if not found:  # some file systems leave out what they cannot reach
+                self.files.ls(self.root)
+        except FileNotFoundError:
+            found = {}
+        entries = {}
+        for name, info in found.items():
+            path = str(PurePosixPath(name).relative_to(PurePosixPath(self.root)))
+            if ".." in PurePosixPath(path).parts:
+                raise ValueError(f"the key {name} leads out of the model's folder")
+            # Object stores mark folders by keys of no bytes that end in a slash.
+            if name.endswith("/") or any(fnmatchcase(path, pattern) for pattern in _SKIPPED):
+                continue
+            if info.get("size") is None:  # servers of HTTP tell it of single files alone
+                info = self.files.info(name)
+            version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+            entries[path] = _Entry(name, int(info["size"]), version)
+        if not entries.keys() & {"config.json", "adapter_config.json", "tokenizer_config.json"}:
+            raise ValueError(
+                f"no Hugging Face folder lies there ({len(entries)} files, no config.json)"
+            )
+        is_safe = any(name.endswith(".safetensors") for name in entries)
+        return {n: e for n, e in entries.items() if not (is_safe and fnmatchcase(n, _PICKLED))}
+
+    def fetch(self, entries: _Entries, target: Path, tell: Callable[[str], None]) -> None:
+        """Copy the files to a draft that keeps those which an earlier try has finished."""
+        draft = target.with_name(f".{target.name}.partial")
+        if target.exists():  # damaged: what is whole in it need not come again
+            shutil.rmtree(draft, ignore_errors=True)
+            target.rename(draft)
+        missing = {n: e for n, e in entries.items() if _size(draft / n) != e.size}
+        size, free = sum(e.size for e in missing.values()), shutil.disk_usage(target.parent).free
+        if size > free:
+            left = f"{size / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB that it has left"
+            raise OSError(errno.ENOSPC, left)
+        tell(f"Fetching {self.url} ({size / 1e9:.2f} GB in {len(missing)} files) to {target}")
+
+        def get(name: str) -> None:
+            path = draft / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f"{path.name}.part")
+            self.files.get_file(entries[name].name, str(part))
+            if _size(part) != entries[name].size:
+                raise ValueError(f"{name} has {_size(part)} bytes, not {entries[name].size}")
+            sync(part)
+            part.rename(path)
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(get, missing))
+        if self.entries() != entries:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise ValueError("it changed meanwhile; start again once it rests")
+        draft.rename(target)
 
 
 def is_elsewhere(path: str) -> bool:
@@ -81,15 +160,6 @@ def local_folder(
         fetch = _from_url if "://" in path else _from_hub
         _found[path] = str(fetch(path, field, tell))
     return _found.get(path, path)
-
-
-def hub_commit(path: str, field: str, tell: Callable[[str], None] = log.info) -> str:
-    """Return the commit that a hub name with a revision is now, and fetch it.
-
-    Raises:
-        ModelError: as `local_folder`.
-    """
-    return Path(local_folder(path, field, tell)).name
 
 
 def cache_root() -> Path:
@@ -118,19 +188,38 @@ def check_hub(name: str, field: str) -> None:
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     try:
-        cached = try_to_load_from_cache(name, "config.json")
-        is_known = isinstance(cached, str) or HfApi().repo_exists(name)
-    # Malformed names, offline mode, and the errors of whichever HTTP library is below.
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            HfApi().model_info(name, timeout=30)
     except Exception as error:
-        reason = shorten(str(error), 200, placeholder=" …") or type(error).__name__
-        raise ModelError(
-            f"{field} {name}: no such folder, and the hub cannot be asked for it: "
-            f"{reason.rstrip('.')}; give a Hugging Face model folder"
-        ) from error
-    if not is_known:
-        raise ModelError(
-            f"{field} {name}: no such folder, and the hub has no such model; check the name"
+        fault = f"no such folder; a model of that name {hub_fault(error)}"
+        raise ModelError(f"{field} {name}: {fault}") from error
+
+
+def hub_fault(error: Exception) -> str:
+    """Say in one line why the hub's client failed, and what may help.
+
+    It raises errors of its own, of the HTTP library below it, and ValueError for malformed names.
+    """
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "asks for permission first; accept its terms on the hub and set HF_TOKEN"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "has no such revision; choose another revision"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"is not on {constants.ENDPOINT}, or not for you; check the name, HF_ENDPOINT and "
+            "HF_TOKEN"
         )
+    return (
+        f"cannot be had from {constants.ENDPOINT} ({brief(error)}); check the network, "
+        "HF_ENDPOINT, HF_HUB_OFFLINE and the disk under HF_HOME"
+    )
+
+
+def brief(error: Exception) -> str:
+    """Cut another library's message to one short line without its full stop."""
+    return shorten(one_line(error), 200, placeholder=" …").rstrip(".")
 
 
 def _pinned(path: str) -> re.Match[str] | None:
@@ -139,158 +228,59 @@ def _pinned(path: str) -> re.Match[str] | None:
 
 
 def _from_hub(path: str, field: str, tell: Callable[[str], None]) -> Path:
-    """Return the folder of a revision in the hub's cache; offline, of one that is there already."""
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import RevisionNotFoundError
+    """Return the folder of a revision in the hub's cache; that is enough where it is whole."""
+    from huggingface_hub import snapshot_download
 
     match = _pinned(path)
     assert match is not None
     name, revision = match.groups()
-    where = f"{field} {name} at revision {revision}"
-    skipped = [*_SKIPPED]
-    check_hub(name, field)
+    tell(f"Fetching {name}@{revision} from the hub, or its cache")
     try:
-        found = HfApi().model_info(name, revision=revision)
-        names = [file.rfilename for file in found.siblings or ()]
-        skipped += [_PICKLED] if any(n.endswith(".safetensors") for n in names) else []
-        tell(f"Fetching {name}@{revision} from the hub")
-    except RevisionNotFoundError as error:
-        raise ModelError(f"{where}: the hub has no such revision; check model.revision") from error
-    except Exception as error:  # offline, or whatever the HTTP library below says
-        log.info("%s: the hub cannot be asked: %s", where, one_line(error))
-    try:
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=skipped))
-    except Exception as error:
-        reason = shorten(one_line(error), 200, placeholder=" …").rstrip(".")
-        raise ModelError(f"{where}: cannot be fetched: {reason}; check revision and access") from (
-            error
+        folder = Path(
+            snapshot_download(name, revision=revision, ignore_patterns=[*_SKIPPED, _PICKLED])
         )
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(name, revision=revision, ignore_patterns=[*_SKIPPED])
+    except Exception as error:
+        raise ModelError(f"{field} {path}: {hub_fault(error)}") from error
+    return folder
 
 
 def _from_url(url: str, field: str, tell: Callable[[str], None]) -> Path:
     """Return the copy of what lies at a URL now, made if there is none."""
+    import fsspec
     from filelock import FileLock
 
-    files, root = _file_system(url, field)
-    entries = _listing(files, root, url, field)
-    told = json.dumps([url, {name: entry[1:] for name, entry in sorted(entries.items())}])
-    name = re.sub(r"[^\w.-]+", "_", PurePosixPath(root).name) or "model"
     cache = cache_root()
-    target = cache / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
-    if _is_whole(target, entries):
-        return target
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f".{target.name}.lock"):
-            if not _is_whole(target, entries):  # another process has fetched it meanwhile
-                _fetch(url, files, root, entries, target, field, tell)
-    except OSError as error:
+        remote = _Remote(url, *fsspec.core.url_to_fs(url))
+        entries = remote.entries()
+        told = json.dumps(
+            [url.rstrip("/"), {name: entry[1:] for name, entry in sorted(entries.items())}]
+        )
+        name = re.sub(r"[^\w.-]+", "_", PurePosixPath(remote.root).name) or "model"
+        target = cache / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+        if not _is_whole(target, entries):
+            cache.mkdir(parents=True, exist_ok=True)
+            with FileLock(cache / f".{target.name}.lock"):
+                if not _is_whole(target, entries):  # another process has fetched it meanwhile
+                    remote.fetch(entries, target, tell)
+    except Exception as error:  # each file system has errors of its own
+        where, place = f"{field} {url}", Path(str(getattr(error, "filename", None)))
+        is_here = cache.is_relative_to(place) or place.is_relative_to(cache)
+        if getattr(error, "errno", None) in _FULL or is_here:
+            said = cast(OSError, error).strerror
+            raise ModelError(
+                f"{where}: cannot be kept in {cache}: {said}; free some space, or choose another "
+                "folder in model.cache_dir"
+            ) from error
         raise ModelError(
-            f"{field} {url}: cannot be kept in {cache}: {error.strerror or one_line(error)}; "
-            "choose another folder in model.cache_dir"
+            f"{where}: cannot be fetched: {brief(error)}; check the URL and your access to it"
         ) from error
     return target
 
 
-def _file_system(url: str, field: str) -> tuple[Any, str]:
-    import fsspec
-
-    try:
-        files, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise ModelError(
-            f"{field} {url}: cannot be used: {one_line(error)}; install what it asks for, or give "
-            "another URL"
-        ) from error
-    # What a listing was some minutes ago would hide that weights have changed.
-    files.invalidate_cache()
-    return files, root
-
-
-def _listing(files: Any, root: str, url: str, field: str) -> dict[str, _Entry]:
-    """List the files of a model by their paths in its folder."""
-    try:
-        found: dict[str, Any] = files.find(root, detail=True)
-        if not found:  # some file systems leave out what they cannot reach
-            files.ls(root)
-        base = PurePosixPath(root)
-        entries = {}
-        for name, info in found.items():
-            path = PurePosixPath(name.rstrip("/")).relative_to(base)
-            if ".." in path.parts:
-                raise ValueError(f"the key {name} leads out of the model's folder")
-            if any(fnmatchcase(str(path), pattern) for pattern in _SKIPPED):
-                continue
-            if info.get("size") is None:  # servers of HTTP tell it of single files alone
-                info = files.info(name)
-            version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-            entries[str(path)] = _Entry(name, int(info["size"]), version)
-    except FileNotFoundError:
-        entries = {}
-    except Exception as error:  # each file system has errors of its own
-        raise _unreachable(url, field, error) from error
-    if not entries.keys() & {"config.json", "adapter_config.json", "tokenizer_config.json"}:
-        raise ModelError(
-            f"{field} {url}: no Hugging Face folder lies there ({len(entries)} files, no "
-            "config.json); check the URL"
-        )
-    if any(name.endswith(".safetensors") for name in entries):
-        entries = {n: entry for n, entry in entries.items() if not fnmatchcase(n, _PICKLED)}
-    return entries
-
-
-def _fetch(
-    url: str,
-    files: Any,
-    root: str,
-    entries: Mapping[str, _Entry],
-    target: Path,
-    field: str,
-    tell: Callable[[str], None],
-) -> None:
-    """Copy the files to a draft that keeps those which an earlier try has finished."""
-    draft = target.with_name(f".{target.name}.partial")
-    if target.exists():  # damaged: what is whole in it need not come again
-        shutil.rmtree(draft, ignore_errors=True)
-        target.rename(draft)
-    missing = {n: e for n, e in entries.items() if _size(draft / n) != e.size}
-    size, free = sum(e.size for e in missing.values()), shutil.disk_usage(target.parent).free
-    if size > free:
-        raise ModelError(
-            f"{field} {url}: {size / 1e9:.1f} GB do not fit into {target.parent}, which has "
-            f"{free / 1e9:.1f} GB left; free some space, or choose another folder in "
-            "model.cache_dir"
-        )
-    tell(f"Fetching {url} ({size / 1e9:.2f} GB in {len(missing)} files) to {target}")
-
-    def get(name: str) -> None:
-        path = draft / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.part")
-        files.get_file(entries[name].name, str(part))
-        if _size(part) != entries[name].size:
-            raise ValueError(f"{name} has {_size(part)} bytes, not {entries[name].size}")
-        sync(part)
-        part.rename(path)
-
-    try:
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(get, missing))
-        files.invalidate_cache()
-    except Exception as error:
-        raise _unreachable(url, field, error) from error
-    if _listing(files, root, url, field) != entries:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise ModelError(f"{field} {url}: changed while it was fetched; start again once it rests")
-    draft.rename(target)
-
-
-def _unreachable(url: str, field: str, error: Exception) -> ModelError:
-    reason = shorten(one_line(error), 200, placeholder=" …").rstrip(".")
-    return ModelError(f"{field} {url}: cannot be fetched: {reason}; mend the access")
-
-
-def _is_whole(target: Path, entries: Mapping[str, _Entry]) -> bool:
+def _is_whole(target: Path, entries: _Entries) -> bool:
     return all(_size(target / name) == entry.size for name, entry in entries.items())
 
 

@@ -9,15 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path, PurePosixPath
-from textwrap import shorten
 from typing import Any
 
 from winnow import __version__
 from winnow.config.files import to_yaml
 from winnow.config.root import Config
 from winnow.errors import WinnowError
-from winnow.models.fetch import may_be_hub_name
-from winnow.observe.files import one_line
+from winnow.models.fetch import brief, may_be_hub_name
 from winnow.observe.metrics import HELD_OUT_LOSS, Record
 
 _SETTINGS = (
@@ -124,7 +122,7 @@ def _reason(error: Exception) -> str:
         return "the hub wants a valid token; set HF_TOKEN, or log in with `hf auth login`"
     if status == 403:
         return "the token may not write there; take one with the right to, or another OWNER/NAME"
-    said = shorten(one_line(error), 200, placeholder=" …").rstrip(".")
+    said = brief(error)
     if isinstance(error, ValueError) and status is None:
         return f"{said}; give OWNER/NAME"
     return f"the hub refuses: {said}" if status else f"the hub cannot be reached: {said}"

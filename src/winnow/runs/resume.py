@@ -36,7 +36,7 @@ from winnow.config.load import dump_config, load_recipe
 from winnow.config.root import Config
 from winnow.data.hub import is_on_hub, pinned
 from winnow.errors import CheckpointError, ConfigError, WinnowError
-from winnow.models.fetch import hub_commit, may_be_hub_name
+from winnow.models.fetch import local_folder, may_be_hub_name
 from winnow.observe.files import (
     PARTIAL,
     TOKENIZER,
@@ -380,8 +380,8 @@ def _pinned(config: Config) -> Config:
             f"model.revision={revision} is of a model on the hub, and model.path={path} is a "
             "folder; set model.revision=null"
         )
-    commit = hub_commit(f"{path}@{revision or 'main'}", "model.path")
-    return _with_revision(config, commit)
+    snapshot = local_folder(f"{path}@{revision or 'main'}")
+    return _with_revision(config, Path(snapshot).name)
 
 
 def _as_pinned(config: Config, saved: Config) -> tuple[Config, list[str]]:

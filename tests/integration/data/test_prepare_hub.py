@@ -128,7 +128,8 @@ def test_the_command_ends_with_2_and_one_line_when_the_hub_lacks_the_set(
     assert run.returncode == 2
     assert run.stderr == (
         f"winnow: hub data set openai/gsm8k at main: is not on {hub.url}, or not for you; check "
-        "HF_ENDPOINT and HF_TOKEN, or download the file yourself and name it with --from\n"
+        "the name, HF_ENDPOINT and HF_TOKEN, or download the file yourself and name it with "
+        "--from\n"
     )
     assert run.stdout == ""
     assert not (tmp_path / "data").exists()

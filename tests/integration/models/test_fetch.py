@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import http.server
@@ -130,6 +131,17 @@ def test_a_copy_is_kept_until_the_weights_change_and_mended_where_it_is_damaged(
     assert read(second)["model.safetensors"] == b"v" * 1000
 
 
+def test_weights_that_change_on_a_web_server_are_fetched_anew(
+    tmp_path: Path, served: tuple[Server, str]
+) -> None:
+    weights = tmp_path / "served" / "model" / "model.safetensors"
+    first = local_folder(served[1])
+    assert again(f"{served[1]}/") == first
+    weights.write_bytes(b"v" * 1000)  # of the same size: only Last-Modified tells
+    os.utime(weights, (1, 1))
+    assert read(again(served[1]))["model.safetensors"] == b"v" * 1000
+
+
 FETCH = "import sys; from winnow.models.fetch import local_folder; print(local_folder(sys.argv[1]))"
 
 
@@ -184,13 +196,20 @@ def test_what_cannot_be_fetched_costs_one_line(
         return line
 
     assert "no Hugging Face folder lies there (0 files" in refused("memory://nothing")
-    assert refused("nosuch://a/b").startswith("critic.path nosuch://a/b: cannot be used: ")
+    assert refused("nosuch://a/b").startswith("critic.path nosuch://a/b: cannot be fetched: Prot")
     assert "cannot be fetched" in refused("http://127.0.0.1:9/model")
     disk = write(tmp_path / "model", FILES)
     usage = type("Usage", (), {"free": 10})
     with monkeypatch.context() as small:
         small.setattr(fetch.shutil, "disk_usage", lambda _: usage)
-        assert "0.0 GB do not fit into" in refused(f"file://{disk}")
+        line = refused(f"file://{disk}")
+        assert "0.0 GB do not fit into the 0.0 GB that it has left; free some space" in line
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as filled:
+        filled.setattr(fetch, "sync", lambda _: (_ for _ in ()).throw(full))
+        assert "No space left on device; free some space, or choose another" in refused(
+            f"file://{disk}"
+        )
     monkeypatch.setenv("WINNOW_MODEL_CACHE", str(disk / "config.json"))
     assert "choose another folder in model.cache_dir" in refused(f"file://{disk}")
 
@@ -201,6 +220,10 @@ def test_keys_that_lead_out_of_the_folder_are_refused(
     disk = write(tmp_path / "model", FILES)
     local = fsspec.filesystem("file")
     found = local.find(str(disk), detail=True)
+    marks = {f"{disk}/": {"size": 0}, f"{disk}/sub/": {"size": 0}, **found}
+    monkeypatch.setattr(type(local), "find", lambda *_, **__: marks)
+    assert read(local_folder(f"file://{disk}")) == FILES, "what object stores mark folders with"
+    fetch._found.clear()
     evil = {f"{disk}/../../etc/x": {"size": 1}, **found}
     monkeypatch.setattr(type(local), "find", lambda *_, **__: evil)
     with pytest.raises(ModelError, match="leads out of the model's folder"):
@@ -252,6 +275,7 @@ def test_a_run_keeps_the_commit_of_a_hub_model(tmp_path: Path, hub: Hub) -> None
     assert read(local_folder(model.source)) == files
     (tmp_path / "runs" / "pinned" / "metrics.jsonl").write_text(json.dumps({"step": 0}) + "\n")
     hub.repos = {}  # the same command again: what the branch is now is not asked
+    assert read(again(model.source)) == files, "a commit is read from the hub's cache alone"
     model, notes = opened("model.revision=v1")
     assert model.revision == COMMIT
     assert f"owner/digits stays at revision {COMMIT}, which this run began with" in notes[0]
@@ -261,7 +285,7 @@ def test_a_run_keeps_the_commit_of_a_hub_model(tmp_path: Path, hub: Hub) -> None
 
 def test_a_revision_that_is_not_there_or_of_no_hub_model_is_told(tmp_path: Path, hub: Hub) -> None:
     hub.repos = {"owner/digits": {"config.json": b"{}"}}
-    with pytest.raises(ModelError, match=r"the hub has no such revision; check model\.revision"):
+    with pytest.raises(ModelError, match="has no such revision; choose another revision"):
         local_folder("owner/digits@nosuch")
-    with pytest.raises(ModelError, match="the hub has no such model; check the name"):
+    with pytest.raises(ModelError, match=r"is not on .*, or not for you; .*HF_TOKEN"):
         local_folder("owner/absent@main")
