@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import shutil
@@ -131,7 +132,7 @@ def figures(records: Sequence[dict[str, float]], at_start: bool = False) -> dict
     for name in ("clip_low", "clip_high", "dual_clip"):
         shares = [r[f"actor/{name}"] for r in steps if f"actor/{name}" in r]
         found[name] = sum(shares) / len(shares) if shares else None
-    found["accuracy_by_step"] = [r["sampling/accuracy"] for r in steps]
+    found["accuracy_by_step"] = [r.get("sampling/accuracy", math.nan) for r in steps]
     found["tokens_by_step"] = [r["sampling/tokens/generated"] for r in steps]
     found["tokens"] = sum(found["tokens_by_step"])
     return found

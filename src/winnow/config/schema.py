@@ -258,9 +258,9 @@ def suggestion(key: str) -> str:
 
 
 def _nearest_keys(key: str) -> list[str]:
-    """Return up to three known keys that resemble what was typed, the nearest first."""
+    """Return up to three known keys that resemble what was typed, those of its section first."""
     typed = key.replace("/", ".").lower()
-    last = typed.split(".")[-1]
+    parent, _, last = typed.rpartition(".")
     scores: dict[str, float] = {}
     for known in all_keys():
         full = difflib.SequenceMatcher(None, typed, ".".join(known.path)).ratio()
@@ -273,7 +273,8 @@ def _nearest_keys(key: str) -> list[str]:
         scores[known.spelling] = max(score, scores.get(known.spelling, 0.0))
     ranked = sorted(scores, key=lambda name: (-scores[name], name))
     bar = max(_RESEMBLES, scores[ranked[0]] - 0.15)
-    return [name for name in ranked[:3] if scores[name] >= bar]
+    near = [name for name in ranked if scores[name] >= bar]
+    return sorted(near, key=lambda n: n.replace("/", ".").rpartition(".")[0] != parent)[:3]
 
 
 def _initials(name: str) -> str:

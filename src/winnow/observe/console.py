@@ -36,33 +36,32 @@ class Column:
     """One figure of the view: its title, where it is found, and how it is written."""
 
     title: str
-    names: tuple[str, ...]
-    """Names in the record; the first that is there is shown."""
+    name: str
+    """Its name in the record."""
     show: Callable[[float | None], str]
     width: int
 
     def cell(self, record: Record) -> str:
         """Write the figure of a record, or a dash."""
-        found = (record[name] for name in self.names if name in record)
-        return self.show(next(found, None))
+        return self.show(record.get(self.name))
 
 
 TRAIN_COLUMNS = (
-    Column("accuracy", (metrics.ACCURACY, metrics.TRAINED_ACCURACY), share, 8),
-    Column("reward", (metrics.REWARD,), number, 6),
-    Column("kept", (metrics.KEEP_RATE,), share, 5),
-    Column("length", (metrics.LENGTH,), lambda v: number(v, 0 if v and v >= 1000 else 1), 6),
-    Column("cut off", (metrics.TRUNCATED,), share, 7),
-    Column("entropy", (metrics.ENTROPY,), number, 7),
-    Column("tokens/s", (metrics.TOKENS_PER_S,), count, 8),
-    Column("s/step", (metrics.STEP_S,), number, 6),
+    Column("accuracy", metrics.ACCURACY, share, 8),
+    Column("reward", metrics.REWARD, number, 6),
+    Column("kept", metrics.KEEP_RATE, share, 5),
+    Column("length", metrics.LENGTH, lambda v: number(v, 0 if v and v >= 1000 else 1), 6),
+    Column("cut off", metrics.TRUNCATED, share, 7),
+    Column("entropy", metrics.ENTROPY, number, 7),
+    Column("tokens/s", metrics.TOKENS_PER_S, count, 8),
+    Column("s/step", metrics.STEP_S, number, 6),
 )
-WARM_UP_COLUMNS = (Column("loss", (metrics.SFT_LOSS,), lambda v: number(v, 3), 7),)
+WARM_UP_COLUMNS = (Column("loss", metrics.SFT_LOSS, lambda v: number(v, 3), 7),)
 SFT_COLUMNS = (
     *WARM_UP_COLUMNS,
-    Column("held out", (metrics.HELD_OUT_LOSS,), lambda v: number(v, 3), 8),
-    Column("tokens", ("sft/tokens",), count, 8),
-    Column("s/step", (metrics.STEP_S,), number, 6),
+    Column("held out", metrics.HELD_OUT_LOSS, lambda v: number(v, 3), 8),
+    Column("tokens", "sft/tokens", count, 8),
+    Column("s/step", metrics.STEP_S, number, 6),
 )
 
 

@@ -48,7 +48,12 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "Sampling": (
-        ("sampling/accuracy", "share", "all answers of the groups looked at, unfiltered"),
+        (
+            "sampling/accuracy",
+            "share",
+            "all answers of the groups looked at, unfiltered; absent in a step that groups carried "
+            "over fill, as is sampling/keep_rate",
+        ),
         ("sampling/keep_rate", "share", "groups looked at that passed the filter"),
         (
             "sampling/groups/{trained,all_right,all_wrong,surplus,stale,failed}",

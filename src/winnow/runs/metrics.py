@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import resource
 from collections.abc import Mapping, Sequence
@@ -107,7 +108,8 @@ def _record_sampling(metrics: Metrics, sampled: StepGroups) -> None:
         "staleness/max": counts.staleness_max,
     }
     for name, figure in figures.items():
-        metrics.last(f"sampling/{name}", figure)
+        if not math.isnan(figure):  # as of a step that carried groups filled: it looked at none
+            metrics.last(f"sampling/{name}", figure)
 
 
 def rollout_groups(sampled: StepGroups, learned: Learned) -> list[RolloutGroup]:

@@ -84,6 +84,10 @@ OVERRIDES = [
         "run.name: no viable alternative at input '${x'; mend the value or its ${…}",
     ),
     # Keys
+    (
+        ["optim.rl=1"],
+        f"optim.rl is no known key {SHELL}; did you mean optim.lr or reward.cosine.right_long?",
+    ),
     (["optim.lrr=1"], f"optim.lrr is no known key {SHELL}; did you mean optim.lr?"),
     (
         ["lr=1"],

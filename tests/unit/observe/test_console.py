@@ -86,7 +86,7 @@ def test_a_line_shows_the_figures_under_their_heads(quickstart_records: Records)
 
 def test_what_a_record_lacks_is_a_dash() -> None:
     file = io.StringIO()
-    run(ConsoleSink(console_to(file, False)), [{"step": 1, "score/accuracy/mean": 0.5}], last=1)
+    run(ConsoleSink(console_to(file, False)), [{"step": 1, "sampling/accuracy": 0.5}], last=1)
     assert file.getvalue().splitlines()[1].split()[:5] == ["1/1", "50", "%", "-", "-"]
 
 

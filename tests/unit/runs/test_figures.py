@@ -17,6 +17,7 @@ from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
+from winnow.learning.learner import Learned
 from winnow.observe.metrics import Metrics
 from winnow.rewards.pipeline import Rewards
 from winnow.runs.metrics import (
@@ -26,8 +27,9 @@ from winnow.runs.metrics import (
     Throughput,
     device_peak,
     record_sources,
+    record_step,
 )
-from winnow.sampling.accounting import SettledGroup, StepGroups
+from winnow.sampling.accounting import SettledGroup, StepAccounting, StepGroups
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 
 PROMPT = Prompt("0", np.array([3]), "12:", "sort_digits", "12")
@@ -152,6 +154,21 @@ def test_each_source_has_the_mean_best_worst_and_majority_of_its_groups() -> Non
             "source/code/own/passed_share/worst@2": 0.5,
         }
     )
+
+
+def test_a_step_that_carried_groups_fill_has_no_figure_of_what_was_looked_at() -> None:
+    """Their verdicts were counted in the step before: of this one there is no share to tell."""
+    accounting = StepAccounting()
+    accounting.settled += [settled(0, "trained", [said(1, 1, "4"), said(-1, 0, "5")], "maths")]
+    sampled = accounting.close_step(1, 1, (), 0, (0, 0), 0.5)
+    learned = Learned(np.array([1.0, -1.0], np.float32), np.array([1, 1]), 6)
+    metrics = Metrics()
+    record_step(metrics, sampled, learned)
+    figures = metrics.record()
+    assert {name for name, value in figures.items() if np.isnan(value)} == set()
+    assert not {"sampling/accuracy", "sampling/keep_rate"} & {*figures}
+    assert figures["score/accuracy/mean"] == 0.5
+    assert figures["sampling/staleness/mean"] == 0
 
 
 def scores_with(tmp_path: object, body: str, patience: int = 100) -> Rewards:
