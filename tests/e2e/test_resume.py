@@ -206,10 +206,24 @@ def test_a_finished_run_is_made_longer_and_each_change_is_told(home: Home) -> No
     assert "trainer.steps=1 is less than the 3 steps" in shorter.err
 
 
+def test_passes_over_the_data_are_made_more_and_used_up(home: Home) -> None:
+    rows = "data.max_train_prompts=16", "sampling.filter=none", "evaluation.every=null"
+    for epochs, steps in ((1, 2), (1.5, 3)):
+        said = home.train("passes", *rows, f"trainer.data_epochs={epochs}").check().out
+        assert f"at most {steps} steps of 8 (trainer.data_epochs)" in said
+        steps_done = [record["step"] for record in figures(home.run("passes"))]
+        assert steps_done == list(range(steps + 1))
+    assert "trainer.data_epochs was 1.0 and is 1.5 from here on\n" in said
+    said = home.train("passes", *rows, "trainer.data_epochs=1.25").check().out
+    assert "runs/passes is finished: nothing to do (trainer.data_epochs=N makes it longer" in said
+    assert [record["step"] for record in figures(home.run("passes"))] == steps_done
+
+
 def test_a_fork_that_changes_nothing_ends_as_its_origin(home: Home) -> None:
     before = contents(home.run("calm"))
     said = home.train("twin", "run.fork=runs/calm@4").check().out
-    assert f"Forked from runs/calm after step 4 of now {STEPS}" in said
+    assert f"Forked from runs/calm after step 4 of now {STEPS}\n" in said
+    assert " was " not in said
     assert differences(home.run("calm"), home.run("twin")) == []
     assert contents(home.run("calm")) == before
     assert yaml.safe_load((home.run("twin") / "config.yaml").read_text())["run"]["fork"] == (

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from winnow.config.load import dump_config
 from winnow.config.rollout import BandFilter, VarianceFilter
 from winnow.config.root import Config
 from winnow.config.rules import notices
@@ -153,6 +152,7 @@ def with_steps(config: Config, source: PromptSource) -> Config:
 
 def build(
     config: Config,
+    recipe: str,
     policy: Policies,
     folder: RunFolder,
     sinks: Sinks,
@@ -165,6 +165,9 @@ def build(
     tell: Timeline = no_timeline,
 ) -> Run:
     """Build everything that `loop.train` sequences.
+
+    Args:
+        recipe: as the run's folder keeps it, for its checkpoints.
 
     Raises:
         WinnowError: data, scorers and model do not fit what the recipe asks.
@@ -189,7 +192,7 @@ def build(
         metrics,
         config.trainer,
         Manifest(machine=placed.machine, code=code_hashes(config)),
-        dump_config(config),
+        recipe,
         tell,
     )
     steps, gpu = config.trainer.steps, str(placed.machine.get("device", ""))

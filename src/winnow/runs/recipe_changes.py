@@ -11,7 +11,9 @@ Settings that groups under way depend on may change in a fork whose checkpoint h
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from winnow.config.algorithm import GaeAdvantage, NoKl
@@ -43,7 +45,15 @@ _MAY_CHANGE: dict[str, set[str]] = {
     # A run that stopped at its bound asks for it.
     "sampling": {"stall_timeout_s", "max_groups_per_step", "on_bound"},
     "trainer": {
-        *("steps", "save_every", "keep_last", "keep_every", "keep_best", "checkpoint_url"),
+        *(
+            "steps",
+            "data_epochs",
+            "save_every",
+            "keep_last",
+            "keep_every",
+            "keep_best",
+            "checkpoint_url",
+        ),
         *("max_restarts", "stall_timeout_s"),
     },
     "trainer.profile": {*ProfileConfig.model_fields},
@@ -79,7 +89,8 @@ def check_same(config: Config, saved: Config, what: str, remedy: str) -> list[st
     differing = list(_differing(config, saved))
     _refuse([line for key, line in differing if not _may_change(key)], what, remedy)
     lines = [f"{line} from here on" for key, line in differing if key not in _SILENT]
-    if config.trainer.steps != saved.trainer.steps and config.optim.schedule != "constant":
+    length = {"trainer.steps", "trainer.data_epochs"}
+    if length & {key for key, _ in differing} and config.optim.schedule != "constant":
         lines.append(
             f"Warning: optim.schedule={config.optim.schedule} follows trainer.steps: the learning "
             "rate goes on by its new course"
@@ -148,9 +159,21 @@ def _differing(config: Config, saved: Config) -> Iterator[tuple[str, str]]:
             continue  # null, and the number that it stands for
         if key.startswith("data.hub_files"):
             continue  # follows from the files; the loader refuses other rows
-        if key == "run.fork" and was is not None and now == was.rpartition("@")[0]:
-            continue  # the recipe names the run, the folder its checkpoint too
+        if key == "run.fork" and _is_same_origin(was, now):
+            continue
         yield key.replace("/", "."), f"{key} was {show(was)} and is {show(now)}"
+
+
+def _is_same_origin(was: str | None, now: str | None) -> bool:
+    """Return whether a recipe names the checkpoint that a fork has kept as RUN@STEP: by its run,
+    which may have others by now, by its folder, or by a path from elsewhere."""
+    if was is None or now is None:
+        return False
+    run, _, step = was.rpartition("@")
+    origin, given = (
+        os.path.abspath(Path(place).expanduser()) for place in (run, now.removesuffix(f"@{step}"))
+    )
+    return given in (origin, os.path.join(origin, "checkpoints", f"step-{step}"))
 
 
 def _may_change(key: str) -> bool:

@@ -92,22 +92,30 @@ class Opened:
     """The recipe of the checkpoint, where that is still the one that the run was forked from."""
     is_new: bool = False
     """The folder was made by this start."""
+    knows_steps: bool = True
+    """False while the steps that fill `trainer.data_epochs` are others than before."""
 
     def state(self, config: Config) -> dict[str, Any]:
         """Read the state to go on from.
 
         Raises:
-            CheckpointError: it is damaged, or does not fit the recipe of a fork.
+            CheckpointError: it is damaged, or too old for the recipe, or does not fit a fork's.
         """
         assert self.checkpoint is not None
         state = load_state(self.checkpoint)
+        epochs = config.trainer.data_epochs
+        if epochs is not None and "sampler" in state and "passes" not in state:
+            raise CheckpointError(
+                f"trainer.data_epochs={epochs:g}: {self.checkpoint.path} was made before passes "
+                "were counted; set trainer.data_epochs=null and trainer.steps"
+            )
         if self.forked is None:
             return state
         return forked_state(config, self.forked, state, str(self.checkpoint.path))
 
     def is_finished(self, steps: int) -> bool:
-        """Return whether nothing is left to do."""
-        return self.manifest.step >= steps and self.manifest.evaluated
+        """Return whether it is known that nothing is left to do."""
+        return self.knows_steps and self.manifest.step >= steps and self.manifest.evaluated
 
     def differences(self, machine: Mapping[str, str | int]) -> list[str]:
         """Say what of the machine is not as it was when the checkpoint was made."""
@@ -290,8 +298,9 @@ def _origin(config: Config, fork: str) -> _Origin:
     checkpoint, faults = (wanted, []) if wanted is not None else newest_usable(run)
     if checkpoint is None:
         raise ConfigError(f"run.fork={fork}: {run} has no checkpoint yet; name another run")
-    verify(checkpoint)
-    if config.trainer.steps <= checkpoint.step:
+    manifest = verify(checkpoint)
+    has_steps = config.trainer.data_epochs is None
+    if has_steps and config.trainer.steps <= checkpoint.step:
         raise ConfigError(
             f"trainer.steps={config.trainer.steps} leaves nothing to train after step "
             f"{checkpoint.step} of {run}; set it to {checkpoint.step + 1} or more, or fork an "
@@ -300,8 +309,10 @@ def _origin(config: Config, fork: str) -> _Origin:
     made_with = load_recipe(str(checkpoint.path / CONFIG))
     config, pinned = _as_pinned(config, made_with)
     changes = check_fork(config, made_with, str(checkpoint.path))
-    began = f"Forked from {run} after step {checkpoint.step} of now {config.trainer.steps}"
-    return _Origin(config, run, checkpoint, (*faults, began, *pinned, *changes))
+    code = code_notes(config, run, manifest.code)
+    began = f"Forked from {run} after step {checkpoint.step}"
+    began += f" of now {config.trainer.steps}" if has_steps else ""
+    return _Origin(config, run, checkpoint, (*faults, *code, began, *pinned, *changes))
 
 
 def _asked_for(key: str, value: str) -> tuple[Path, Checkpoint | None]:
@@ -350,15 +361,17 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     forked = made_with if made_with.run.fork != kept.run.fork else None
     if forked is None:
         check_same(config, made_with, str(checkpoint.path), "delete it, or put back this run's own")
-    steps = config.trainer.steps
-    if steps < checkpoint.step:
+    steps, epochs = config.trainer.steps, config.trainer.data_epochs
+    if epochs is None and steps < checkpoint.step:
         raise ConfigError(
             f"trainer.steps={steps} is less than the {checkpoint.step} steps that {folder.path} "
             "has trained; give more, or go on from an earlier checkpoint with run.resume=FOLDER"
         )
     notes += code_notes(config, folder.path, manifest.code)
-    notes += [f"Continuing {folder.path} after step {checkpoint.step} of {steps}", *changes]
-    return Opened(folder, kept, tuple(notes), checkpoint, manifest, forked)
+    knows_steps = epochs is None or not _fills_others(config, made_with)
+    continuing = f"Continuing {folder.path} after step {checkpoint.step}"
+    notes += [f"{continuing} of {steps}" if knows_steps else continuing, *changes]
+    return Opened(folder, kept, tuple(notes), checkpoint, manifest, forked, False, knows_steps)
 
 
 def _pinned(config: Config) -> Config:
@@ -385,8 +398,9 @@ def _pinned(config: Config) -> Config:
 
 
 def _as_pinned(config: Config, saved: Config) -> tuple[Config, list[str]]:
-    """Give a recipe what the run began with: the steps of its passes, the commit of a branch."""
-    if config.trainer.data_epochs == saved.trainer.data_epochs is not None:
+    """Give a recipe what the run began with: the steps of its passes, which are counted again once
+    the data is read, the commit of a branch."""
+    if config.trainer.data_epochs is not None:
         trainer = config.trainer.model_copy(update={"steps": saved.trainer.steps})
         config = config.model_copy(update={"trainer": trainer})
     config = _with_hub_files(config, saved.data.hub_files)
@@ -396,6 +410,12 @@ def _as_pinned(config: Config, saved: Config) -> tuple[Config, list[str]]:
         return config, []
     note = f"{config.model.path} stays at revision {was}, which this run began with"
     return _with_revision(config, was), [note] if now is not None else []
+
+
+def _fills_others(config: Config, saved: Config) -> bool:
+    """Return whether passes over the data fill other steps than those of another recipe."""
+    is_same = config.trainer.data_epochs == saved.trainer.data_epochs
+    return not is_same or config.sampling.groups_per_step != saved.sampling.groups_per_step
 
 
 def _with_hub_files(config: Config, known: Mapping[str, tuple[str, ...]]) -> Config:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from winnow import gc_tuning as heap
 from winnow.config.data import Demonstrations, NoTask
+from winnow.config.load import dump_config
 from winnow.config.model import SftWarmStart
 from winnow.config.rollout import VarianceFilter
 from winnow.config.root import Config
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_FINISHED = "{} is finished: nothing to do (trainer.steps=N makes it longer, run.name a new run)"
+_FINISHED = "{} is finished: nothing to do (trainer.{}=N makes it longer, run.name a new run)"
 
 
 def run_training(
@@ -92,7 +93,7 @@ def run_training(
         sink = make_console(config.observe.console, console)
         _tell(sink, opened.notes or introduction(config, recipe, folder))
         if opened.is_finished(config.trainer.steps):
-            sink.note(_FINISHED.format(folder.path))
+            sink.note(_finished(config, folder))
             _close(config, recipe, folder, console)
             return 0
         if beside is not None:
@@ -110,7 +111,7 @@ def run_training(
             placed = placed_models(config, policy, first, others)
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             sinks = Sinks([sink, metrics, heartbeat, *trace, *_own_sinks(config, folder, sink)])
-            parts = config, policy, folder, sinks, metrics, stop, rewards, placed
+            parts = config, dump_config(kept), policy, folder, sinks, metrics, stop, rewards, placed
             run: Run | Imitation
             if isinstance(data, PromptSource):
                 run = build(*parts, data, lambda p: sink.status(_in_words(p)), *trace)
@@ -120,6 +121,8 @@ def run_training(
                 run = build_imitation(*parts, data, *trace)
             _tell(sink, (*opened.differences(placed.machine), *_notes_of(config, run)))
             _resume(config, opened, run)
+            if isinstance(run, Run) and run.passes.are_over and run.unfinished is None:
+                sink.note(_finished(config, folder))
             replace(opened, config=kept).rewind(metrics)
             _watch(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, began)
@@ -153,6 +156,11 @@ def _as_begun(config: Config, opened: Opened) -> Config:
     path = profile.save_path or str(opened.folder.path.absolute() / "profile")
     trainer = {"profile": profile.model_copy(update={"save_path": path})}
     return config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)})
+
+
+def _finished(config: Config, folder: RunFolder) -> str:
+    length = "steps" if config.trainer.data_epochs is None else "data_epochs"
+    return _FINISHED.format(folder.path, length)
 
 
 def _watch(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None:

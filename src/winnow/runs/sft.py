@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from winnow.config.data import Demonstrations
-from winnow.config.load import dump_config
 from winnow.config.root import Config
 from winnow.data.demonstrations import DemonstrationSet, read_demonstrations
 from winnow.data.loader import PromptLoader, evaluation_prompts
@@ -112,6 +111,7 @@ def read_shown(config: Config, policy: Policies) -> Shown:
 
 def build_imitation(
     config: Config,
+    recipe: str,
     policy: Policies,
     folder: RunFolder,
     sinks: Sinks,
@@ -137,7 +137,7 @@ def build_imitation(
         metrics,
         trainer,
         Manifest(machine=placed.machine, code=code_hashes(config)),
-        dump_config(config),
+        recipe,
         tell,
     )
     return Imitation(

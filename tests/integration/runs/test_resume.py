@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unprivileged import permissions_apply
@@ -14,6 +16,7 @@ from winnow.config.root import Config
 from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.observe.jsonl import MetricsLog
 from winnow.runs.checkpoint import Checkpoint, Manifest, Snapshot, checkpoints_in, save_checkpoint
+from winnow.runs.recipe_changes import check_same
 from winnow.runs.resume import Opened, opened_run
 
 STEPS = 8
@@ -43,9 +46,17 @@ def run_to(folder: Path, step: int, *overrides: str) -> Path:
     return run.path
 
 
-def save(run: Path, step: int, *, config: str, offset: int, evaluated: bool = True) -> Checkpoint:
+def save(
+    run: Path,
+    step: int,
+    *,
+    config: str,
+    offset: int,
+    evaluated: bool = True,
+    state: dict[str, Any] | None = None,
+) -> Checkpoint:
     manifest = Manifest(step, evaluated, metrics_bytes=offset, machine={"threads": 1})
-    snapshot = Snapshot({}, lambda model: model.mkdir())
+    snapshot = Snapshot(state or {}, lambda model: model.mkdir())
     return save_checkpoint(run / "checkpoints", manifest, snapshot, config)
 
 
@@ -120,7 +131,7 @@ def test_another_mode_is_another_recipe(modes: tuple[str, str], tmp_path: Path) 
         *("warm_start.cache_dir=elsewhere", "trainer.steps=9", "evaluation.every=1"),
         *("evaluation.n=3", "observe.rollout_text_groups=1", "data.eval_files=[new.jsonl]"),
         *("observe.sinks=[{path: mine.py:Table}]", "observe.tracking.project=mine"),
-        "observe.trackers=[{name: mlflow, uri: x}]",
+        *("observe.trackers=[{name: mlflow, uri: x}]", "trainer.data_epochs=2"),
     ],
 )
 def test_keys_that_no_figure_depends_on_may_change(override: str, tmp_path: Path) -> None:
@@ -132,6 +143,64 @@ def test_keys_that_no_figure_depends_on_may_change(override: str, tmp_path: Path
     is_told = key != "run.threads"  # that is told with the machine
     assert len(told) == is_told, opened.notes
     assert all("is " in note and note.endswith("from here on") for note in told)
+
+
+def test_keys_that_figures_depend_on_may_not_change(tmp_path: Path) -> None:
+    saved = recipe(tmp_path)
+    for override in (
+        *("model.dtype=bfloat16", "warm_start.lr=1", "data.max_prompt_tokens=9", "run.seed=1"),
+        *("reward.on_failure=wrong", "reward.weights={task: 2}", "rollout.temperature=0.9"),
+        *("sampling.lookahead=0.5", "sampling.groups_per_step=32", "algorithm/kl/reward=fixed"),
+        *("trainer.mini_batch_groups=2", "trainer.epochs=2", "trainer.microbatch_tokens=99"),
+        *("optim.lr=1", "run.deterministic=false", "run.fork=runs/other", "data.shuffle=false"),
+    ):
+        key = override.partition("=")[0].replace("/", ".")
+        with pytest.raises(
+            ConfigError, match=rf"another recipe: {re.escape(key)}.* was .* and is "
+        ):
+            check_same(recipe(tmp_path, override), saved, "a", "set it back")
+
+
+@pytest.mark.parametrize("given", ["{run}/", "a@2", "{run}/checkpoints/step-2", None])
+def test_a_fork_goes_on_by_the_same_command_however_its_origin_was_named(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_to(tmp_path, 2)
+    monkeypatch.chdir(tmp_path)
+    fork = [] if given is None else [f"run.fork={given.format(run=run)}"]
+    first = open_again(recipe(tmp_path, *(fork or [f"run.fork={run}"]), name="b"))
+    assert first.config.run.fork == f"{'a' if given and given[0] == 'a' else run}@2"
+    assert [note for note in first.notes if " was " in note] == []
+    again = recipe(tmp_path, *fork, name="b")
+    if given is None:
+        with pytest.raises(ConfigError, match=r"run\.fork was '.*a@2' and is null"):
+            open_again(again)
+        return
+    opened = open_again(again)
+    assert opened.checkpoint is not None
+    assert opened.checkpoint.path == tmp_path / "b/checkpoints/step-2"
+    with pytest.raises(ConfigError, match=r"run\.fork was '.*a@2' and is '.*a@1'"):
+        open_again(recipe(tmp_path, f"run.fork={run}@1", name="b"))
+
+
+def test_steps_of_passes_over_the_data_are_known_only_while_what_they_follow_from_stays(
+    tmp_path: Path,
+) -> None:
+    one, two = "trainer.data_epochs=1", "trainer.data_epochs=2"
+    run = run_to(tmp_path, STEPS, one)
+    assert open_again(recipe(tmp_path, one, "trainer.steps=3")).is_finished(STEPS)
+    longer = open_again(recipe(tmp_path, two, "trainer.steps=3"))
+    assert not longer.is_finished(STEPS)
+    assert [note for note in longer.notes if " was " in note] == [
+        "trainer.data_epochs was 1.0 and is 2.0 from here on"
+    ]
+    save(run, STEPS, config=(run / "config.yaml").read_text(), offset=0, state={"sampler": None})
+    with pytest.raises(
+        CheckpointError, match=r"made before passes were counted; set trainer\.data"
+    ):
+        open_again(recipe(tmp_path, one)).state(recipe(tmp_path, one))
+    fork = one, "sampling.groups_per_step=32", "trainer.mini_batch_groups=32", f"run.fork={run}"
+    assert not open_again(recipe(tmp_path, *fork, "trainer.steps=3", name="b")).is_finished(STEPS)
 
 
 def test_where_processes_are_and_how_many_train_may_change(tmp_path: Path) -> None:

@@ -151,6 +151,11 @@ def test_a_users_file_that_changed_or_lies_in_the_runs_folder_is_told_on_resumin
         f"Warning: reward.function.path={mine} is not what it was when the checkpoint was made: "
         "the run goes on with what it says now"
     ]
+    fork = load_recipe(
+        str(checkpoint.path / "config.yaml"), ["run.name=b", f"run.fork={runs}/theirs"]
+    )
+    with opened_run(fork, "quickstart") as opened:
+        assert [each for each in opened.notes if each in notes()] == notes()
     mine.unlink()  # told where it is loaded
     assert notes() == []
     shutil.rmtree(runs)
