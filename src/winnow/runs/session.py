@@ -120,9 +120,7 @@ def run_training(
 
                 run = build_imitation(*parts, data, *trace)
             _tell(sink, (*opened.differences(placed.machine), *_notes_of(config, run)))
-            _resume(config, opened, run)
-            if isinstance(run, Run) and run.passes.are_over and run.unfinished is None:
-                sink.note(_finished(config, folder))
+            _resume(config, opened, run, sink)
             replace(opened, config=kept).rewind(metrics)
             _watch(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, began)
@@ -264,7 +262,7 @@ def _models(
     return start, start if is_needed else None, figures
 
 
-def _resume(config: Config, opened: Opened, run: Run | Imitation) -> None:
+def _resume(config: Config, opened: Opened, run: Run | Imitation, sink: ConsoleSink) -> None:
     """Set the run and the random states to the checkpoint, if there is one."""
     seed_everything(config.run.seed)  # what was started since may have drawn
     checkpoint = opened.checkpoint
@@ -272,6 +270,8 @@ def _resume(config: Config, opened: Opened, run: Run | Imitation) -> None:
         run.unfinished = run.state.restore(checkpoint, opened.state(config))
         run.first_step = checkpoint.step + 1
         run.evaluate_before = False
+        if isinstance(run, Run) and run.passes.are_over and run.unfinished is None:
+            sink.note(_finished(config, opened.folder))
 
 
 def _notes_of(config: Config, run: Run | Imitation) -> list[str]:
