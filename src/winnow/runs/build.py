@@ -164,10 +164,7 @@ def build(
     on_progress: Callable[[Ledger], None] = lambda ledger: None,
     tell: Timeline = no_timeline,
 ) -> Run:
-    """Build everything that `loop.train` sequences.
-
-    Args:
-        recipe: as the run's folder keeps it, for its checkpoints.
+    """Build everything that `loop.train` sequences; checkpoints keep the text of `recipe`.
 
     Raises:
         WinnowError: data, scorers and model do not fit what the recipe asks.
@@ -178,11 +175,10 @@ def build(
     held_out = evaluation_prompts(config.data, policy.tokenizer)
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin(), held_out)
     _time_engines(engine, tell)
-    scores = ScorerTimes(rewards.score, tell)
+    scores, pending = ScorerTimes(rewards.score, tell), PendingSteps()
     sampler = _make_sampler(
         config, policy, engine, loader, rewards, scores, source.data_sources, on_progress
     )
-    pending = PendingSteps()
     parts: dict[str, Stateful] = {"sampler": sampler, "loader": loader, "learner": placed.learner}
     parts["passes"] = passes = passes_of(config, source)
     state = RunState(
