@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -12,6 +16,7 @@ from tests.small_models import digits_folder
 from tests.winnow_command import Outcome, in_this_process
 
 from winnow.data.sort_digits import is_held_out
+from winnow.evaluation.evaluator import Evaluator
 from winnow.observe.jsonl import read_metrics
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 64}
@@ -62,11 +67,26 @@ def test_held_out_demonstrations_become_likely_and_answers_right(home: Path) -> 
     assert lines[40]["sft/loss"] < 0.5
 
 
-def test_a_run_that_was_cut_off_ends_with_the_same_bits(home: Path) -> None:
+def test_a_run_that_was_cut_off_ends_with_the_same_bits(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = home / "runs" / "cut"
     shutil.copytree(home / "runs" / "whole", run)
     shutil.rmtree(run / "checkpoints" / "step-40")
-    assert "after step 20" in winnow(home, "resume", "runs/cut").check().out
+
+    async def stopped(self: Evaluator, step: int) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluator, "evaluate", stopped)
+        said = winnow(home, "resume", "runs/cut")
+    assert "after step 20" in said.out
+    assert "Stopped by SIGTERM after step 40, saved" in said.out
+    assert "after step 40" in winnow(home, "resume", "runs/cut").check().out
+    ends = [read_metrics(home / "runs" / name / "metrics.jsonl")[-1] for name in ("whole", "cut")]
+    timeless = [{k: v for k, v in end.items() if "time" not in k} for end in ends]
+    assert timeless[0] == timeless[1]
     whole, cut = (
         load_file(home / "runs" / name / "checkpoints" / "step-40" / "model" / "model.safetensors")
         for name in ("whole", "cut")

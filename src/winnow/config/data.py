@@ -96,7 +96,8 @@ class Demonstrations(Section):
 
     name: Literal["demonstrations"] = "demonstrations"
     train_files: tuple[str, ...] = ()
-    """Parquet or JSONL files (paths or fsspec URLs) of conversations, or prompts and answers."""
+    """Parquet or JSONL files (paths, fsspec URLs, or hf://datasets/OWNER/NAME/CONFIG/SPLIT on the
+    hub) of conversations, or prompts and answers."""
     eval_files: tuple[str, ...] = ()
     """Files of the same kind, for the held-out loss. data.eval_files has prompts to be answered and
     scored, as in training by rewards."""

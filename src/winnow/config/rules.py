@@ -131,6 +131,12 @@ def _start(c: Config) -> Iterator[str]:
     imitates = isinstance(c.sft, Demonstrations)
     if isinstance(c.sft, Demonstrations) and not c.sft.train_files:
         yield "sft.train_files is empty, so there is nothing to imitate; set sft.train_files=[FILE]"
+    for key in ("data.max_train_prompts", "data.sampler"):
+        if imitates and _value(c, key) is not None:
+            yield (
+                f"{_given(c, key)} chooses among the prompts of training by rewards, and all of "
+                f"sft.train_files is imitated; set {key}=null"
+            )
     if isinstance(task, NoTask) and not c.data.train_files and not imitates:
         yield (
             "data.train_files is empty and data/task=none, so there is nothing to train on; "
@@ -291,7 +297,8 @@ def _evaluation(c: Config) -> Iterator[str]:
     save, evaluate = c.trainer.save_every, c.evaluation.every
     if c.trainer.keep_best is None:
         return
-    if not c.data.eval_files and isinstance(c.data.task, NoTask):
+    asked = c.data.eval_files or getattr(c.sft, "eval_files", ())
+    if not asked and isinstance(c.data.task, NoTask):
         yield (
             f"{_given(c, 'trainer.keep_best')} is a figure of an evaluation, but data.eval_files "
             "is empty; set data.eval_files=[FILE], or trainer.keep_best=null"

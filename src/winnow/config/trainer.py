@@ -114,7 +114,7 @@ class TrainerConfig(Section):
     """Keep the checkpoints of every so many steps as well."""
     keep_best: str | None = None
     """Keep the checkpoint with the largest value of this figure as well, such as
-    eval/SOURCE/pass@1."""
+    eval/SOURCE/pass@1, or with the smallest sft/held_out_loss."""
     checkpoint_url: str | None = None
     """Address to which the run's folder is copied after each checkpoint, and from which it is
     fetched when it is not here: s3://BUCKET/PATH, gs://, hdfs://, file://."""

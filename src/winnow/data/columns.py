@@ -29,6 +29,7 @@ Record = Mapping[str, Any]
 AFTER_MARK = "a text with the final answer after ####"
 VERL_TRUTH = "reward_model.ground_truth"
 _SOURCE = "data_source"
+_PROMPT = DataConfig().prompt_key
 _PROMPTS = ("problem", "question", "input", "messages")
 _TRUTHS = ("solution", "answer", "label", "ground_truth")
 _NAMES = {
@@ -115,7 +116,8 @@ def layout_of(record: Record, config: DataConfig, origin: str, name: str) -> Lay
     is_verl = VERL_TRUTH.partition(".")[0] in record or (_SOURCE in record and not known)
     if not columns.truth and is_verl:
         return Layout("verl's schema", columns.prompt or key, VERL_TRUTH, source, default)
-    prompt = columns.prompt or _one_of(record, (key, *_PROMPTS), origin, "prompt")
+    prompt = columns.prompt or (key if key != _PROMPT else None)
+    prompt = prompt or _one_of(record, (_PROMPT, *_PROMPTS), origin, "prompt")
     if columns.truth:
         truth = None if columns.truth == "none" else columns.truth
         return Layout("data.columns", prompt, truth, source, default)

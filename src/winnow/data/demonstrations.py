@@ -17,7 +17,7 @@ import numpy as np
 from winnow.config.data import DataConfig, Demonstrations, SftColumns
 from winnow.data.columns import Record, wrong_field
 from winnow.data.prompts import PromptRenderer, PromptSet
-from winnow.data.sources import Message, Row, read_records
+from winnow.data.sources import Message, Row, files_of, read_records
 from winnow.errors import DataError
 from winnow.types import Answer, Group, IntArray, Prompt, Score, Segment, Trajectory
 
@@ -72,7 +72,7 @@ def read_demonstrations(
     prompts: list[Prompt] = []
     answers: dict[str, tuple[Segment, ...]] = {}
     left_out = 0
-    for path in files:
+    for path in files_of(files, data):
         for number, record in read_records(path):
             origin = f"{path} row {number}"
             messages = _conversation(record, origin, config.columns)
@@ -129,9 +129,12 @@ def _messages(value: Any, origin: str, name: str, role: str) -> list[Message]:
         raise wrong_field(origin, name, value, "a text or a list of messages")
     found: list[Message] = []
     for number, message in enumerate(value):
-        said = message if isinstance(message, dict) else {}
-        who, what = said.get("role") or said.get("from"), said.get("content") or said.get("value")
-        if not isinstance(who, str) or not isinstance(what, str):
+        # Parquet gives every message each key that any of them has.
+        said = (
+            {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
+        )
+        who, what = said.pop("from", said.get("role")), said.pop("value", said.get("content"))
+        if not isinstance(who, str) or not isinstance(what, str) or not what:
             raise wrong_field(origin, f"{name}[{number}]", message, "a role and a content, texts")
-        found.append({"role": _ROLES.get(who, who), "content": what})
+        found.append({**said, "role": _ROLES.get(who, who), "content": what})
     return found

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -102,6 +103,8 @@ class PromptRenderer:
         # Found by trying: not every tokenizer with a BOS token puts it in front.
         bos = self._tokenizer.bos_token_id
         adds_bos = bos is not None and self._tokenizer("a")["input_ids"][:1] == [bos]
+        whole, *words = self._ids(["a b", "a", " b"])
+        self._adds_space = whole != [token for word in words for token in word]
         self._bos: list[int] = [bos] if adds_bos and not self._use_chat_template else []
 
     def render(self, rows: Sequence[Row]) -> PromptSet:
@@ -199,7 +202,7 @@ class PromptRenderer:
                 )
             texts += [before[len(done) :], through[len(before) :]]
             done = through
-        first, *rest = [*self._encode(texts[:1]), *self._ids(texts[1:])]
+        first, *rest = self._tokens(texts)
         for place in range(0, len(rest), 2):
             ids = rest[place]
             end = 1 + max((i for i, token in enumerate(ids) if token in stop_ids), default=-1)
@@ -283,6 +286,22 @@ class PromptRenderer:
             texts, add_special_tokens=False, return_attention_mask=False, verbose=False
         )
         return cast("list[list[int]]", encoded["input_ids"])
+
+    def _tokens(self, texts: list[str]) -> list[list[int]]:
+        """Tokenize texts that stand in a row, the first as a prompt.
+
+        Some tokenizers put a space in front of whatever they are given: theirs are cut out of the
+        text as a whole, where its tokens end with the texts before.
+        """
+        parts = self._ids(texts)
+        if self._adds_space:
+            done: list[int] = []
+            for place, ids in enumerate(self._ids([*accumulate(texts)])):
+                if ids[: len(done)] == done:
+                    parts[place] = ids[len(done) :]
+                done += parts[place]
+        parts[:1] = self._encode(texts[:1])
+        return parts
 
     def _encode(self, texts: list[str]) -> Iterable[list[int]]:
         if not texts:

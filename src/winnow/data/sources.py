@@ -62,14 +62,7 @@ def read_rows(paths: Sequence[str], config: DataConfig | None = None) -> list[Ro
         DataError: a file or a row is not usable.
     """
     config = config or DataConfig()
-    repeated = next((path for path, count in Counter(paths).items() if count > 1), None)
-    if repeated is not None:
-        raise DataError(f"{repeated}: given twice; name each data file once")
-    paths = [
-        file
-        for path in paths
-        for file in (config.hub_files.get(path) or pinned(path) if is_on_hub(path) else (path,))
-    ]
+    paths = files_of(paths, config)
     short = [path.rstrip("/").rpartition("/")[2] for path in paths]
     rows: list[Row] = []
     for path, name in zip(paths, short, strict=True):
@@ -84,6 +77,22 @@ def read_rows(paths: Sequence[str], config: DataConfig | None = None) -> list[Ro
         if layout is None:
             raise DataError(f"{path}: the file has no rows; leave it out or write it again")
     return rows
+
+
+def files_of(paths: Sequence[str], config: DataConfig) -> list[str]:
+    """Return the files that are named, those of the hub at their commit.
+
+    Raises:
+        DataError: one is given twice, or the hub has none of the name.
+    """
+    repeated = next((path for path, count in Counter(paths).items() if count > 1), None)
+    if repeated is not None:
+        raise DataError(f"{repeated}: given twice; name each data file once")
+    return [
+        file
+        for path in paths
+        for file in (config.hub_files.get(path) or pinned(path) if is_on_hub(path) else (path,))
+    ]
 
 
 def to_row(record: Record, origin: str, uid: str, layout: Layout) -> Row:

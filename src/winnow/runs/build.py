@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from winnow.rollout.engine import Engine, SamplingParams
 from winnow.runs.build_learner import kl_notes, needs_of
 from winnow.runs.checkpoint import Manifest
 from winnow.runs.loading import Policies, check_positions, longest_prompt
-from winnow.runs.loop import DataPasses, PendingSteps, Run, Schedule
+from winnow.runs.loop import BaseRun, DataPasses, PendingSteps, Run, Schedule
 from winnow.runs.metrics import Throughput, device_peak
 from winnow.runs.process import ShutdownSignal
 from winnow.runs.resume import code_hashes
@@ -179,45 +180,72 @@ def build(
     sampler = _make_sampler(
         config, policy, engine, loader, rewards, scores, source.data_sources, on_progress
     )
-    parts: dict[str, Stateful] = {"sampler": sampler, "loader": loader, "learner": placed.learner}
-    parts["passes"] = passes = passes_of(config, source)
-    state = RunState(
-        placed.tensors,
-        {**parts, "pending": pending},
-        folder,
-        metrics,
-        config.trainer,
-        Manifest(machine=placed.machine, code=code_hashes(config)),
-        recipe,
-        tell,
-    )
-    steps, gpu = config.trainer.steps, str(placed.machine.get("device", ""))
+    passes = passes_of(config, source)
+    parts: dict[str, Stateful] = {"sampler": sampler, "passes": passes, "pending": pending}
+    gpu = str(placed.machine.get("device", ""))
     peak = config.observe.peak_tflops or device_peak(gpu, config.model.dtype)
+    notes = (*_notes(source, held_out, config), *kl_notes(config), *notices(config))
+    base = make_base(
+        config, recipe, folder, sinks, metrics, stop, placed, evaluator, loader, parts, tell
+    )
     return Run(
+        **vars(replace(base, notes=notes)),
         sampler=sampler,
-        learner=placed.learner,
-        engine=engine,
-        evaluator=evaluator,
-        sinks=sinks,
-        publish=placed.publish,
         rest=placed.publish.rest,
         throughput=Throughput(placed.passes, policy.device, peak, placed.ranks),
-        state=state,
-        stop=stop,
         keep_rollouts=partial(_keep_rollouts, config, folder, policy.decode),
         keep_ledger=partial(keep_ledger, folder),
         check_scoring=rewards.end_step,
         scoring_figures=lambda: {**scores.figures(), **rewards.figures()},
-        data_figures=loader.figures,
-        evaluations=Schedule(config.evaluation.every, steps),
-        checkpoints=Schedule(config.trainer.save_every, steps),
-        steps=steps,
         mode=config.trainer.mode.name,
         pending=pending,
         passes=passes,
+    )
+
+
+def make_base(
+    config: Config,
+    recipe: str,
+    folder: RunFolder,
+    sinks: Sinks,
+    metrics: MetricsLog,
+    stop: ShutdownSignal,
+    placed: Topology,
+    evaluator: Evaluator,
+    loader: PromptLoader,
+    parts: Mapping[str, Stateful],
+    tell: Timeline,
+) -> BaseRun:
+    """Make what a run of either kind has.
+
+    Args:
+        parts: objects with a state, beside loader and learner.
+    """
+    trainer, steps = config.trainer, config.trainer.steps
+    state = RunState(
+        placed.tensors,
+        {**parts, "loader": loader, "learner": placed.learner},
+        folder,
+        metrics,
+        trainer,
+        Manifest(machine=placed.machine, code=code_hashes(config)),
+        recipe,
+        tell,
+    )
+    return BaseRun(
+        learner=placed.learner,
+        publish=placed.publish,
+        engine=placed.engine,
+        evaluator=evaluator,
+        sinks=sinks,
+        state=state,
+        stop=stop,
+        evaluations=Schedule(config.evaluation.every, steps),
+        checkpoints=Schedule(trainer.save_every, steps),
+        steps=steps,
         evaluate_before=config.evaluation.before and bool(evaluator.prompts),
+        data_figures=loader.figures,
         tell=tell,
-        notes=(*_notes(source, held_out, config), *kl_notes(config), *notices(config)),
         profiler=profiler_of(config, "driver"),
     )
 

@@ -40,6 +40,7 @@ from winnow.observe.files import (
     refusals_told,
     system_error,
 )
+from winnow.observe.metrics import HELD_OUT_LOSS
 from winnow.runs.state_file import SHARD_INDEX, check_shards, read_state, write_state
 from winnow.sampling.accounting import (
     SettledGroup,
@@ -307,7 +308,8 @@ def prune(
     Args:
         last: number of the newest that stay; None keeps all.
         every: steps that are a multiple of it stay for good.
-        best: figure of the evaluation, of which the largest value stays; of equals the later one.
+        best: figure of the evaluation, of which the largest value stays, or the smallest of a
+            loss; of equals the later one.
 
     Raises:
         WinnowError: the folder cannot be changed.
@@ -325,7 +327,7 @@ def prune(
             keep.add(checkpoint)
             continue
         if not math.isnan(value):
-            values[checkpoint] = value
+            values[checkpoint] = -value if best == HELD_OUT_LOSS else value
     if values:
         keep.add(max(values, key=lambda c: (values[c], c.step)))
     remove(c for c in found if c not in keep)

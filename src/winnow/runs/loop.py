@@ -167,32 +167,20 @@ class DataPasses:
         self.used = state["used"]
 
 
-@dataclass
-class Run:
-    """The objects that a run is made of, how far it goes, and what is due when."""
+@dataclass(kw_only=True)
+class BaseRun:
+    """What a run of either kind has: how far it goes, what is due when, and whom it tells."""
 
-    sampler: Sampler
     learner: AnyLearner
     publish: Publish
     engine: Engine
     evaluator: Evaluator
     sinks: Sinks
-    throughput: Throughput
     state: RunState
     stop: ShutdownSignal
-    keep_rollouts: Callable[[int, Sequence[RolloutGroup]], None]
-    keep_ledger: Callable[[int, StepGroups], None]
-    """Writes what became of the groups of a step that is learnt."""
-    check_scoring: Callable[[], None]
-    """Raises when too many of a step's scorings failed."""
-    scoring_figures: Callable[[], Mapping[str, Number]]
-    """Costs of scoring since the last call, held-out answers included."""
     evaluations: Schedule
     checkpoints: Schedule
     steps: int
-    mode: Mode = "sync"
-    """The script that `train` follows."""
-    pending: PendingSteps = field(default_factory=PendingSteps)
     first_step: int = 1
     evaluate_before: bool = False
     unfinished: Mapping[str, Number] | None = None
@@ -201,13 +189,10 @@ class Run:
     """Return the passes over the data so far."""
     tell: Timeline = no_timeline
     """Is told who did what from when to when."""
-    rest: Callable[[Sampler], Awaitable[None]] = _keep_memory
-    """Has engines give memory to learning, until `publish`."""
     at_boundary: int = 0
     """The learner's progress at the last boundary."""
     notes: tuple[str, ...] = ()
     """Lines that the user should read before it starts."""
-    passes: DataPasses = field(default_factory=DataPasses)
     profiler: StepProfiler | None = None
 
     def remaining(self) -> Iterator[int]:
@@ -218,6 +203,32 @@ class Run:
                 self.profiler.move_to(step)
             yield step
             step += 1
+
+    def save_boundary(self) -> None:
+        """Save the last boundary, if nothing was learnt since: else its weights are gone."""
+        if self.learner.progress == self.at_boundary:
+            self.state.save()
+
+
+@dataclass(kw_only=True)
+class Run(BaseRun):
+    """The objects that a run by rewards is made of."""
+
+    sampler: Sampler
+    throughput: Throughput
+    keep_rollouts: Callable[[int, Sequence[RolloutGroup]], None]
+    keep_ledger: Callable[[int, StepGroups], None]
+    """Writes what became of the groups of a step that is learnt."""
+    check_scoring: Callable[[], None]
+    """Raises when too many of a step's scorings failed."""
+    scoring_figures: Callable[[], Mapping[str, Number]]
+    """Costs of scoring since the last call, held-out answers included."""
+    mode: Mode = "sync"
+    """The script that `train` follows."""
+    pending: PendingSteps = field(default_factory=PendingSteps)
+    rest: Callable[[Sampler], Awaitable[None]] = _keep_memory
+    """Has engines give memory to learning, until `publish`."""
+    passes: DataPasses = field(default_factory=DataPasses)
 
     def use_prompts(self, step: int, sampled: StepGroups) -> None:
         """Count the prompts of a step about to be learnt, and make it the last if they ended."""
@@ -231,11 +242,6 @@ class Run:
         self.steps = min(self.steps, step)
         self.evaluations = replace(self.evaluations, last=self.steps)
         self.checkpoints = replace(self.checkpoints, last=self.steps)
-
-    def save_boundary(self) -> None:
-        """Save the last boundary, if nothing was learnt since: else its weights are gone."""
-        if self.learner.progress == self.at_boundary:
-            self.state.save()
 
 
 async def train(run: Run) -> None:

@@ -27,11 +27,13 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
+from winnow.config.data import Demonstrations
 from winnow.config.load import dump_config, load_recipe
 from winnow.config.root import Config
 from winnow.data.hub import is_on_hub, pinned
@@ -420,7 +422,9 @@ def _fills_others(config: Config, saved: Config) -> bool:
 
 def _with_hub_files(config: Config, known: Mapping[str, tuple[str, ...]]) -> Config:
     """Pin the data files on the hub that are not pinned yet."""
-    urls = [url for url in (*config.data.train_files, *config.data.eval_files) if is_on_hub(url)]
+    shown = config.sft if isinstance(config.sft, Demonstrations) else Demonstrations()
+    named = (c.train_files + c.eval_files for c in (config.data, shown))
+    urls = [url for url in chain(*named) if is_on_hub(url)]
     held = {**config.data.hub_files, **known}
     files = {url: held[url] if url in held else pinned(url) for url in urls}
     data = config.data.model_copy(update={"hub_files": files})

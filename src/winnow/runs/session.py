@@ -297,8 +297,7 @@ def _train(
 ) -> Stopped | None:
     """Train, and save what was reached when it is stopped or cannot go on."""
     stopped = None
-    save = [run.save_boundary] if isinstance(run, Run) else []
-    told = memory_told(config, policy.model, *save)
+    told = memory_told(config, policy.model, run.save_boundary)
     with stop.deferring(), heap.frozen(), run.state, told:
         try:
             if isinstance(run, Run):
@@ -323,7 +322,7 @@ def _train(
             run.state.save()
             raise
         finally:
-            if isinstance(run, Run) and run.profiler is not None:
+            if run.profiler is not None:
                 run.profiler.close()
             run.sinks.close()
         run.state.wait()
@@ -357,7 +356,8 @@ def run_sft(config: Config, fresh: bool, console: Console) -> Path:
 
 def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
     """Say what will happen, in the words of a newcomer."""
-    lines = [f"winnow train {recipe}: everything of this run goes to {folder.path}"]
+    kind = "sft" if isinstance(config.sft, Demonstrations) else "train"
+    lines = [f"winnow {kind} {recipe}: everything of this run goes to {folder.path}"]
     lines += config.run.description
     if isinstance(config.sft, Demonstrations):
         return lines

@@ -14,21 +14,16 @@ from winnow.config.data import Demonstrations
 from winnow.config.root import Config
 from winnow.data.demonstrations import DemonstrationSet, read_demonstrations
 from winnow.data.loader import PromptLoader, evaluation_prompts
-from winnow.evaluation.evaluator import Evaluator
-from winnow.learning.learner import AnyLearner
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metrics import HELD_OUT_LOSS, Metrics, Number, Stopwatch, Timeline, no_timeline
+from winnow.observe.profile import profile_notes
 from winnow.observe.sinks import Sinks
 from winnow.rewards.pipeline import Rewards
-from winnow.rollout.engine import Engine
-from winnow.runs.build import make_evaluator
-from winnow.runs.checkpoint import Manifest
+from winnow.runs.build import make_base, make_evaluator
 from winnow.runs.loading import Policies
-from winnow.runs.loop import Publish, Schedule
+from winnow.runs.loop import BaseRun
 from winnow.runs.process import ShutdownSignal
-from winnow.runs.resume import code_hashes
-from winnow.runs.state import RunState
 from winnow.runs.topology import Topology
 from winnow.types import Group
 from winnow.workers.threads import in_thread
@@ -63,28 +58,12 @@ class Shown:
         return note
 
 
-@dataclass
-class Imitation:
-    """The objects of a run that imitates, how far it goes, and what is due when."""
+@dataclass(kw_only=True)
+class Imitation(BaseRun):
+    """The objects that a run is made of that imitates."""
 
     shown: Shown
     loader: PromptLoader
-    learner: AnyLearner
-    engine: Engine
-    publish: Publish
-    evaluator: Evaluator
-    sinks: Sinks
-    state: RunState
-    stop: ShutdownSignal
-    evaluations: Schedule
-    checkpoints: Schedule
-    steps: int
-    evaluate_before: bool
-    notes: tuple[str, ...]
-    tell: Timeline = no_timeline
-    first_step: int = 1
-    unfinished: Mapping[str, Number] | None = None
-    """None: a boundary is noted when its evaluation is over."""
 
     def draw(self, step: int) -> list[Group]:
         """Return the demonstrations of a step: a fixed number, over the ends of epochs."""
@@ -127,38 +106,15 @@ def build_imitation(
     Raises:
         WinnowError: held-out prompts do not fit what the recipe asks.
     """
-    trainer, steps = config.trainer, config.trainer.steps
     held_out = evaluation_prompts(config.data, policy.tokenizer)
+    evaluator = make_evaluator(config, policy, placed.engine, folder.evaluation, rewards, held_out)
     loader = PromptLoader(shown.training.prompts, config.run.seed, config.data.shuffle)
-    state = RunState(
-        placed.tensors,
-        {"loader": loader, "learner": placed.learner},
-        folder,
-        metrics,
-        trainer,
-        Manifest(machine=placed.machine, code=code_hashes(config)),
-        recipe,
-        tell,
+    base = make_base(
+        config, recipe, folder, sinks, metrics, stop, placed, evaluator, loader, {}, tell
     )
-    return Imitation(
-        shown=shown,
-        loader=loader,
-        learner=placed.learner,
-        engine=placed.engine,
-        publish=placed.publish,
-        evaluator=make_evaluator(
-            config, policy, placed.engine, folder.evaluation, rewards, held_out
-        ),
-        sinks=sinks,
-        state=state,
-        stop=stop,
-        evaluations=Schedule(config.evaluation.every, steps),
-        checkpoints=Schedule(trainer.save_every, steps),
-        steps=steps,
-        evaluate_before=config.evaluation.before,
-        notes=(shown.note(steps),),
-        tell=tell,
-    )
+    base.evaluate_before = config.evaluation.before
+    base.notes = (shown.note(base.steps), *profile_notes(config.trainer.profile))
+    return Imitation(**vars(base), shown=shown, loader=loader)
 
 
 async def imitate(run: Imitation) -> None:
@@ -169,21 +125,43 @@ async def imitate(run: Imitation) -> None:
         WinnowError: the run cannot go on.
     """
     watch = Stopwatch(tell=run.tell)
-    if run.evaluate_before:
-        run.sinks.log(0, {**await _evaluated(run, 0, watch), **watch.lap()})
-    run.state.note(run.first_step - 1, None)
-    for step in range(run.first_step, run.steps + 1):
+    before = run.first_step - 1
+    if run.unfinished is not None:
+        await _finish(run, before, run.unfinished, watch)
+    else:
+        if run.evaluate_before:
+            run.sinks.log(before, {**await _evaluated(run, before, watch), **watch.lap()})
+        _note(run, before, None)
+    for step in run.remaining():
         run.stop.check()
         metrics = Metrics()
         await in_thread(run.learner.learn, run.draw(step), step, metrics, watch)
-        due = run.evaluations.due(step)
-        figures = await _evaluated(run, step, watch) if due else {}
-        epoch = run.loader.figures()
-        run.sinks.log(step, {**metrics.record(), **figures, **epoch, **watch.lap()})
-        run.state.note(step, None, figures)
-        if run.checkpoints.due(step):
-            with watch.phase("checkpoint"):
-                run.state.save()
+        await _finish(run, step, metrics.record(), watch)
+
+
+async def _finish(
+    run: Imitation, step: int, record: Mapping[str, Number], watch: Stopwatch
+) -> None:
+    """Evaluate, log and save a step, each if it is due."""
+    figures: Mapping[str, Number] = {}
+    if run.evaluations.due(step):
+        _note(run, step, record)  # a stop while it evaluates has the step's weights already
+        figures = await _evaluated(run, step, watch)
+    run.sinks.log(step, {**record, **figures, **run.data_figures(), **watch.lap()})
+    _note(run, step, None, figures)
+    if run.checkpoints.due(step):
+        with watch.phase("checkpoint"):
+            run.state.save()
+
+
+def _note(
+    run: Imitation,
+    step: int,
+    unfinished: Mapping[str, Number] | None,
+    figures: Mapping[str, Number] | None = None,
+) -> None:
+    run.state.note(step, unfinished, figures)
+    run.at_boundary = run.learner.progress
 
 
 async def _evaluated(run: Imitation, step: int, watch: Stopwatch) -> Mapping[str, Number]:

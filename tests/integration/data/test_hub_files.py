@@ -12,10 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.hubs import COMMIT, Hub, serve_hub
+from tests.small_tokenizers import train_bpe
 
-from winnow.config.data import DataConfig
+from winnow.config.data import DataConfig, Demonstrations
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
+from winnow.data.demonstrations import read_demonstrations
 from winnow.data.sources import read_rows
 from winnow.errors import DataError
 from winnow.runs.resume import opened_run
@@ -73,6 +75,19 @@ def test_a_url_names_files_splits_and_revisions(hub: Hub, rest: str, truths: str
     rows = read_rows([f"hf://{rest}"], DataConfig(default_source=None))
     assert "".join(row.ground_truth for row in rows) == truths
     assert len({row.uid for row in rows}) == len(rows)
+
+
+def test_demonstrations_lie_there_too_and_their_commit_is_kept(hub: Hub, tmp_path: Path) -> None:
+    hub.repos["me/sums"] = {"train.jsonl": b'{"prompt": "1?", "completion": "one"}'}
+    words = [f"run.dir={tmp_path}/runs", "run.name=a", "model.path=/nowhere"]
+    config = load_recipe("sft", [*words, "sft.train_files=[hf://me/sums]"])
+    with opened_run(config, "sft") as opened:
+        data = opened.config.data
+    pinned = f"hf://datasets/me/sums@{COMMIT}/train.jsonl"
+    assert data.hub_files == {"hf://me/sums": (pinned,)}
+    tokenizer = train_bpe(["1?one"])
+    found = read_demonstrations(["hf://me/sums"], Demonstrations(), data, tokenizer, (1,))
+    assert [prompt.uid for prompt in found.prompts.prompts] == [f"{pinned}:1"]
 
 
 def test_rows_without_a_source_are_of_the_data_set(hub: Hub) -> None:

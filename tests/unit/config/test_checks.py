@@ -9,6 +9,7 @@ from winnow.config.rules import notices
 from winnow.errors import ConfigError
 
 FILES = ["warm_start=none", "data/task=none", "model.path=M"]
+SFT = [*FILES, "sft.name=demonstrations", "sft.train_files=[a.jsonl]"]
 JUDGED = ["reward/model=sequence_classifier", "reward.model.path=R"]
 ASKED = ["reward/judge=openai", "reward.judge.base_url=http://h/v1", "reward.judge.model=M"]
 FUSED = ["algorithm.correction.mode=fused", "trainer.mini_batch_groups=null"]
@@ -273,6 +274,22 @@ CASES = [
         [
             *("trainer.keep_best=eval/x/pass@1", *FILES, "data.train_files=[a.parquet]"),
             "data.eval_files=[b.parquet]",
+        ],
+    ),
+    *(
+        (
+            [*SFT, f"data.{key}={value}"],
+            [f"data.{key}={value} chooses among the prompts", f"set data.{key}=null"],
+            SFT,
+        )
+        for key, value in (("max_train_prompts", "5"), ("sampler", "mine.py:Mine"))
+    ),
+    (
+        [*SFT, "trainer.keep_best=sft/held_out_loss", "trainer.save_every=10"],
+        ["trainer.keep_best=sft/held_out_loss is a figure", "data.eval_files is empty"],
+        [
+            *(*SFT, "trainer.keep_best=sft/held_out_loss", "trainer.save_every=10"),
+            *("sft.eval_files=[b.jsonl]", "evaluation.every=10"),
         ],
     ),
     (

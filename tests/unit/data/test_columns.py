@@ -89,6 +89,14 @@ def test_what_is_unclear_is_refused_with_the_remedy(
     assert str(caught.value) == f"{path} {message}"
 
 
+def test_a_prompt_key_that_is_set_counts_before_all_known_columns(write_jsonl: WriteJsonl) -> None:
+    path = write_jsonl([{"question": Q, "input": "other", "answer": "2"}])
+    (row,) = read_rows([path], DataConfig(prompt_key="question"))
+    assert row.messages[0]["content"] == Q
+    with pytest.raises(DataError, match=r"row 1: quest is missing; .*; data\.prompt_key names the"):
+        read_rows([path], DataConfig(prompt_key="quest"))
+
+
 def test_the_command_checks_a_file_with_the_columns_that_it_is_told(
     write_jsonl: WriteJsonl,
 ) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from tests.small_tokenizers import CHAT_TEMPLATE, train_bpe
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from winnow.config.data import DataConfig, Demonstrations
 from winnow.data.demonstrations import DemonstrationSet, read_demonstrations
@@ -97,6 +99,37 @@ def test_each_answer_of_a_conversation_is_imitated_to_the_token_that_ends_it(
 def test_an_answer_that_a_template_does_not_end_is_ended(tmp_path: Path) -> None:
     _, (shown,) = read(tmp_path, {"messages": TURNS[1:3]}, chat=CHAT_TEMPLATE)
     assert shown == [("prompt", "<s>[user]2 and 3?[assistant]"), ("model", "It is 5</s>")]
+
+
+def test_answers_get_no_space_that_a_tokenizer_puts_in_front_of_a_text(tmp_path: Path) -> None:
+    plain = Tokenizer(models.WordLevel({"</s>": 0, "[U]": 1, "[A]": 2}, unk_token="</s>"))
+    # As those of Llama 2 and Mistral.
+    marks = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    plain.normalizer = normalizers.Sequence(marks)
+    plain.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    trainer = trainers.WordLevelTrainer(special_tokens=["</s>"], show_progress=False)
+    plain.train_from_iterator(["[U] two [A] It is five", " a b"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '[U] ' if m.role == 'user' else ' ' }}{{ m.content }}"
+        "{{ ' [A]' if m.role == 'user' else '</s>' }}{% endfor %}"
+    )
+    file = tmp_path / "demos.jsonl"
+    said = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "It is five"}]
+    file.write_text(json.dumps({"messages": said}))
+    found = read_demonstrations([str(file)], Demonstrations(), DataConfig(), tokenizer, (0,))
+    (prompt,) = found.prompts.prompts
+    (answer,) = found.answers[prompt.uid]
+    wanted = tokenizer.apply_chat_template(said, return_dict=False)
+    assert [*prompt.token_ids, *answer.token_ids] == wanted
+    assert tokenizer.convert_ids_to_tokens(answer.token_ids) == ["▁It", "▁is", "▁five", "</s>"]
+
+
+def test_all_of_a_message_reaches_the_template(tmp_path: Path) -> None:
+    chat = CHATML.replace("{{ m.content }}", "{{ m.thoughts }}{{ m.content }}")
+    said = [TURNS[1] | {"thoughts": None}, TURNS[2] | {"thoughts": "2, 3."}]
+    _, (shown,) = read(tmp_path, {"messages": said}, chat=chat)
+    assert shown[1] == ("model", "2, 3.It is 5</s>")
 
 
 def test_prompts_are_those_of_training(tmp_path: Path) -> None:

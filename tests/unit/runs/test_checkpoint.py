@@ -233,13 +233,15 @@ CASES = [
     ((1, None, "acc"), [4, 6]),
     ((2, 3, "acc"), [3, 4, 5, 6]),
     ((1, None, "other"), [6]),
+    ((1, None, "sft/held_out_loss"), [1, 6]),
 ]
 
 
 @pytest.mark.parametrize(("retention", "kept"), CASES)
 def test_what_is_kept(retention: tuple[Any, ...], kept: list[int], tmp_path: Path) -> None:
     for step in range(1, 7):
-        save(tmp_path, step, figures={"acc": ACCURACY[step]} if step in ACCURACY else {})
+        value = ACCURACY.get(step, float("nan"))
+        save(tmp_path, step, figures={"acc": value, "sft/held_out_loss": value})
     prune(tmp_path, *retention)
     assert steps(tmp_path) == kept
     assert [path for path in tmp_path.iterdir() if path.name[0] == "."] == []
