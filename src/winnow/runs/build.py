@@ -216,7 +216,7 @@ def make_base(
     parts: Mapping[str, Stateful],
     tell: Timeline,
 ) -> BaseRun:
-    """Make what a run of either kind has.
+    """Make the objects that runs by rewards and by imitation share.
 
     Args:
         parts: objects with a state, beside loader and learner.

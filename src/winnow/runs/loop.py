@@ -169,7 +169,7 @@ class DataPasses:
 
 @dataclass(kw_only=True)
 class BaseRun:
-    """What a run of either kind has: how far it goes, what is due when, and whom it tells."""
+    """The objects that runs by rewards and by imitation share, and what is due when."""
 
     learner: AnyLearner
     publish: Publish
