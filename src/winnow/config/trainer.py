@@ -121,7 +121,8 @@ class TrainerConfig(Section):
     max_restarts: int = Field(0, ge=0)
     """Times a run that was killed, crashed or hung is started again; 0 runs it unsupervised."""
     stall_timeout_s: float = Field(1800.0, gt=0)
-    """Seconds without a token, an update or a step after which a supervised run has hung."""
+    """Seconds without a token, an update, a step or a byte of a fetched model, after which a
+    supervised run has hung; loading models and starting processes must take less."""
 
 
 class OptimConfig(Section):

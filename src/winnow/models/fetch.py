@@ -14,6 +14,7 @@ this, so that each node of a cluster has a copy of its own.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -169,6 +170,17 @@ def cache_root() -> Path:
         return Path(given).expanduser()
     common = os.environ.get("WINNOW_CACHE")
     return (Path(common) if common else Path.home() / ".cache" / "winnow") / "models"
+
+
+def fetched_bytes() -> int:
+    """Return the bytes of unfinished copies here, which grow while this process fetches, or waits
+    for one that does."""
+    from huggingface_hub import constants
+
+    drafts = ((cache_root(), ".*.partial/**/*"), (constants.HF_HUB_CACHE, "*/blobs/*.incomplete"))
+    with contextlib.suppress(OSError):  # one that is renamed meanwhile
+        return sum(_size(path) or 0 for root, name in drafts for path in Path(root).glob(name))
+    return 0
 
 
 def may_be_hub_name(path: str) -> bool:

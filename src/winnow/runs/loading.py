@@ -19,7 +19,7 @@ from winnow.config.root import Config
 from winnow.config.rules import longest_tokens
 from winnow.data.prompts import PromptSet
 from winnow.data.tokenizer import decoder, has_tokenizer, load_tokenizer, stop_token_ids
-from winnow.errors import ModelError, TrainingError, WorkerError
+from winnow.errors import ModelError, TrainingError, WinnowError, WorkerError
 from winnow.models.causal_lm import ADAPTER_CONFIG, freeze, load_causal_lm, torch_dtype
 from winnow.models.fetch import local_folder
 from winnow.observe.files import one_line
@@ -189,8 +189,8 @@ def memory_told(
     """Tell what took the memory where it ends within the block, and how to take less.
 
     Args:
-        model: the policy's, once it is loaded.
-        save: saves what can be, before.
+        model: the policy's; None while models are loaded.
+        save: saves what can be, before; ranks that have failed cannot.
 
     Raises:
         TrainingError: instead of the errors of allocators.
@@ -200,11 +200,17 @@ def memory_told(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        with contextlib.suppress(MemoryError, RuntimeError):
+        if model is None:
+            raise TrainingError(
+                f"out of memory while models are loaded: {one_line(error)[:200]}; choose a smaller "
+                "model.path or model.dtype=bfloat16, share it out with trainer/strategy=fsdp2 and "
+                "trainer.strategy.ranks, or lower rollout.engine.slots or rollout.engine.cache_gib"
+            ) from error
+        with contextlib.suppress(MemoryError, RuntimeError, WinnowError):
             save()
         answers, engine = config.sampling.groups_per_step * config.rollout.n, ""
         slots, longest = getattr(config.rollout.engine, "slots", 0), longest_tokens(config)
-        if slots and model is not None:
+        if slots:
             size = slots * cache_bytes(model.config, torch_dtype(config.model.dtype), longest)
             engine = (
                 f"an engine writes up to {slots:,} answers of {longest:,} tokens at once (keys and "

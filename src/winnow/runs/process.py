@@ -340,9 +340,10 @@ class Heartbeat:
         """Tell the run's folder, which a restart continues."""
         self._write(f"folder {path.absolute()}")
 
-    def watch(self, reading: Callable[[], object]) -> None:
-        """Count a change of what `reading` returns as progress; called from another thread."""
-        self._readings.append(reading)
+    def watch(self, *readings: Callable[[], object]) -> None:
+        """Count a change of what these return as progress, in the place of those before; they are
+        called from another thread."""
+        self._readings = [*readings]
 
     def beat(self) -> None:
         """Note that something moved."""

@@ -24,6 +24,7 @@ from winnow.config.root import Config
 from winnow.config.trainer import LocalCluster
 from winnow.data.loader import PromptSource, training_prompts
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
+from winnow.models.fetch import fetched_bytes
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.curve import CurveSink, draw_curve
 from winnow.observe.doctor import LiveDiagnosis
@@ -84,6 +85,7 @@ def run_training(
         WinnowError: what the user can mend; what the run had by then stays in its folder.
     """
     check_start(config)
+    heartbeat.watch(fetched_bytes)
     device = use_machine(config, uses_device(config))
     seed_everything(config.run.seed)
     with opened_run(config, recipe) as opened, _logged(opened) as company:
@@ -104,6 +106,7 @@ def run_training(
         _keep_tokenizer(policy, folder)
         _tell(sink, starting(config))
         with (
+            memory_told(config),
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             other_processes(config, policy, first) as others,
             contextlib.closing(placed_rewards(config, policy, others)) as rewards,
@@ -163,9 +166,11 @@ def _finished(config: Config, folder: RunFolder) -> str:
 
 def _watch(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None:
     """Have the heartbeat look at what moves while a run is well."""
-    heartbeat.watch(lambda: run.engine.status().generated_tokens)
-    heartbeat.watch(lambda: run.learner.progress)
-    heartbeat.watch(rewards.scored_apart)
+    heartbeat.watch(
+        lambda: run.engine.status().generated_tokens,
+        lambda: run.learner.progress,
+        rewards.scored_apart,
+    )
 
 
 def _keep_tokenizer(policy: Policies, folder: RunFolder) -> None:

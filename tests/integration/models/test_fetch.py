@@ -166,6 +166,7 @@ def test_processes_of_a_node_fetch_it_once_and_a_killed_one_leaves_what_it_had(
         assert time.monotonic() < deadline
         assert killed.poll() is None
         time.sleep(0.02)
+    assert fetch.fetched_bytes() >= len(FILES["config.json"] + FILES["sub/code.py"])
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert [p.name for p in cache.iterdir() if not p.name.startswith(".")] == []

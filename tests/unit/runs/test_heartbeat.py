@@ -47,6 +47,12 @@ def test_it_beats_while_something_moves_and_only_then(
     heartbeat.beat()
     time.sleep(0.2)
     assert lines(reader) == ["beat"]
+    heartbeat.watch(lambda: 0)  # from now on, in the place of the count
+    time.sleep(0.2)
+    lines(reader)
+    count = 2
+    time.sleep(0.2)
+    assert lines(reader) == []
 
 
 def test_it_names_the_folder_and_each_step(pipe: tuple[int, int], tmp_path: Path) -> None:

@@ -31,9 +31,22 @@ def test_the_line_names_rows_tokens_bytes_and_the_settings_that_take_less() -> N
     assert "5,000 tokens of 512 answers" in line
     for key in ("engine.slots", "engine.cache_gib", "microbatch_tokens", "gradient_checkpointing"):
         assert re.search(rf"\b(rollout|trainer|model)\.{re.escape(key)}\b", line), key
-    told_so = pytest.raises(TrainingError, match=r"^out of memory: .*; learning runs 5,000 tokens")
-    with told_so, memory_told(config):
+    held = pytest.raises(
+        TrainingError, match=r"^out of memory while models are loaded: .*cache_gib$"
+    )
+    with held, memory_told(config):
         np.empty(2**50)
+
+
+def test_ranks_that_cannot_save_any_more_do_not_hide_what_took_the_memory() -> None:
+    gone = WorkerError("learner[1] failed in learn: OutOfMemoryError", "learner", 1)
+
+    def save() -> None:
+        raise gone
+
+    told = pytest.raises(TrainingError, match=r"^out of memory: learner\[1\] failed in learn")
+    with told, memory_told(recipe("quickstart"), quickstart_model(), save):
+        raise gone
 
 
 @pytest.mark.parametrize(
