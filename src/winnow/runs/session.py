@@ -102,8 +102,7 @@ def run_training(
             _tell(sink, [company.enter_context(beside(folder.path))])
         path, first, figures = _models(config, opened, fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config))
-        data, config, kept = _read_data(config, opened.config, policy)
-        _keep_tokenizer(policy, folder)
+        data, config, kept = _read_data(config, opened, policy)
         _tell(sink, starting(config))
         with (
             memory_told(config),
@@ -123,8 +122,7 @@ def run_training(
 
                 run = build_imitation(*parts, data, *trace)
             _tell(sink, (*opened.differences(placed.machine), *_notes_of(config, run)))
-            _resume(config, opened, run, sink)
-            replace(opened, config=kept).rewind(metrics)
+            _resume(config, replace(opened, config=kept), run, sink, metrics)
             _watch(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, began)
             stopped = _train(config, policy, run, stop)
@@ -137,9 +135,12 @@ def run_training(
 
 
 def _read_data(
-    config: Config, begun: Config, policy: Policies
+    config: Config, opened: Opened, policy: Policies
 ) -> tuple[PromptSource | Shown, Config, Config]:
-    """Read what is learnt from, and put the steps that it fills into both recipes."""
+    """Read what is learnt from, put the steps that it fills into the recipe and the one that the
+    folder keeps, and keep the tokenizer there."""
+    begun = opened.config
+    _keep_tokenizer(policy, opened.folder)
     if isinstance(config.sft, Demonstrations):
         from winnow.runs.sft import read_shown
 
@@ -267,8 +268,10 @@ def _models(
     return start, start if is_needed else None, figures
 
 
-def _resume(config: Config, opened: Opened, run: Run | Imitation, sink: ConsoleSink) -> None:
-    """Set the run and the random states to the checkpoint, if there is one."""
+def _resume(
+    config: Config, opened: Opened, run: Run | Imitation, sink: ConsoleSink, metrics: MetricsLog
+) -> None:
+    """Set the run, the random states and the folder to the checkpoint, if there is one."""
     seed_everything(config.run.seed)  # what was started since may have drawn
     checkpoint = opened.checkpoint
     if checkpoint is not None:
@@ -277,6 +280,7 @@ def _resume(config: Config, opened: Opened, run: Run | Imitation, sink: ConsoleS
         run.evaluate_before = False
         if isinstance(run, Run) and run.passes.are_over and run.unfinished is None:
             sink.note(_finished(config, opened.folder))
+    opened.rewind(metrics)
 
 
 def _notes_of(config: Config, run: Run | Imitation) -> list[str]:
