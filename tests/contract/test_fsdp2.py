@@ -39,6 +39,7 @@ from winnow.learning.batch import (
     share,
 )
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, whole
+from winnow.learning.sequence import sequence_group
 from winnow.learning.strategy import LossResult, Output, Outputs, Strategy
 from winnow.models.causal_lm import freeze, use_layout_attention
 from winnow.models.lora import add_lora
@@ -81,9 +82,11 @@ class Layout:
     """How a model lies on the ranks."""
 
     mesh: tuple[int, int] = (1, 4)
-    """Replicas, shards. With fewer than four ranks the others are a set of their own."""
+    """Replicas, shards. With fewer than all ranks the others are sets of their own."""
     sharding: Sharding = field(default_factory=Sharding)
     options: Mapping[str, Any] = field(default_factory=dict)
+    sequence: int = 1
+    """Ranks that run each micro-batch together."""
 
 
 @dataclass
@@ -150,6 +153,8 @@ def batch_of(kind: str, dtype: torch.dtype) -> Batch:
 def objective_of(kind: str) -> Any:
     if kind in OUTPUTS:
         return numbers_loss
+    if kind == "gspo":
+        return policy_objective("gspo", entropy_coef=0.01)
     return policy_objective("ppo_clip", {"clip_high": 0.28}, entropy_coef=0.01)
 
 
@@ -229,8 +234,11 @@ def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
 
 
 def copies(shape: tuple[int, int]) -> int:
-    """Sets of ranks among the four processes."""
-    return 4 // (shape[0] * shape[1])
+    """Sets of ranks among the processes."""
+    return dist.get_world_size() // (shape[0] * shape[1])
+
+
+sequence_of = cache(sequence_group)
 
 
 def place(mesh: DeviceMesh) -> int:
@@ -246,6 +254,7 @@ def strategy_on_rank(kind: str, dtype: torch.dtype, layout: Layout) -> FSDP2Stra
         model_of(kind, dtype),
         mesh_of(layout.mesh),
         layout.sharding,
+        sequence_of(layout.sequence),
         **{**HYPERPARAMETERS, **layout.options},
     )
 
@@ -254,14 +263,17 @@ Case = tuple[torch.dtype, Layout]
 
 
 def learn_on_rank(kind: str, cases: Sequence[Case]) -> dict[int, Learnt]:
-    """Cases of one mesh, by number; where it takes fewer than all ranks, its sets share them."""
+    """Cases of one mesh and groups, by number; where it takes fewer than all ranks, its sets share them."""
     shape = cases[0][1].mesh
     mesh_of(shape)
+    sequence_of(cases[0][1].sequence)
     found = {}
-    for number in range(dist.get_rank() * copies(shape) // 4, len(cases), copies(shape)):
+    own_set = dist.get_rank() * copies(shape) // dist.get_world_size()
+    for number in range(own_set, len(cases), copies(shape)):
         dtype, layout = cases[number]
         strategy = strategy_on_rank(kind, dtype, layout)
-        micro = shares_of(batch_of(kind, dtype), strategy.mesh.size())[place(strategy.mesh)]
+        shares = shares_of(batch_of(kind, dtype), strategy.mesh.size() // layout.sequence)
+        micro = shares[place(strategy.mesh) // layout.sequence]
         found[number] = learn(strategy, micro, kind, dtype)
     return found
 
@@ -280,21 +292,26 @@ def assert_learn_alike(
     for number, (dtype, layout) in enumerate(cases):
         found = [answer[number] for answer in answers if number in answer]
         assert len(found) == layout.mesh[0] * layout.mesh[1]
-        ranks_of_bf16 = len(found) if dtype == torch.bfloat16 else 0
+        ranks_of_bf16 = len(found) // layout.sequence if dtype == torch.bfloat16 else 0
         wanted = undivided(kind, dtype, ranks_of_bf16, layout.options.get("fp32_head", False))
         try:
-            assert_alike(found, wanted, kind, dtype, tolerances[dtype])
+            assert_alike(found, wanted, kind, dtype, tolerances[dtype], layout.sequence)
         except AssertionError as error:
             error.add_note(f"in {dtype}, {layout}")
             raise
 
 
 def assert_alike(
-    found: Sequence[Learnt], wanted: Learnt, kind: str, dtype: torch.dtype, tolerance: float
+    found: Sequence[Learnt],
+    wanted: Learnt,
+    kind: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    sequence: int,
 ) -> None:
-    """What each rank of a mesh has found."""
+    """What each rank of a mesh has found; those that run sequences together, the same."""
     for name, values in wanted.outputs.items():
-        parts = [each.outputs[name] for each in found]
+        parts = [each.outputs[name] for each in found[::sequence]]
         assert_near({name: np.sum(parts, axis=0)}, {name: values}, tolerance)
     # In fp32 Adam moves a weight of next to no gradient by the sign of a rounding.
     updates = 2 if dtype == torch.float64 else 1

@@ -24,6 +24,9 @@ class Fsdp2(Section):
     """Processes, each with its share of the weights and of the work."""
     replicas: int = Field(1, ge=1)
     """Groups of ranks that hold all weights each (HSDP); a divisor of ranks."""
+    sequence: int = Field(1, ge=1)
+    """Neighbouring ranks that run each micro-batch together, a part of its tokens each (Ulysses
+    sequence parallelism); a divisor of ranks and of the attention heads."""
     reshard_after_forward: bool = True
     """Drop a layer's gathered weights after its forward pass and gather them again for the backward
     pass; false keeps them: faster, more memory."""
@@ -37,6 +40,11 @@ class Fsdp2(Section):
             yield (
                 f"trainer.strategy.ranks={self.ranks} cannot be cut into "
                 f"trainer.strategy.replicas={self.replicas} groups of ranks; use a divisor of ranks"
+            )
+        if self.ranks % self.sequence:
+            yield (
+                f"trainer.strategy.ranks={self.ranks} cannot be cut into groups of "
+                f"trainer.strategy.sequence={self.sequence} ranks; use a divisor of ranks"
             )
 
 

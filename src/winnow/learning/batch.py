@@ -385,19 +385,22 @@ class MicroBatchSharder:
     in what is learnt.
 
     On a mesh each rank gets its share of the samples, and all ranks call all methods but `figures`;
-    without one this process gets everything.
+    without one this process gets everything. With sequence parallelism the shares are those of
+    groups of ranks, and all ranks of a group get the same micro-batches.
 
     Args:
         mesh: of one axis, or of two; None for a process on its own.
         width: of the model (H), which says from what length on attention costs most.
+        sequence: neighbouring ranks of the mesh that run each micro-batch together.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None, width: int = 1) -> None:
+    def __init__(self, mesh: DeviceMesh | None = None, width: int = 1, sequence: int = 1) -> None:
         self._mesh, self._width = mesh, width
-        self._ranks = 1 if mesh is None else mesh.size()
-        self._rank = 0
+        self._ranks = 1 if mesh is None else mesh.size() // sequence
+        self._rank, self._is_first = 0, True
         if mesh is not None:
-            self._rank = int((mesh.mesh == dist.get_rank()).flatten().nonzero())
+            place = int((mesh.mesh == dist.get_rank()).flatten().nonzero())
+            self._rank, self._is_first = place // sequence, place % sequence == 0
         self._figures = Metrics()
 
     def update(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
@@ -421,6 +424,8 @@ class MicroBatchSharder:
         if self._mesh is None or not microbatches:  # nor has any other rank one
             return own
         # As sums of one number and zeros, which are exact: the same bits on every rank.
+        if not self._is_first:
+            own.zero_()
         meeting = own.to(device_of(self._mesh))
         for axis in range(self._mesh.ndim):
             dist.all_reduce(meeting, group=self._mesh.get_group(axis))

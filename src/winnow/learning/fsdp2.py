@@ -45,7 +45,8 @@ from torch.distributed.tensor import DTensor
 
 from winnow.errors import CheckpointError
 from winnow.learning.batch import MicroBatchSharder, device_of
-from winnow.learning.strategy import HALF, Stats, Strategy, decoder_layers, local
+from winnow.learning.sequence import SequenceRunner
+from winnow.learning.strategy import HALF, ModelRunner, Stats, Strategy, decoder_layers, local
 from winnow.models.causal_lm import is_reward_model, is_value_model
 from winnow.models.lora import plain_name
 from winnow.models.sharded_loading import SavedWeights, replace_parameters, saved_weights
@@ -78,18 +79,31 @@ class FSDP2Strategy(Strategy):
     Args:
         model: whole on every rank, or hollow; then each rank reads its own rows.
         mesh: of one axis, or of two: replicas, shards.
+        sequence: neighbours on the mesh that run each micro-batch together, as `sequence_group`
+            makes them; None where each rank has micro-batches of its own.
         options: as `Strategy` takes them.
 
     Raises:
-        ModelError: a hollow model's weights cannot be read.
+        ModelError: a hollow model's weights cannot be read, or its sequences cannot be shared.
     """
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, sharding: Sharding, **options: Any
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        sharding: Sharding,
+        sequence: dist.ProcessGroup | None = None,
+        **options: Any,
     ) -> None:
-        self.mesh, self._sharding = mesh, sharding
-        self.sharder = MicroBatchSharder(mesh, int(cast(Any, model).config.hidden_size))
+        self.mesh, self._sharding, self._sequence = mesh, sharding, sequence
+        size = 1 if sequence is None else sequence.size()
+        self.sharder = MicroBatchSharder(mesh, int(cast(Any, model).config.hidden_size), size)
         super().__init__(model, device=device_of(mesh), **options)
+
+    def _make_runner(self, model: nn.Module, *readout: Any) -> ModelRunner:
+        if self._sequence is None:
+            return super()._make_runner(model, *readout)
+        return SequenceRunner(model, *readout, group=self._sequence)
 
     def _hold(self) -> dict[str, nn.Parameter]:
         model, weights = self.model, saved_weights(self.model)
@@ -140,6 +154,8 @@ class FSDP2Strategy(Strategy):
 
     def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
         stats: Stats = {}
+        if self._sequence is not None and self._sequence.rank():
+            sums = {}  # the same as those of the group's first rank
         # A rank of empty micro-batches knows no names.
         for added, largest in gather_values((sums, maxima), self.mesh):
             for name, value in added.items():

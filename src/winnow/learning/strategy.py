@@ -98,13 +98,11 @@ class ModelRunner(nn.Module):
 
     def forward(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
         """Return the outputs asked for, each [T] and 0 where the model says nothing."""
-        layout = PackedLayout(micro.lengths, micro.token_ids.device)
-        hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout)
         # A log-prob of token t, or the value before it, comes from the state at t - 1.
         at, shift = micro.scored_positions, 1
         if self._gives_score:
             at, shift = micro.offsets[1:] - 1, 0
-        states = hidden.index_select(0, at - shift)
+        states, at = self._states(micro, at, shift)
         if self._gives_score or self._gives_value:
             head = scalar_head(self.model)
             # Called, not read: where the head is a unit of its own, the call gathers its weight.
@@ -112,7 +110,18 @@ class ModelRunner(nn.Module):
             found: dict[Output, Tensor] = {"score" if self._gives_score else "value": numbers}
         else:
             found = self._logprobs(states, micro.token_ids[at], outputs)
-        return {name: _placed(values, at, micro) for name, values in found.items()}
+        return {name: self._placed(values, at, micro) for name, values in found.items()}
+
+    def _states(self, micro: MicroBatch, at: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+        """Return the states that lie `shift` before the positions `at`, and these positions."""
+        layout = PackedLayout(micro.lengths, micro.token_ids.device)
+        hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout)
+        return hidden.index_select(0, at - shift), at
+
+    def _placed(self, values: Tensor, at: Tensor, micro: MicroBatch) -> Tensor:
+        """Spread the values of some positions over [T], with 0 elsewhere."""
+        blank = torch.zeros(len(micro.token_ids), dtype=values.dtype, device=values.device)
+        return blank.index_copy(0, at, values)
 
     def _logprobs(
         self, states: Tensor, token_ids: Tensor, outputs: frozenset[Output]
@@ -181,7 +190,8 @@ class Strategy:
         self.device = device or next(model.parameters()).device
         """The device it computes on."""
         self._grad_clip = grad_clip
-        self._runner = ModelRunner(model, temperature, vocab_size, logprob_chunk_tokens, fp32_head)
+        readout = temperature, vocab_size, logprob_chunk_tokens, fp32_head
+        self._runner = self._make_runner(model, *readout)
         if self.device.type == "cpu":
             fuse(model)
         self._training_only = adapter_dropouts(model)
@@ -200,6 +210,9 @@ class Strategy:
             weight_decay=weight_decay,
             fused=True,
         )
+
+    def _make_runner(self, model: nn.Module, *readout: Any) -> ModelRunner:
+        return ModelRunner(model, *readout)
 
     def _hold(self) -> dict[str, nn.Parameter]:
         """Place the weights, and return what the optimizer steps, by parameter name."""
@@ -471,12 +484,6 @@ def in_training(layers: Sequence[nn.Module]) -> Iterator[None]:
 def _filler() -> MicroBatch:
     """Return a sequence of two tokens, for a rank to keep in step with those that have more."""
     return all_micro_batches(pack_sequences([np.zeros(2, np.int64)]), 2)[0]
-
-
-def _placed(values: Tensor, positions: Tensor, micro: MicroBatch) -> Tensor:
-    """Spread the values of some positions over [T], with 0 elsewhere."""
-    blank = torch.zeros(len(micro.token_ids), dtype=values.dtype, device=values.device)
-    return blank.index_copy(0, positions, values)
 
 
 def _check_state(

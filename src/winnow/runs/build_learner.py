@@ -88,7 +88,7 @@ def make_learner(
     Raises:
         ModelError: a model of the recipe cannot be loaded.
     """
-    hold = partial(_hold, config, mesh)
+    hold = _hold(config, mesh)
     readout = _readout_options(config, vocabulary)
     if isinstance(config.sft, Demonstrations):  # what the data has, no sampler has shaped
         readout["temperature"] = 1.0
@@ -236,16 +236,21 @@ def _load(
     return load(path, dtype, there, model.trust_remote_code, field, mesh is not None)
 
 
-def _hold(config: Config, mesh: DeviceMesh | None, model: nn.Module, **options: Any) -> Strategy:
-    """Hold a model whole, or sharded over a mesh."""
+def _hold(config: Config, mesh: DeviceMesh | None) -> Callable[..., Strategy]:
+    """Return what holds a model whole, or sharded over a mesh."""
     if mesh is None:
-        return Strategy(model, **options)
+        return Strategy
     from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
+    from winnow.learning.sequence import sequence_group
 
     chosen = config.trainer.strategy
     assert isinstance(chosen, Fsdp2)
-    sharding = Sharding(chosen.reshard_after_forward, chosen.offload)
-    return FSDP2Strategy(model, mesh, sharding, **options)
+    return partial(
+        FSDP2Strategy,
+        mesh=mesh,
+        sharding=Sharding(chosen.reshard_after_forward, chosen.offload),
+        sequence=sequence_group(chosen.sequence),
+    )
 
 
 def _readout_options(config: Config, vocabulary: int) -> dict[str, Any]:

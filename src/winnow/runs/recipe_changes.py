@@ -58,7 +58,10 @@ _MAY_CHANGE: dict[str, set[str]] = {
     },
     "trainer.profile": {*ProfileConfig.model_fields},
     # A difference in ranks, as in threads, warns: `Opened.differences`.
-    "trainer.strategy": {"ranks", "replicas", "reshard_after_forward", "offload", "bucket_mb"},
+    "trainer.strategy": {
+        *("ranks", "replicas", "sequence"),
+        *("reshard_after_forward", "offload", "bucket_mb"),
+    },
 }
 """Keys by section, beside those of `_FREE`, on which no figure of a step depends but times."""
 _FREE = {"cluster", "evaluation", "observe"}
