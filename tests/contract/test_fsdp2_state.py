@@ -53,7 +53,9 @@ CPU = torch.device("cpu")
 
 
 def mine(strategy: FSDP2Strategy, kind: str = "tied") -> list[MicroBatch]:
-    return shares_of(batch_of(kind, EXACT), strategy.mesh.size())[place(strategy.mesh)]
+    size = sequence.size() if (sequence := strategy._sequence) else 1
+    shares = shares_of(batch_of(kind, EXACT), strategy.mesh.size() // size)
+    return shares[place(strategy.mesh) // size]
 
 
 def update(strategy: Any, micro: list[MicroBatch], kind: str = "tied") -> dict[str, float]:
@@ -99,7 +101,7 @@ def through_dcp(kind: str, folder: str) -> tuple[Arrays, Arrays, Arrays]:
     dcp.save(strategy.state_dict(), checkpoint_id=folder)
     update(strategy, mine(strategy, kind), kind)
     found = [exported(strategy)]
-    for layout in (Layout(), Layout((2, 2), Sharding(offload=True))):
+    for layout in (Layout(), Layout((2, 2), Sharding(offload=True), sequence=2)):
         resumed = strategy_on_rank(kind, EXACT, layout)
         # It has answered, and must not answer from what it had gathered then.
         resumed.forward(mine(resumed, kind), OUTPUTS.get(kind, POLICY))

@@ -55,6 +55,8 @@ RECIPES: dict[str, tuple[str, ...]] = {
 }
 LAYOUTS = {"one": (1, 1), "two": (1, 2), "four": (1, 4), "two by two": (2, 2)}
 """Replicas, shards; with fewer than four ranks each set of them does the whole."""
+SEQUENCES = {"dapo": 2, "ppo": 4, "gspo": 2, "clip_cov": 4, "lora with reference": 2}
+"""Ranks that run each micro-batch together."""
 Found = tuple[list[dict[str, float]], dict[str, NDArray[Any]]]
 
 
@@ -130,7 +132,8 @@ def test_a_step_on_ranks_is_a_step_in_one_process(name: str, folder: str, ranks:
     settings = RECIPES[name]
     wanted = in_one_process(recipe(folder, settings), folder, 2)
     layout = LAYOUTS["two by two" if name == "dapo" else "four"]
-    config = recipe(folder, (*settings, *ON_RANKS))
+    together = f"trainer.strategy.sequence={SEQUENCES.get(name, 1)}"
+    config = recipe(folder, (*settings, *ON_RANKS, "trainer.strategy.ranks=4", together))
     answers = ranks.run(on_rank, config, folder, layout, 2)
     for found in answers:
         assert_alike(found, wanted)

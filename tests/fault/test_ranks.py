@@ -101,14 +101,17 @@ def test_whoever_is_killed_costs_nothing_but_time(calm: Path, lab: Lab) -> None:
 
 def test_another_number_of_ranks_takes_a_run_over_and_says_so(calm: Path, lab: Lab) -> None:
     run = lab.run("fewer-ranks")
-    process = lab.start(run.name, *ON_RANKS)
+    process = lab.start(run.name, *ON_RANKS, "trainer.strategy.sequence=2")
     assert wait_for(process, lambda: logged(run) >= 2)
     process.send_signal(signal.SIGTERM)
     assert code_of(process, 120) == 75
     at = checkpoints_in(run / "checkpoints")[-1].step
     assert at < STEPS
-    assert lab.start(run.name, *ON_RANKS, "trainer.strategy.ranks=1").wait(240) == 0
-    assert "ranks was 2 and is 1" in (run / "log.txt").read_text()
+    fewer = "trainer.strategy.ranks=1", "trainer.strategy.sequence=1"
+    assert lab.start(run.name, *ON_RANKS, *fewer).wait(240) == 0
+    told = (run / "log.txt").read_text()
+    assert "Warning: ranks was 2 and is 1" in told
+    assert "Warning: ranks a sequence was 2 and is 1" in told
     for one, two in zip(figures(calm), figures(run), strict=True):
         assert two["step"] == one["step"]
         if "actor/loss" in one:

@@ -32,7 +32,7 @@ def check_config(config: Config) -> None:
     """
     rules = (
         *(_start, _truths, _groups, _admission, _updates, _lengths, _scores, _evaluation, _engine),
-        *(_mode, _placement),
+        *(_mode, _heads, _placement),
     )
     if faults := [fault for rule in rules for fault in rule(config)]:
         raise ConfigError("\n".join(faults))
@@ -157,6 +157,18 @@ def _start(c: Config) -> Iterator[str]:
         yield (
             f"warm_start=sft has demonstrations of sort_digits only, got {_given(c, 'data/task')}; "
             "choose data/task=sort_digits, or warm_start=none with a model.path"
+        )
+
+
+def _heads(c: Config) -> Iterator[str]:
+    """Yield the line for heads that ranks cannot share, where the recipe makes the model itself."""
+    strategy, start = c.trainer.strategy, c.warm_start
+    if not isinstance(strategy, Fsdp2) or not isinstance(start, SftWarmStart):
+        return
+    if start.model.heads % strategy.sequence:
+        yield (
+            f"{_given(c, 'trainer.strategy.sequence')} does not divide "
+            f"{_given(c, 'warm_start.model.heads')}; use a divisor of it"
         )
 
 

@@ -17,6 +17,7 @@ from winnow.config.judge import SequenceClassifier
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens
+from winnow.config.trainer import Fsdp2
 from winnow.data.prompts import PromptSet
 from winnow.data.tokenizer import decoder, has_tokenizer, load_tokenizer, stop_token_ids
 from winnow.errors import ModelError, TrainingError, WinnowError, WorkerError
@@ -168,6 +169,10 @@ def load_policy(
     if not hollow:
         check_finite(path, model.named_parameters())
     check_positions(config, path, model)
+    if isinstance(config.trainer.strategy, Fsdp2):
+        from winnow.learning.sequence import check_model
+
+        check_model(model, config.trainer.strategy.sequence)
     generation = getattr(model, "generation_config", None)
     stop_ids = stop_token_ids(tokenizer, path, getattr(generation, "eos_token_id", None))
     decode = decoder(tokenizer)

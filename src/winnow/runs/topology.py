@@ -34,7 +34,7 @@ from winnow.config.rollout import (
 )
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens, workers_of
-from winnow.config.trainer import LocalCluster, PoolConfig, RayCluster
+from winnow.config.trainer import Fsdp2, LocalCluster, PoolConfig, RayCluster
 from winnow.data.tokenizer import decoder
 from winnow.errors import ConfigError
 from winnow.learning.learner import AnyLearner
@@ -323,6 +323,8 @@ def placed_models(
     from winnow.runs.remote_learner import RemoteLearner
 
     (ranks,) = groups["policy"]
+    strategy = config.trainer.strategy
+    assert isinstance(strategy, Fsdp2)
     learner = RemoteLearner(ranks)
     weights = learner.weights if is_apart else learner.trained
     return Topology(
@@ -333,7 +335,11 @@ def placed_models(
             engine, weights, canary_of(config, policy), learner.canary, _sleeps(config)
         ),
         passes=learner.facts.passes,
-        machine={**learner.facts.machine, "ranks": ranks.size},
+        machine={
+            **learner.facts.machine,
+            "ranks": ranks.size,
+            "ranks a sequence": strategy.sequence,
+        },
         ranks=ranks.size,
     )
 

@@ -51,6 +51,21 @@ CASES = [
         ["trainer/strategy=fsdp2", "trainer.strategy.ranks=4", "trainer.strategy.replicas=2"],
     ),
     (
+        ["trainer/strategy=fsdp2", "trainer.strategy.ranks=4", "trainer.strategy.sequence=3"],
+        ["trainer.strategy.ranks=4", "trainer.strategy.sequence=3", "a divisor of ranks"],
+        ["trainer/strategy=fsdp2", "trainer.strategy.ranks=4", "trainer.strategy.sequence=4"],
+    ),
+    (
+        ["trainer.strategy.sequence=2"],
+        ["trainer.strategy.sequence is no key of trainer/strategy=single", "fsdp2"],
+        ["trainer/strategy=fsdp2", "trainer.strategy.sequence=2"],
+    ),
+    (
+        ["trainer/strategy=fsdp2", "trainer.strategy.ranks=8", "trainer.strategy.sequence=8"],
+        ["trainer.strategy.sequence=8", "warm_start.model.heads=4", "a divisor"],
+        ["trainer/strategy=fsdp2", "trainer.strategy.ranks=8", "trainer.strategy.sequence=4"],
+    ),
+    (
         [*ASLEEP, "run.device=cpu"],
         ["rollout.engine.sleep=true and run.device=cpu", "set rollout.engine.sleep=false"],
         ASLEEP,

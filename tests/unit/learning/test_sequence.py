@@ -1,0 +1,36 @@
+"""Models whose sequences ranks cannot share are refused before any rank starts."""
+
+from __future__ import annotations
+
+import pytest
+from tests.small_models import digits_model
+
+from winnow.errors import ModelError
+from winnow.learning.sequence import check_model
+
+
+def test_heads_that_do_not_divide_are_refused_with_those_that_do() -> None:
+    model = digits_model(num_attention_heads=6, num_key_value_heads=2)
+    for size in (1, 2, 3, 6):
+        check_model(model, size)
+    with pytest.raises(ModelError, match=r"sequence=4 does not divide the 6 .* one of 1, 2, 3, 6$"):
+        check_model(model, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("layer_types", ["full_attention", "linear_attention"], "layers of .*linear_attention"),
+        ("rope_parameters", {"rope_type": "dynamic"}, "rotary embedding of .*dynamic"),
+        ("rope_parameters", {"full": {"rope_type": "longrope"}}, "rotary embedding of .*longrope"),
+    ],
+)
+def test_what_needs_whole_sequences_elsewhere_is_refused(
+    field: str, value: object, told: str
+) -> None:
+    model = digits_model()
+    check_model(model, 2)
+    setattr(model.config, field, value)
+    check_model(model, 1)
+    with pytest.raises(ModelError, match=rf"sequence=2 .*{told}.*; set .*sequence=1$"):
+        check_model(model, 2)
