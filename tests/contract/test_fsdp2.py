@@ -263,7 +263,7 @@ Case = tuple[torch.dtype, Layout]
 
 
 def learn_on_rank(kind: str, cases: Sequence[Case]) -> dict[int, Learnt]:
-    """Cases of one mesh and groups, by number; where it takes fewer than all ranks, its sets share them."""
+    """Cases of one mesh and groups, by number; smaller than all ranks, its sets share them."""
     shape = cases[0][1].mesh
     mesh_of(shape)
     sequence_of(cases[0][1].sequence)

@@ -115,7 +115,8 @@ def test_samples_are_dealt_to_groups_of_ranks(ranks: Ranks, size: int) -> None:
     found = ranks.run(dealt, size)
     groups = [found[rank][0] for rank in range(0, 4, size)]
     assert [samples for samples, _, _ in found] == [own for own in groups for _ in range(size)]
-    assert sorted(sum(sum(groups, []), [])) == list(range(batch.n_samples))
+    every = [sample for own in groups for samples in own for sample in samples]
+    assert sorted(every) == list(range(batch.n_samples))
     wanted = share(batch, range(batch.n_groups), BUDGET, 4 // size, SHAPE["hidden_size"])
     for _, figures, tokens in found:
         assert figures.record()["ranks/spread"] == wanted.spread
