@@ -108,7 +108,8 @@ class TrainerConfig(Section):
     strategy: Annotated[WholeModels | Fsdp2, Field(discriminator="name")] = WholeModels()
     """Placement of the models' weights."""
     microbatch_tokens: int = Field(16384, ge=1)
-    """Packed tokens run at once; bounds memory, never changes what is learnt."""
+    """Packed tokens run at once, by one rank or by those that share sequences; bounds memory, never
+    changes what is learnt."""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
     """Tokens whose logits exist at once; null chooses by the vocabulary, 128 MiB of them."""
     profile: ProfileConfig = ProfileConfig()
