@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-from tests.small_models import digits_model
+from pathlib import Path
 
+import pytest
+import torch
+from tests.small_models import digits_folder, digits_model
+
+from winnow.config.load import load_recipe
 from winnow.errors import ModelError
 from winnow.learning.sequence import check_model
+from winnow.runs.loading import load_policy
 
 
 def test_heads_that_do_not_divide_are_refused_with_those_that_do() -> None:
@@ -34,3 +39,19 @@ def test_what_needs_whole_sequences_elsewhere_is_refused(
     check_model(model, 1)
     with pytest.raises(ModelError, match=rf"sequence=2 .*{told}.*; set .*sequence=1$"):
         check_model(model, 2)
+
+
+def test_a_run_is_refused_where_it_reads_the_model(tmp_path: Path) -> None:
+    path = str(digits_folder(tmp_path / "model"))
+    ranks = "trainer/strategy=fsdp2", "trainer.strategy.ranks=4"
+    settings = f"model.path={path}", "warm_start=none", *ranks
+    for size in (1, 2):
+        config = load_recipe("quickstart", [*settings, f"trainer.strategy.sequence={size}"])
+        load_policy(config, path, torch.device("cpu"), hollow=True)
+    config = load_recipe("quickstart", [*settings, "trainer.strategy.sequence=4"])
+    with pytest.raises(ModelError) as caught:
+        load_policy(config, path, torch.device("cpu"), hollow=True)
+    assert str(caught.value) == (
+        f"trainer.strategy.sequence=4 does not divide the 2 attention heads of {path}; set it to "
+        "one of 1, 2"
+    )
