@@ -101,13 +101,13 @@ class SequenceRunner(ModelRunner):
             F.pad(whole, (0, pad))[first : first + n]
             for whole in (micro.token_ids, micro.positions)
         )
-        packed = PackedLayout(micro.lengths, micro.token_ids.device)
-        hidden = hidden_states(
-            self.model, ids, positions, UlyssesLayout(packed, self._group, tokens=T)
-        )
+        # Before the model: how many they are is asked of the device, and waits for its work.
         sources = at - shift - first
-        is_own = (sources >= 0) & (sources < n)
-        return hidden.index_select(0, sources[is_own]), at[is_own]
+        own = ((sources >= 0) & (sources < n)).nonzero().squeeze(1)
+        packed = PackedLayout(micro.lengths, micro.token_ids.device)
+        layout = UlyssesLayout(packed, self._group, tokens=T)
+        hidden = hidden_states(self.model, ids, positions, layout)
+        return hidden.index_select(0, sources[own]), at[own]
 
     def _placed(self, values: Tensor, at: Tensor, micro: MicroBatch) -> Tensor:
         # Of each token one rank has a number and the others 0, whose sum is exact.
