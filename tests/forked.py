@@ -201,7 +201,7 @@ def _become(request: dict[str, Any]) -> None:
 
 def _call(module: str, words: Sequence[str], spares: int) -> None:
     """Be a process of a module."""
-    if spares and module == "winnow.cli.main":
+    if spares and module != "winnow.workers.child":
         Spares(spares, lambda module, words: _call(module, words, spares)).install()
     sys.argv = [module, *words]
     importlib.import_module(module).main()

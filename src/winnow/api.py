@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -111,9 +112,8 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> RunReco
             # Known here before the run says so.
             name = free_path(Path(config.run.dir), Path(recipe).stem).name
             words.append(f"run.name={name}")
-        child = subprocess.Popen(
-            [sys.executable, "-m", "winnow.cli.main", "train", *words], process_group=0
-        )
+        start = sys.executable, "-m", "winnow.cli.main", "train", "--parent", str(os.getpid())
+        child = subprocess.Popen([*start, *words], process_group=0)
         code = _wait(child)
     if code:
         raise WinnowError(f"the run ended with exit code {code}; its last lines say why")

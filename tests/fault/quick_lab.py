@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tests.forked import Forked, Server
 
 STARTERS = (
     *("trainer/strategy=", "trainer/mode=", "trainer.max_restarts=", "rollout/engine=vllm"),
-    *("rollout.engine.processes=", "reward.processes="),
+    *("rollout.engine.processes=", "reward.processes=", "--multirun"),
 )
 """Settings of a run that starts processes with models."""
 SPARES = 6
@@ -44,3 +45,20 @@ class QuickLab(Lab):
         """What is typed after `winnow`; `runs` is to hold the run's folder."""
         where = f"run.dir={runs or self.folder / 'runs'}", f"run.name={name}"
         return ["train", "quickstart", *SETTINGS, *where, *self.settings, *settings]
+
+    def start_in_python(self, name: str, *settings: str) -> Forked:
+        """A process that calls `winnow.train`."""
+        assert self.server is not None
+        return self.server.start(
+            __name__,
+            self.words(name, *settings)[1:],
+            environment={"WINNOW_CACHE": str(self.folder / "cache")},
+            spares=SPARES,
+        )
+
+
+def main() -> None:
+    """Train a recipe and settings, which are the words of the command line, from Python."""
+    import winnow
+
+    winnow.train(sys.argv[1], sys.argv[2:])

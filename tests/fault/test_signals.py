@@ -18,8 +18,9 @@ from benchmarks.kill import (
     size,
     wait_for,
 )
+from tests.fault.quick_lab import QuickLab
 from tests.forked import Forked
-from tests.processes import driver_of, is_alive
+from tests.processes import descendants, driver_of, gone, is_alive
 
 from winnow.runs.checkpoint import checkpoints_in, verify
 
@@ -173,3 +174,33 @@ def test_a_supervised_run_stops_when_its_parent_is_asked_or_gone(lab: Lab) -> No
         pytest.fail("the child outlived its parent")
     assert lab.start(run.name, "trainer.save_every=1").wait(120) == 0
     assert differences(lab.run("undisturbed"), run) == []
+
+
+LONG = "trainer.steps=1000", "trainer.save_every=1000"
+SWEPT = "--multirun", "--jobs", "2", "optim.lr=2e-4,4e-4", *LONG
+
+
+def test_runs_of_a_sweep_or_of_python_save_and_end_when_it_is_killed(lab: QuickLab) -> None:
+    runs = [lab.run(name) for name in ("swept/lr=0.0002", "swept/lr=0.0004", "called")]
+    starting = [lab.start("swept", *SWEPT), lab.start_in_python("called", *LONG)]
+    for process, run in zip((*starting[:1], *starting), runs, strict=True):
+        assert wait_for(process, lambda run=run: lines(run) >= 2)  # type: ignore[misc]
+    children = {child for process in starting for child in descendants(process.pid)}
+    assert len(children) >= len(runs)
+    for process in starting:
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert gone(children)
+    # No checkpoint is due before the end: only a stop saves one.
+    saved = [checkpoints_in(run / "checkpoints")[-1].step for run in runs]
+    assert all(1 <= step < 1000 for step in saved)
+    # The same command goes on, and Ctrl-C reaches its runs.
+    sweep = lab.start("swept", *SWEPT)
+    before = [lines(run) for run in runs]
+    assert wait_for(
+        sweep, lambda: all(lines(r) > n for r, n in zip(runs[:2], before, strict=False))
+    )
+    sweep.send_signal(signal.SIGINT)
+    assert code_of(sweep, 60) == 130
+    for run, step in zip(runs[:2], saved, strict=False):
+        assert checkpoints_in(run / "checkpoints")[-1].step > step

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -63,6 +64,7 @@ Multirun = Annotated[
 ]
 Jobs = Annotated[int, typer.Option(min=1, help="With --multirun: runs at a time.")]
 HeartbeatPipe = Annotated[int | None, typer.Option("--heartbeat", hidden=True)]
+Parent = Annotated[int | None, typer.Option("--parent", hidden=True)]
 Continued = Annotated[str | None, typer.Option("--continued", hidden=True)]
 HelpConfig = Annotated[
     bool,
@@ -102,18 +104,28 @@ def train(
     jobs: Jobs = 1,
     heartbeat: HeartbeatPipe = None,
     continued: Continued = None,
+    parent: Parent = None,
 ) -> None:
     """Train a recipe, for instance: winnow train quickstart."""
+    if parent is not None:
+        from winnow.workers.child import die_with
+
+        die_with(parent, signal.SIGTERM)  # which lets it save
     if help_config:
         _print_settings(recipe, overrides or [])
         return
+    options = {"--fresh": fresh, "--dashboard": dashboard}
+    chosen = [name for name, given in options.items() if given]
+    if jobs > 1 and not multirun:
+        raise ConfigError(f"--jobs {jobs} is for --multirun; leave it out, or give --multirun")
     if multirun:
+        if chosen:
+            raise ConfigError(f"{chosen[0]} is for a single run; leave it out with --multirun")
         from winnow.cli.sweep import run_sweep
 
         raise typer.Exit(run_sweep(recipe, overrides or [], jobs, _console()))
     config = _load(recipe, overrides)
-    options = {"--fresh": fresh, "--dashboard": dashboard}
-    words = [*(name for name, given in options.items() if given), recipe, *(overrides or [])]
+    words = [*chosen, recipe, *(overrides or [])]
     if config.trainer.max_restarts and heartbeat is None:
         _supervise(config, words, None)
     if continued is not None:

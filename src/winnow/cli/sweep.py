@@ -9,6 +9,7 @@ begin or go on.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -22,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 from winnow.config.load import load_recipe
 from winnow.errors import ConfigError
 from winnow.observe.figures import duration, figure_table, number, print_table, share
-from winnow.observe.files import free_path, write_atomic
+from winnow.observe.files import free_path, write_atomic, writing
 from winnow.observe.jsonl import METRICS_FILE, evaluations, read_metrics
 from winnow.observe.metrics import LENGTH, REWARD
+from winnow.runs.process import Stopped, heeded, outlive_readers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 SWEEP = "sweep.json"
 _LONGEST_NAME = 80
 _EVERY_S = 0.2
-_FORWARDED = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Sweep:
     def command(self, name: str) -> list[str]:
         """Return the command line of a run."""
         place = f"run.dir={_quoted(str(self.folder))}", f"run.name={_quoted(name)}"
-        start = sys.executable, "-m", "winnow.cli.main", "train"
+        start = sys.executable, "-m", "winnow.cli.main", "train", "--parent", str(os.getpid())
         return [*start, self.recipe, *self.runs[name], *place]
 
 
@@ -88,51 +89,62 @@ def plan_sweep(recipe: str, overrides: list[str]) -> Sweep:
 
 def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) -> int:
     """Train all runs of a sweep that are not done yet, some at a time; returns the exit code."""
+    outlive_readers()
     sweep = plan_sweep(recipe, overrides)
+    asked = sweep.runs
     if (sweep.folder / SWEEP).is_file():
-        was, now = read_sweep(sweep.folder), sweep.runs
-        sweep.runs = {**was.runs, **now}
-        same = [n for n in sweep.runs if was.runs.get(n) == sweep.runs[n]]
-        sweep.codes = {name: 0 for name in same if was.codes.get(name) == 0}
-    waiting = [name for name in sweep.runs if name not in sweep.codes]
-    done = len(sweep.runs) - len(waiting)
+        was = read_sweep(sweep.folder)
+        if was.recipe != recipe:
+            raise ConfigError(
+                f"run.name={sweep.folder.name} has a sweep of {was.recipe}, and this one is of "
+                f"{recipe}; give another run.name"
+            )
+        done = [n for n, code in was.codes.items() if not code and was.runs.get(n) == asked.get(n)]
+        sweep.runs = {**was.runs, **asked}
+        sweep.codes = {n: c for n, c in was.codes.items() if n in done or n not in asked}
+    waiting = [name for name in asked if name not in sweep.codes]
+    ready = len(asked) - len(waiting)
     console.print(
-        f"{len(sweep.runs)} runs in {sweep.folder}{f', {done} of them done' if done else ''}; "
+        f"{len(asked)} runs in {sweep.folder}{f', {ready} of them done' if ready else ''}; "
         "each one's output is in NAME.txt beside it",
         soft_wrap=True,
+        markup=False,
     )
     sweep.save()
-    stopped = _train_all(sweep, waiting, jobs, console)
+    stopped = _train_all(sweep, list(waiting), jobs, console)
     print_sweep(sweep, console)
-    failed = {name: code for name, code in sweep.codes.items() if code}
+    if stopped:
+        console.print("Stopped; the same command goes on with the runs that are not done.")
+        return stopped
+    failed = {name: sweep.codes[name] for name in waiting if sweep.codes[name]}
     for name, code in failed.items():
         said = (sweep.folder / f"{name}.txt").read_text(errors="replace").split("\n")
         last = next((line for line in reversed(said) if line.strip()), "")
         console.print(f"{name} ended with exit code {code}: {last}", soft_wrap=True, markup=False)
-    return stopped or next(iter(failed.values()), 0)
+    return next(iter(failed.values()), 0)
 
 
 def _train_all(sweep: Sweep, waiting: list[str], jobs: int, console: Console) -> int:
     """Start one process a run, at most `jobs` at once; returns the code of a request to stop."""
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     asked: list[int] = []
-
-    def forward(number: int, frame: object) -> None:
-        asked.append(_FORWARDED[signal.Signals(number)])
-        for child, _ in running.values():
-            child.send_signal(number)
-
-    handlers = {number: signal.signal(number, forward) for number in _FORWARDED}
+    told = 0
+    handlers = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in heeded()}
     try:
         while running or (waiting and not asked):
             while waiting and len(running) < jobs and not asked:
                 name = waiting.pop(0)
-                with (sweep.folder / f"{name}.txt").open("ab") as out:
+                path = sweep.folder / f"{name}.txt"
+                with writing(path), path.open("ab") as out:
                     child = subprocess.Popen(
                         sweep.command(name), stdout=out, stderr=out, process_group=0
                     )
                 running[name] = child, time.monotonic()
             time.sleep(_EVERY_S)
+            for number in asked[told:]:
+                told += 1
+                for child, _ in running.values():
+                    child.send_signal(number)
             for name, (child, began) in list(running.items()):
                 if (code := child.poll()) is None:
                     continue
@@ -146,7 +158,7 @@ def _train_all(sweep: Sweep, waiting: list[str], jobs: int, console: Console) ->
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return asked[0] if asked else 0
+    return Stopped(asked[0]).exit_code if asked else 0
 
 
 def read_sweep(folder: Path) -> Sweep:

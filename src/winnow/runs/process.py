@@ -62,7 +62,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def _heeded() -> list[signal.Signals]:
+def heeded() -> list[signal.Signals]:
     """List the signals that ask a process to end, without those that it ignores (nohup)."""
     asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
@@ -98,7 +98,7 @@ class ShutdownSignal:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Take the signals while the block runs; those that are ignored (nohup) stay so."""
-        before = {number: signal.signal(number, self._handle) for number in _heeded()}
+        before = {number: signal.signal(number, self._handle) for number in heeded()}
         try:
             yield
         finally:
@@ -240,7 +240,7 @@ class Supervisor:
         return asyncio.run(self._run())
 
     async def _run(self) -> int:
-        for number in _heeded():
+        for number in heeded():
             asyncio.get_running_loop().add_signal_handler(number, self._forward, number)
         restarts = failures = 0
         while True:
@@ -319,8 +319,8 @@ def winnow_command(arguments: Sequence[str]) -> Callable[[int, str | None], list
 
     def command(pipe: int, folder: str | None) -> list[str]:
         more = [] if folder is None else ["--continued", folder]
-        start = [sys.executable, "-m", "winnow.cli.main", "train", "--heartbeat", str(pipe), *more]
-        return [*start, *arguments]
+        start = [sys.executable, "-m", "winnow.cli.main", "train", "--heartbeat", str(pipe)]
+        return [*start, "--parent", str(os.getpid()), *more, *arguments]
 
     return command
 
@@ -334,7 +334,7 @@ class Heartbeat:
         self._beats = 0
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
-            threading.Thread(target=self._run, args=(os.getppid(),), daemon=True).start()
+            threading.Thread(target=self._run, daemon=True).start()
 
     def folder(self, path: Path) -> None:
         """Tell the run's folder, which a restart continues."""
@@ -360,14 +360,10 @@ class Heartbeat:
     def close(self) -> None:
         """Do nothing: counters are watched to the end of the process."""
 
-    def _run(self, parent: int) -> None:
+    def _run(self) -> None:
         seen: list[object] = []
         while True:
             time.sleep(_BEAT_S)
-            if os.getppid() != parent:
-                # Nobody is left to restart or to end this run: it ends as if asked to.
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
             now = [self._beats, *(reading() for reading in self._readings)]
             if now != seen:
                 seen = now
@@ -376,5 +372,5 @@ class Heartbeat:
     def _write(self, line: str) -> None:
         if self._descriptor is None:
             return
-        with contextlib.suppress(OSError):  # the parent is gone, which `_run` notices
+        with contextlib.suppress(OSError):  # the parent is gone, and this process is told
             os.write(self._descriptor, f"{line}\n".encode())

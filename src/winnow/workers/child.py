@@ -58,9 +58,9 @@ async def _serve(end: socket.socket, host: Host) -> None:
     os._exit(0)  # whatever still runs is of no use to anyone
 
 
-def die_with(parent: int) -> None:
-    """Have Linux kill this process when the thread that started it ends; exit if that has ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have Linux signal this process when the thread that started it ends; exit if it has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         sys.exit(1)
 
