@@ -18,14 +18,14 @@ const NAMES: Record<Coloring, string> = {
 }
 const SCALES: Record<Coloring, [from: string, to: string, says: string]> = {
   logprobs: ['0', '−5 nats', 'log-prob of the sampler'],
-  entropies: ['0', '3 nats', 'entropy of the distribution it was drawn from'],
+  entropies: ['0', '3 nats', 'entropy of the trainer’s distribution'],
   difference: ['0', '0.5 nats', 'absolute difference of the two log-probs'],
   advantage: ['−2', '+2', 'advantage'],
   versions: ['', '', 'weight version that wrote it'],
   none: ['', '', ''],
 }
 const NEEDS: Partial<Record<Coloring, string>> = {
-  logprobs: 'log-probs', entropies: 'entropies of tokens', versions: 'versions of tokens',
+  logprobs: 'log-probs', versions: 'versions of tokens',
 }
 const PAGE = 4000
 
@@ -120,7 +120,10 @@ export function Tokens(props: {
 
 function absent(coloring: Coloring): string {
   if (coloring === 'advantage') return 'This answer has no advantage: its group was not trained on.'
-  if (coloring === 'difference') return 'The trainer’s log-probs are kept of answers that were trained on, in steps that took a pass for them.'
+  if (coloring === 'difference' || coloring === 'entropies') {
+    const what = coloring === 'difference' ? 'The trainer’s log-probs' : 'Entropies of tokens'
+    return `${what} are kept of answers that were trained on, in steps that took a pass for them.`
+  }
   return `This run does not keep ${NEEDS[coloring]}, so tokens cannot be coloured by them.`
 }
 

@@ -204,6 +204,11 @@ def test_the_trainers_log_probs_are_kept_beside_the_samplers(trained: Trained) -
         distances = np.abs(np.subtract(row["logprobs"], row["trainer_logprobs"]))
         assert np.mean(distances) == pytest.approx(row["mismatch"], abs=1e-7)
         assert row["versions"] == [0] * row["response_tokens"]
+        assert len(row["entropies"]) == row["response_tokens"]
+        assert min(row["entropies"]) > 0
+    # The step's updates tell it, too, a little later each: all but the first.
+    entropies = np.concatenate([row["entropies"] for row in shown])
+    assert np.mean(entropies) == pytest.approx(record["actor/entropy"], rel=0.05)
 
 
 def test_pages_fit_the_screen_and_ask_nobody_else(look: Watched) -> None:
@@ -239,7 +244,7 @@ def test_answers_are_reached_by_clicks_and_keys_and_by_their_address(look: Watch
     expect(step).to_have_value(str(STEPS - 1))
     page.wait_for_selector("section[aria-label='Answer 1'] .tokens span")
     page.keyboard.press("c")
-    told = page.get_by_text("does not keep entropies of tokens")
+    told = page.get_by_text("Entropies of tokens are kept of answers that were trained on")
     told.wait_for()
     address = page.url
     page.reload()

@@ -37,13 +37,18 @@ _HELP = (
     "A number opens, Enter shows more, b goes back; n, p: the next, the one before; s 12: step 12, "
     f"s: the newest; f {'|'.join(_KEEPS)}; /TEXT: with this text, /: all; q ends"
 )
+_ENDS = {None: DASH, "stop": "stop", "length": "cut off", "aborted": "aborted"}
+_LEAST_SURE = 5
+"""Tokens that are named of an answer."""
 _LINES_BESIDE = 8
 """Lines that a list leaves to its title and to the question."""
 
 
 def rollouts_command(
     run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME, or its URL.")],
-    step: Annotated[int | None, typer.Option(help="Step to show; the newest by default.")] = None,
+    step: Annotated[int | None, typer.Option(
+        help="Step whose prompts to list; without it the steps are listed, or the newest one is "
+        "taken where another option says what of it.")] = None,
     group: Annotated[int | None, typer.Option(help="Group of the step: its answers.")] = None,
     only: Annotated[str, typer.Option(
         "--filter", metavar="|".join(_KEEPS),
@@ -57,6 +62,7 @@ def rollouts_command(
     """Read what the model wrote: steps, prompts, answers; filtered, searched, or as JSON."""
     kind = "held_out" if held_out else "training"
     browser = Browser(_run_at(run), Console(highlight=False), kind, step, group, only, search)
+    browser.lists_steps = step is None and group is None and only == "all" and not search
     if as_json:
         for line in browser.lines():
             print(line)
@@ -77,9 +83,10 @@ class Browser:
     step: int | None = None
     """None follows the newest."""
     group: int | None = None
-    """None lists the groups."""
+    """None lists the groups, or the steps."""
     only: str = "all"
     search: str = ""
+    lists_steps: bool = False
     shown: int | None = None
     """Step of the last list: what is chosen from it is of that step, although a run goes on."""
     answer: int = 1
@@ -113,7 +120,9 @@ class Browser:
         Raises:
             WinnowError: it is not there, or damaged.
         """
-        if self.group is None:
+        if self.lists_steps:
+            self._show_steps()
+        elif self.group is None:
             self._show_groups()
         else:
             self._show_group(self.group)
@@ -136,16 +145,20 @@ class Browser:
         name, _, rest = word.partition(" ")
         if word == "":
             self.first += self.limit or 0
+        elif word.isdecimal() and self.lists_steps:
+            self._go(int(word))
         elif word.isdecimal() and self.group is not None:
             self.answer = int(word)
         elif word.isdecimal():
             self._go(self.shown, int(word))
         elif name == "s" and rest.strip().isdecimal() | (not rest):
             self._go(int(rest) if rest else None)
-        elif word in ("n", "p"):
+        elif word in ("n", "p") and not self.lists_steps:
             self._move(1 if word == "n" else -1)
         elif word == "b":
+            is_list = self.group is None
             self._go(self.step)
+            self.lists_steps = is_list
         elif name == "f" and rest in _KEEPS:
             self.only = rest
             self._go(self.step)
@@ -157,6 +170,7 @@ class Browser:
 
     def _go(self, step: int | None, group: int | None = None) -> None:
         self.step, self.group, self.answer, self.first = step, group, 1, 0
+        self.lists_steps = False
 
     def _move(self, by: int) -> None:
         """Go to another group of the list, or from a list to another step."""
@@ -190,10 +204,40 @@ class Browser:
             left = [row for row in left if str(row["group"]) in hits]
         return sorted(left, key=lambda row: -row["mismatch"]) if self.only == "mismatch" else left
 
+    def _show_steps(self) -> None:
+        """List the newest steps first, with what became of all their answers."""
+        steps = self._steps()[::-1]
+        self._head(f"{len(steps)} steps, the newest first")
+        table = _table(
+            "step", "prompts", "answers", "right", "reward", "tokens", "cut off", "failed"
+        )
+        self.first = self.first if self.first < len(steps) else 0
+        for step in steps[self.first :][: self.limit]:
+            try:
+                groups = self.run.groups(self.kind, step)
+            except WinnowError as error:
+                self._print(str(error), "red")
+                continue
+            sizes = groups["answers"]
+            total = sum(sizes)
+            right, reward, length = (
+                sum((v or 0.0) * n for v, n in zip(groups[name], sizes, strict=True))
+                / max(total, 1)
+                for name in ("accuracy", "reward", "length")
+            )
+            cut_off, failed = sum(groups["cut_off"]), sum(groups["failed"])
+            table.add_row(
+                str(step), count(len(sizes)), count(total), share(right), number(reward),
+                number(length, 1), share(cut_off / max(total, 1)), count(failed),
+            )  # fmt: skip
+        self._put(table)
+
     def _show_groups(self) -> None:
         left = self._groups()
         self.shown = self._step()
-        words = f"step {self.shown} of {self._steps()[-1]}, {len(left)} prompts"
+        words = (
+            f"step {self.shown} of {self._steps()[-1]}, {len(left)} prompt{'s'[: len(left) != 1]}"
+        )
         words += f", {self.only}" * (self.only != "all")
         self._head(words + f", with {self.search}" * bool(self.search))
         table = _table("group", "prompt", "fate", "right", "reward", "tokens", "mismatch")
@@ -211,13 +255,14 @@ class Browser:
         answers = self.run.group(self.kind, self._step(), group)["answers"]
         self._head(f"step {self._step()}, group {group}, {answers[0]['outcome']}")
         self._print(answers[0]["prompt"] or "(text not kept: observe.rollout_text_tokens)", "bold")
-        table = _table("answer", "right", "reward", "advantage", "tokens", "end", "read as")
+        names = "answer", "right", "reward", "advantage", "tokens", "entropy", "end", "read as"
+        table = _table(*names)
         for place, each in enumerate(answers, 1):
             table.add_row(
                 f"greedy {place}" if each["kind"] == "greedy" else str(place),
                 "failed" if each.get("scorer_error") else share(each["accuracy"]),
                 number(each["reward"]), number(each.get("advantage")),
-                count(each["response_tokens"]), each.get("finish_reason") or DASH,
+                count(each["response_tokens"]), _entropy(each), _ENDS[each.get("finish_reason")],
                 self._line(each.get("pred") or DASH),
             )  # fmt: skip
         self._put(table)
@@ -227,6 +272,8 @@ class Browser:
                 if each.get("scorer_error"):
                     self._print(f"scoring failed: {each['scorer_error']}", "red")
                 self._print(each["response"] or "(no text)")
+                if unsure := _least_sure(each):
+                    self._print(f"highest entropies: token {unsure} nats", "dim")
 
     def _line(self, text: str) -> Text:
         line = " ".join(printable(text, self.console.encoding).split())
@@ -251,6 +298,22 @@ def _run_at(place: str) -> RunPages:
         names = ", ".join(found) or "none"
         raise WinnowError(f"{place} must be one run's folder, and holds {names}; name one")
     return RunPages(next(iter(found.values())))
+
+
+def _entropy(answer: Row) -> str:
+    known = [each for each in answer["columns"].get("entropies", ()) if each is not None]
+    return number(sum(known) / len(known)) if known else DASH
+
+
+def _least_sure(answer: Row) -> str:
+    """Name the tokens of an answer at which the policy was least sure, by their places."""
+    values = answer["columns"].get("entropies", ())
+    texts = [f" {each!r}" for each in answer.get("tokens", {}).get("texts", ())] or [""] * len(
+        values
+    )
+    known = [place for place, value in enumerate(values) if value is not None]
+    most = sorted(known, key=lambda place: -values[place])[:_LEAST_SURE]
+    return ", ".join(f"{place + 1}{texts[place]} {values[place]:.2f}" for place in most)
 
 
 def _table(*columns: str) -> Table:

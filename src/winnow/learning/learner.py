@@ -62,6 +62,8 @@ class Learned:
     """Tokens of prompts and answers (T)."""
     old_logprobs: FloatArray | None = None
     """[T] nats: the trainer's, before the updates; None where the step took no pass for them."""
+    entropies: FloatArray | None = None
+    """[T] nats, of the same pass."""
     mismatch: FloatArray | None = None
     """[B] nats: mean distance of the sampler's log-probs from those, over a sample's tokens."""
 
@@ -142,6 +144,7 @@ class Learner:
         self._passes(batch, step, metrics, watch)
         with watch.phase("batch"):
             old = batch.columns["old"].numpy() if self._policy.has_pass else None
+            entropy = batch.columns.pop("entropy", None)  # no loss asks for it
             mismatch = None if old is None else _mismatch(batch, old)
             if self._correction is not None:
                 batch = correct_batch(batch, self._correction, metrics)
@@ -158,6 +161,7 @@ class Learner:
             batch.prompt_lengths.numpy(),
             len(batch.token_ids),
             old,
+            None if entropy is None else entropy.numpy(),
             mismatch,
         )
 

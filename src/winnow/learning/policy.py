@@ -191,7 +191,8 @@ class Policy:
     ) -> Metrics:
         """Fill the column `old` [T] as the objective wants it, with a pass if it takes one.
 
-        After a pass it is known how far the sampler was from it; else the first update tells.
+        A pass fills `entropy` [T], too. After it it is known how far the sampler was from the
+        trainer; else the first update tells.
 
         Args:
             with_squares: fill `prob_square_sum` [T] too, which needs a pass.
@@ -205,13 +206,12 @@ class Policy:
             batch.columns["old"] = batch.behav
         if not self.has_pass:
             return metrics
-        outputs: frozenset[Output] = frozenset({"logprob"})
+        outputs: frozenset[Output] = frozenset({"logprob", "entropy"})
         if with_squares:
             outputs |= {"prob_square_sum"}
         found = run_pass(self.strategy, batch, outputs, microbatch_tokens)
-        old = batch.columns["old"] = found["logprob"]
-        if with_squares:
-            batch.columns["prob_square_sum"] = found["prob_square_sum"]
+        old = batch.columns["old"] = found.pop("logprob")
+        batch.columns.update({str(name): values for name, values in found.items()})
         pair = (old, batch.behav, batch.gen_mask)
         found_sums = _mismatch_sums(*pair, batch.columns.get("age"))
         sums = {name: float(total) for name, total in found_sums.items()}

@@ -43,6 +43,7 @@ COLUMNS = {
     **{"scorer_error": _TEXT, "pred": _TEXT, "prompt": _TEXT, "response": _TEXT},
     **{"prompt_ids": _IDS, "token_ids": _IDS, "logprobs": pa.list_(pa.float32()), "versions": _IDS},
     **{"mismatch": _FLOAT, "trainer_logprobs": pa.list_(pa.float32())},
+    **{"entropies": pa.list_(pa.float32())},
 }
 """Types of the columns that every file has."""
 
@@ -59,6 +60,8 @@ class RolloutGroup:
     """One a sampled answer: mean distance of the sampler's log-probs from the trainer's, nats."""
     trainer_logprobs: Sequence[FloatArray] | None = None
     """[L] nats for each sampled answer; None where the step took no pass for them."""
+    entropies: Sequence[FloatArray] | None = None
+    """[L] nats for each sampled answer, of the same pass."""
 
 
 def problem_id(prompt: Prompt) -> str:
@@ -196,8 +199,9 @@ def _rows(
         if index < len(advantages):
             row["advantage"] = advantages[index]
             row["mismatch"] = None if entry.mismatch is None else entry.mismatch[index]
-            if is_shown and entry.trainer_logprobs is not None:
-                row["trainer_logprobs"] = entry.trainer_logprobs[index].astype(np.float32)
+            for name in ("trainer_logprobs", "entropies") if is_shown else ():
+                if (values := getattr(entry, name)) is not None:
+                    row[name] = values[index].astype(np.float32)
         yield {**row, **_of_answer(answer, version), **(_texts(answer, decode) if is_shown else {})}
 
 

@@ -119,25 +119,26 @@ def rollout_groups(sampled: StepGroups, learned: Learned) -> list[RolloutGroup]:
     parts = np.split(learned.advantages, ends)
     nothing = [None] * len(parts)
     distances = nothing if learned.mismatch is None else np.split(learned.mismatch, ends)
-    tokens = nothing if learned.old_logprobs is None else _by_group(sampled, learned)
+    tokens = (_by_group(sampled, learned, v) for v in (learned.old_logprobs, learned.entropies))
     trained = (
-        RolloutGroup(settled.group, "trained", part, distance, logprobs)
-        for settled, part, distance, logprobs in zip(
-            sampled.trained, parts, distances, tokens, strict=True
-        )
+        RolloutGroup(settled.group, "trained", *columns)
+        for settled, *columns in zip(sampled.trained, parts, distances, *tokens, strict=True)
     )
     rest = (RolloutGroup(settled.group, settled.fate) for settled in sampled.discarded)
     return list(chain(trained, rest))
 
 
-def _by_group(sampled: StepGroups, learned: Learned) -> list[list[FloatArray]]:
-    """Cut the trainer's log-probs of a step into those of its groups' answers."""
-    assert learned.old_logprobs is not None
+def _by_group(
+    sampled: StepGroups, learned: Learned, values: FloatArray | None
+) -> Sequence[list[FloatArray] | None]:
+    """Cut numbers [T] of a step's tokens into those of its groups' answers."""
+    if values is None:
+        return [None] * len(sampled.groups)
     lengths = [[sum(map(len, a.trajectory.segments)) for a in g.answers] for g in sampled.groups]
     whole = learned.prompt_lengths + np.array(list(chain.from_iterable(lengths)))
     ends = iter(np.cumsum(whole).tolist())
     return [
-        [learned.old_logprobs[end - length : end] for length, end in zip(each, ends, strict=False)]
+        [values[end - length : end] for length, end in zip(each, ends, strict=False)]
         for each in lengths
     ]
 

@@ -157,7 +157,7 @@ def test_each_pass_is_made_once_and_timed(start: Path) -> None:
     assert full.reference is not None
     assert full.critic is not None
     passes = [full.policy.passes, full.reference.passes, full.critic.passes]
-    assert passes == [[{"logprob"}], [{"logprob"}], [{"value"}]]
+    assert passes == [[{"logprob", "entropy"}], [{"logprob"}], [{"value"}]]
     assert record["actor/old_pass"] == 1
     assert record["actor/updates"] == record["critic/updates"] == 4
     phases = ("batch", "old_logprobs", "reference", "values", "update")
@@ -187,6 +187,26 @@ def test_the_reference_may_be_the_policy_with_its_adapter_off() -> None:
     learner.learn(recorded_groups(2), 1, metrics, Stopwatch())
     assert metrics.record()["reward/kl"] == pytest.approx(1.0)
     assert not policy.is_off
+
+
+def test_a_pass_tells_the_entropy_at_each_token_that_was_written() -> None:
+    groups = recorded_groups(2)
+    learned, _ = bench().step(groups)
+    model: Any = quickstart_model().double()
+    model.set_attn_implementation("eager")
+    expected = []
+    for group in groups:
+        for answer in group.answers:
+            ids = torch.tensor([*group.prompt.token_ids, *answer.trajectory.token_ids])
+            with torch.no_grad():
+                logits = model(ids[None]).logits[0, :, :VOCABULARY]
+            whole = torch.distributions.Categorical(logits=logits).entropy().roll(1)
+            whole[: len(group.prompt.token_ids)] = 0.0
+            expected.append(whole)
+    assert learned.entropies is not None
+    np.testing.assert_allclose(learned.entropies, torch.cat(expected), atol=1e-5)
+    without, _ = bench(objective=policy_objective("ppo_clip", old="current")).step(groups)
+    assert without.entropies is None
 
 
 def test_only_the_first_update_tells_how_far_the_sampler_was() -> None:
@@ -309,7 +329,7 @@ def test_a_critic_comes_to_explain_the_returns_of_the_same_answers(start: Path) 
 def test_the_token_baseline_gets_probabilities_and_their_squared_sums() -> None:
     one = bench(advantage=advantage_stage("optimal_token_baseline", {}))
     one.step(recorded_groups(3))
-    assert one.policy.passes == [{"logprob", "prob_square_sum"}]
+    assert one.policy.passes == [{"logprob", "entropy", "prob_square_sum"}]
     batch = pack(recorded_groups(3))
     (fresh,) = Strategy(quickstart_model(), vocab_size=VOCABULARY).forward(
         [_whole(batch)], frozenset({"logprob", "prob_square_sum"})

@@ -9,6 +9,7 @@ import pty
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -45,14 +46,38 @@ def test_a_list_fits_80_columns_and_shows_no_control_codes(make_run: MakeRun) ->
     folder = make_run("a").path
     long = group(7, "\x1b[31mred\u202e " * 20, answer(3, 1.0), answer(2, 0.0))
     write_step(folder, 9, [RolloutGroup(long, "trained", np.array([1.0, -1.0]))], "rollouts")
-    for words in ((), ("--group", "7")):
+    for words in (("--step", "9"), ("--group", "7")):
         out = rollouts(folder, *words).check().out
         assert "\x1b" not in out
         assert "\u202e" not in out
         assert "red" in out
-    lines = rollouts(folder).check().out.splitlines()
+    lines = rollouts(folder, "--step", "9").check().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert re.search(r"^ +7  ask .*…  trained +1/2 +-?0.00 +2 +-$", lines[2]), lines[2]
+
+
+def test_without_a_step_the_steps_are_listed_with_what_became_of_their_answers(
+    make_run: MakeRun,
+) -> None:
+    folder = make_run("a").path
+    cut, failed = answer(6, 0.0), answer(3, 1.0)
+    cut = replace(cut, trajectory=replace(cut.trajectory, finish_reason="length"))
+    failed = replace(failed, score=replace(failed.score, error="boom"))
+    entries = [group(7, "row-7", cut, answer(2, 1.0)), group(8, "row-8", failed)]
+    write_step(folder, 1000, [RolloutGroup(each, "surplus") for each in entries], "rollouts")
+    (folder / "rollouts" / "step-999.parquet").write_bytes(b"torn")
+    lines = rollouts(folder).check().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("step-999.parquet" in line for line in lines)
+    cells = [line.split() for line in lines]
+    assert [
+        *("step", "prompts", "answers", "right", "reward", "tokens", "cut", "off", "failed")
+    ] in cells
+    reward = sum(each.score.reward for each in (cut, answer(2, 1.0), failed)) / 3
+    assert f"1000 2 3 67 % {reward:.2f} 3.7 33 % 1".split() in cells
+    steps = [int(words[0]) for words in cells if words and words[0].isdecimal()]
+    assert steps == sorted(steps, reverse=True)
+    assert len(steps) == 5
 
 
 def test_groups_are_filtered_and_searched(make_run: MakeRun) -> None:
@@ -92,7 +117,7 @@ def test_json_has_all_that_is_kept_of_each_answer(make_run: MakeRun) -> None:
 def test_a_file_of_an_older_version_is_read(make_run: MakeRun) -> None:
     folder = make_run("a").path
     path = folder / "rollouts" / "step-2.parquet"
-    late = ["mismatch", "trainer_logprobs", "versions", "problem"]
+    late = ["mismatch", "trainer_logprobs", "entropies", "versions", "problem"]
     pq.write_table(pq.read_table(path).drop_columns(late), path)
     assert listed(folder) == [2, 80, 90]
     shown = rollouts(folder, "--step", "2", "--group", "80").check().out
@@ -126,11 +151,17 @@ def test_a_folder_of_several_runs_is_refused_by_their_names(make_run: MakeRun) -
     assert "holds a, b; name one" in rollouts(folder).err
 
 
-def browsed(place: str, *words: str, between: Callable[[], None] = lambda: None) -> list[str]:
+def browsed(
+    place: str,
+    *words: str,
+    between: Callable[[], None] = lambda: None,
+    lists_steps: bool = False,
+) -> list[str]:
     """What is printed after each word."""
     [files] = RunSet([place]).found().values()
     out = io.StringIO()
-    browser = Browser(RunPages(files), Console(file=out, width=80, height=13), "training")
+    console = Console(file=out, width=80, height=13)
+    browser = Browser(RunPages(files), console, "training", lists_steps=lists_steps)
     seen: list[str] = []
     left = iter(words)
 
@@ -162,7 +193,7 @@ def test_a_run_is_browsed_from_steps_to_prompts_to_answers(make_run: MakeRun) ->
         "step 2, group 80, failed", "step 2, group 80, failed", "step 2, group 90, all_wrong",
         "step 2, group 90, all_wrong", "step 2, group 80, failed", "step 2, group 2, trained",
         "step 2 of 5, 3 prompts",
-        "step 2 of 5, 1 prompts, wrong", "step 2 of 5, 0 prompts, wrong, with nothing",
+        "step 2 of 5, 1 prompt, wrong", "step 2 of 5, 0 prompts, wrong, with nothing",
         "step 2, group 90, all_wrong", "step 2, group 90, all_wrong", "step 2, group 90, all_wrong",
         "step 2, group 90, all_wrong", "step 5 of 5, 0 prompts, wrong, with nothing",
     ]  # fmt: skip
@@ -171,6 +202,43 @@ def test_a_run_is_browsed_from_steps_to_prompts_to_answers(make_run: MakeRun) ->
     assert "said 0 1 2 3 4\n" in seen[3]
     assert "said 0 1 2 3 4 5 6\n" in seen[4]
     assert "what? says nothing here" in seen[14]
+
+
+def test_a_list_of_steps_is_browsed(make_run: MakeRun) -> None:
+    folder = make_run("a").path
+    for step in range(5, 15):
+        entry = RolloutGroup(group(step, "row", answer(3, 1.0)), "surplus")
+        write_step(folder, step, [entry], "rollouts")
+    seen = browsed(
+        str(folder), "", "", "n", "7", "7", "b", "b", "s", "b", "f wrong", lists_steps=True
+    )
+    heads = [re.search(r"a, (.*?) ─", each) for each in seen]
+    listed = "14 steps, the newest first"
+    assert [head and head[1] for head in heads] == [
+        listed, listed, listed, listed, "step 7 of 14, 1 prompt", "step 7, group 7, surplus",
+        "step 7 of 14, 1 prompt", listed, "step 14 of 14, 1 prompt", listed,
+        "step 14 of 14, 0 prompts, wrong",
+    ]  # fmt: skip
+    tops = [re.findall(r"^ *(\d+) +1 ", each, re.MULTILINE)[:1] for each in seen[:3]]
+    assert tops == [["14"], ["9"], ["4"]]
+    assert "n says nothing here" in seen[3]
+
+
+def test_the_tokens_at_which_the_policy_was_least_sure_are_named(make_run: MakeRun) -> None:
+    folder = make_run("a").path
+    entropies = np.array([0.25, 1.5, 0.0], np.float32)
+    entry = RolloutGroup(
+        group(7, "row", answer(3, 1.0), answer(2, 1.0)),
+        "trained",
+        np.array([1.0, -1.0]),
+        entropies=[entropies, np.array([0.5, 0.25], np.float32)],
+    )
+    write_step(folder, 9, [entry], "rollouts")
+    out = rollouts(folder, "--group", "7").check().out
+    assert re.search(r"^ +1 .* 0\.58  stop", out, re.MULTILINE)
+    assert re.search(r"^ +2 .* 0\.38  stop", out, re.MULTILINE)
+    assert "\nhighest entropies: token 2 1.50, 1 0.25, 3 0.00 nats\n" in out
+    assert "\nhighest entropies: token 1 0.50, 2 0.25 nats\n" in out
 
 
 def test_a_growing_run_at_a_url_is_followed(make_run: MakeRun) -> None:
@@ -199,7 +267,7 @@ def test_on_a_terminal_it_asks(make_run: MakeRun) -> None:
         os.execv(WINNOW, ["winnow", "rollouts", str(folder)])
     with os.fdopen(terminal, "r+b", buffering=0) as file:
         seen = b""
-        for word in (b"s 2\n", b"q\n"):
+        for word in (b"2\n", b"q\n"):
             while not seen.endswith(b"rollouts> "):
                 seen += file.read(4096)
             file.write(word)
@@ -208,6 +276,7 @@ def test_on_a_terminal_it_asks(make_run: MakeRun) -> None:
             while file.read(4096):
                 pass
     assert os.waitpid(child, 0)[1] == 0
+    assert b"a, 4 steps, the newest first" in seen
     assert b"step 2 of 4, 3 prompts" in seen
 
 

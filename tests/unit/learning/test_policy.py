@@ -31,9 +31,7 @@ class FakeStrategy:
 
     def forward(self, microbatches: Sequence[MicroBatch], outputs: Any) -> list[dict[Any, Tensor]]:
         self.asked = outputs
-        found = [
-            {"logprob": logprobs(m), "prob_square_sum": m.gen_mask * 0.25} for m in microbatches
-        ]
+        found = [{**outputs_of(m), "prob_square_sum": m.gen_mask * 0.25} for m in microbatches]
         return [{name: each[name] for name in outputs} for each in found]
 
     def forward_backward(
@@ -92,7 +90,7 @@ def test_squared_probabilities_come_with_the_pass_when_asked_for() -> None:
     batch = batch_of([[1], [2, 3]])
     strategy = FakeStrategy()
     Policy(strategy, policy_objective("ppo_clip")).old_logprobs(batch, 4, with_squares=True)  # type: ignore[arg-type]
-    assert strategy.asked == {"logprob", "prob_square_sum"}
+    assert strategy.asked == {"logprob", "entropy", "prob_square_sum"}
     torch.testing.assert_close(batch.columns["prob_square_sum"], batch.gen_mask * 0.25)
 
 

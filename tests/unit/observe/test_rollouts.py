@@ -75,6 +75,7 @@ def test_each_answer_has_a_row_with_its_scalars(tmp_path: Path, make_group: Make
         "versions": None,
         "mismatch": None,
         "trainer_logprobs": None,
+        "entropies": None,
     }
     assert [(r["group"], r["answer"], r["advantage"]) for r in rows(path)] == [
         (11, 0, 1.0),
