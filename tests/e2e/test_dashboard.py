@@ -244,7 +244,7 @@ def test_answers_are_reached_by_clicks_and_keys_and_by_their_address(look: Watch
     expect(step).to_have_value(str(STEPS - 1))
     page.wait_for_selector("section[aria-label='Answer 1'] .tokens span")
     page.keyboard.press("c")
-    told = page.get_by_text("Entropies of tokens are kept of answers that were trained on")
+    told = page.get_by_text(re.compile("entropy of the trainer|Entropies of tokens are kept"))
     told.wait_for()
     address = page.url
     page.reload()
@@ -264,7 +264,12 @@ def test_tokens_show_their_numbers_and_special_ones_are_marked(look: Watched) ->
     expect(page.locator(".group.stale")).to_have_count(0)
     page.locator(".tokens span").first.hover()
     readout = page.locator(".readout").inner_text()
-    assert re.search(r"log-prob .?\d+\.\d{3} +p [01]\S* +trainer .?\d+\.\d{3}", readout)
+    assert re.search(
+        r"log-prob .?\d+\.\d{3} +p [01]\S* +trainer .?\d+\.\d{3} +entropy \d\.\d{3}", readout
+    )
+    page.keyboard.press("c")
+    page.get_by_text("entropy of the trainer’s distribution").wait_for()
+    assert page.locator(".tokens span[style*='heat-violet']").count() > 0
     assert "version 0" in readout
     file = pq.read_table(Path(look_runs(look)) / "tiny" / "rollouts" / "step-1.parquet")
     kept = [row for row in file.to_pylist() if row["response"] is not None]

@@ -38,7 +38,7 @@ ASKED = [
 ]
 """Settings of every evaluation here."""
 N, PROBLEMS = 6, {"easy": 8, "hard": 5}
-TRUTHS = {"easy": "0123456", "hard": "7"}
+TRUTHS = {"easy": "0123456", "hard": "7", "openai/gsm8k": "7"}
 
 
 def rows_file(path: Path, source: str, count: int, copies: int = 1, first: int = 1000) -> None:
@@ -444,6 +444,23 @@ def test_ctrl_c_between_answers_and_figures_leaves_neither(
         "winnow: interrupted; nothing of this evaluation is kept\n",
     )
     assert not (place / "between").exists()
+
+
+def test_a_source_without_a_right_answer_is_told_with_what_became_of_the_answers(
+    place: Path, both: Outcome
+) -> None:
+    assert "is right;" not in both.out
+    rows_file(place / "gsm8k.jsonl", "openai/gsm8k", 2)
+    out = asked(place, "gsm8k", "reward.function.path=null", data=("gsm8k.jsonl",)).check().out
+    rows = rows_of(place, "gsm8k")
+    cut_off = sum(row["finish_reason"] == "length" for row in rows)
+    unread = sum("####" not in row["response"] for row in rows)
+    assert 0 < cut_off < len(rows) == unread
+    assert (
+        f"openai/gsm8k: none of {len(rows)} answers is right; {cut_off} were cut off, and in "
+        f"{unread} the scorer found nothing to compare. gsm8k: Give 1 if the number after the "
+        "last `####` is right and the only one offered, else 0."
+    ) in " ".join(out.split())
 
 
 def test_answers_that_could_not_be_scored_are_kept_and_said_to_be(place: Path) -> None:

@@ -56,6 +56,8 @@ class Evaluated:
             for prompt in found.prompts:
                 metrics.mean_of(f"{name}/length", sum(prompt.tokens), len(prompt.tokens))
                 metrics.mean_of(f"{name}/truncated", sum(prompt.truncated), len(prompt.truncated))
+                if prompt.parsed is not None:
+                    metrics.mean_of(f"{name}/unread", prompt.unread, len(prompt.parsed))
                 for part, value in chain.from_iterable(parts.items() for parts in prompt.parts):
                     if part != TASK:  # whose mean says what the accuracy does
                         metrics.mean(f"{name}/part_{part}", value)

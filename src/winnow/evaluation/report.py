@@ -91,8 +91,12 @@ def _finite(value: Estimate) -> float | None:
     return value.standard_error if math.isfinite(value.standard_error) else None
 
 
-def print_report(report: Report, console: Console) -> None:
-    """Print a line for each data source, then pass@k and maj@k for each k."""
+def print_report(report: Report, console: Console, rules: Mapping[str, str]) -> None:
+    """Print a line for each data source, then pass@k and maj@k for each k.
+
+    Args:
+        rules: what the scorer of a data source wants, for one without a right answer.
+    """
     rows = report.rows
     console.print()
     print_table(_averages(rows), console)
@@ -102,6 +106,21 @@ def print_report(report: Report, console: Console) -> None:
     if failed:
         text = f"Scoring failed for {failed:,} answers, which count as wrong (scorer_error)."
         console.print(Text(text), width=min(WIDTH, console.width))
+    for name, source in report.sources.items():
+        if not source.average.mean:
+            text = f"{name}: {_nothing_right(source)} {rules.get(name, '')}".rstrip()
+            console.print(Text(text), width=min(WIDTH, console.width))
+
+
+def _nothing_right(source: SourceFigures) -> str:
+    """Say of a data source without a right answer what became of the answers."""
+    answers = sum(len(prompt.accuracies) for prompt in source.prompts)
+    cut_off = sum(sum(prompt.truncated) for prompt in source.prompts)
+    said = f"none of {answers:,} answers is right; {cut_off:,} were cut off"
+    if any(prompt.parsed is not None for prompt in source.prompts):
+        unread = sum(prompt.unread for prompt in source.prompts)
+        said += f", and in {unread:,} the scorer found nothing to compare"
+    return f"{said}."
 
 
 def _averages(rows: Mapping[str, SourceFigures]) -> Table:

@@ -58,6 +58,11 @@ class PromptAnswers:
     failed: int = 0
     """Answers whose scoring failed; they count as wrong."""
 
+    @property
+    def unread(self) -> int:
+        """The number of answers in which the scorer found nothing to compare."""
+        return sum(each is None for each in self.parsed or ())
+
 
 @dataclass(frozen=True)
 class Estimate:

@@ -234,6 +234,8 @@ def _in_words(evaluation: Evaluation) -> str:
         parts.append(f"length {number(evaluation.length, 0)}")
     if evaluation.truncated is not None:
         parts.append(f"cut off {share(evaluation.truncated, 1)}")
+    if not evaluation.accuracy and evaluation.unread:
+        parts.append(f"nothing to compare found in {share(evaluation.unread, 1)}")
     return ", ".join(parts)
 
 

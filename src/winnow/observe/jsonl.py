@@ -118,6 +118,8 @@ class Evaluation:
     """Mean tokens of an answer."""
     truncated: float | None = None
     """Share of the answers cut off at the limit."""
+    unread: float | None = None
+    """Share of the answers in which the scorer found nothing to compare."""
     prompts: int | None = None
 
     @classmethod
@@ -134,6 +136,7 @@ class Evaluation:
             best_maj=_largest(figures, "maj@", 2),
             length=figures.get("length"),
             truncated=figures.get("truncated"),
+            unread=figures.get("unread"),
             prompts=None if prompts is None else int(prompts),
         )
 

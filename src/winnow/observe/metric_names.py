@@ -173,6 +173,7 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("eval/SOURCE/prompts", "prompts", "problems asked"),
         ("eval/SOURCE/length", "tokens", "of a sampled answer"),
         ("eval/SOURCE/truncated", "share", "sampled answers that the limit ended"),
+        ("eval/SOURCE/unread", "share", "those in which the scorer found nothing to compare"),
         ("eval/SOURCE/part_NAME", "", "a part of the score that a model gave"),
         (
             "eval/SOURCE/own_NAME_{mean,best@N,worst@N}",

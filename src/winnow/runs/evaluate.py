@@ -159,7 +159,9 @@ def _evaluation(subject: Subject, console: Console, stop: ShutdownSignal) -> Rep
     report = Report.of(found)
     about = _about(subject, evaluator, time.monotonic() - began)
     write_atomic(subject.report, report.as_json(about))
-    print_report(report, console)
+    print_report(
+        report, console, {each: _rule(subject.config.reward, each) for each in report.sources}
+    )
     if evaluator.left_out:
         console.print(
             f"{evaluator.left_out:,} held-out rows are left out: longer than "
@@ -306,6 +308,16 @@ def _scorer(reward: RewardConfig, source: str) -> str:
         return Router(reward.scorers).scorer(source).name
     except RewardError:  # a manager that scores by itself needs none
         return reward.manager.name
+
+
+def _rule(reward: RewardConfig, source: str) -> str:
+    """Say what a scorer of Winnow's wants: the first line of its documentation."""
+    with contextlib.suppress(RewardError):
+        scorer = None if reward.function.path else Router(reward.scorers).scorer(source)
+        if scorer is not None:
+            said, *_ = (scorer.score.__doc__ or "").splitlines()
+            return f"{scorer.name}: {said}"
+    return ""
 
 
 def _title(subject: Subject, evaluator: Evaluator) -> str:

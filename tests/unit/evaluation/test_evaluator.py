@@ -60,6 +60,9 @@ def test_rows_that_ask_the_same_are_one_problem() -> None:
     assert record["eval/sums/avg@2"] == (3 / 4 + 0) / 2
     assert record["eval/sums/avg@2_se"] == pytest.approx((3 / 4) / 2)
     assert (record["eval/sums/length"], record["eval/sums/truncated"]) == (3, 0)
+    assert record["eval/sums/unread"] == 0
+    unread = evaluated(group(0, ["4", "", "5"]), group(1, ["7", "7"], asks="3 + 1?")).record()
+    assert unread["eval/sums/unread"] == 1 / 5
     same, other = found.problems
     assert (len(same.accuracies), same.parsed) == (4, ["4", "5", "4", "4"])
     assert other.parsed == ["7", "7"]
@@ -172,7 +175,8 @@ def test_the_tables_fit_and_lose_no_figure(width: int) -> None:
         group(1, ["4"] * 32, asks="?", source="AIME-2024-30"),
     ]
     out = io.StringIO()
-    print_report(Report.of(evaluated(*groups, greedy=groups)), Console(file=out, width=width))
+    report = Report.of(evaluated(*groups, greedy=groups))
+    print_report(report, Console(file=out, width=width), {})
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     text = out.getvalue()

@@ -100,6 +100,11 @@ def test_an_evaluation_is_one_line_with_the_largest_k(quickstart_records: Record
         "cut off 10.0 %",
         "held out, start: openai/gsm8k 20.0 %",
     ]
+    wrong = {"eval/gsm8k/pass@1": 0.0, "eval/gsm8k/unread": 0.92}
+    assert evaluation_lines(5, wrong) == [
+        "held out, step 5: gsm8k 0.0 %, nothing to compare found in 92.0 %"
+    ]
+    assert evaluation_lines(5, {**wrong, "eval/gsm8k/pass@1": 0.01})[0].endswith("gsm8k 1.0 %")
     assert evaluation_lines(20, record)[1].startswith("held out, step 20: openai/gsm8k")
     assert evaluation_lines(3, {"actor/entropy": 1.0}) == []
 
