@@ -203,13 +203,17 @@ class LLM:
             stop: strings that end an answer.
 
         Raises:
-                WinnowError: a prompt is too long, this is closed, or the engine fails.
+            ConfigError: an argument is out of its range.
+            WinnowError: a prompt is too long, this is closed, or the engine fails.
         """
         from winnow.data.prompts import PromptRenderer
         from winnow.rollout.engine import SamplingParams, generate, group_request
 
         if not self._thread.is_alive():
             raise WinnowError("this LLM is closed; make another one")
+        if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
+            raise TypeError("prompts is a single text or conversation; give a list of them")
+        _check_draws(n, temperature, top_p, top_k)
         limit = self._config.rollout.max_response_tokens
         if max_tokens is not None and not 0 < max_tokens <= limit:
             raise ConfigError(
@@ -271,6 +275,17 @@ class LLM:
         except BaseException:
             future.cancel()
             raise
+
+
+def _check_draws(n: int, temperature: float, top_p: float, top_k: int) -> None:
+    for name, value, is_fine, allowed in (
+        ("n", n, n >= 1, "at least 1"),
+        ("temperature", temperature, temperature >= 0, "at least 0, which is greedy"),
+        ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1, which keeps all tokens"),
+        ("top_k", top_k, top_k >= 0, "at least 0, which keeps all tokens"),
+    ):
+        if not is_fine:
+            raise ConfigError(f"{name} must be {allowed}, got {value}")
 
 
 def score(
@@ -346,12 +361,17 @@ def advantages(
         options: the estimator's settings, over their defaults in recipes.
 
     Raises:
-        ConfigError: there is no such estimator, it needs more, or an option is wrong.
+        ConfigError: there is no such estimator, it needs more, an option is wrong, or the lengths
+            differ.
     """
     import torch
 
     from winnow.algorithms.advantages import ESTIMATORS, AdvantageInputs, estimate
 
+    if len(rewards) != len(groups):
+        raise ConfigError(
+            f"there are {len(rewards)} rewards and {len(groups)} groups; give the group of each"
+        )
     words = [f"algorithm/advantage={estimator}"]
     words += [f"algorithm.advantage.{key}={value}" for key, value in options.items()]
     section = resolve_recipe(None, words).algorithm.advantage

@@ -170,6 +170,13 @@ def test_prompts_that_do_not_fit_are_refused_and_the_engine_goes_on(llm: winnow.
     assert llm.generate([]) == []
     with pytest.raises(ConfigError, match="max_tokens is 1000000, but answers have 1 to 48"):
         llm.generate(["21:"], max_tokens=10**6)
+    for wrong in ({"n": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ConfigError, match=rf"{name} must be .*, got {value}"):
+            llm.generate(["21:"], **wrong)  # type: ignore[arg-type]
+    for single in ("21:", [{"role": "user", "content": "21:"}]):
+        with pytest.raises(TypeError, match="give a list of them"):
+            llm.generate(single)  # type: ignore[arg-type]
     assert llm.generate(["21:"])
 
 
@@ -209,6 +216,8 @@ def test_advantages_by_hand() -> None:
     )
     dr_grpo = winnow.advantages([1, 0, 0, 1, 1], groups, std_normalization="none")
     assert dr_grpo == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0])
+    with pytest.raises(ConfigError, match="there are 3 rewards and 2 groups"):
+        winnow.advantages([1, 0, 0], [7, 7])
     with pytest.raises(ConfigError, match="estimator=gae needs values"):
         winnow.advantages([1.0], [0], "gae")
     with pytest.raises(ConfigError, match=r"std_normalization must be one of"):

@@ -13,7 +13,7 @@ def dashboard_command(
     runs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUNS]...",
+            metavar="RUNS",
             help="Folders of runs, single runs, or URLs of either (s3://…); runs/ by default.",
         ),
     ] = None,

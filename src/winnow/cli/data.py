@@ -80,7 +80,7 @@ def check_command(
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...",
+            metavar="KEY=VALUE",
             help="Settings of a run's data, such as data.columns.truth=label.",
         ),
     ] = None,

@@ -158,8 +158,10 @@ def sft(
     fresh: Fresh = False,
     help_config: HelpConfig = False,
 ) -> None:
-    """Imitate demonstrations, for instance: winnow sft sft model.path=FOLDER
-    sft.train_files=[FILE]. Of a recipe without any, make the warm start alone."""
+    """Imitate demonstrations; of a recipe without any, make the warm start alone.
+
+    For instance: winnow sft sft model.path=FOLDER 'sft.train_files=[FILE]'
+    """
     if help_config:
         _print_settings(recipe, overrides or [])
         return
@@ -323,8 +325,7 @@ def doctor(
     runs: Annotated[str, typer.Option("--runs", help="Folder that is to hold runs.")] = "runs",
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Say what is wrong with a run, finished or not; without RUN, what this machine has for Winnow,
-    what is missing, and how to get it."""
+    """Say what is wrong with a run; without one, what this machine has for Winnow, or lacks."""
     from winnow.cli.doctor import print_diagnosis, print_report
 
     if run is not None:
@@ -358,7 +359,7 @@ def metrics(
 
 @app.command(no_args_is_help=True)
 def plot(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Folders of runs.")],
     metrics: Annotated[
         str,
         typer.Option(metavar="A,B", help="Figures to draw, of those that `winnow metrics` lists; "

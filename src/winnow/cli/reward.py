@@ -38,7 +38,7 @@ def try_command(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[FILE] [KEY=VALUE]...",
+            metavar="FILE|KEY=VALUE",
             help="Data file whose row is answered (or give --truth), and settings of a run, "
             "such as reward.timeout_s=2.",
         ),
