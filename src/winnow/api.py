@@ -229,7 +229,7 @@ class LLM:
             top_p,
             top_k,
             stop_token_ids=self._policy.stop_ids,
-            stop=tuple(stop),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
         )
         first, self._asked = self._asked, self._asked + len(rendered)
         requests = [
