@@ -35,6 +35,14 @@ def train(home: Path, name: str, *settings: str) -> Outcome:
     ).check()
 
 
+def winnow_fails(home: Path, *settings: str) -> str:
+    words = "train", "quickstart", *SETTINGS, "run.name=refused", *LORA, *settings
+    said = winnow(home, *words)
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    assert not (home / "runs" / "refused").exists()
+    return said.err
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a finished run, `whole`."""
@@ -69,6 +77,14 @@ def test_a_run_that_was_cut_off_ends_with_the_same_bits(home: Path) -> None:
     said = winnow(home, "resume", str(run)).check()
     assert "after step 3" in said.out + said.err
     assert differences(home / "runs" / "whole", run) == []
+
+
+def test_a_fork_trains_the_adapter_of_its_origin_on(home: Path) -> None:
+    said = train(home, "fork", f"run.fork=runs/whole@{STEPS - 1}").out
+    assert f"Forked from runs/whole after step {STEPS - 1} of now {STEPS}\n" in said
+    assert differences(home / "runs" / "whole", home / "runs" / "fork") == []
+    rank = winnow_fails(home, "run.fork=runs/whole", "model.adapter.rank=2", "trainer.steps=9")
+    assert "model.adapter.rank was 4 and is 2; a fork takes over model, optimizer" in rank
 
 
 def test_a_run_goes_on_where_its_warm_start_must_be_made_again(home: Path) -> None:

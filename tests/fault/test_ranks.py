@@ -99,6 +99,13 @@ def test_whoever_is_killed_costs_nothing_but_time(calm: Path, lab: Lab) -> None:
     assert re.search(r"learner\[1\] was killed by SIGKILL", told)
 
 
+def test_a_fork_on_ranks_takes_over_their_shards(calm: Path, lab: Lab) -> None:
+    run, step = lab.run("fork"), STEPS - 1
+    assert lab.start(run.name, *ON_RANKS, f"run.fork={calm}@{step}").wait(240) == 0
+    assert f"Forked from {calm} after step {step}" in (run / "log.txt").read_text()
+    check_same(calm, run)
+
+
 def test_another_number_of_ranks_takes_a_run_over_and_says_so(calm: Path, lab: Lab) -> None:
     run = lab.run("fewer-ranks")
     process = lab.start(run.name, *ON_RANKS, "trainer.strategy.sequence=2")
