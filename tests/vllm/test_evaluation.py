@@ -55,6 +55,11 @@ def test_an_adapter_is_merged_into_what_vllm_holds(server: Server, tmp_path: Pat
     engine, own = evaluated(server, run, tmp_path / "vllm", "rollout/engine=vllm")
     assert engine == "vllm"
     assert own == wanted
+    _, started = evaluated(
+        server, run / "checkpoints/step-1/model", tmp_path / "peft", "rollout/engine=vllm",
+        *("--recipe", str(run / "config.yaml"), "model.adapter=none"),
+    )  # fmt: skip
+    assert started == wanted, "a PEFT folder as a start is merged as well"
     _, plain = evaluated(server, model, tmp_path / "plain", "--recipe", str(run / "config.yaml"),
                          "model.adapter=none")  # fmt: skip
     assert plain != wanted

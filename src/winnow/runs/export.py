@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,8 +35,7 @@ def run_push(
     """
     folder = RunFolder.open(run)
     checkpoint = find_checkpoint(folder.path, step)
-    hub.prepare()
-    path = run_export(run, target, step, adapter, overrides)
+    path = run_export(run, target, step, adapter, overrides, hub.prepare)
     config = load_recipe(str(checkpoint.path / CONFIG), list(overrides))
     return hub.upload(path, model_card(config, checkpoint.step, read_metrics(folder.metrics)))
 
@@ -47,12 +46,14 @@ def run_export(
     step: int | None,
     adapter: bool = False,
     overrides: Sequence[str] = (),
+    before: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write a checkpoint's model to `target` as a Hugging Face folder; an adapter is merged.
 
     Args:
         adapter: write the adapter alone, as a PEFT folder.
         overrides: settings over the recipe's.
+        before: called when all is checked and nothing is written.
 
     Raises:
         WinnowError: no such run or checkpoint, no adapter where one is asked for, or the target
@@ -65,6 +66,7 @@ def run_export(
     base = adapter_base(checkpoint.model)
     if adapter and base is None:
         raise ConfigError(f"{run} was trained without an adapter; leave --adapter out")
+    before()
     try:
         with atomic_folder(path) as draft:
             if base is None or adapter:

@@ -5,7 +5,8 @@ The token is the client's: `HF_TOKEN`, or that of `hf auth login`. `HF_ENDPOINT`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path, PurePosixPath
@@ -14,6 +15,7 @@ from typing import Any
 from winnow import __version__
 from winnow.config.files import to_yaml
 from winnow.config.root import Config
+from winnow.data.hub import is_on_hub
 from winnow.errors import WinnowError
 from winnow.models.fetch import brief, may_be_hub_name
 from winnow.observe.metrics import HELD_OUT_LOSS, Record
@@ -44,13 +46,10 @@ class HubTarget:
         """
         from huggingface_hub import HfApi
 
-        try:
+        with self._refusals_told("nothing is written"):
             HfApi().create_repo(self.repo, private=self.private or None, exist_ok=True)
             if self.revision is not None:
                 HfApi().create_branch(self.repo, branch=self.revision, exist_ok=True)
-        except Exception as error:  # the client's own, or of the HTTP library below
-            why = f"--push {self.repo}: {_reason(error)}; nothing is written"
-            raise WinnowError(why) from error
 
     def upload(self, folder: Path, card: str) -> str:
         """Upload a model's folder with its card; returns the address of the commit.
@@ -61,19 +60,23 @@ class HubTarget:
         from huggingface_hub import HfApi
 
         (folder / "README.md").write_text(card, encoding="utf-8")
-        try:
+        branch = f" --revision {self.revision}" if self.revision else ""
+        again = f"`hf upload {self.repo} {folder}{branch}` goes on"
+        with self._refusals_told(f"the model is in {folder}, and {again}"):
             done = HfApi().upload_folder(
                 repo_id=self.repo,
                 folder_path=folder,
                 revision=self.revision,
                 commit_message=f"Upload with winnow {__version__}",
             )
-        except Exception as error:
-            raise WinnowError(
-                f"--push {self.repo}: {_reason(error)}; the model is in {folder}, and "
-                f"`hf upload {self.repo} {folder}` goes on"
-            ) from error
         return str(done.commit_url)
+
+    @contextlib.contextmanager
+    def _refusals_told(self, state: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the client's own, or of the HTTP library below
+            raise WinnowError(f"--push {self.repo}: {_reason(error)}; {state}") from error
 
 
 def model_card(config: Config, step: int, records: Sequence[Record]) -> str:
@@ -91,8 +94,8 @@ def model_card(config: Config, step: int, records: Sequence[Record]) -> str:
     head["tags"] = ["winnow", "sft" if imitates else "reinforcement-learning"]
     head |= {"base_model": base} if is_on_hub else {}
     files = getattr(config.sft, "train_files", ()) if imitates else config.data.train_files
-    data = [PurePosixPath(file).name for file in files] or [config.data.task.name]
-    held_out = [PurePosixPath(file).name for file in config.data.eval_files] or data[:0]
+    data = [_public_name(file) for file in files] or [config.data.task.name]
+    held_out = [_public_name(file) for file in config.data.eval_files]
     method = "imitation of demonstrations" if imitates else "reinforcement learning by rewards"
     shown = base if is_on_hub else PurePosixPath(base).name
     lines = [
@@ -114,6 +117,11 @@ def model_card(config: Config, step: int, records: Sequence[Record]) -> str:
         lines.append(f"\n| Held-out figure | step {first} | step {last} |\n|---|---|---|")
         lines += [f"| {n} | {before.get(n, float('nan')):.4g} | {after[n]:.4g} |" for n in after]
     return "\n".join(lines) + "\n"
+
+
+def _public_name(file: str) -> str:
+    """Return a data file's name without its folder; of one on the hub all of it."""
+    return file if is_on_hub(file) else PurePosixPath(file).name
 
 
 def _reason(error: Exception) -> str:

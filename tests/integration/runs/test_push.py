@@ -10,6 +10,9 @@ from tests.hubs import Hub
 from tests.small_models import digits_folder
 from tests.winnow_command import Outcome, in_this_process
 
+from winnow.config.load import load_recipe
+from winnow.runs.push import model_card
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -53,6 +56,30 @@ def test_a_model_is_pushed_whole_with_a_card(home: Path, hub: Hub) -> None:
     ):
         assert part in card, part
     assert str(home) not in card
+
+
+def test_a_push_that_breaks_off_says_how_to_go_on_and_a_taken_folder_makes_no_repository(
+    home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import HfApi
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HfApi, "upload_folder", HfApi.dataset_info)  # takes no such arguments
+        told = export(home, hub, "half", "owner/half", "--revision", "v2")
+    assert told.code == 2
+    assert "the model is in half, and `hf upload owner/half half --revision v2` goes on" in told.err
+    assert (home / "half" / "README.md").is_file()
+    told = export(home, hub, "half", "owner/other")
+    assert "half exists already; name a folder that does not" in told.err
+    assert "owner/other" not in hub.made
+
+
+def test_a_card_names_data_on_the_hub_in_full_and_local_files_without_their_folder() -> None:
+    files = "data.train_files=[hf://datasets/openai/gsm8k/main/train, /home/me/own.jsonl]"
+    config = load_recipe("gsm8k", ["model.path=/home/me/base", files])
+    card = model_card(config, 3, [])
+    assert "| training data | hf://datasets/openai/gsm8k/main/train, own.jsonl |" in card
+    assert "/home/me" not in card
 
 
 @pytest.mark.parametrize(
