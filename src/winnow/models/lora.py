@@ -42,12 +42,8 @@ if TYPE_CHECKING:
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MORE = (
     *("use_dora", "use_qalora", "modules_to_save", "fan_in_fan_out", "lora_bias"),
-    *(
-        "trainable_token_indices",
-        "target_parameters",
-        "layer_replication",
-        "alora_invocation_tokens",
-    ),
+    *("trainable_token_indices", "target_parameters", "layer_replication"),
+    "alora_invocation_tokens",
 )
 """Options of peft that change more than linear layers, or these in another way."""
 _NAME = "default"
@@ -115,7 +111,7 @@ def adapter_base(folder: Path, instead: str | None = None) -> str | None:
     Raises:
         ModelError: the folder does not say, or its base is gone.
     """
-    path = folder / ADAPTER_CONFIG
+    path = folder.expanduser() / ADAPTER_CONFIG
     if not path.is_file():
         return None
     try:

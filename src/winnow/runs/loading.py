@@ -23,6 +23,7 @@ from winnow.data.tokenizer import decoder, has_tokenizer, load_tokenizer, stop_t
 from winnow.errors import ModelError, TrainingError, WinnowError, WorkerError
 from winnow.models.causal_lm import ADAPTER_CONFIG, freeze, load_causal_lm, torch_dtype
 from winnow.models.fetch import local_folder
+from winnow.models.lora import adapter_base, add_lora, load_lora
 from winnow.observe.files import one_line
 from winnow.observe.rollouts import Decode
 from winnow.rollout.slots import cache_bytes
@@ -72,21 +73,15 @@ def load_policy_model(
     Raises:
         ModelError: model, adapter or frozen weights are not what the recipe says.
     """
-    given, path = path, local_folder(path)
-    base = None
-    if (Path(path) / ADAPTER_CONFIG).is_file():
-        from winnow.models.lora import adapter_base, load_lora
-
-        base = adapter_base(Path(path), _whole(start or config.source))
-    if not isinstance(config.adapter, LoraAdapter):
-        base = None  # an adapter is merged
+    folder = Path(local_folder(path)).expanduser()
+    base = None  # of an adapter that is trained on; else it is merged
+    if isinstance(config.adapter, LoraAdapter) and is_adapter(path):
+        base = adapter_base(folder, _whole(start or config.source))
     dtype = torch_dtype(config.dtype)
-    model = load_causal_lm(base or given, dtype, device, config.trust_remote_code, hollow=hollow)
+    model = load_causal_lm(base or path, dtype, device, config.trust_remote_code, hollow=hollow)
     if base is not None:
-        load_lora(model, Path(path))
+        load_lora(model, folder)
     elif isinstance(config.adapter, LoraAdapter):
-        from winnow.models.lora import add_lora
-
         add_lora(model, config.adapter, seed)
     if config.freeze:
         freeze(model, config.freeze)
@@ -102,8 +97,6 @@ def start_notes(config: ModelConfig, start: str) -> list[str]:
     """Say what becomes of an adapter that a run starts from."""
     if not is_adapter(start):
         return []
-    from winnow.models.lora import adapter_base
-
     of = f"{start} is an adapter of {adapter_base(Path(local_folder(start)))}"
     if isinstance(config.adapter, LoraAdapter):
         return [f"{of}: it is trained on with its own rank and scale, not those of model.adapter"]
@@ -114,8 +107,6 @@ def _whole(path: str | None) -> str | None:
     """Return the base of an adapter's folder; any other path as it is."""
     if path is None or not is_adapter(path):
         return path
-    from winnow.models.lora import adapter_base
-
     return adapter_base(Path(local_folder(path)))
 
 

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from winnow.errors import ConfigError, NoSignalError, RewardError, WorkerError
@@ -204,6 +205,17 @@ class BaseRun:
             yield step
             step += 1
 
+    def note(
+        self,
+        step: int,
+        unfinished: Mapping[str, Number] | None,
+        figures: Mapping[str, Number] | None = None,
+        overrides: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Note a boundary, as `RunState.note` does."""
+        self.state.note(step, unfinished, figures, overrides)
+        self.at_boundary = self.learner.progress
+
     def save_boundary(self) -> None:
         """Save the last boundary, if nothing was learnt since: else its weights are gone."""
         if self.learner.progress == self.at_boundary:
@@ -261,8 +273,7 @@ async def train(run: Run) -> None:
         with watch.phase("evaluate"):
             figures = await run.stop.interruptible(run.evaluator.evaluate(before))
         run.sinks.log(before, {**figures, **watch.lap(), **run.scoring_figures()})
-    run.state.note(before, run.unfinished, figures)
-    run.at_boundary = run.learner.progress
+    run.note(before, run.unfinished, figures)
     if run.unfinished is not None:
         await _finish(run, before, run.unfinished, StepTokens(), watch, ForegroundSampling(run))
     await _SCRIPTS[run.mode](run, watch)
@@ -404,7 +415,7 @@ async def _finish(
             await sampling.pause()
         # Evaluation may take longer than whoever stops this run will wait.
         with watch.phase("checkpoint"):
-            run.state.note(step, record, overrides=sampling.overrides)
+            run.note(step, record, overrides=sampling.overrides)
         with watch.phase("evaluate"):
             figures = await run.stop.interruptible(run.evaluator.evaluate(step))
             sampling.resume()
@@ -413,8 +424,7 @@ async def _finish(
     run.sinks.log(step, {**record, **figures, **times, **sampling.figures(times), **work})
     with watch.phase("checkpoint"):
         await sampling.enter_progress()
-        run.state.note(step, None, figures, sampling.overrides)
-        run.at_boundary = run.learner.progress
+        run.note(step, None, figures, sampling.overrides)
         if run.checkpoints.due(step):
             await sampling.save()
 

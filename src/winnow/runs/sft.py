@@ -131,7 +131,7 @@ async def imitate(run: Imitation) -> None:
     else:
         if run.evaluate_before:
             run.sinks.log(before, {**await _evaluated(run, before, watch), **watch.lap()})
-        _note(run, before, None)
+        run.note(before, None)
     for step in run.remaining():
         run.stop.check()
         metrics = Metrics()
@@ -145,23 +145,13 @@ async def _finish(
     """Evaluate, log and save a step, each if it is due."""
     figures: Mapping[str, Number] = {}
     if run.evaluations.due(step):
-        _note(run, step, record)  # a stop while it evaluates has the step's weights already
+        run.note(step, record)  # a stop while it evaluates has the step's weights already
         figures = await _evaluated(run, step, watch)
     run.sinks.log(step, {**record, **figures, **run.data_figures(), **watch.lap()})
-    _note(run, step, None, figures)
+    run.note(step, None, figures)
     if run.checkpoints.due(step):
         with watch.phase("checkpoint"):
             run.state.save()
-
-
-def _note(
-    run: Imitation,
-    step: int,
-    unfinished: Mapping[str, Number] | None,
-    figures: Mapping[str, Number] | None = None,
-) -> None:
-    run.state.note(step, unfinished, figures)
-    run.at_boundary = run.learner.progress
 
 
 async def _evaluated(run: Imitation, step: int, watch: Stopwatch) -> Mapping[str, Number]:

@@ -170,12 +170,13 @@ def peft_logits(adapter: Path) -> torch.Tensor:
     return found.logits[0]
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("written", ["{}/adapter", "file://{}/adapter", "~/adapter"])
 def test_a_run_may_start_from_an_adapters_folder(
-    base: Path, cache: Path, tmp_path: Path, elsewhere: bool
+    base: Path, cache: Path, tmp_path: Path, written: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     adapter = adapter_of(base, tmp_path / "adapter", alpha=0.5)
-    path = f"file://{adapter}" if elsewhere else str(adapter)
+    path = written.format(tmp_path)
     expected = peft_logits(adapter)
     goes_on = ModelConfig(path=path, adapter=LoraAdapter(rank=7))
     model = load_policy_model(goes_on, path, CPU, seed=5)
