@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,19 @@ GRACE_S = 2.0
 
 class RankError(AssertionError):
     """What a function raised on a rank, with its traceback there."""
+
+
+@contextlib.contextmanager
+def fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
+    """Be one rank of many in this process alone: what others would send is never written."""
+    from torch import distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 class Ranks:

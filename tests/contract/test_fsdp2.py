@@ -219,8 +219,9 @@ def undivided(kind: str, dtype: torch.dtype, ranks: int, fp32_head: bool) -> Lea
 def shares_of(batch: Batch, ranks: int) -> list[list[MicroBatch]]:
     every = range(batch.n_groups)
     # One rank more than there are samples, each of which has a rank to itself.
-    *_, (waiting,) = share(batch, every, BUDGET, batch.n_samples + 1).ranks
-    shares = share(batch, every, BUDGET, ranks, SHAPE["hidden_size"]).ranks
+    (waiting,) = share(batch, every, BUDGET, batch.n_samples + 1).micro_batches(batch.n_samples)
+    dealt = share(batch, every, BUDGET, ranks, SHAPE["hidden_size"])
+    shares = [dealt.micro_batches(rank) for rank in range(ranks)]
     # Some begin with nothing to do, the others end so.
     return [[waiting, *own] if i % 2 else [*own, waiting] for i, own in enumerate(shares)]
 

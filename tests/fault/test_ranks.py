@@ -54,7 +54,7 @@ def test_two_ranks_learn_what_one_process_learns(calm: Path, lab: Lab) -> None:
     alone, shared = figures(lab.run("undisturbed")), figures(calm)
     assert len(alone) == len(shared) == STEPS + 1
     for one, two in zip(alone, shared, strict=True):
-        new = {"ranks/spread", "ranks/idle", "publish/max_delta"}
+        new = {"ranks/spread", "ranks/lockstep", "ranks/idle", "publish/max_delta"}
         assert {name for name in two if name not in one} == (new if one["step"] else set())
         for name in one:
             # The largest difference of all tokens from the sampler's; a sum's rounding shows there.

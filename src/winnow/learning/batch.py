@@ -10,13 +10,12 @@ state at t - 1, and the first token of a sample, which nothing precedes, is neve
 The divisors of a loss are counted once an update, so that micro-batches just add up.
 
 Shapes: `T` packed tokens, `B` samples of the object at hand (the whole batch or a micro-batch),
-`S` scored tokens (gen_mask true) of a micro-batch, `R` ranks. A token is one int64 id; log-probs
+`S` scored tokens (gen_mask true) of a micro-batch. A token is one int64 id; log-probs
 are nats.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -28,15 +27,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from winnow.learning.balance import Deal, deal
 from winnow.observe.metrics import Metrics
 from winnow.types import Answer, Group, IntArray, Prompt, Score, Segment, Trajectory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_ATTENTION = 12
-"""A layer takes about 12 H^2 products for a token, and 2 H for each token before it (half of a
-sample's length in the mean), so that a sample of n tokens costs as n + n^2 / (12 H)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,35 +260,28 @@ def cut_updates(
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """The micro-batches of each rank, as many for one as for another."""
+    """An update, dealt out to ranks; `deal` says how evenly."""
 
-    ranks: list[list[MicroBatch]]
-    """[R]"""
-    work: NDArray[np.float64]
-    """[R] as `work` estimates it."""
+    deal: Deal
+    _batch: Batch
+    _samples: IntArray
+    """Places in the batch, longest first."""
+    _group_tokens: IntArray
+    """By ordinal of the group."""
+    _counts: Counts
 
-    @property
-    def spread(self) -> float:
-        """The heaviest rank's work over the mean; 1 is perfect balance."""
-        return float(self.work.max() / self.work.mean()) if self.work.any() else 1.0
-
-    @property
-    def idle_share(self) -> float:
-        """The share of all micro-batches that is empty."""
-        every = [micro for rank in self.ranks for micro in rank]
-        return sum(not micro.lengths for micro in every) / max(1, len(every))
+    def micro_batches(self, rank: int) -> list[MicroBatch]:
+        """Cut the micro-batches of one rank, without a look at the tokens of others."""
+        per_rank = self.deal.work.shape[1]
+        own = range(rank * per_rank, (rank + 1) * per_rank)
+        parts = (self._samples[self.deal.places == place] for place in own)
+        return [_slice(self._batch, part, self._group_tokens, self._counts) for part in parts]
 
 
 def share(
     batch: Batch, groups: Iterable[int], max_tokens: int, ranks: int = 1, width: int = 1
 ) -> Shares:
-    """Cut an update into micro-batches for each of `ranks`; counts are those of the whole.
-
-    A sample's work is estimated by its tokens and, for attention, their square. Samples go,
-    heaviest first, each to the rank that has least so far (R. L. Graham, Bounds on multiprocessing
-    timing anomalies, 1969: never more than 4/3 of the best split, and with many samples next to
-    it). Ranks run in step, so each gets as many micro-batches as the one that has most; some are
-    empty.
+    """Deal an update out to `ranks`, which run in step; counts are those of the whole.
 
     Args:
         groups: ordinals of the update's groups, each once, in any order.
@@ -304,8 +293,6 @@ def share(
     groups_B, lengths_B = batch.groups.numpy(), np.diff(batch.offsets.numpy())
     samples = np.flatnonzero(wanted[groups_B])
     samples = samples[np.argsort(-lengths_B[samples], kind="stable")]
-    # Of these samples alone: a step has as many updates as it has mini-batches, and counting the
-    # whole batch for each would take time by the square of its size.
     tokens = sample_tokens(batch, samples)
     group_tokens = np.zeros(batch.n_groups, dtype=np.int64)
     np.add.at(group_tokens, groups_B[samples], tokens)
@@ -314,31 +301,8 @@ def share(
         samples=int((tokens > 0).sum()),
         groups=int((group_tokens > 0).sum()),
     )
-    work_B = work(lengths_B[samples], width)
-    parts = split(work_B, ranks)
-    cuts = [_by_budget(samples[part], lengths_B, max_tokens) for part in parts]
-    most = max(map(len, cuts))
-    for own in cuts:
-        own += [np.empty(0, np.int64)] * (most - len(own))
-    found = [[_slice(batch, part, group_tokens, counts) for part in own] for own in cuts]
-    return Shares(found, np.array([work_B[part].sum() for part in parts]))
-
-
-def work(lengths: NDArray[np.int64], width: int) -> NDArray[np.float64]:
-    """Estimate the work [B] of samples of so many tokens, in tokens that attend to nothing."""
-    tokens = lengths.astype(np.float64)
-    return tokens + tokens**2 / (_ATTENTION * width)
-
-
-def split(work: NDArray[np.float64], ranks: int) -> Sequence[NDArray[np.int64]]:
-    """Return which items each rank [R] gets, in the items' order."""
-    heap = [(0.0, rank) for rank in range(ranks)]
-    rank_of = np.empty(len(work), dtype=np.int64)
-    for item in np.argsort(-work, kind="stable").tolist():
-        sum_, rank = heap[0]
-        rank_of[item] = rank
-        heapq.heapreplace(heap, (sum_ + float(work[item]), rank))
-    return [np.flatnonzero(rank_of == rank) for rank in range(ranks)]
+    found = deal(lengths_B[samples], max_tokens, ranks, width)
+    return Shares(found, batch, samples, group_tokens, counts)
 
 
 def micro_batches(batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
@@ -352,7 +316,7 @@ def micro_batches(batch: Batch, groups: Iterable[int], max_tokens: int) -> list[
         groups: ordinals of the update's groups, each once, in any order.
         max_tokens: bounds memory.
     """
-    return share(batch, groups, max_tokens).ranks[0]
+    return share(batch, groups, max_tokens).micro_batches(0)
 
 
 def all_micro_batches(batch: Batch, max_tokens: int) -> list[MicroBatch]:
@@ -407,14 +371,17 @@ class MicroBatchSharder:
         """Cut this process's micro-batches of an update; counts are those of the whole update."""
         shares = share(batch, groups, max_tokens, self._ranks, self._width)
         if self._mesh is not None:
-            self._figures.mean("ranks/spread", shares.spread)
-            self._figures.mean("ranks/idle", shares.idle_share)
-        return shares.ranks[self._rank]
+            dealt = shares.deal
+            self._figures.mean("ranks/spread", dealt.spread)
+            self._figures.mean("ranks/lockstep", dealt.lockstep, dealt.capacity)
+            self._figures.mean("ranks/idle", dealt.idle_share)
+        return shares.micro_batches(self._rank)
 
     def everything(self, batch: Batch, max_tokens: int) -> list[MicroBatch]:
         """Cut this process's micro-batches of the whole batch, for passes that learn nothing."""
         every = range(batch.n_groups)
-        return share(batch, every, max_tokens, self._ranks, self._width).ranks[self._rank]
+        shares = share(batch, every, max_tokens, self._ranks, self._width)
+        return shares.micro_batches(self._rank)
 
     def gather(
         self, batch: Batch, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]
@@ -434,8 +401,9 @@ class MicroBatchSharder:
     def figures(self) -> Metrics:
         """Report how even the shares of the updates were since the last call.
 
-        `ranks/spread` is the heaviest rank's work over the mean, `ranks/idle` the share of empty
-        micro-batches; neither is there without a mesh.
+        `ranks/lockstep` is the share of their time in which ranks do not wait for each other,
+        `ranks/spread` the heaviest rank's work over the mean, `ranks/idle` the share of empty
+        micro-batches; none is there without a mesh.
         """
         found, self._figures = self._figures, Metrics()
         return found
@@ -453,24 +421,11 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def sample_tokens(batch: Batch, samples: NDArray[np.int64]) -> NDArray[np.int64]:
     """Count the tokens of each of these samples in loss_mask: [len(samples)]."""
-    source, offsets = _tokens_of(batch, samples, np.diff(batch.offsets.numpy())[samples])
-    before = np.zeros(len(source) + 1, dtype=np.int64)
-    np.cumsum(batch.loss_mask.numpy()[source], out=before[1:])
-    return np.diff(before[offsets])
-
-
-def _by_budget(
-    samples: NDArray[np.int64], lengths: NDArray[np.int64], max_tokens: int
-) -> list[NDArray[np.int64]]:
-    """Cut `samples`, in their order, whenever the next one would pass `max_tokens`."""
-    cuts: list[int] = []
-    filled = 0
-    for i, length in enumerate(lengths[samples].tolist()):
-        if filled and filled + length > max_tokens:
-            cuts.append(i)
-            filled = 0
-        filled += length
-    return np.split(samples, cuts) if len(samples) else []
+    # A byte is read for a token and nothing is made: all ranks count all samples of an update.
+    mask, offsets = batch.loss_mask.numpy(), batch.offsets.numpy()
+    bounds = zip(offsets[samples].tolist(), offsets[samples + 1].tolist(), strict=True)
+    counted = (np.count_nonzero(mask[start:stop]) for start, stop in bounds)
+    return np.fromiter(counted, np.int64, len(samples))
 
 
 def _tokens_of(

@@ -236,6 +236,7 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
             "of the GPU, else of the process",
             "perf/max_memory_allocated_gb",
         ),
+        ("ranks/lockstep", "share", "of the ranks' time in which none waits for another's part"),
         ("ranks/spread", "", "heaviest rank's work over the mean"),
         ("ranks/idle", "share", "empty micro-batches"),
         ("ranks/peak_gib", "GiB", "memory of the largest rank"),
