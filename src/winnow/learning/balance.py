@@ -10,7 +10,7 @@ micro-batches is, under a budget of tokens. The samples are packed into all micr
   round's is that level or its own longest sample, or all rounds but the last are full, which then
   holds what is left;
 - longest first, a sample goes where there are fewest tokens left that it fits into (best fit
-  decreasing).
+  decreasing). Where the levels also hold them when each goes where most tokens are left, it does.
 
 A level that samples fit under is no proof that no lower one is possible; `benchmarks.lockstep`
 has a bound beside what is reached. All is computed from lengths, in integers: each rank finds the
@@ -146,13 +146,16 @@ def _pack_rounds(
         forms = [partial(np.maximum, longest), partial(np.append, full)]
         found = [_lowest(form, most, pack) for form in forms[:rounds]]
         if packed := [each for each in found if each is not None]:
-            return min(packed, key=_time).slots
+            best = min(packed, key=_time)
+            even = pack(best.levels, fullest=False)
+            return best.slots if even is None or even.time > best.time else even.slots
     raise AssertionError("one sample a micro-batch fits")
 
 
 class _Packed(NamedTuple):
     time: int
     lockstep: float
+    levels: IntArray
     slots: IntArray
 
 
@@ -176,7 +179,12 @@ def _lowest(
 
 
 def _pack(
-    work_B: IntArray, tokens_B: IntArray, max_tokens: int, ranks: int, levels_K: IntArray
+    work_B: IntArray,
+    tokens_B: IntArray,
+    max_tokens: int,
+    ranks: int,
+    levels_K: IntArray,
+    fullest: bool = True,
 ) -> _Packed | None:
     """Pack samples into `ranks` micro-batches a round, none of which passes its round's level.
 
@@ -189,11 +197,11 @@ def _pack(
     slots = np.empty(len(work_B), dtype=np.int64)
     for i, (own, tokens) in enumerate(zip(work_B.tolist(), tokens_B.tolist(), strict=True)):
         fits = (left >= own) & (room >= tokens)
-        slot = int(np.where(fits, room, max_tokens + 1).argmin())
+        slot = int(np.where(fits, room if fullest else -room, max_tokens + 1).argmin())
         if not fits[slot]:
             return None
         slots[i] = slot
         left[slot] -= own
         room[slot] -= tokens
     time = int((levels_K.repeat(ranks) - left).reshape(-1, ranks).max(1).sum())
-    return _Packed(time, all_work / (ranks * time), slots)
+    return _Packed(time, all_work / (ranks * time), levels_K, slots)

@@ -46,12 +46,12 @@ def test_work_by_hand() -> None:
 
 
 def test_an_update_by_hand() -> None:
-    # At this width a token is a million. 44 tokens ask two ranks for two rounds of 2 x 12. The
-    # longest sets the first one's level, 12 beside 9 and 3; the other samples divide evenly.
+    # At this width a token is a million. 44 tokens ask two ranks for two rounds of 2 x 12: 12 beside
+    # 9 and 2, then 7 and 3 beside 6 and 5. There is no way to fill 12, 12, 10 and 10.
     found = deal(np.array([12, 9, 7, 6, 5, 3, 2]), 12, 2, 83_333)
     rank, micro = np.divmod(found.places, 2)
-    assert micro.tolist() == [0, 0, 1, 1, 1, 0, 1]
-    assert rank.tolist() == [0, 1, 0, 1, 1, 1, 0]
+    assert micro.tolist() == [0, 0, 1, 1, 1, 1, 0]
+    assert rank.tolist() == [0, 1, 0, 1, 1, 0, 1]
     assert found.lockstep == pytest.approx(44 / (2 * (12 + 11)), rel=1e-4)
 
 
@@ -63,6 +63,10 @@ def test_ranks_take_turns_with_the_heavier_part_and_keep_to_the_budget() -> None
     tokens = np.bincount(deal(lengths, 40, 2, 1).places, lengths)
     assert tokens.sum() == 100
     assert tokens.max() <= 40
+
+
+def test_ranks_beside_the_longest_sample_share_the_rest() -> None:
+    assert deal(np.array([100, 30, 30, 20]), 200, 4, 100).places.tolist() == [0, 1, 2, 3]
 
 
 def test_what_is_left_over_full_micro_batches_costs_little() -> None:

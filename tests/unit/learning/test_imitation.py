@@ -77,7 +77,8 @@ def by_strategy(
     strategy = Strategy(model)
     shown = groups()
     batch = pack([shown[i] for i in order])
-    parts = share(batch, range(batch.n_groups), max_tokens, ranks).ranks
+    shares = share(batch, range(batch.n_groups), max_tokens, ranks)
+    parts = [shares.micro_batches(rank) for rank in range(ranks)]
     losses = [
         strategy.forward_backward([m for m in micro if m.lengths], frozenset({"logprob"}),
                                   imitation_loss).get("loss", 0.0)
