@@ -46,8 +46,8 @@ def test_work_by_hand() -> None:
 
 
 def test_an_update_by_hand() -> None:
-    # At this width a token is a million. 44 tokens ask two ranks for two rounds of 2 x 12: 12 beside
-    # 9 and 2, then 7 and 3 beside 6 and 5. There is no way to fill 12, 12, 10 and 10.
+    # At this width a token is a million. 44 tokens ask two ranks for two rounds of 2 x 12: 12
+    # beside 9 and 2, then 7 and 3 beside 6 and 5. There is no way to fill 12, 12, 10 and 10.
     found = deal(np.array([12, 9, 7, 6, 5, 3, 2]), 12, 2, 83_333)
     rank, micro = np.divmod(found.places, 2)
     assert micro.tolist() == [0, 0, 1, 1, 1, 1, 0]
