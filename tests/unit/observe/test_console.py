@@ -182,6 +182,36 @@ def test_a_status_shows_before_the_figures_until_the_step_is_logged() -> None:
     assert "accuracy 50 %" in capture.get()
 
 
+def test_the_live_line_has_whole_figures_only(quickstart_records: Records) -> None:
+    def figures(width: int) -> str:
+        console = console_to(io.StringIO(), True, width)
+        sink = LiveConsole(console)
+        sink.start(RunInfo("a", 80))
+        sink.log(1, quickstart_records[1])
+        with console.capture() as capture:
+            console.print(sink)
+        sink.close()
+        return without_codes(capture.get()).splitlines()[-1].strip()
+
+    whole = figures(200).split("   ")
+    assert len(whole) == 8
+    for width in range(40, 110):
+        shown = figures(width).split("   ")
+        assert shown == whole[: len(shown)]
+
+
+def test_imitation_shows_its_losses_and_tokens() -> None:
+    file = io.StringIO()
+    sink = ConsoleSink(console_to(file, False), Clock())
+    sink.start(RunInfo("sft", 3, kind="sft"))
+    sink.log(1, {"sft/loss": 2.5, "sft/held_out_loss": 3.25, "sft/tokens": 4096, "time/step_s": 2})
+    heads, row = (line.split("  ") for line in file.getvalue().splitlines())
+    assert [word.strip() for word in heads if word] == [
+        "step", "loss", "held out", "tokens", "s/step", "left",
+    ]  # fmt: skip
+    assert [word.strip() for word in row if word][1:5] == ["2.500", "3.250", "4,096", "2.00"]
+
+
 def test_the_time_left_leaves_out_the_evaluation_before_training() -> None:
     file, clock = io.StringIO(), Clock()
     sink = ConsoleSink(console_to(file, False), clock)
