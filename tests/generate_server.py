@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import signal
 import time
@@ -88,6 +89,8 @@ class Model:
                 self.version = "newer"
             if self.args.dies_after is not None and self.written > self.args.dies_after:
                 os.kill(os.getpid(), signal.SIGKILL)
+            while self.written >= self.args.holds_at and not os.path.exists(self.args.until):
+                await asyncio.sleep(0.005)
             await asyncio.sleep(self.args.tick_s)
 
     def load(self, folder: str) -> None:
@@ -230,6 +233,9 @@ def main() -> None:
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--tick_s", type=float, default=0.0)
     parser.add_argument("--lingers_s", type=float, default=0.0)
+    # So many tokens are written until this file is there.
+    parser.add_argument("--holds_at", type=float, default=math.inf)
+    parser.add_argument("--until", default="")
     parser.add_argument("--dies_after", type=int, default=None)
     parser.add_argument("--renamed_after", type=int, default=None)
     for flag in (

@@ -127,10 +127,11 @@ def test_an_answer_that_has_its_last_token_is_finished_before_its_request_is(
 
 
 def test_exact_draws_are_the_torch_engines_though_answers_are_cut_and_a_server_dies(
-    servers: GenerateServers, folder: Path
+    servers: GenerateServers, folder: Path, tmp_path: Path
 ) -> None:
-    mortal = servers.start(folder, "--exact", "--dies_after=150")[0]
-    engine = engine_over(mortal, servers.start(folder, "--exact")[0], exact_draws=True)
+    held = "--exact", "--holds_at=60", f"--until={tmp_path / 'cut'}"
+    mortal = servers.start(folder, *held, "--dies_after=150")[0]
+    engine = engine_over(mortal, servers.start(folder, *held)[0], exact_draws=True)
     groups = groups_of(6, 3, replace(SAMPLING, max_tokens=60, temperature=0.9, top_p=0.95))
     wanted = asyncio.run(
         generate(torch_engine(AutoModelForCausalLM.from_pretrained(folder).eval()), groups)
@@ -141,6 +142,7 @@ def test_exact_draws_are_the_torch_engines_though_answers_are_cut_and_a_server_d
         while engine.status().generated_tokens < 100:
             await asyncio.sleep(0.001)
         await engine.abort([group.group_id for group in groups])
+        (tmp_path / "cut").touch()
         prefixes = {event.key: event.segment for event in await engine.events()}
         rest = [
             replace(
@@ -170,8 +172,9 @@ def test_exact_draws_are_refused_by_what_a_server_writes(url: str) -> None:
 
 
 def test_an_aborted_answer_comes_back_in_part_and_goes_on_behind_it(
-    url: str, model: PreTrainedModel
+    servers: GenerateServers, folder: Path, model: PreTrainedModel, tmp_path: Path
 ) -> None:
+    url, _ = servers.start(folder, "--holds_at=100", f"--until={tmp_path / 'cut'}")
     engine, groups = engine_over(url), groups_of(4, 2, SamplingParams(150))
 
     async def run() -> tuple[list[CompletionEvent], dict[Any, Any]]:
@@ -182,6 +185,7 @@ def test_an_aborted_answer_comes_back_in_part_and_goes_on_behind_it(
         assert sum(len(e.segment) for e in told) == engine.status().generated_tokens
         await engine.abort([group.group_id for group in groups])
         aborted = list(await engine.events())
+        (tmp_path / "cut").touch()
         assert {e.kind for e in aborted} == {"aborted"}
         before = engine.status().generated_tokens
         assert sum(len(e.segment) for e in aborted) == before
@@ -231,7 +235,7 @@ def test_a_server_that_dies_in_the_middle_costs_no_answer(
 def test_the_only_server_restarts_and_is_given_the_newest_weights(
     servers: GenerateServers, folder: Path, other: PreTrainedModel
 ) -> None:
-    url, process = servers.start(folder, "--tick_s=0.005")
+    url, process = servers.start(folder, "--holds_at=200")
     engine, groups = engine_over(url), groups_of(4, 2, SamplingParams(100))
 
     async def run() -> dict[Any, Any]:
@@ -288,10 +292,10 @@ def test_without_any_server_the_run_ends_with_a_line(
 
 
 def test_a_server_that_is_gone_for_long_does_not_end_a_run_in_which_another_answers(
-    servers: GenerateServers, folder: Path, monkeypatch: pytest.MonkeyPatch
+    servers: GenerateServers, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone, first = servers.start(folder)
-    url, process = servers.start(folder, "--tick_s=0.002")
+    url, process = servers.start(folder, "--holds_at=50", f"--until={tmp_path / 'late'}")
     engine = engine_over(gone, url, restart_timeout_s=0.5)
     monkeypatch.setattr("winnow.rollout.http_engine._PAUSE_S", 0.05)
     monkeypatch.setattr("winnow.rollout.http_engine._LONGEST_PAUSE_S", 0.05)
@@ -303,6 +307,7 @@ def test_a_server_that_is_gone_for_long_does_not_end_a_run_in_which_another_answ
         while list(engine.engines) != [url] or engine.status().generated_tokens < 50:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.6)  # longer than a run goes on without any server
+        (tmp_path / "late").touch()
         engine._lose(engine.engines[url], "a connection was reset")
         ended = 0
         while events := await engine.events():
@@ -329,9 +334,9 @@ def test_a_machine_that_swallows_requests_is_not_waited_for_longer_than_allowed(
 
 
 def test_tokens_are_counted_on_when_progress_is_asked_for_while_events_are_awaited(
-    servers: GenerateServers, folder: Path
+    servers: GenerateServers, folder: Path, tmp_path: Path
 ) -> None:
-    url, process = servers.start(folder, "--tick_s=0.002")
+    url, process = servers.start(folder, "--holds_at=20", f"--until={tmp_path / 'told'}")
     engine = engine_over(url)
 
     async def run() -> None:
@@ -340,6 +345,7 @@ def test_tokens_are_counted_on_when_progress_is_asked_for_while_events_are_await
         while engine.status().generated_tokens < 20:
             await asyncio.sleep(0.001)
         (told,) = await engine.progress()
+        (tmp_path / "told").touch()
         # What watches over the engine must see that it writes.
         while engine.status().generated_tokens <= len(told.segment):
             assert not waiting.done()
@@ -380,9 +386,13 @@ def test_folders_of_older_weights_go_though_a_server_is_lost(
 
 
 def test_answers_go_on_across_new_weights_and_say_which_wrote_what(
-    servers: GenerateServers, folder: Path, model: PreTrainedModel, other: PreTrainedModel
+    servers: GenerateServers,
+    folder: Path,
+    model: PreTrainedModel,
+    other: PreTrainedModel,
+    tmp_path: Path,
 ) -> None:
-    url, _ = servers.start(folder, "--tick_s=0.002")
+    url, _ = servers.start(folder, "--holds_at=100", f"--until={tmp_path / 'loaded'}")
     engine, groups = engine_over(url), groups_of(3, 2, SamplingParams(80))
 
     async def run() -> dict[tuple[int, int], CompletionEvent]:
@@ -391,6 +401,7 @@ def test_answers_go_on_across_new_weights_and_say_which_wrote_what(
         while engine.status().generated_tokens < 100:
             await asyncio.sleep(0.001)
         await engine.load_weights(WeightUpdate(5, other.named_parameters()))
+        (tmp_path / "loaded").touch()
         out: list[CompletionEvent] = []
         while events := await engine.events():
             out += events
