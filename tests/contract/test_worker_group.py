@@ -454,15 +454,15 @@ def test_a_hung_worker_meets_the_limit_and_shows_its_stack(
 
 def test_a_long_call_that_gets_on_is_left_alone(start: Start, run: Any) -> None:
     async def work() -> list[Any]:
-        group = await start({}, stall_timeout_s=1.0)
+        group = await start({}, stall_timeout_s=2.5)
         try:
-            await group.call("work", 10, 0.25)  # 2.5 s
-            await asyncio.sleep(1.5)  # and what is idle does not hang
+            await group.call("work", 12, 0.25)  # 3 s
+            await asyncio.sleep(2.7)  # and what is idle does not hang
             return await group.call("work", 1, 0.0)
         finally:
             await group.close()
 
-    assert run(work()) == [11, 11]
+    assert run(work()) == [13, 13]
 
 
 def test_close_lets_workers_close_and_leaves_no_process(

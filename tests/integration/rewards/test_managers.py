@@ -92,15 +92,22 @@ def test_workers_share_what_waits(tmp_path: Path, stack: ExitStack) -> None:
 def test_answers_that_come_while_all_workers_are_busy_go_together(
     tmp_path: Path, stack: ExitStack
 ) -> None:
-    one = batch(tmp_path, f"time.sleep(0.3); {SIZES}", stack)
+    begun, go_on = tmp_path / "begun", tmp_path / "go_on"
+    held = (
+        f"import os; open({str(begun)!r}, 'w').close()\n"
+        f"    while not os.path.exists({str(go_on)!r}): time.sleep(0.005)\n    {SIZES}"
+    )
+    one = batch(tmp_path, held, stack)
 
     async def run() -> list[Any]:
         first = asyncio.ensure_future(one.score(PROMPT, "first"))
-        await asyncio.sleep(0.05)
+        while not begun.exists():
+            await asyncio.sleep(0.005)
         later = []
         for _ in range(6):
             later.append(asyncio.ensure_future(one.score(PROMPT, "later")))
             await asyncio.sleep(0)
+        go_on.touch()
         return await asyncio.gather(first, *later)
 
     assert [r.extra["size"] for r in asyncio.run(run())] == [1] + [6] * 6
@@ -489,19 +496,24 @@ def test_the_service_refuses_what_is_no_question(
 def test_the_service_takes_in_so_many_and_sends_others_away_for_a_while(
     tmp_path: Path, stack: ExitStack
 ) -> None:
-    file = tmp_path / "slow.py"
+    file, go_on = tmp_path / "slow.py", tmp_path / "go_on"
     file.write_text("import asyncio, os\nat_once = most = 0\n"
                     f"async def compute_score({SIGNATURE}):\n"
                     "    global at_once, most\n    at_once += 1; most = max(most, at_once)\n"
-                    "    await asyncio.sleep(0.2); at_once -= 1\n"
+                    f"    while not os.path.exists({str(go_on)!r}): await asyncio.sleep(0.005)\n"
+                    "    await asyncio.sleep(0.02); at_once -= 1\n"
                     "    return {'score': 1, 'most': most}\n")  # fmt: skip
     slow = make_manager(RewardConfig(function=UserFunction(path=str(file)), workers=0))
     url = served(slow, stack, max_waiting=2)
     question = {"data_source": "s", "solution_str": "x"}
 
     async def five() -> list[httpx.Response]:
-        async with httpx.AsyncClient() as client:
-            return await asyncio.gather(*(client.post(url, json=question) for _ in range(5)))
+        async with httpx.AsyncClient(timeout=60) as client:
+            asked = [asyncio.ensure_future(client.post(url, json=question)) for _ in range(5)]
+            while sum(each.done() for each in asked) < 3:  # these are sent away at once
+                await asyncio.wait(asked, return_when="FIRST_COMPLETED", timeout=0.05)
+            go_on.touch()
+            return await asyncio.gather(*asked)
 
     replies = asyncio.run(five())
     assert sorted(r.status_code for r in replies) == [200, 200, 503, 503, 503]
@@ -526,8 +538,8 @@ def counting(tmp_path: Path, stack: ExitStack, sleep_s: float) -> tuple[Manager,
 
 
 def test_the_wait_for_a_worker_is_not_the_answers_time(tmp_path: Path, stack: ExitStack) -> None:
-    manager, calls = counting(tmp_path, stack, 0.1)
-    config = RewardConfig(manager=RemoteManager(url=served(manager, stack)), timeout_s=0.5)
+    manager, calls = counting(tmp_path, stack, 0.15)
+    config = RewardConfig(manager=RemoteManager(url=served(manager, stack)), timeout_s=2)
     client = make_manager(config)
     stack.callback(client.close)
     results = ask(client, [str(number) for number in range(20)])

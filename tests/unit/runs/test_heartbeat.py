@@ -32,20 +32,31 @@ def lines(reader: int) -> list[str]:
 def test_it_beats_while_something_moves_and_only_then(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("winnow.runs.process._BEAT_S", 0.01)
+    monkeypatch.setattr("winnow.runs.process._BEAT_S", 0.001)
     reader, writer = pipe
-    count = 0
+    looks, count = threading.Semaphore(0), 0
+
+    def reading() -> int:
+        looks.release()
+        return count
+
+    def looked() -> None:
+        while looks.acquire(blocking=False):
+            pass
+        for _ in range(2):  # when the second begins, what the first saw has been told
+            looks.acquire()
+
     heartbeat = Heartbeat(writer)
-    heartbeat.watch(lambda: count)
-    time.sleep(0.2)
+    heartbeat.watch(reading)
+    looked()
     lines(reader)
-    time.sleep(0.2)
+    looked()
     assert lines(reader) == []
     count = 1
-    time.sleep(0.2)
+    looked()
     assert lines(reader) == ["beat"]
     heartbeat.beat()
-    time.sleep(0.2)
+    looked()
     assert lines(reader) == ["beat"]
     heartbeat.watch(lambda: 0)  # from now on, in the place of the count
     time.sleep(0.2)
