@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests import pauses
 from tests.spares import Spares
 
 ROOT = Path(__file__).parents[1]
@@ -201,6 +202,8 @@ def _become(request: dict[str, Any]) -> None:
 
 def _call(module: str, words: Sequence[str], spares: int) -> None:
     """Be a process of a module."""
+    if pauses.PLACE in os.environ:
+        pauses.install()
     if spares and module != "winnow.workers.child":
         Spares(spares, lambda module, words: _call(module, words, spares)).install()
     sys.argv = [module, *words]

@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--tick_s", type=float, default=0.0)
     parser.add_argument("--lingers_s", type=float, default=0.0)
-    # So many tokens are written until this file is there.
+    # So many tokens are written, those that engines try it with too, until this file is there.
     parser.add_argument("--holds_at", type=float, default=math.inf)
     parser.add_argument("--until", default="")
     parser.add_argument("--dies_after", type=int, default=None)

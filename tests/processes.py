@@ -70,3 +70,15 @@ def gone(processes: set[int]) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def is_stopped(process: int) -> bool:
+    """Whether SIGSTOP holds it."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def is_waiting(process: int, number: int) -> bool:
+    """Whether a process has been sent a signal that it has not taken yet."""
+    status = Path(f"/proc/{process}/status").read_text()
+    pending = next(line for line in status.splitlines() if line.startswith("ShdPnd:"))
+    return bool(int(pending.split()[1], 16) >> (number - 1) & 1)

@@ -336,7 +336,7 @@ def test_a_machine_that_swallows_requests_is_not_waited_for_longer_than_allowed(
 def test_tokens_are_counted_on_when_progress_is_asked_for_while_events_are_awaited(
     servers: GenerateServers, folder: Path, tmp_path: Path
 ) -> None:
-    url, process = servers.start(folder, "--holds_at=20", f"--until={tmp_path / 'told'}")
+    url, process = servers.start(folder, "--holds_at=40", f"--until={tmp_path / 'told'}")
     engine = engine_over(url)
 
     async def run() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.kill import STEPS, Lab, leftovers, wait_for
+from benchmarks.kill import STEPS, leftovers
+from tests.fault.quick_lab import QuickLab
 
 from winnow.config.load import load_recipe
 from winnow.data.loader import PromptLoader, training_prompts
@@ -42,10 +43,10 @@ class Killed:
 
 
 @pytest.fixture(scope="module")
-def killed(lab: Lab) -> Killed:
+def killed(lab: QuickLab) -> Killed:
     run = lab.run("free")
-    process = lab.start("free", *SETTINGS)
-    assert wait_for(process, lambda: lines(run) > 3)  # that of step 2 is one of them
+    process = lab.start("free", *SETTINGS, pauses={3: 0.0})
+    lab.stands_still(process, "free", 3)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     newest = checkpoints_in(run / "checkpoints")[-1]
@@ -53,11 +54,6 @@ def killed(lab: Lab) -> Killed:
     state = load_state(newest)
     assert lab.start("free", *SETTINGS).wait(300) == 0
     return Killed(run, newest.step, state)
-
-
-def lines(run: Path) -> int:
-    metrics = run / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

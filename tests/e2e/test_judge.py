@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
-import time
 from pathlib import Path
 
 import pytest
-from benchmarks.kill import Lab, content, differences, wait_for
+from benchmarks.kill import Lab, differences
 from tests.fault.quick_lab import QuickLab
 from tests.faulty_http import Served, Step, reply, serving, together
 from tests.forked import Server
@@ -116,7 +115,9 @@ def test_held_out_answers_of_all_prompts_are_judged_side_by_side(
     assert "100" in said.out
 
 
-def test_a_run_that_was_killed_ends_with_the_same_bits_because_replies_are_kept(lab: Lab) -> None:
+def test_a_run_that_was_killed_ends_with_the_same_bits_because_replies_are_kept(
+    lab: QuickLab,
+) -> None:
     # This judge throws a coin, so only what was kept can be the same.
     with serving([judging(coin, longest_s=0.05)]) as served:
         settings = [
@@ -125,9 +126,8 @@ def test_a_run_that_was_killed_ends_with_the_same_bits_because_replies_are_kept(
             f"reward.judge.cache={lab.folder / 'replies'}",
         ]
         run = lab.run("killed")
-        process = lab.start("killed", *settings)
-        assert wait_for(process, lambda: content(run / "metrics.jsonl").count(b"\n") >= 3)
-        time.sleep(0.05)
+        process = lab.start("killed", *settings, pauses={2: 0.05})
+        lab.stands_still(process, "killed", 2)
         process.kill()
         process.wait()
         assert checkpoints_in(run / "checkpoints")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.kill import SETTINGS, Lab
 from tests.forked import Forked, Server
+from tests.pauses import ask, wait_for_pause
 
 STARTERS = (
     *("trainer/strategy=", "trainer/mode=", "trainer.max_restarts=", "rollout/engine=vllm"),
@@ -25,21 +27,38 @@ class QuickLab(Lab):
     server: Server | None = None
 
     def start(  # type: ignore[override]
-        self, name: str, *settings: str, afresh: bool = False
+        self,
+        name: str,
+        *settings: str,
+        afresh: bool = False,
+        pauses: Mapping[int | str, float] | None = None,
+        terminal: Path | None = None,
     ) -> Forked:
         """The command, in a process of its own; so are its child and its workers, if it has any.
 
         Args:
             afresh: these are started as usual, and import what they need.
+            pauses: moments at which the run stands still (`tests.pauses`).
+            terminal: where it is the first process.
         """
         assert self.server is not None
+        paused = ask(self._pauses(name), pauses) if pauses else {}
         starts_more = any(setting.startswith(STARTERS) for setting in settings) and not afresh
         return self.server.start(
-            "winnow.cli.main",
+            "winnow.cli.main" if terminal is None else "tests.fault.terminal",
             self.words(name, *settings),
-            environment={"WINNOW_CACHE": str(self.folder / "cache")},
+            environment={"WINNOW_CACHE": str(self.folder / "cache"), **paused},
+            out=terminal,
+            err=terminal,
             spares=SPARES if starts_more else 0,
         )
+
+    def stands_still(self, process: Forked, name: str, moment: int | str) -> int:
+        """Wait until a run stands still; the process of it that does."""
+        return wait_for_pause(self._pauses(name), moment, process.poll)
+
+    def _pauses(self, name: str) -> Path:
+        return self.folder / "pauses" / name
 
     def words(self, name: str, *settings: str, runs: Path | None = None) -> list[str]:
         """What is typed after `winnow`; `runs` is to hold the run's folder."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from benchmarks.kill import STEPS, Lab, code_of, differences, leftovers, wait_for
+from benchmarks.kill import LONGEST_S, STEPS, Lab, code_of, differences, leftovers
+from tests.fault.quick_lab import QuickLab
 from tests.fault.test_ranks import check_same
-from tests.fault.test_signals import lines
+from tests.pauses import go_on
 from tests.processes import workers_of
 
 from winnow.observe.files import RunFolder
@@ -47,57 +46,48 @@ def test_a_boundary_holds_the_step_that_is_cut_and_not_learnt(calm: Path) -> Non
         assert state["sampler"]["ledger"]["version"] == checkpoint.step
 
 
-def killed_twice(lab: Lab, name: str, settings: Sequence[str], rng: random.Random) -> Path:
-    """Kill a run in its first steps and in its last, at a random moment of a step, and finish it.
-
-    On a busy machine a run may be over before its moment is seen: then another one is killed.
-    """
-    for attempt in range(5):
-        run = lab.run(f"{name}-{attempt}")
-        if all(killed_behind(lab.start(run.name, *settings), run, step, rng) for step in (1, 4)):
-            assert lab.start(run.name, *settings).wait(240) == 0
-            return run
-    pytest.fail("5 runs were over before they could be killed twice")
-
-
-def killed_behind(
-    process: subprocess.Popen[bytes], run: Path, step: int, rng: random.Random
-) -> bool:
-    """Kill a run at a random moment of the step behind `step`; False when it was over before."""
-    if wait_for(process, lambda: lines(run) > step):
-        time.sleep(rng.random() * read_metrics(run / "metrics.jsonl")[-1]["time/step_s"])
-    process.kill()
-    return process.wait() == -signal.SIGKILL
+def killed_twice(lab: QuickLab, name: str, settings: Sequence[str], rng: random.Random) -> Path:
+    """Kill a run in its first steps and in its last, at random moments of a step; finish it."""
+    run = lab.run(name)
+    for step in (1, 4):
+        moments = {step: rng.random() * lab.seconds / STEPS}
+        process = lab.start(name, *settings, pauses=moments)
+        lab.stands_still(process, name, step)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert lab.start(name, *settings).wait(LONGEST_S) == 0
+    return run
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_bits(calm: Path, lab: Lab) -> None:
+def test_killed_at_random_moments_it_ends_with_the_same_bits(calm: Path, lab: QuickLab) -> None:
     killed = killed_twice(lab, "killed-beside", (*BESIDE, "trainer.save_every=1"), random.Random(3))
     assert differences(calm, killed) == []
 
 
 def test_two_engines_and_two_ranks_end_with_the_same_bits_though_a_rank_is_killed(
-    lab: Lab,
+    lab: QuickLab,
 ) -> None:
     shared = *BESIDE, "trainer/strategy=fsdp2", "rollout.engine.processes=2", "trainer.save_every=1"
     assert lab.start("calm-shared", *shared).wait(240) == 0
     run = lab.run("killed-shared")
-    process = lab.start(run.name, *shared, "trainer.max_restarts=1")
-    assert wait_for(process, lambda: lines(run) >= 3)
+    process = lab.start(run.name, *shared, "trainer.max_restarts=1", pauses={2: 0.05})
+    driver = lab.stands_still(process, run.name, 2)
     os.kill(workers_of(run)["learner[1]"], signal.SIGKILL)
-    assert code_of(process, 240) == 0
+    go_on(driver)
+    assert code_of(process, LONGEST_S) == 0
     check_same(lab.run("calm-shared"), run)
     assert "learner[1] was killed by SIGKILL" in (run / "log.txt").read_text()
 
 
 def test_a_request_to_stop_waits_for_the_barrier_and_the_run_goes_on_exactly(
-    calm: Path, lab: Lab
+    calm: Path, lab: QuickLab
 ) -> None:
     run = lab.run("stopped-beside")
-    process = lab.start(run.name, *BESIDE, "trainer.save_every=100")
-    assert wait_for(process, lambda: lines(run) >= 3)
-    time.sleep(0.2 * read_metrics(run / "metrics.jsonl")[-1]["time/step_s"])  # it learns by then
+    process = lab.start(run.name, *BESIDE, "trainer.save_every=100", pauses={2: 0.05})
+    driver = lab.stands_still(process, run.name, 2)
     process.send_signal(signal.SIGTERM)
-    assert code_of(process, 120) == 75
+    go_on(driver)
+    assert code_of(process, LONGEST_S) == 75
     assert list(leftovers(run)) == []
     (saved,) = checkpoints_in(run / "checkpoints")
     assert 2 <= saved.step < STEPS
@@ -127,18 +117,21 @@ def check_nothing_is_lost_or_repeated(run: Path) -> None:
     assert sorted([row["group"] for row in rows] + alive) == list(range(ledger["next_id"]))
 
 
-def test_async_killed_at_random_moments_loses_no_group_and_learns_none_twice(lab: Lab) -> None:
+def test_async_killed_at_random_moments_loses_no_group_and_learns_none_twice(
+    lab: QuickLab,
+) -> None:
     check_nothing_is_lost_or_repeated(
         killed_twice(lab, "killed-async", RUNNING_ON, random.Random(4))
     )
 
 
-def test_async_stopped_saves_answers_under_way_and_goes_on_behind_them(lab: Lab) -> None:
+def test_async_stopped_saves_answers_under_way_and_goes_on_behind_them(lab: QuickLab) -> None:
     run = lab.run("stopped-async")
-    process = lab.start(run.name, *RUNNING_ON, "trainer.save_every=100")
-    assert wait_for(process, lambda: lines(run) >= 3)
+    process = lab.start(run.name, *RUNNING_ON, "trainer.save_every=100", pauses={2: 0.0})
+    driver = lab.stands_still(process, run.name, 2)
     process.send_signal(signal.SIGTERM)
-    assert code_of(process, 120) == 75
+    go_on(driver)
+    assert code_of(process, LONGEST_S) == 75
     (saved,) = checkpoints_in(run / "checkpoints")
     ledger = load_state(saved)["sampler"]["ledger"]
     assert not ledger["groups"].running
@@ -146,12 +139,15 @@ def test_async_stopped_saves_answers_under_way_and_goes_on_behind_them(lab: Lab)
     check_nothing_is_lost_or_repeated(run)
 
 
-def test_async_goes_on_without_an_engine_that_is_killed_and_loses_no_answer(lab: Lab) -> None:
+def test_async_goes_on_without_an_engine_that_is_killed_and_loses_no_answer(
+    lab: QuickLab,
+) -> None:
     run = lab.run("engine-killed-async")
-    process = lab.start(run.name, *RUNNING_ON, "rollout.engine.processes=2")
-    assert wait_for(process, lambda: lines(run) >= 3)
+    process = lab.start(run.name, *RUNNING_ON, "rollout.engine.processes=2", pauses={2: 0.05})
+    driver = lab.stands_still(process, run.name, 2)
     os.kill(workers_of(run)["engine 1[0]"], signal.SIGKILL)
-    assert process.wait(240) == 0
+    go_on(driver)
+    assert process.wait(LONGEST_S) == 0
     assert "engine 1 died, 1 of 2 are left" in (run / "log.txt").read_text()
     check_nothing_is_lost_or_repeated(run)
     # Each answer of every group that is told of was finished: none failed with its engine.

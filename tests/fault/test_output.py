@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from benchmarks.kill import STEPS, Lab, differences, wait_for
+from benchmarks.kill import LONGEST_S, STEPS, Lab, differences
 from tests.fault.quick_lab import QuickLab
+from tests.pauses import go_on
 
 from winnow.runs.checkpoint import checkpoints_in
 
@@ -67,25 +69,17 @@ def test_a_full_disk_behind_stdout_costs_no_run(lab: Lab) -> None:
 
 @pytest.mark.parametrize("more", [(), ("trainer.max_restarts=2",)], ids=["alone", "supervised"])
 def test_a_terminal_that_is_gone_saves_the_run_and_ends_it_with_75(
-    more: tuple[str, ...], lab: Lab
+    more: tuple[str, ...], lab: QuickLab
 ) -> None:
     run = lab.run(f"terminal-{len(more)}")
     ours, theirs = pty.openpty()
-    starter = (
-        f"import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl({theirs}, termios.TIOCSCTTY); "
-        "os.execv(sys.argv[1], sys.argv[1:])"
-    )
-    assert isinstance(lab, QuickLab)
-    words = lab.words(run.name, PLAIN, "trainer.save_every=100", *more)
-    process = subprocess.Popen(
-        [sys.executable, "-c", starter, WINNOW, *words],
-        env={**os.environ, "WINNOW_CACHE": str(lab.folder / "cache"), "OMP_NUM_THREADS": "1"},
-        stdin=theirs, stdout=theirs, stderr=theirs, pass_fds=(theirs,),
-    )  # fmt: skip
+    settings = PLAIN, "trainer.save_every=100", *more
+    process = lab.start(run.name, *settings, terminal=Path(os.ttyname(theirs)), pauses={1: 0.0})
+    driver = lab.stands_still(process, run.name, 1)
     os.close(theirs)
-    assert wait_for(process, lambda: figures(run) >= 2)  # type: ignore[arg-type]
     os.close(ours)
-    assert process.wait(120) == 75
+    go_on(driver, signal.SIGHUP if more else None)  # alone, it went on by itself
+    assert process.wait(LONGEST_S) == 75
     assert "Traceback" not in (run / "log.txt").read_text()
     (saved,) = checkpoints_in(run / "checkpoints")
     assert 1 <= saved.step < STEPS

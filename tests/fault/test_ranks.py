@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.kill import (
+    LONGEST_S,
     STEPS,
     Lab,
     code_of,
@@ -18,13 +19,13 @@ from benchmarks.kill import (
     differences,
     figures,
     leftovers,
-    wait_for,
 )
 from tests.fault import small_disk
 from tests.fault.quick_lab import SPARES, QuickLab
 from tests.fault.small_disk import why_not
 from tests.fault.test_full_disk import FULL
 from tests.forked import Forked, Server
+from tests.pauses import go_on
 from tests.processes import driver_of, gone, is_alive, workers_of
 from tests.ray_nodes import parent_of, ray_nodes
 
@@ -35,12 +36,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ON_RANKS = "trainer/strategy=fsdp2", "rollout.engine.processes=1", "trainer.save_every=1"
 SPACE_KB = 5 << 10
 """A checkpoint takes 1.8 MB: the first one fits, of a later one some files."""
-
-
-def logged(run: Path) -> int:
-    """Steps with a line of metrics."""
-    path = run / "metrics.jsonl"
-    return max(0, path.read_bytes().count(b"\n") - 1) if path.exists() else 0
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +57,16 @@ def test_two_ranks_learn_what_one_process_learns(calm: Path, lab: Lab) -> None:
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=limit), name
 
 
-def after_a_step(process: Forked, run: Path) -> tuple[int, dict[str, int]]:
-    """Wait until a supervised run has got on by a step; its driver, and its engine and ranks."""
-    least = logged(run) + 1
-    assert wait_for(process, lambda: logged(run) >= least)
-    assert logged(run) < STEPS, "it is too late to disturb it"
+def after_a_step(
+    lab: QuickLab, process: Forked, run: Path, step: int
+) -> tuple[int, dict[str, int]]:
+    """Wait until a supervised run stands still; its driver, and its engine and ranks."""
+    driver = lab.stands_still(process, run.name, step)
+    assert driver == driver_of(process.pid)
     workers = workers_of(run)
     assert workers.keys() == {"engine 0[0]", "learner[0]", "learner[1]"}
     assert all(map(is_alive, workers.values()))
-    return driver_of(process.pid), workers
+    return driver, workers
 
 
 def check_same(calm: Path, run: Path) -> None:
@@ -85,12 +81,16 @@ def check_same(calm: Path, run: Path) -> None:
     assert shards[0] == shards[1]
 
 
-def test_whoever_is_killed_costs_nothing_but_time(calm: Path, lab: Lab) -> None:
+def test_whoever_is_killed_costs_nothing_but_time(calm: Path, lab: QuickLab) -> None:
     run = lab.run("killed")
-    process = lab.start(run.name, *ON_RANKS, "trainer.max_restarts=4")
-    for victim in ("engine 0[0]", "learner[1]", "driver"):
-        driver, workers = after_a_step(process, run)
+    victims = {1: "engine 0[0]", 2: "learner[1]", 3: "driver"}
+    moments = dict.fromkeys(victims, 0.05)
+    process = lab.start(run.name, *ON_RANKS, "trainer.max_restarts=4", pauses=moments)
+    for step, victim in victims.items():
+        driver, workers = after_a_step(lab, process, run, step)
         os.kill({**workers, "driver": driver}[victim], signal.SIGKILL)
+        if victim != "driver":
+            go_on(driver)
         assert gone({driver, *workers.values()}), victim
     assert code_of(process, 300) == 0
     check_same(calm, run)
@@ -106,12 +106,13 @@ def test_a_fork_on_ranks_takes_over_their_shards(calm: Path, lab: Lab) -> None:
     check_same(calm, run)
 
 
-def test_another_number_of_ranks_takes_a_run_over_and_says_so(calm: Path, lab: Lab) -> None:
+def test_another_number_of_ranks_takes_a_run_over_and_says_so(calm: Path, lab: QuickLab) -> None:
     run = lab.run("fewer-ranks")
-    process = lab.start(run.name, *ON_RANKS, "trainer.strategy.sequence=2")
-    assert wait_for(process, lambda: logged(run) >= 2)
+    process = lab.start(run.name, *ON_RANKS, "trainer.strategy.sequence=2", pauses={2: 0.0})
+    driver = lab.stands_still(process, run.name, 2)
     process.send_signal(signal.SIGTERM)
-    assert code_of(process, 120) == 75
+    go_on(driver)
+    assert code_of(process, LONGEST_S) == 75
     at = checkpoints_in(run / "checkpoints")[-1].step
     assert at < STEPS
     fewer = "trainer.strategy.ranks=1", "trainer.strategy.sequence=1"
@@ -125,14 +126,15 @@ def test_another_number_of_ranks_takes_a_run_over_and_says_so(calm: Path, lab: L
             assert two["actor/loss"] == pytest.approx(one["actor/loss"], abs=1e-4)
 
 
-def test_a_rank_that_hangs_is_named_after_the_limit(lab: Lab) -> None:
+def test_a_rank_that_hangs_is_named_after_the_limit(lab: QuickLab) -> None:
     run = lab.run("hung-rank")
-    process = lab.start(run.name, *ON_RANKS, "trainer.stall_timeout_s=8")
-    assert wait_for(process, lambda: logged(run) >= 1)
+    process = lab.start(run.name, *ON_RANKS, "trainer.stall_timeout_s=8", pauses={1: 0.0})
+    driver = lab.stands_still(process, run.name, 1)
     workers = workers_of(run)
     assert len(workers) == 3
     os.kill(workers["learner[1]"], signal.SIGSTOP)
-    assert code_of(process, 120) == 1
+    go_on(driver)
+    assert code_of(process, LONGEST_S) == 1
     assert gone({*workers.values()})
     assert "learner[" in (run / "log.txt").read_text().splitlines()[-1]
 
@@ -169,16 +171,19 @@ def two_nodes() -> Iterator[str]:
 
 
 def test_on_ray_whoever_is_killed_costs_nothing_but_time(
-    calm: Path, lab: Lab, two_nodes: str
+    calm: Path, lab: QuickLab, two_nodes: str
 ) -> None:
     """A node is one of the two that there are; its actors, a rank and an engine, die with it."""
     run = lab.run("killed-on-ray")
     there = "cluster=ray", f"cluster.address={two_nodes}", "trainer.max_restarts=4"
-    process = lab.start(run.name, *ON_RANKS, *there)
-    for victim in ("driver", "node"):
-        driver, workers = after_a_step(process, run)
+    victims = {1: "driver", 2: "node"}
+    process = lab.start(run.name, *ON_RANKS, *there, pauses=dict.fromkeys(victims, 0.05))
+    for step, victim in victims.items():
+        driver, workers = after_a_step(lab, process, run, step)
         (raylet,) = {parent_of(worker) for worker in workers.values()}
         os.kill({**workers, "driver": driver, "node": raylet}[victim], signal.SIGKILL)
+        if victim != "driver":
+            go_on(driver)
         assert gone({driver, *workers.values()}), victim
     assert code_of(process, 300) == 0
     check_same(calm, run)
@@ -187,15 +192,16 @@ def test_on_ray_whoever_is_killed_costs_nothing_but_time(
     assert found
 
 
-def test_in_free_mode_an_engine_that_dies_is_done_without(lab: Lab) -> None:
+def test_in_free_mode_an_engine_that_dies_is_done_without(lab: QuickLab) -> None:
     run = lab.run("lost-engine")
     two = "run.deterministic=false", "rollout.engine.processes=2"
-    process = lab.start(run.name, *two)
-    assert wait_for(process, lambda: logged(run) >= 1)
+    process = lab.start(run.name, *two, pauses={1: 0.0})
+    driver = lab.stands_still(process, run.name, 1)
     engines = workers_of(run)
     assert engines.keys() == {"engine 0[0]", "engine 1[0]"}
     os.kill(engines["engine 0[0]"], signal.SIGKILL)
-    assert code_of(process, 240) == 0
+    go_on(driver)
+    assert code_of(process, LONGEST_S) == 0
     assert gone({*engines.values()})
     assert "engine 0 died, 1 of 2 are left" in (run / "log.txt").read_text()
     assert [line["step"] for line in figures(run)] == list(range(STEPS + 1))

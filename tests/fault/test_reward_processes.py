@@ -8,9 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from benchmarks.kill import LATE_SCORER, Lab, code_of, differences, wait_for
+from benchmarks.kill import LATE_SCORER, Lab, code_of, differences
 from tests.fault.quick_lab import QuickLab
-from tests.fault.test_ranks import logged
+from tests.pauses import go_on
 from tests.processes import descendants, gone, workers_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -44,17 +44,19 @@ def test_where_answers_are_scored_changes_no_bit(
 
 
 def test_a_scoring_process_that_is_killed_costs_nothing_but_time(
-    calm: Path, lab: Lab, settings: tuple[str, ...]
+    calm: Path, lab: QuickLab, settings: tuple[str, ...]
 ) -> None:
     run = lab.run("reward-killed")
-    process = lab.start(run.name, *settings, APART, "trainer.max_restarts=2")
-    assert wait_for(process, lambda: logged(run) >= 2)
+    more = APART, "trainer.max_restarts=2"
+    process = lab.start(run.name, *settings, *more, pauses={2: 0.05})
+    driver = lab.stands_still(process, run.name, 2)
     workers = workers_of(run)
     assert sorted(workers) == ["reward[0]", "reward[1]"]
     found = list(workers.values())
     theirs = {child for victim in found for child in descendants(victim)}
     assert len(theirs) == 2  # the function's own processes
     os.kill(found[1], signal.SIGKILL)
+    go_on(driver)
     assert gone({*found, *theirs})
     assert code_of(process, 300) == 0
     assert differences(calm, run) == []

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from benchmarks.kill import LATE_SCORER, SETTINGS, Lab, code_of, differences, size, wait_for
-from tests.processes import is_alive
+from benchmarks.kill import (
+    LATE_SCORER,
+    LONGEST_S,
+    SETTINGS,
+    Lab,
+    code_of,
+    differences,
+    size,
+    wait_for,
+)
+from tests.fault.quick_lab import QuickLab
+from tests.processes import gone, is_alive
 from tests.winnow_command import Outcome, in_this_process
 
 from winnow.runs.checkpoint import checkpoints_in
@@ -101,7 +110,7 @@ def test_a_file_that_ends_the_process_when_imported_is_refused(
     )
 
 
-def test_where_and_when_answers_are_scored_changes_no_bit(lab: Lab, tmp_path: Path) -> None:
+def test_where_and_when_answers_are_scored_changes_no_bit(lab: QuickLab, tmp_path: Path) -> None:
     scorer, waiting = tmp_path / "scorer.py", tmp_path / "waiting.py"
     scorer.write_text(LATE_SCORER)
     waiting.write_text(LATE_ASYNC)
@@ -118,20 +127,14 @@ def test_where_and_when_answers_are_scored_changes_no_bit(lab: Lab, tmp_path: Pa
     assert differences(calm, lab.run("apart-async")) == []
 
     run = lab.run("apart-killed")
-    for lines in (2, 4):
-        process = lab.start(run.name, *late)
-        assert wait_for(process, lambda lines=lines: count_lines(run) >= lines)  # type: ignore[misc]
-        time.sleep(0.05)
+    for step in (1, 3):
+        process = lab.start(run.name, *late, pauses={step: 0.05})
+        lab.stands_still(process, run.name, step)
         process.kill()
         process.wait()
     assert checkpoints_in(run / "checkpoints")
     assert lab.start(run.name, *late).wait(240) == 0
     assert differences(calm, run) == []
-
-
-def count_lines(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 @pytest.mark.parametrize(
@@ -162,9 +165,6 @@ def test_no_worker_outlives_its_run(
     workers = {int(path.name) for path in notes.iterdir()}
     assert all(map(is_alive, workers))
     process.send_signal(number)
-    assert code_of(process, 30) == code
-    give_up = time.monotonic() + 30
-    while any(map(is_alive, workers)) and time.monotonic() < give_up:
-        time.sleep(0.02)
-    assert [worker for worker in workers if is_alive(worker)] == []
+    assert code_of(process, LONGEST_S) == code
+    assert gone(workers)
     assert size(lab.run(name) / "log.txt") > 0

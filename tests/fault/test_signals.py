@@ -9,23 +9,33 @@ from pathlib import Path
 
 import pytest
 from benchmarks.kill import (
+    LONGEST_S,
     STEPS,
     Lab,
-    any_draft,
     code_of,
     differences,
     leftovers,
-    size,
     wait_for,
 )
 from tests.fault.quick_lab import QuickLab
 from tests.forked import Forked
-from tests.processes import descendants, driver_of, gone, is_alive
+from tests.pauses import go_on
+from tests.processes import descendants, driver_of, gone
 
 from winnow.runs.checkpoint import checkpoints_in, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+STOPS_ITSELF = """
+import os, signal
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, after="", order=""):
+    if os.path.exists(after) and os.path.exists(order):
+        os.remove(order)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return 1.0 if solution_str.rpartition("#")[2] == ground_truth else -1.0
+"""
 SCORER = """
 import os, signal, time
 
@@ -50,20 +60,20 @@ def lines(run: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def ended_by(lab: Lab, name: str, number: int, *settings: str, pause_s: float = 0.1) -> int:
+def ended_by(lab: QuickLab, name: str, number: int, *settings: str) -> int:
     """Start a run, send it a signal a little after its second step; its exit code."""
-    process = lab.start(name, *settings)
-    assert wait_for(process, lambda: lines(lab.run(name)) >= 3)
-    time.sleep(pause_s)
+    process = lab.start(name, *settings, pauses={2: 0.05})
+    pid = lab.stands_still(process, name, 2)
     process.send_signal(number)
-    return code_of(process, 60)
+    go_on(pid, number)
+    return code_of(process, LONGEST_S)
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)]
 )
 def test_a_request_to_stop_saves_what_was_reached_and_the_run_goes_on_exactly(
-    number: int, code: int, lab: Lab
+    number: int, code: int, lab: QuickLab
 ) -> None:
     name = f"signal-{number}"
     run = lab.run(name)
@@ -77,29 +87,37 @@ def test_a_request_to_stop_saves_what_was_reached_and_the_run_goes_on_exactly(
     assert differences(lab.run("undisturbed"), run) == []
 
 
-def test_a_stop_in_evaluation_keeps_the_step_and_the_evaluation_comes_later(lab: Lab) -> None:
-    more = ["data.task.eval_problems=100", "evaluation.n=4", "evaluation.before=false"]
+def test_a_stop_in_evaluation_keeps_the_step_and_the_evaluation_comes_later(
+    lab: Lab, tmp_path: Path
+) -> None:
+    scorer, order = tmp_path / "scorer.py", tmp_path / "order"
+    scorer.write_text(STOPS_ITSELF)
     calm, run = lab.run("long-evaluation"), lab.run("stopped-evaluation")
+    after = run / "rollouts" / "step-3.parquet"
+    more = [
+        *("data.task.eval_problems=100", "evaluation.before=false", "reward.workers=0"),
+        *(f"reward.function.path={scorer}", f"+reward.function.kwargs.order={order}"),
+        f"+reward.function.kwargs.after={after}",
+    ]
     assert lab.start(calm.name, *more).wait(240) == 0
-    process = lab.start(run.name, *more, "trainer.save_every=100")
-    assert wait_for(process, (run / "rollouts" / "step-3.parquet").exists)
-    time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    assert code_of(process, 60) == 75
+    order.touch()
+    assert lab.start(run.name, *more, "trainer.save_every=100").wait(240) == 75
+    assert not order.exists()
     assert [c.step for c in checkpoints_in(run / "checkpoints")] == [3]
     assert lines(run) == 2
     assert lab.start(run.name, *more, "trainer.save_every=1").wait(240) == 0
     assert differences(calm, run) == []
 
 
-def test_ctrl_c_twice_ends_at_once_and_leaves_no_draft(lab: Lab) -> None:
-    run = lab.run("twice")
-    process = lab.start(run.name, "trainer.save_every=1")
-    assert wait_for(process, lambda: lines(run) >= 3 and any_draft(run / "checkpoints"))
+def test_ctrl_c_twice_ends_at_once_and_leaves_no_draft(lab: QuickLab) -> None:
+    run, draft = lab.run("twice"), ".step-2.partial"
+    process = lab.start(run.name, "trainer.save_every=1", pauses={draft: 0.0})
+    pid = lab.stands_still(process, run.name, draft)
     process.send_signal(signal.SIGINT)
+    go_on(pid)
     time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    assert code_of(process, 60) == 130
+    assert code_of(process, LONGEST_S) == 130
     assert list(leftovers(run)) == []
     assert lab.start(run.name, "trainer.save_every=1").wait(120) == 0
     assert differences(lab.run("undisturbed"), run) == []
@@ -113,15 +131,16 @@ def test_ctrl_c_twice_while_a_step_is_learnt_ends_at_once(lab: Lab) -> None:
     process.send_signal(signal.SIGINT)
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert code_of(process, 60) == 130
+    assert code_of(process, LONGEST_S) == 130
 
 
-def test_a_stop_before_the_first_step_leaves_a_run_that_can_begin_again(lab: Lab) -> None:
+def test_a_stop_before_the_first_step_leaves_a_run_that_can_begin_again(lab: QuickLab) -> None:
     run = lab.run("early")
-    process = lab.start(run.name)
-    assert wait_for(process, lambda: size(run / "log.txt") > 0)
+    process = lab.start(run.name, pauses={"log.txt": 0.0})
+    pid = lab.stands_still(process, run.name, "log.txt")
     process.send_signal(signal.SIGTERM)
-    assert code_of(process, 60) == 75
+    go_on(pid)
+    assert code_of(process, LONGEST_S) == 75
     assert list(leftovers(run)) == []
     assert lab.start(run.name, "trainer.save_every=1").wait(120) == 0
     assert differences(lab.run("undisturbed"), run) == []
@@ -155,23 +174,21 @@ def test_supervised_runs_survive_and_end_with_the_same_bits(lab: Lab, tmp_path: 
         assert differences(lab.run("scored-calmly"), lab.run(f"scored-{what}")) == []
 
 
-def test_a_supervised_run_stops_when_its_parent_is_asked_or_gone(lab: Lab) -> None:
+def test_a_supervised_run_stops_when_its_parent_is_asked_or_gone(lab: QuickLab) -> None:
     run = lab.run("parent")
     assert ended_by(lab, run.name, signal.SIGTERM, "trainer.max_restarts=2") == 75
     assert checkpoints_in(run / "checkpoints")
-    process = lab.start(run.name, "trainer.max_restarts=2", "trainer.save_every=1")
-    before = size(run / "log.txt")
-    assert wait_for(process, lambda: size(run / "log.txt") > before)
-    child = driver_of(process.pid)
+    again = "trainer.max_restarts=2", "trainer.save_every=1"
+    process = lab.start(run.name, *again, pauses={"log.txt": 0.0})
+    child = lab.stands_still(process, run.name, "log.txt")
+    assert child == driver_of(process.pid)
     process.kill()
     process.wait()
-    for _ in range(1500):
-        if not is_alive(child):
-            break
-        time.sleep(0.02)
-    else:
+    go_on(child)
+    if not gone({child}):
         os.kill(child, signal.SIGKILL)
         pytest.fail("the child outlived its parent")
+    assert lines(run) < STEPS
     assert lab.start(run.name, "trainer.save_every=1").wait(120) == 0
     assert differences(lab.run("undisturbed"), run) == []
 
