@@ -140,12 +140,22 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Lab:
+def warm_starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of warm starts for all files, of all processes of this test run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "warm-starts"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory, server: Server, warm_starts: Path) -> Lab:
     """A small run of the quickstart's task, undisturbed, that others are compared with."""
     from benchmarks.kill import LONGEST_S, Lab
     from tests.fault.quick_lab import QuickLab
 
     fresh = Lab(tmp_path_factory.mktemp("lab"))
+    (fresh.folder / "cache").symlink_to(warm_starts)
     quick = QuickLab(fresh.folder, server=server)
     assert quick.start("warm-up", "trainer.steps=1").wait(LONGEST_S) == 0
     # How long a run takes tells when to kill it; a forked one does not import.

@@ -7,10 +7,15 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest.mock import patch
+
+if TYPE_CHECKING:
+    from tests.forked import Server
 
 WINNOW = Path(sys.executable).with_name("winnow")
 """The installed command."""
@@ -54,6 +59,32 @@ def in_own_process(
         timeout=_LONGEST_S,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def in_forked_process(
+    server: Server,
+    *arguments: str,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    spares: int = 0,
+) -> Outcome:
+    """The command in a process of its own, and those that it starts, which need not import.
+
+    Args:
+        spares: at least as many as start in it (`tests.spares`).
+    """
+    with tempfile.TemporaryDirectory() as place:
+        out, err = Path(place) / "out", Path(place) / "err"
+        process = server.start(
+            "winnow.cli.main",
+            arguments,
+            folder=folder,
+            environment={**_ENVIRONMENT, **(environment or {})},
+            out=out,
+            err=err,
+            spares=spares,
+        )
+        return Outcome(process.wait(_LONGEST_S), out.read_text(), err.read_text())
 
 
 def in_this_process(

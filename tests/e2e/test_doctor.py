@@ -59,8 +59,9 @@ def keep_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, warm_starts: Path) -> Path:
     home = tmp_path_factory.mktemp("home")
+    (home / "cache").symlink_to(warm_starts)
     (home / "scorers.py").write_text(SCORERS)
     (home / "engines.py").write_text(ENGINES)
     return home

@@ -23,7 +23,7 @@ LEARNING = (
     "A sink of metrics",
 )
 WRITING = ("A source of prompts", "An engine")
-SHORT = (*SETTINGS, "warm_start.steps=60", "trainer.steps=2", "evaluation.every=2")
+SHORT = (*SETTINGS, "trainer.steps=2", "evaluation.every=2")
 BARE = [word for word in SHORT if not re.match(r"data\.task|warm_start|rollout\.engine", word)]
 """Without what belongs to the quickstart's own task, start and engine."""
 FAILING = """
@@ -65,9 +65,10 @@ def rows_of(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, warm_starts: Path) -> Path:
     """A folder with the files of the page."""
     folder = tmp_path_factory.mktemp("mine")
+    (folder / "cache").symlink_to(warm_starts)
     for code in blocks(PAGE, "python"):
         (folder / code.splitlines()[0].removeprefix("# ")).write_text(code)
     (folder / "failing.py").write_text(FAILING)

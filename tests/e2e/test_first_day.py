@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.kill import SETTINGS
+from tests.forked import Server
 from tests.small_models import byte_level_bpe, digits_model, save
-from tests.winnow_command import in_own_process, in_this_process
+from tests.winnow_command import in_forked_process, in_this_process
 
 import winnow
 from winnow.config.files import available_recipes
@@ -26,8 +27,10 @@ SMALL = (*SETTINGS, "trainer.steps=2", "observe.console=plain")
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
+def home(tmp_path_factory: pytest.TempPathFactory, warm_starts: Path) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    (home / "cache").symlink_to(warm_starts)
+    return home
 
 
 def cache(home: Path) -> dict[str, str]:
@@ -117,11 +120,12 @@ def test_a_wrong_file_is_told_before_the_warm_up_and_leaves_nothing(
 ) -> None:
     (home / "torn.py").write_text("def compute_score(:")
     (home / "other.py").write_text("def reward(*given): return 0.0\nraise SystemExit('was run')\n")
-    said = in_this_process("train", "quickstart", *settings, folder=home, environment=cache(home))
+    nowhere = {"WINNOW_CACHE": str(home / "nowhere")}
+    said = in_this_process("train", "quickstart", *settings, folder=home, environment=nowhere)
     assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
     assert words in said.err
     assert not (home / "runs").exists()
-    assert not (home / "cache").exists()
+    assert not (home / "nowhere").exists()
 
 
 def test_a_package_that_is_absent_is_told_before_the_warm_up(
@@ -213,7 +217,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def test_a_sweep_trains_each_combination_tells_failures_and_skips_what_is_done(home: Path) -> None:
+def test_a_sweep_trains_each_combination_tells_failures_and_skips_what_is_done(
+    home: Path, server: Server
+) -> None:
     (home / "score.py").write_text(SCORE)
     words = ("train", "quickstart", *SMALL, "run.name=swept", "--multirun", "--jobs", "2")
     swept = ("optim.lr=1e-4,3e-4", "reward.function.path=score.py")
@@ -223,12 +229,13 @@ def test_a_sweep_trains_each_combination_tells_failures_and_skips_what_is_done(h
     # A folder that holds something else: one run fails, the other is trained.
     (home / "runs/swept/lr=0.0003").mkdir(parents=True)
     (home / "runs/swept/lr=0.0003/mine.txt").touch()
-    said = in_own_process(*words, *swept, folder=home, environment=cache(home))
+    two = {"environment": cache(home), "spares": 2}
+    said = in_forked_process(server, *words, *swept, folder=home, **two)
     assert said.code == 2
     assert "lr=0.0003 ended with exit code 2: winnow: run.name=lr=0.0003:" in said.out
     (home / "runs/swept/lr=0.0003/mine.txt").unlink()
     trained = (home / "runs/swept/lr=0.0001/metrics.jsonl").read_bytes()
-    again = in_own_process(*words, *swept, folder=home, environment=cache(home)).check()
+    again = in_forked_process(server, *words, *swept, folder=home, **two).check()
     assert "2 runs in runs/swept, 1 of them done" in again.out
     assert (home / "runs/swept/lr=0.0001/metrics.jsonl").read_bytes() == trained
     rows = json.loads(in_this_process("compare", "runs/swept", "--json", folder=home).check().out)

@@ -37,7 +37,7 @@ class Own:
 """
 SHORT = (
     *SETTINGS,
-    *("trainer.steps=2", "warm_start.steps=60", "evaluation.every=2", "trainer.save_every=2"),
+    *("trainer.steps=2", "evaluation.every=2", "trainer.save_every=2"),
     # Whoever scores: when a score is seen is the same.
     "sampling.score_lag_ticks=4",
 )
@@ -54,9 +54,10 @@ def train(home: Path, name: str, *settings: str) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, warm_starts: Path) -> Path:
     """With a reward file, and a run that it scored in the run's own process."""
     folder = tmp_path_factory.mktemp("home")
+    (folder / "cache").symlink_to(warm_starts)
     (folder / "reward.py").write_text(REWARD)
     train(folder, "naive", "reward/manager=naive", FUNCTION).check()
     return folder

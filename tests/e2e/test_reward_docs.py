@@ -16,7 +16,7 @@ from tests.winnow_command import WINNOW, in_this_process
 
 TEXT = Path(__file__).parents[2].joinpath("docs/rewards.md").read_text(encoding="utf-8")
 QUICK = (
-    *SETTINGS, "trainer.steps=1", "warm_start.steps=60", "run.name=nearly",
+    *SETTINGS, "trainer.steps=1", "run.name=nearly",
 )  # fmt: skip
 
 
@@ -39,9 +39,10 @@ def steady(said: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory, warm_starts: Path) -> Path:
     """A folder with the files of the docs."""
     place = tmp_path_factory.mktemp("newcomer")
+    (place / "cache").symlink_to(warm_starts)
     for title in ("Write a reward in ten lines", "Debug one"):
         (code,) = blocks(title, "python")
         (name,) = set(re.findall(r"`(\w+\.py)`", section(title)))

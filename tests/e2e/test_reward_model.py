@@ -38,9 +38,10 @@ def train(home: Path, name: str, *settings: str) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, warm_starts: Path) -> Path:
     """With a reward model, `judge`, and a finished run, `whole`."""
     folder = tmp_path_factory.mktemp("home")
+    (folder / "cache").symlink_to(warm_starts)
     classifier_folder(folder / "judge")
     train(folder, "whole", *JUDGED).check()
     return folder

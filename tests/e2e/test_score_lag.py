@@ -27,8 +27,9 @@ def keep_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, warm_starts: Path) -> Path:
     home = tmp_path_factory.mktemp("home")
+    (home / "cache").symlink_to(warm_starts)
     said = train(home, "apart", APART).check().out
     assert f"a score is seen {LAG_OF_SCORERS_APART} decode ticks after its answer's end" in (
         " ".join(said.split())

@@ -16,7 +16,7 @@ from tests.winnow_command import Outcome, in_own_process, in_this_process
 
 from winnow.observe.jsonl import read_metrics
 
-SHORT = (*SETTINGS, "warm_start.steps=60", "trainer.steps=2", "evaluation.every=2")
+SHORT = (*SETTINGS, "trainer.steps=2", "evaluation.every=2")
 TRACKED = (
     *("trainer.save_every=1", "observe.console=plain", "observe.tracking.close_s=1"),
     "observe.trackers=[tensorboard,{name: trackio}]",
@@ -35,8 +35,9 @@ class Hangs:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, warm_starts: Path) -> Path:
     folder = tmp_path_factory.mktemp("tracked")
+    (folder / "cache").symlink_to(warm_starts)
     (folder / "hangs.py").write_text(HANGS)
     return folder
 
