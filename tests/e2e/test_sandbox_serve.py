@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.processes import gone
 from tests.sandboxes import need_bubblewrap
 from tests.winnow_command import WINNOW, in_this_process
 
@@ -65,13 +66,6 @@ def below(process: int) -> set[int]:
     return found - {process}
 
 
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"]
 )
@@ -91,10 +85,7 @@ def test_a_signal_ends_the_server_and_all_that_runs_in_it(
         out, err = process.communicate(timeout=60)
         assert answer.result().status_code == 503
     assert (process.returncode, out, err) == (code, "", f"winnow: stopped by {number.name}\n")
-    until = time.monotonic() + 10
-    while any(map(is_alive, running)) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not any(map(is_alive, running))
+    assert gone(running)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health", trust_env=False)
 
