@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ import pyarrow.parquet as pq
 import pytest
 from benchmarks.kill import SETTINGS
 from tests.services import listening
-from tests.winnow_command import WINNOW
 
 from winnow.dashboard.service import Dashboard
 from winnow.observe.jsonl import read_metrics
@@ -97,6 +97,28 @@ class Trained:
     code: int
 
 
+SEEN_FIRST = """
+import time
+from pathlib import Path
+
+from winnow.cli.main import main
+from winnow.observe.jsonl import MetricsLog
+
+log = MetricsLog.log
+
+
+def wait(self, step, record):
+    log(self, step, record)
+    while step in (1, 2) and not Path(f"seen-{step}").exists():
+        time.sleep(0.01)
+
+
+MetricsLog.log = wait
+main()
+"""
+"""`winnow`, which goes on from its first steps when they were seen."""
+
+
 @pytest.fixture(scope="module")
 def trained(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Train as a user does, with --dashboard, and look at its page meanwhile."""
@@ -105,7 +127,8 @@ def trained(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Train
              "run.dir=runs", "run.name=tiny", "warm_start.steps=60"]  # fmt: skip
     log = (folder / "out.txt").open("w")
     run = subprocess.Popen(
-        [WINNOW, *words, "--dashboard"], cwd=folder, stdout=log, stderr=subprocess.STDOUT,
+        [sys.executable, "-c", SEEN_FIRST, *words, "--dashboard"],
+        cwd=folder, stdout=log, stderr=subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "WINNOW_CACHE": str(folder / "cache")},
     )  # fmt: skip
     try:
@@ -125,6 +148,7 @@ def trained(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Train
             shown = step.inner_text().partition(" ")[0] if step.count() else ""
             if shown and shown not in seen:
                 seen.append(shown)
+                (folder / f"seen-{shown}").touch()
             page.wait_for_timeout(50)
         code = run.wait(60)
         page.context.close()
