@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.kill import STEPS, differences
-from tests.forked import Server
 from tests.ray_nodes import ray_nodes
 from tests.small_models import digits_folder
-from tests.winnow_command import in_forked_process, in_this_process
+from tests.winnow_command import in_this_process
 
 from winnow.observe.jsonl import read_metrics
 
@@ -47,8 +46,13 @@ def keep_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def train(home: Path, recipe: str, name: str, *settings: str) -> None:
+    run = f"run.name={name}"
+    in_this_process("train", recipe, *SETTINGS, run, *settings, folder=home).check()
+
+
 def test_colocation_changes_no_bit_and_the_driver_opens_no_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def opened(*_: Any) -> Any:
         raise AssertionError("the driver opened a GPU")
@@ -56,15 +60,13 @@ def test_colocation_changes_no_bit_and_the_driver_opens_no_gpu(
     digits_folder(tmp_path / "model")
     (tmp_path / "score.py").write_text(SCORER)
     (tmp_path / "pooled.yaml").write_text(POOLS)
-    words = "train", "quickstart", *SETTINGS, "run.name=apart"
-    in_forked_process(server, *words, folder=tmp_path, spares=4).check()
+    train(tmp_path, "quickstart", "apart")
     with ray_nodes({"num_cpus": 2}, {"num_cpus": 2}) as address:
         # As where this process sees GPUs that it is to leave to others.
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "_lazy_init", opened)
         there = f"cluster.address={address}", "cluster.environment={HF_HUB_OFFLINE: '1'}"
-        words = "train", "pooled.yaml", *SETTINGS, "run.name=together"
-        in_this_process(*words, *there, folder=tmp_path).check()
+        train(tmp_path, "pooled.yaml", "together", *there)
     apart, together = tmp_path / "runs/apart", tmp_path / "runs/together"
     assert differences(apart, together) == []
     norms = [line["actor/grad_norm"] for line in read_metrics(apart / "metrics.jsonl")[1:]]
