@@ -11,6 +11,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
+_WIDE = ("coming_from.md", "metrics.md", "bad_input.md", "answers.md")
+"""Pages of tables whose width is worth more than a list of their headings."""
 _HEAD = """# Every setting
 
 Made from the code, as `winnow train RECIPE --help-config PREFIX` prints it for a recipe. A key is
@@ -51,11 +53,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Name files of the repository that the site does not hold, instead of linking to them."""
+    """Name files of the repository that the site does not hold; give wide tables the width."""
+    if page.file.src_path in _WIDE:
+        page.meta["hide"] = ["toc"]
 
     def named(link: re.Match[str]) -> str:
         if not (ROOT / link[2]).exists():
             raise PluginError(f"docs/{page.file.src_path} links to {link[2]}, which is not there")
-        return f"{link[1]} (`{link[2]}` in the repository)"
+        text = f"`{link[2]}`" if link[1] == link[2] else f"{link[1]} (`{link[2]}`"
+        return f"{text} in the repository" + ")" * (link[1] != link[2])
 
     return _OUTSIDE.sub(named, markdown)

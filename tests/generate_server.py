@@ -200,10 +200,14 @@ def app(args: argparse.Namespace) -> Any:
 
 
 class GenerateServers:
-    """Starts servers, as processes forked from one that has imported torch."""
+    """Starts servers, as processes forked from one that has imported torch.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._forks, self._count = folder, Server(), 0
+    Args:
+        forks: what forks them; one of its own if None.
+    """
+
+    def __init__(self, folder: Path, forks: Server | None = None) -> None:
+        self._folder, self._forks, self._count = folder, forks or Server(), 0
 
     def start(self, model: Path, *options: str, port: int = 0) -> tuple[str, Forked]:
         """Start a server; returns its address and process once it answers."""

@@ -562,7 +562,9 @@ HEAD = """# Bad input
 What `winnow` says to {kinds} kinds of it: on standard error, after `winnow: `, with exit code 2.
 `(…)` stands for what a library says. Written by
 
-    python -m tests.e2e.test_bad_input_resume docs/bad_input.md
+```sh
+python -m tests.e2e.test_bad_input_resume docs/bad_input.md
+```
 
 and held against the program, word for word, by `tests/e2e/test_bad_input.py` (the first part) and
 `tests/e2e/test_bad_input_resume.py`. The second also damages every file of a checkpoint in three

@@ -70,7 +70,7 @@ def typed(command: str, place: Path, **more: str) -> tuple[int, str]:
 def test_the_reward_has_ten_lines_and_scores_as_shown(place: Path) -> None:
     (code,) = blocks("Write a reward in ten lines", "python")
     assert len(code.splitlines()) == 10
-    (shown,) = blocks("Write a reward in ten lines", "")
+    (shown,) = blocks("Write a reward in ten lines", "text")
     _, command, _ = blocks("Write a reward in ten lines", "sh")[0].splitlines()
     status, said = typed(command, place)
     assert status == 0
@@ -95,7 +95,7 @@ def test_a_run_trains_by_it(place: Path) -> None:
 
 def test_a_failure_is_shown_as_in_the_docs(place: Path) -> None:
     (command,) = blocks("Debug one", "sh")[0].splitlines()
-    (shown,) = blocks("Debug one", "")
+    (shown,) = blocks("Debug one", "text")
     status, said = typed(command, place)
     assert status == 2
     assert steady(said) == steady(shown)

@@ -1,4 +1,7 @@
-"""The pages of the documentation: each command is accepted, each link leads somewhere."""
+"""The pages of the documentation: commands are read and accepted, links lead somewhere.
+
+`tests/e2e/test_pages.py` runs the commands.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import yaml
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
-from tests.pages import PAGES, ROOT, commands
+from tests.pages import PAGES, ROOT, Typed, code_blocks, commands, typed
 
 from winnow.cli.main import app
 from winnow.cli.sweep import plan_sweep
@@ -63,11 +66,29 @@ def test_a_command_that_is_wrong_is_found(words: str) -> None:
     assert refused(words.split())
 
 
-def test_commands_are_read_from_all_kinds_of_blocks() -> None:
-    page = "```sh\n.venv/bin/winnow a b  # c\n```\n\n    winnow c \\\n      d\n\n"
-    page += "```yaml\nwinnow: e\n```\n"
+def test_commands_are_read_with_their_variables_and_reasons_why_they_are_not_run() -> None:
+    page = "```sh\n.venv/bin/winnow a b  # c\nexport A=1\nB=2 winnow c \\\n  d\nray job x\n```\n"
+    first, second, third = typed(page + "```text\nwinnow: e\n```\n")
+    assert first == Typed(("winnow", "a", "b"))
+    assert second == Typed(("winnow", "c", "d"), (("A", "1"), ("B", "2")))
     assert commands(page) == [["a", "b"], ["c", "d"]]
-    assert sum(len(commands(page.read_text("utf-8"))) for page in PAGES) > 40
+    assert (first.why_not_run, second.why_not_run) == ("", "")
+    assert "needs a Ray cluster" in third.why_not_run
+    vllm = ("winnow", "train", "dapo", "rollout/engine=vllm")
+    assert "needs vLLM" in Typed(vllm).why_not_run
+    assert not Typed((*vllm, "--help-config", "rollout")).why_not_run
+    assert not Typed(("rayless", "job")).why_not_run
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_says_what_it_is_and_commands_stand_in_shell_blocks(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert not re.findall(r"(?<=\n\n) {4}(?:\.venv/bin/)?(?:winnow|make|pip) .*", text)
+    for kind, block in code_blocks(text):
+        assert kind in ("sh", "text", "python", "yaml"), block
+        assert kind == "sh" or not re.search(r"^(\.venv/bin/)?(winnow|make|pip) ", block, re.M), (
+            block
+        )
 
 
 def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
-"""docs/first_run.md typed as it stands, the notebook, and `import winnow` on the run they made."""
+"""`import winnow`: what it offers, on a run of the quickstart's task."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,12 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import nbformat
 import numpy as np
 import pytest
 from benchmarks.kill import SETTINGS
-from nbclient import NotebookClient
-from tests.pages import ROOT, code_blocks, commands
 from tests.winnow_command import in_this_process
 
 import winnow
@@ -38,66 +34,10 @@ def wait_until(sign: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which all of docs/first_run.md was typed, its training cut short."""
-    place = tmp_path_factory.mktemp("first")
-    page = (ROOT / "docs/first_run.md").read_text("utf-8")
-    for name, code in re.findall(r"`(\w+\.py)`.*?```python\n(.*?)^```", page, re.S | re.M):
-        (place / name).write_text(code)
-    for words in commands(page):
-        if words[0] == "train" and "quickstart" in words:
-            words = [*words, *SMALL]
-        elif words[0] == "train":
-            continue  # that with the reader's own model
-        if words == ["dashboard"]:
-            continue  # stays until it is stopped
-        if words[0] == "eval":
-            words = [word.replace("evaluation.n=16", "evaluation.n=2") for word in words]
-        words = ["1" if word == "10" else word for word in words]  # the step
-        in_this_process(*words, folder=place).check()
-    return place
-
-
-def test_the_first_run_works_as_written(place: Path) -> None:
-    for made in ("runs/first/curve.png", "runs/short", "after/report.json", "model/config.json"):
-        assert (place / made).exists(), made
-    assert len(list(place.rglob("manifest.json"))) == 4  # two steps of two runs
-
-
-def test_what_pages_show_in_python_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
-    page = (ROOT / "docs/reading_a_run.md").read_text("utf-8")
-    (shown,) = [text for kind, text in code_blocks(page) if kind == "python"]
-    exec(shown.replace("step=3", "step=2"), {})
-    (api, *_) = [
-        text
-        for kind, text in code_blocks((ROOT / "docs/python.md").read_text("utf-8"))
-        if kind == "python"
-    ]
-    given = {"run": winnow.open_run("runs/first")}
-    exec(api.replace("run = winnow.train", "(lambda *a: 0)"), given)
-    assert given["score"].accuracy in (0.0, 1.0)  # type: ignore[attr-defined]
-
-
-def test_the_notebook_runs(place: Path) -> None:
-    notebook = nbformat.read(ROOT / "examples/first_steps.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells)
-    words = ", ".join(f'"{word}"' for word in SMALL)
-    first = notebook.cells[1]
-    first.source = first.source.replace('"trainer.steps=8"', words)
-    for cell in notebook.cells[2:]:
-        cell.source = cell.source.replace("step=8", "step=2")
-    path = {"metadata": {"path": str(place)}}
-    NotebookClient(notebook, timeout=200, resources=path).execute()
-    *_, last = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    rewards, advantages = eval(last.outputs[-1]["data"]["text/plain"])
-    assert len(rewards) == len(advantages) == 4
-    assert (place / "runs/notebook/checkpoints/step-2").is_dir()
-
-
-@pytest.fixture(scope="module")
-def run(place: Path) -> winnow.RunRecord:
+def run(tmp_path_factory: pytest.TempPathFactory) -> winnow.RunRecord:
     """A run that is over."""
+    place = tmp_path_factory.mktemp("api")
+    in_this_process("train", "quickstart", "run.name=first", *SMALL, folder=place).check()
     return winnow.open_run(place / "runs/first")
 
 
