@@ -44,7 +44,7 @@ SMALL = (
     *("sampling/filter=none", "sampling.groups_per_step=2", "trainer.mini_batch_groups=2"),
     *("rollout.n=2", "rollout.max_response_tokens=16", "reward.overlong.buffer_tokens=4"),
     *("evaluation.n=1", "evaluation.max_prompts=2", "evaluation.greedy=false", "run.threads=1"),
-    *("rollout.engine.slots=8", "observe.console=plain"),
+    *("rollout.engine.slots=8", "observe.console=plain", "reward.timeout_s=200"),
 )
 SMALL_TASK = ("data.task.min_digits=2", "data.task.max_digits=3", "data.task.eval_problems=2")
 SMALL_START = ("warm_start.steps=20",)
