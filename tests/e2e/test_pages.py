@@ -58,6 +58,8 @@ SMALL_EVALUATION = ("evaluation.max_prompts=2", "evaluation.max_response_tokens=
 SHORTER = {
     "max_response_tokens=128": "max_response_tokens=16",
     "strategy.ranks=4": "strategy.ranks=2",
+    "strategy.ranks=8": "strategy.ranks=2",
+    "strategy.sequence=4": "strategy.sequence=2",
     "engine.processes=2": "engine.processes=1",
     "reward.processes=4": "reward.processes=1",
     "optim.lr=5e-7,1e-6,2e-6": "optim.lr=5e-7,2e-6",
