@@ -1,13 +1,13 @@
 """Sensitivity and false alarms of `winnow doctor RUN`: runs made sick on purpose, and healthy ones.
 
-    python -m benchmarks.doctor [--runs DIR] [--seeds 1 2 3 4 5] [--healthy 10] [--only NAME …]
+    python -m benchmarks.doctor [--runs DIR] [--seeds 1 2 3 4 5] [--healthy 20] [--only NAME …]
         [--out benchmarks/results/doctor.md] [--only-report]
 
 Each run is the quickstart's task and warm start, smaller: 30 steps of 16 prompts x 8 answers, sick
 ones 20, in a process of its own forked from this one, one after another. What differs between
-seeds is the run's
-seed, and with it the prompts, every token and each shuffle. With --runs the records are kept, and
-are not made again: rules can be changed and held against the same runs.
+seeds is the run's seed, and with it the prompts, every token and each shuffle. With --runs the
+records are kept, and are not made again: rules can be changed and held against the same runs.
+Mild diseases have the first three seeds.
 
 A sick run counts as found where one of the findings that its disease is to have is there. A false
 alarm is any finding of severity warning or higher in a healthy run.
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +49,8 @@ class Disease(NamedTuple):
     findings: tuple[str, ...]
     overrides: tuple[str, ...]
     recipe: str = "grpo"
+    seen: int = 0
+    """Seeds that its rule was chosen by: those given are counted from behind them."""
 
 
 def _scored_by(name: str) -> tuple[str, ...]:
@@ -66,7 +68,9 @@ DISEASES = {
         "quickstart",
     ),
     "a limit of 24 tokens": Disease(("cut_off",), ("rollout.max_response_tokens=24",)),
-    "an entropy bonus of -2": Disease(("entropy_collapse",), ("algorithm.entropy_coef=-2",)),
+    "an entropy bonus of -2": Disease(
+        ("entropy_collapse",), ("algorithm.entropy_coef=-2",), seen=5
+    ),
     "an entropy bonus of 1": Disease(("entropy_blow_up",), ("algorithm.entropy_coef=1",)),
     "an engine that drifts": Disease(
         ("mismatch",),
@@ -89,6 +93,20 @@ DISEASES = {
         ("stale",), ("sampling.max_staleness=8", "sampling.lookahead=8"), "dapo_async"
     ),
 }
+MILD = {
+    "a limit of 48 tokens": Disease(("cut_off",), ("rollout.max_response_tokens=48",)),
+    "an entropy bonus of -0.5": Disease(("entropy_collapse",), ("algorithm.entropy_coef=-0.5",)),
+    "an entropy bonus of 0.2": Disease(("entropy_blow_up",), ("algorithm.entropy_coef=0.2",)),
+    "an engine that drifts a fifth as fast": Disease(
+        ("mismatch",),
+        (*DISEASES["an engine that drifts"].overrides, "rollout.engine.options.noise=0.001"),
+    ),
+    "a learning rate of 1.2e-3": Disease(("clip_often",), ("optim.lr=1.2e-3",)),
+    "a scorer that fails for one answer in 200": Disease(
+        ("scoring_fails",), _scored_by("fails_rarely")
+    ),
+}
+"""The same, weaker: the learning rate is three times that of a healthy run, not twelve times."""
 HEALTHY = (
     *("quickstart", "grpo", "dapo", "drgrpo", "rloo", "ppo", "gspo", "cispo"),
     *("reinforce_pp", "dapo_one_step_off"),
@@ -112,11 +130,12 @@ def jobs(seeds: Sequence[int], healthy: int, only: Sequence[str]) -> Iterator[Jo
         recipe = HEALTHY[number % len(HEALTHY)]
         seed = seeds[0] + 10 + number
         yield Job(f"healthy-{recipe}-{seed}", "", recipe, seed, ())
-    for seed in seeds:
-        for name, disease in DISEASES.items():
-            if not only or name in only:
-                slug = f"{name.replace(' ', '-')}-{seed}"
-                yield Job(slug, name, disease.recipe, seed, (SICK_STEPS, *disease.overrides))
+    for which, chosen in ((DISEASES, seeds), (MILD, seeds[:3])):
+        for name, disease in which.items():
+            for seed in chosen if not only or name in only else ():
+                number = seed + disease.seen
+                slug = f"{name.replace(' ', '-')}-{number}"
+                yield Job(slug, name, disease.recipe, number, (SICK_STEPS, *disease.overrides))
 
 
 def train(job: Job, runs: Path) -> float:
@@ -163,6 +182,27 @@ def wilson(found: int, of: int) -> str:
     return f"{share:.0%} ({low:.0%} to {high:.0%})"
 
 
+def _table(
+    found: Mapping[Job, set[str]], diseases: Mapping[str, Disease], title: str
+) -> Iterator[str]:
+    """Yield the rows of diseases, and one of all."""
+    yield f"| {title} | expected | runs | found | also found |"
+    yield "|---|---|---|---|---|"
+    hits = runs = 0
+    for name, disease in diseases.items():
+        ill = [job for job in found if job.disease == name]
+        if not ill:
+            continue
+        right = sum(bool(found[job] & {*disease.findings}) for job in ill)
+        others = Counter(n for job in ill for n in found[job] - {*disease.findings})
+        also = ", ".join(f"{n} {count}" for n, count in others.most_common())
+        expected = " or ".join(disease.findings)
+        yield f"| {name} | {expected} | {len(ill)} | {wilson(right, len(ill))} | {also} |"
+        hits, runs = hits + right, runs + len(ill)
+    if runs:
+        yield f"| all | | {runs} | {wilson(hits, runs)} | |"
+
+
 def report(made: Sequence[Job], runs: Path, cpu_s: float) -> str:
     """Write the tables."""
     found = {job: found_in(job, runs) for job in made if (runs / f"{job.name}.cpu").is_file()}
@@ -172,34 +212,29 @@ def report(made: Sequence[Job], runs: Path, cpu_s: float) -> str:
         "",
         f"`python -m benchmarks.doctor`: {len(found)} runs of the quickstart's task, {cpu_s:,.0f}",
         "seconds of CPU in all. A healthy run has 30 steps of 16 prompts x 8 answers, a sick one",
-        "20; one thread. The seeds of sick runs are 1 to 5, of healthy ones 11 to 20. Bounds of",
-        "the rules were chosen by hand and tried on 16 runs of other seeds (101, 111, 112), which",
-        "are not in the table; no bound was changed since. With four of the five seeds seen, the",
-        "rule for updates left out was merged into gradient_spikes. Intervals are Wilson's, 95 %.",
+        "20; one thread. Seeds: of healthy runs 11 to 30, of sick ones 1 to 5, with an entropy",
+        "bonus of -2 6 to 10, of mild ones 1 to 3. Intervals are Wilson's, 95 %.",
         "",
-        "The model is tiny and the diseases are strong: this says that the rules work and stay",
-        "quiet, not how early they would notice a mild disease of a large model.",
+        "Bounds of the rules were chosen by hand and tried on 16 runs of other seeds (101, 111,",
+        "112), which are not in the table. Two rules have changed since. With four of the five",
+        "seeds seen, the one for updates left out was merged into gradient_spikes. That for the",
+        "collapse of entropy asked for a fall to a third of the start, and found 2 of the seeds 1",
+        "to 5: entropy fell to 0.31 to 0.36 there (mean of five steps), in the healthy runs 11 to",
+        "20 to 0.53 to 0.65. It now asks for a fall below a half that is also larger than that of",
+        "the share of wrong answers. Seeds 6 to 10, the healthy runs 21 to 30 and the mild ones",
+        "were made after that, and the rules have not changed since.",
         "",
-        "| made sick by | expected | runs | found | also found |",
-        "|---|---|---|---|---|",
+        "The model is tiny and the diseases of the first table are strong: it says that the rules",
+        "work and stay quiet. The second shows how weaker ones escape them in 20 steps.",
+        "",
+        *_table(found, DISEASES, "made sick by"),
+        "",
+        *_table(found, MILD, "made somewhat sick by"),
     ]
-    for name, disease in DISEASES.items():
-        ill = [job for job in found if job.disease == name]
-        if not ill:
-            continue
-        hits = sum(bool(found[job] & {*disease.findings}) for job in ill)
-        others = Counter(n for job in ill for n in found[job] - {*disease.findings})
-        also = ", ".join(f"{n} {count}" for n, count in others.most_common())
-        expected = " or ".join(disease.findings)
-        lines.append(f"| {name} | {expected} | {len(ill)} | {wilson(hits, len(ill))} | {also} |")
-    ill = [job for job in found if job.disease]
-    all_hits = sum(bool(found[job] & {*DISEASES[job.disease].findings}) for job in ill)
-    if ill:
-        lines.append(f"| all | | {len(ill)} | {wilson(all_hits, len(ill))} | |")
     if well:
         alarms = [job for job in well if found[job]]
         lines += [
-            *("", f"Of {len(well)} healthy runs ({', '.join(job.recipe for job in well)}),"),
+            *("", f"Of {len(well)} healthy runs ({', '.join({job.recipe: 0 for job in well})}),"),
             f"{len(alarms)} had a finding: {wilson(len(alarms), len(well))}"
             + "".join(f"; {job.name}: {', '.join(sorted(found[job]))}" for job in alarms)
             + ".",
@@ -212,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=Path, default=None, help="folder that keeps the records")
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--healthy", type=int, default=10)
+    parser.add_argument("--healthy", type=int, default=20)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--only-report", action="store_true", help="of the runs that are there")

@@ -46,6 +46,13 @@ def fails_at_times(data_source, solution_str, ground_truth, extra_info):  # type
     return 2 * _is_right(solution_str, ground_truth) - 1
 
 
+def fails_rarely(data_source, solution_str, ground_truth, extra_info):  # type: ignore[no-untyped-def]
+    """Fail for one answer in 200."""
+    if crc32(solution_str.encode()) % 200 == 0:
+        raise ValueError(f"cannot read {solution_str[:20]!r}")
+    return 2 * _is_right(solution_str, ground_truth) - 1
+
+
 async def is_slow(data_source, solution_str, ground_truth, extra_info):  # type: ignore[no-untyped-def]
     """Take a second an answer, as a crowded judge does."""
     await asyncio.sleep(1.0)

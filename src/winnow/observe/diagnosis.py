@@ -173,11 +173,13 @@ def _scoring_fails(course: Course) -> str | None:
 
 def _entropy_collapse(course: Course) -> str | None:
     before, now = _mean(course.first("actor/entropy", 3)), course.mean("actor/entropy")
-    accuracy = course.mean("sampling/accuracy")
-    # A policy that is right nearly always has reason to be sure.
-    is_sick = course.seen["actor/entropy"] >= _ENOUGH and now < before / 3 and not accuracy >= 0.75
-    said = f"entropy fell from {before:.3g} to {now:.3g} nats, at an accuracy of {accuracy:.0%}"
-    return said if is_sick else None
+    was_right, right = _mean(course.first(metrics.ACCURACY, 3)), course.mean(metrics.ACCURACY)
+    # A policy that is wrong half as often may be twice as sure; one that hardly ever is, surer.
+    has_reason = now * (1 - was_right) >= before * (1 - right) or right >= 0.75
+    said = f"entropy fell from {before:.3g} to {now:.3g} nats"
+    gain = f"accuracy went from {was_right:.0%} to {right:.0%}"
+    is_sick = course.seen["actor/entropy"] >= _ENOUGH and now < before / 2 and not has_reason
+    return f"{said}, while {gain}" if is_sick else None
 
 
 def _entropy_blow_up(course: Course) -> str | None:
