@@ -28,7 +28,8 @@ from winnow.observe.sinks import RunInfo, Sinks
 from winnow.observe.trackers import make_trackers
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
-STEPS = 4
+STEPS, PLANNED = 4, 9
+"""The last step, when the data is used up, and the one that was planned."""
 HELD_OUT = "eval/openai/gsm8k/avg@4"
 RECORDS = {
     0: {HELD_OUT: 0.25},
@@ -57,6 +58,8 @@ class Seen:
     """Sample answers by name and step, as one text."""
     about: str = ""
     """Names, group and tags."""
+    ends: list[str] = field(default_factory=list)
+    """How each part of the run ended there, where it keeps that."""
 
     def add(self, name: str, step: int, value: float) -> None:
         """Note a point of a curve."""
@@ -122,6 +125,8 @@ def of_wandb(run: RunFolder, known: str) -> Seen:
                 seen.about = f"{told.project} {told.display_name} {told.run_group} {told.tags}"
                 tree = {item.key: json.loads(item.value_json) for item in told.config.update}
                 seen.settings = dict(flat(tree))
+            if record.HasField("exit"):
+                seen.ends.append(str(record.exit.exit_code))
             if record.HasField("history"):
                 step = record.history.step.num
                 for item in record.history.item:
@@ -142,7 +147,7 @@ def of_mlflow(run: RunFolder, known: str) -> Seen:
     found = client.get_run(known)
     experiment = client.get_experiment(found.info.experiment_id).name
     about = f"{experiment} {found.info.run_name} {found.data.tags} {found.info.status}"
-    seen = Seen(about=about, settings=dict(found.data.params))
+    seen = Seen(about=about, settings=dict(found.data.params), ends=[found.info.status])
     for name in found.data.metrics:
         for point in client.get_metric_history(known, name):
             seen.add(name.replace("_at_", "@"), point.step, point.value)
@@ -184,6 +189,8 @@ def of_swanlab(run: RunFolder, known: str) -> Seen:
                 told = record.start
                 assert told.id == known
                 seen.about = f"{told.project} {told.name} {told.group} {[*told.tags]}"
+            if record.HasField("finish"):
+                seen.ends.append(str(record.finish.state))
             if record.HasField("scalar"):
                 seen.add(record.scalar.key, record.scalar.step, record.scalar.value.number)
             if record.HasField("media"):
@@ -229,7 +236,7 @@ def keep_answers(folder: RunFolder) -> None:
         Group(
             number,
             Prompt(f"row-{number}", np.arange(4), f"{number} {PROMPT}", "sums", "1"),
-            tuple(answer(4 * number + index) for index in range(2)),
+            tuple(answer(4 * number + index) for index in range(3)),
         )
         for number in range(3)
     ]
@@ -249,9 +256,11 @@ def track(config: Config, folder: RunFolder, first: int, last: int) -> tuple[str
     """Tell the tracker of steps, as a run does; its id for the run, and what it had to say."""
     said: list[str] = []
     sinks = Sinks(make_trackers(config, folder, said.append))
-    sinks.start(RunInfo(folder.name, STEPS, first))
+    sinks.start(RunInfo(folder.name, PLANNED, first))
     for step in range(first if first > 1 else 0, last + 1):
         sinks.log(step, RECORDS[step])
+    if last == STEPS:
+        sinks.mark_complete()
     sinks.close()
     (name,) = config.observe.trackers
     return json.loads((folder.trackers / f"{name}.json").read_text())["id"], said
@@ -317,6 +326,8 @@ def test_sample_answers_show_prompt_answer_parts_and_score(tracked: Tracked) -> 
         # Two groups have text: the first answer of each, then the second of the first.
         assert [table.count(f"{group} What is 2") for group in range(3)] == [2, 0, 1]
         assert table.count("frac{1}{2}") == 3
+        if tracked.name in ("tensorboard", "swanlab"):  # as Markdown
+            assert "What is 2 \\| 3?<br>&lt;think>" in table
         for word in ("part/task", "reward", "0.125", "0.25", "held_out"):
             assert word in table
 
@@ -334,6 +345,18 @@ WHERE = {
     "wandb": "wandb sync {runs}/seed-1/trackers/wandb/offline-run-",
     "mlflow": "mlflow ui --backend-store-uri sqlite:///{runs}/mlflow/mlflow.db",
 }
+
+
+ENDS = {
+    "wandb": (["1"], ["1", "0"]),
+    "mlflow": (["KILLED"], ["FINISHED"]),
+    "swanlab": (["3"], ["3", "1"]),
+}
+
+
+def test_a_run_that_was_stopped_is_not_taken_for_one_that_is_complete(tracked: Tracked) -> None:
+    """Also where it is complete before the step that was planned."""
+    assert (tracked.first.ends, tracked.seen.ends) == ENDS.get(tracked.name, ([], []))
 
 
 def test_it_is_told_where_to_look_and_there_is_no_warning(tracked: Tracked) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import shutil
@@ -29,6 +30,18 @@ SFT = (
     *("sft.train_files=[train.jsonl]", "sft.eval_files=[held_out.jsonl]", "model.path=base"),
     *("optim.lr=2e-2", "evaluation.every=20", "trainer.save_every=20", "trainer.keep_last=null"),
 )
+
+
+SINK = """
+class Sink:
+    def start(self, info): ...
+    def log(self, step, record): ...
+    def mark_complete(self):
+        open("complete", "w").close()
+    def close(self):
+        open("closed", "w").close()
+"""
+OWN = "observe.sinks=[{path: sinks.py:Sink}]"
 
 
 def winnow(home: Path, *arguments: str) -> Outcome:
@@ -114,11 +127,29 @@ def test_an_adapter_imitates_in_a_process_of_its_own(home: Path) -> None:
     words = ("trainer/strategy=fsdp2", "trainer.strategy.ranks=1")
     lora = ("model/adapter=lora", "trainer.steps=2")
     winnow(home, "sft", "sft", "run.name=ranks", *SFT, *lora, *words).check()
-    winnow(home, "sft", "sft", "run.name=one", *SFT, *lora).check()
+    (home / "sinks.py").write_text(SINK)
+    more = ("trainer.profile.steps=[2,7]", OWN)
+    said = winnow(home, "sft", "sft", "run.name=one", *SFT, *lora, *more).check().out
+    assert (home / "complete").exists()
+    assert "No profile of step 7: the run goes from step 1 to 2 (trainer.profile.steps)" in said
+    with gzip.open(home / "runs/one/profile/driver-0-step-2.json.gz", "rt") as trace:
+        names = {event.get("name") for event in json.load(trace)["traceEvents"]}
+    assert {"winnow.update", "aten::mm"} <= names
     ranks, one = (read_metrics(home / "runs" / n / "metrics.jsonl") for n in ("ranks", "one"))
     for name in ("sft/held_out_loss", "sft/loss", "sft/grad_norm"):
         assert ranks[2][name] == pytest.approx(one[2][name], rel=1e-4), name
     assert (home / "runs/ranks/checkpoints/step-2/model/adapter_model.safetensors").is_file()
+
+
+def test_a_profile_that_cannot_be_written_leaves_no_sink_open(home: Path) -> None:
+    (home / "sinks.py").write_text(SINK)
+    profile = ("trainer.profile.steps=[1]", "trainer.profile.save_path=train.jsonl/profile")
+    (home / "closed").unlink(missing_ok=True)
+    words = ("run.name=unwritten", "trainer.steps=1", "sft.eval_files=[]")
+    said = winnow(home, "sft", "sft", *SFT, *words, *profile, OWN)
+    assert said.code == 2
+    assert "train.jsonl/profile" in said.err
+    assert (home / "closed").exists()
 
 
 def test_a_recipe_without_files_and_columns_that_are_not_known_are_refused(home: Path) -> None:

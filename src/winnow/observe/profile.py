@@ -98,15 +98,19 @@ def check_profile(config: ProfileConfig, has_gpu: bool) -> None:
         )
 
 
-def profile_notes(config: ProfileConfig) -> list[str]:
-    """Return what the user should read before a profiled run starts."""
-    is_recorded = "NSYS_PROFILING_SESSION_ID" in os.environ
-    if not config.steps or config.tool != "nsight" or is_recorded:
-        return []
-    return [
-        "Warning: trainer.profile.tool=nsight, and this process does not run under nsys, so only "
-        f"workers on Ray are recorded; begin the command with: {' '.join(nsight_command(config))}"
-    ]
+def profile_notes(config: ProfileConfig, first: int, last: int) -> list[str]:
+    """Return what the user should read before a profiled run trains its steps first to last."""
+    notes, never = [], [str(step) for step in config.steps if not first <= step <= last]
+    if never:
+        which = f"the run goes from step {first} to {last} (trainer.profile.steps)"
+        notes.append(f"No profile of step {', '.join(never)}: {which}")
+    if config.steps and config.tool == "nsight" and "NSYS_PROFILING_SESSION_ID" not in os.environ:
+        command = " ".join(nsight_command(config))
+        notes.append(
+            "Warning: trainer.profile.tool=nsight, and this process does not run under nsys, so "
+            f"only workers on Ray are recorded; begin the command with: {command}"
+        )
+    return notes
 
 
 def nsight_command(config: ProfileConfig) -> list[str]:

@@ -3,7 +3,8 @@
 `observe.sinks=[{path: mine.py:Table, options: {file: x}}]` names a class, which is called with its
 options once, before the first step. A record maps names (`winnow.observe.metrics`) to numbers. All
 calls come from one thread that the sink has for itself: the run does not wait for it. One that
-raises or hangs is dropped with a warning, and the run goes on. Example:
+raises or hangs is dropped with a warning, and the run goes on. A method `mark_complete`, where
+there is one, is called before `close` when the run came to its last step. Example:
 
     class Table:
         def __init__(self, file: str) -> None:
@@ -103,6 +104,12 @@ class Sinks:
         for sink in self._sinks:
             sink.log(step, record)
 
+    def mark_complete(self) -> None:
+        """Say that the run came to its last step, which may be an earlier one than was planned."""
+        for sink in self._sinks:
+            if isinstance(sink, BackgroundSink):
+                sink.mark_complete()
+
     def close(self) -> None:
         for sink in self._sinks:  # so that they wait side by side
             if isinstance(sink, BackgroundSink):
@@ -177,6 +184,11 @@ class BackgroundSink:
                 )
         self._deliver()
 
+    def mark_complete(self) -> None:
+        """Pass it on to a sink that has a method `mark_complete`."""
+        with contextlib.suppress(queue.Full):
+            self._calls.put_nowait(lambda sink: getattr(sink, "mark_complete", lambda: None)())
+
     def finish(self) -> None:
         """Ask for the end, and begin to count the seconds that it may take."""
         if not self._is_ending:
@@ -206,7 +218,7 @@ class BackgroundSink:
                 if call := self._next():
                     self._timed(partial(call, sink))
             self._timed(sink.close)
-        except Exception as error:
+        except BaseException as error:  # also SystemExit, by a library without its key
             if not self._is_over:
                 reason = f"fails with {type(error).__name__}: {one_line(error)}"
                 self._drop(f"{reason}; it gets no more records")
@@ -231,7 +243,7 @@ class BackgroundSink:
         """Have a sink that has failed give back what it holds."""
         try:
             sink.close()
-        except Exception as error:
+        except BaseException as error:
             log.info("%s cannot be closed either: %s", self._place, one_line(error))
 
     def _drop(self, why: str) -> None:

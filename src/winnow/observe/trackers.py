@@ -75,13 +75,12 @@ class Tracker(ABC):
     def __init__(self, run: TrackedRun) -> None:
         self.run, self.tracking = run, run.config.observe.tracking
         self._note = run.folder.trackers / f"{self.name}.json"
-        self._id, self._last, self._steps = "", -1, 0
-        self._is_open = False
+        self._id, self._last = "", -1
+        self._is_open = self._is_complete = False
 
     def start(self, info: RunInfo) -> None:
         """Begin the tracker's run, or go on with the one that this run had."""
         known = json.loads(self._note.read_text()) if self._note.is_file() else {}
-        self._steps = info.steps
         self._last = -1 if self.forgets else known.get("step", -1)
         self.run.folder.trackers.mkdir(exist_ok=True)
         # Without a checkpoint the evaluation before the first step is made again, too.
@@ -98,11 +97,15 @@ class Tracker(ABC):
         self._last = step
         self._remember()
 
+    def mark_complete(self) -> None:
+        """Take note that the run came to its last step."""
+        self._is_complete = True
+
     def close(self) -> None:
         """Send what is left, and say whether the run came to its last step."""
         if self._is_open:
             self._is_open = False
-            self.end(self._last >= self._steps)
+            self.end(self._is_complete)
 
     @abstractmethod
     def open(self, known: str | None, first_step: int) -> str:
@@ -181,7 +184,21 @@ class Tensorboard(Tracker):
         self._writer.close()
 
 
-class Wandb(Tracker):
+class TableTracker(Tracker):
+    """Shows sample answers in tables of its package, which a step is logged with."""
+
+    _table: Any
+    _run: Any
+
+    def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
+        shown = {
+            name: self._table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
+            for name, rows in tables.items()
+        }
+        self._run.log({**record, **shown}, step=step)
+
+
+class Wandb(TableTracker):
     """Weights & Biases. A step that its server has already is ignored there."""
 
     name = "wandb"
@@ -209,13 +226,6 @@ class Wandb(Tracker):
         )
         self.where_to_look = self._run.url or f"wandb sync {Path(self._run.dir).parent}"
         return str(self._run.id)
-
-    def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
-        shown = {
-            name: self._table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
-            for name, rows in tables.items()
-        }
-        self._run.log({**record, **shown}, step=step)
 
     def end(self, is_done: bool) -> None:
         self._run.finish(exit_code=0 if is_done else 1)
@@ -275,7 +285,7 @@ class Mlflow(Tracker):
         self._client.set_terminated(self._id, "FINISHED" if is_done else "KILLED")
 
 
-class Trackio(Tracker):
+class Trackio(TableTracker):
     """Trackio, which finds a run again by its name; one that begins is a run of its own."""
 
     name = "trackio"
@@ -297,13 +307,6 @@ class Trackio(Tracker):
             auto_log_cpu=False,
         )
         return str(self._run.id)
-
-    def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
-        shown = {
-            name: self._table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
-            for name, rows in tables.items()
-        }
-        self._run.log({**record, **shown}, step=step)
 
     def end(self, is_done: bool) -> None:
         self._run.finish()

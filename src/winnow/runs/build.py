@@ -23,7 +23,7 @@ from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.ledger import write_ledger
 from winnow.observe.metrics import Timeline, no_timeline
-from winnow.observe.profile import profile_notes, profiler_of
+from winnow.observe.profile import profiler_of
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
 from winnow.observe.trace import ScorerTimes
@@ -192,7 +192,7 @@ def build(
         **vars(replace(base, notes=notes)),
         sampler=sampler,
         rest=placed.publish.rest,
-        throughput=Throughput(placed.passes, policy.device, peak, placed.ranks),
+        throughput=Throughput(placed.passes, policy.device, peak, placed.devices),
         keep_rollouts=partial(_keep_rollouts, config, folder, policy.decode),
         keep_ledger=partial(keep_ledger, folder),
         check_scoring=rewards.end_step,
@@ -329,9 +329,7 @@ def keep_ledger(folder: RunFolder, step: int, sampled: StepGroups) -> None:
 
 
 def _notes(source: PromptSource, held_out: PromptSet, config: Config) -> Iterator[str]:
-    """Say what was read, which columns were taken, and how many rows are left out and why; how a
-    profile is begun."""
-    yield from profile_notes(config.trainer.profile)
+    """Say what was read, which columns were taken, and how many rows are left out and why."""
     epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step
     if epochs is not None:
         yield (

@@ -32,6 +32,7 @@ from winnow.observe.figures import duration
 from winnow.observe.files import RunFolder, write_atomic
 from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.metrics import SFT_S, START_S, Record
+from winnow.observe.profile import profile_notes
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sink, Sinks, UserSink
 from winnow.observe.trace import TraceFile
@@ -121,8 +122,9 @@ def run_training(
                 from winnow.runs.sft import build_imitation
 
                 run = build_imitation(*parts, data, *trace)
-            _tell(sink, (*opened.differences(placed.machine), *_notes_of(config, run)))
+            _tell(sink, opened.differences(placed.machine))
             _resume(config, replace(opened, config=kept), run, sink, metrics)
+            _tell(sink, _notes_of(config, run))
             _watch(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, began)
             stopped = _train(config, policy, run, stop)
@@ -186,7 +188,8 @@ def _own_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Sin
     other lines."""
     warn, tracking = partial(_say, sink), config.observe.tracking
     made: list[Sink] = [LiveDiagnosis(config.model_dump(mode="json"), folder, warn)]
-    made += [BackgroundSink("curve.png", partial(CurveSink, folder.path), tracking, warn)]
+    if not isinstance(config.sft, Demonstrations):  # which has none of the curve's figures
+        made += [BackgroundSink("curve.png", partial(CurveSink, folder.path), tracking, warn)]
     made += [
         UserSink(section, number, warn, tracking)
         for number, section in enumerate(config.observe.sinks)
@@ -284,7 +287,8 @@ def _resume(
 
 
 def _notes_of(config: Config, run: Run | Imitation) -> list[str]:
-    return [*run.notes, *_lag_notes(config, run)]
+    profile = profile_notes(config.trainer.profile, run.first_step, run.steps)
+    return [*run.notes, *profile, *_lag_notes(config, run)]
 
 
 def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:
@@ -330,10 +334,12 @@ def _train(
                 run.keep_rollouts((run.state.step or 0) + 1, seen)
             run.state.save()
             raise
+        else:
+            run.sinks.mark_complete()
         finally:
-            if run.profiler is not None:
-                run.profiler.close()
-            run.sinks.close()
+            with contextlib.closing(run.sinks):
+                if run.profiler is not None:
+                    run.profiler.close()
         run.state.wait()
     return stopped
 

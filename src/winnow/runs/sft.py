@@ -17,7 +17,6 @@ from winnow.data.loader import PromptLoader, evaluation_prompts
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metrics import HELD_OUT_LOSS, Metrics, Number, Stopwatch, Timeline, no_timeline
-from winnow.observe.profile import profile_notes
 from winnow.observe.sinks import Sinks
 from winnow.rewards.pipeline import Rewards
 from winnow.runs.build import make_base, make_evaluator
@@ -113,7 +112,7 @@ def build_imitation(
         config, recipe, folder, sinks, metrics, stop, placed, evaluator, loader, {}, tell
     )
     base.evaluate_before = config.evaluation.before
-    base.notes = (shown.note(base.steps), *profile_notes(config.trainer.profile))
+    base.notes = (shown.note(base.steps),)
     return Imitation(**vars(base), shown=shown, loader=loader)
 
 

@@ -129,9 +129,12 @@ def test_nsights_command_and_what_is_told_of_it(monkeypatch: pytest.MonkeyPatch)
     assert nsight_command(config)[:3] == ["nsys", "profile", "--trace=cuda,nvtx,osrt,cublas"]
     assert "--capture-range=cudaProfilerApi" in nsight_command(config)
     monkeypatch.delenv("NSYS_PROFILING_SESSION_ID", raising=False)
-    assert "begin the command with: nsys profile --trace" in profile_notes(config)[0]
+    assert "begin the command with: nsys profile --trace" in profile_notes(config, 1, 8)[0]
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
-    assert profile_notes(config) == []
+    assert profile_notes(config, 1, 8) == []
+    assert profile_notes(config, 4, 7) == [
+        "No profile of step 3, 8: the run goes from step 4 to 7 (trainer.profile.steps)"
+    ]
     for tool in ("nsight", "memory"):
         with pytest.raises(ConfigError, match=rf"trainer\.profile\.tool={tool} records GPUs"):
             check_profile(config.model_copy(update={"tool": tool}), has_gpu=False)

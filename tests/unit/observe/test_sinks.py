@@ -110,6 +110,15 @@ def test_a_sink_that_raises_is_dropped_with_one_warning_and_the_others_go_on(
     ]
 
 
+def test_a_sink_that_would_end_the_process_is_dropped_with_a_warning(tmp_path: Path) -> None:
+    code = FAILING.replace("raise OSError(", "raise SystemExit(")
+    warnings: list[str] = []
+    run(Sinks([UserSink(section(tmp_path, code, "Sink", where="log"), 0, warnings.append)]))
+    assert [text.partition(" fails with ")[2] for text in warnings] == [
+        "SystemExit: no network in log; it gets no more records, and the run goes on"
+    ]
+
+
 def test_a_sink_that_cannot_be_one_is_refused_before_the_run(tmp_path: Path) -> None:
     for code, message in (
         (
