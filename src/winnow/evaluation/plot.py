@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import yaml
 
 from winnow.errors import ConfigError
 from winnow.evaluation.statistics import two_sided_bound
@@ -97,8 +96,7 @@ def _curves(runs: Sequence[str]) -> list[_Curve]:
     groups: dict[str, list[RunFolder]] = {}
     for run in runs:
         folder = RunFolder.open(run)
-        recipe = yaml.safe_load(folder.config.read_text())
-        rest = {section: keys for section, keys in recipe.items() if section not in _OF_SEEDS}
+        rest = {name: keys for name, keys in folder.recipe().items() if name not in _OF_SEEDS}
         groups.setdefault(json.dumps(rest, sort_keys=True, default=str), []).append(folder)
     return [
         _Curve(_label(folders), [read_metrics(folder.metrics) for folder in folders])
@@ -136,11 +134,13 @@ def _paint(axis: Any, name: str, curves: Sequence[_Curve], request: PlotRequest)
         found = [points for points in found if len(points[0])]
         if not found:
             continue
+        at, values = _together(found, request.by)
+        if not at.size:
+            continue
         style: dict[str, Any] = {
             "color": COLORS[index % len(COLORS)],
             "linestyle": LINES[index // len(COLORS) % len(LINES)],
         }
-        at, values = _together(found, request.by)
         mean = values.mean(0)
         marker = (
             "o" if len(found[0][0]) <= _FEW and (request.by == "steps" or len(found) == 1) else ""
@@ -194,7 +194,7 @@ def _together(found: Sequence[tuple[Any, Any]], by: Axis) -> tuple[Any, Any]:
         at = np.array(sorted(set.intersection(*(set(points[0]) for points in found))))
     else:
         first, last = max(p[0][0] for p in found), min(p[0][-1] for p in found)
-        at = np.linspace(first, max(first, last), _GRID)
+        at = np.linspace(first, last, _GRID if first <= last else 0)
     return at, np.stack([np.interp(at, *points) for points in found])
 
 

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import yaml
-
 from winnow.errors import WinnowError
 from winnow.observe.diagnosis import Diagnosis, RunFinding, diagnose
-from winnow.observe.files import RunFolder, one_line, write_atomic
+from winnow.observe.files import RunFolder, write_atomic
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.metrics import Record
 from winnow.observe.rollouts import read_rollouts, rollout_files
@@ -83,17 +81,14 @@ def diagnose_run(folder: RunFolder) -> tuple[int, list[RunFinding]]:
     Raises:
         WinnowError: a file of the record is damaged.
     """
-    try:
-        settings = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise WinnowError(f"cannot read {folder.config}: {one_line(error)}") from error
+    settings = folder.recipe()
     records: list[Record] = list(read_metrics(folder.metrics)) if folder.metrics.is_file() else []
     steps = max((int(record["step"]) for record in records), default=0)
     files = rollout_files(folder.rollouts)
     rows = read_rollouts(files[-1][1]).select(ROLLOUT_COLUMNS).to_pylist() if files else []
     if files and files[-1][0] > steps:  # a step in which nothing could be learnt has no line
         records.append(unlearnt(files[-1][0], rows))
-    found = diagnose(records, settings if isinstance(settings, Mapping) else {})
+    found = diagnose(records, settings)
     more = {name: wrong_answers(rows) for name in WRONG}
     return steps, [replace(f, evidence=f.evidence + more.get(f.name, "")) for f in found]
 

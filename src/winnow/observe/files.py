@@ -18,6 +18,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from winnow.config.root import Config
 from winnow.errors import ConfigError, FolderGoneError, WinnowError
@@ -272,6 +273,25 @@ class RunFolder:
             WinnowError: it cannot be written.
         """
         write_atomic(self.config, text.encode())
+
+    def recipe(self) -> dict[str, Any]:
+        """Read the resolved recipe as a tree of plain values.
+
+        Raises:
+            WinnowError: config.yaml cannot be read.
+        """
+        import yaml
+
+        try:
+            found = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError("it holds no recipe")
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise WinnowError(
+                f"cannot read {self.config}: {one_line(error)}; put back the config.yaml of a "
+                "checkpoint"
+            ) from error
+        return found
 
     @contextlib.contextmanager
     def logging_to_file(self) -> Iterator[None]:

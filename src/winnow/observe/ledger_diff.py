@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import yaml
 from numpy.typing import NDArray
 
 from winnow.errors import WinnowError
@@ -342,13 +341,7 @@ def _fault(what: str, found: Sequence[str]) -> Difference:
 
 def _settings(folder: RunFolder) -> Any:
     """Return a reader of the recipe's values by key; None where it does not have one."""
-    try:
-        recipe = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = str(error).splitlines()[0]
-        raise WinnowError(
-            f"cannot read {folder.config}: {reason}; put back the config.yaml of a checkpoint"
-        ) from error
+    recipe = folder.recipe()
 
     def value(*keys: str) -> Any:
         found: Any = recipe

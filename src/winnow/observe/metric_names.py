@@ -229,7 +229,7 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("throughput/tokens_per_s", "tokens/s", "written, evaluation left out"),
         ("throughput/tokens_per_s_per_device", "tokens/s", "the same a device", "perf/throughput"),
         ("throughput/tflops", "TFLOP/s", "of the models' passes, attention counted"),
-        ("throughput/mfu", "share", "of the devices' peak (observe.peak_tflops)", "perf/mfu/actor"),
+        ("throughput/mfu", "share", "of all devices' peak (observe.peak_tflops)", "perf/mfu/actor"),
         (
             "memory/peak_gib",
             "GiB",
@@ -253,7 +253,8 @@ training. [Trackers](trackers.md) get the same names (MLflow has `_at_` for `@`)
 not have is absent: no critic, no `critic/…`. In a name `{a,b}` stands for either, `SOURCE` for a
 data source, `NAME` for a name, `N` and `K` for numbers, `SPREAD` for `mean`, `max` and `min`.
 Shares are of 1, log-probs in nats. A loss of your own adds `actor/NAME`, the mean over tokens of
-its sum NAME. The last column has the nearest figure of verl, where there is one."""
+its sum NAME. FLOP are counted by all parameters: also those of experts that did not run, and of
+frozen weights. The last column has the nearest figure of verl, where there is one."""
 _WORDS = {"SOURCE": r".+", "NAME": r"[^/]+", "SPREAD": "(?:mean|max|min)", "N": r"\d+", "K": r"\d+"}
 
 

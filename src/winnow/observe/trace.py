@@ -169,7 +169,7 @@ class ScorerTimes:
         self, score: Callable[[Prompt, Trajectory], Score | Awaitable[Score]], tell: Timeline
     ) -> None:
         self._score, self._tell = score, tell
-        self._under_way, self._began_s, self._busy_s = 0, 0.0, 0.0
+        self._under_way, self._began_s, self._counted_s, self._busy_s = 0, 0.0, 0.0, 0.0
         self._took_s: list[float] = []
 
     def __call__(self, prompt: Prompt, trajectory: Trajectory) -> Score | Awaitable[Score]:
@@ -186,7 +186,7 @@ class ScorerTimes:
     async def _waited_for(self, score: Awaitable[Score]) -> Score:
         began_s = time.perf_counter()
         if not self._under_way:
-            self._began_s = began_s
+            self._began_s = self._counted_s = began_s
         self._under_way += 1
         try:
             return await score
@@ -195,7 +195,7 @@ class ScorerTimes:
             now_s = time.perf_counter()
             self._took_s.append(now_s - began_s)
             if not self._under_way:
-                self._busy_s += now_s - self._began_s
+                self._busy_s += now_s - self._counted_s
                 if now_s - self._began_s >= _LEAST_S:
                     self._tell("scorers", "score", self._began_s, now_s)
 
@@ -204,7 +204,7 @@ class ScorerTimes:
         took_s, busy_s = self._took_s, self._busy_s
         if self._under_way:
             now_s = time.perf_counter()
-            busy_s, self._began_s = busy_s + now_s - self._began_s, now_s
+            busy_s, self._counted_s = busy_s + now_s - self._counted_s, now_s
         self._took_s, self._busy_s = [], 0.0
         if not took_s:
             return {}

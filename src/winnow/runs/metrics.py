@@ -80,7 +80,7 @@ def record_sources(metrics: Metrics, sampled: StepGroups) -> None:
             metrics.mean(f"{name}/{figure}/worst@{n}", min(values))
         votes = [vote(score.extra.get("pred")) for score in scores]
         says = not any(SCORES_CASES in score.extra for score in scores)
-        if says and any(said is not None for said in votes):
+        if says and any("pred" in score.extra for score in scores):
             metrics.mean(f"{name}/accuracy/maj@{n}", majority(accuracy, votes))
 
 
@@ -181,7 +181,10 @@ class Attention:
         """Read a Hugging Face configuration; layers that do not attend (linear ones) count none."""
         config = config.get_text_config()
         heads = config.num_attention_heads
-        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        if values := getattr(config, "v_head_dim", None):  # latent attention: queries are larger
+            size = (config.qk_nope_head_dim + config.qk_rope_head_dim + values) // 2
+        width = heads * size
         window = getattr(config, "sliding_window", None)
         usual = "full_attention" if window is None else "sliding_attention"
         kinds = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
@@ -222,7 +225,8 @@ class Passes:
 
     Counts 2 FLOP a parameter and token forwards, 4 backwards (arXiv 2001.08361, section 2.1), and
     attention by the lengths of the answers learnt from. The embedding counts once, as the output
-    layer; all parameters of a mixture of experts count, also where few of them run.
+    layer. All parameters count alike: of a mixture also the experts that do not run, and frozen
+    ones (LoRA), whose own gradient is not computed.
     """
 
     parameters: int
@@ -259,6 +263,7 @@ PEAK_TFLOPS: Mapping[str, tuple[float, float]] = {
     "H200 NVL": (835.0, 60.0),
     "H200": (989.0, 67.0),
     "H20": (148.0, 44.0),
+    "H800 PCIe": (756.0, 51.0),
     "H800": (989.0, 67.0),
     "GH200": (989.0, 67.0),
     "GB200": (2500.0, 80.0),
@@ -280,8 +285,10 @@ a GPU goes by the longest name that its own holds."""
 
 
 def device_peak(device: str, dtype: str) -> float | None:
-    """Return the peak of a device in TFLOP/s by its name; None where it is not known."""
+    """Return the peak of a device in TFLOP/s by its name; None where it is not known, as of a part
+    of a GPU (MIG), and of variants of other sizes."""
     names = [name for name in PEAK_TFLOPS if re.search(rf"\b{name}\b", device)]
+    names = [] if re.search(r"\b(MIG|Laptop|Ti|D)\b", device) else names
     if not names:
         return None
     half, single = PEAK_TFLOPS[max(names, key=len)]

@@ -87,7 +87,8 @@ class Topology:
     passes: Passes
     machine: Mapping[str, str | int]
     """Facts that the bits of the learning side depend on beside the recipe."""
-    ranks: int
+    devices: int
+    """Devices of learning and sampling."""
 
 
 @contextlib.contextmanager
@@ -230,6 +231,15 @@ def devices_each(config: Config) -> int:
     return engine.tensor_parallel if isinstance(engine, VllmEngineConfig) else 1
 
 
+def devices_of(config: Config, ranks: int) -> int:
+    """Count the devices of ranks and engines; in one pool on Ray they share them."""
+    engines, cluster = workers_of(config)["rollout"] * devices_each(config), config.cluster
+    if isinstance(cluster, LocalCluster) or not cluster.pools:
+        return ranks + engines
+    is_shared = cluster.roles.policy == cluster.roles.rollout
+    return max(ranks, engines) if is_shared else ranks + engines
+
+
 def visible_devices(own: Sequence[int]) -> dict[str, str]:
     """Return the variable that shows a process these of the GPUs that this one sees."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -340,7 +350,7 @@ def placed_models(
             "ranks": ranks.size,
             "ranks a sequence": strategy.sequence,
         },
-        ranks=ranks.size,
+        devices=devices_of(config, ranks.size),
     )
 
 
@@ -370,7 +380,7 @@ def _learning_here(
         publish=publish,
         passes=learning.passes,
         machine=this_machine(policy.device),
-        ranks=1,
+        devices=devices_of(config, 1),
     )
 
 

@@ -162,6 +162,16 @@ def test_a_report_holds_each_source_and_all_together() -> None:
     assert "std@2" in body["all"]
 
 
+def test_best_and_worst_are_of_as_many_answers_as_each_problem_has() -> None:
+    copies = [group(place, ["5", "4"], source="sums") for place in (0, 1)]
+    record = evaluated(*copies, group(2, ["5", "5"], asks="1 + 3?")).record()
+    assert record["eval/sums/avg@2"] == 0.25
+    # Of the four answers to the first the first two count: one wrong, one right.
+    assert (record["eval/sums/best@2"], record["eval/sums/worst@2"]) == (0.5, 0)
+    late = [group(0, ["5", "5"]), group(1, ["4", "4"]), group(2, ["5", "5"], asks="1 + 3?")]
+    assert evaluated(*late).record()["eval/sums/best@2"] == 0
+
+
 def test_one_source_needs_no_line_for_all() -> None:
     report = Report.of(evaluated(group(0, ["4"])))
     assert report.everything is None

@@ -98,13 +98,28 @@ def test_tokens_and_hours_are_axes_as_well(
     assert lines[2][2] == [0.004] * len(lines[2][2])
 
 
+@pytest.mark.parametrize("by", ["steps", "tokens", "time"])
+def test_seeds_without_a_place_in_common_have_no_curve(
+    by: Any, tmp_path: Path, lines: list[tuple[str, list[float], list[float]]]
+) -> None:
+    runs = [
+        make_run(tmp_path, "a-1", [1, math.nan], "run.seed=1"),
+        make_run(tmp_path, "a-2", [math.nan, 2], "run.seed=2"),
+        make_run(tmp_path, "b", [4, 5], "optim.lr=1e-4"),
+    ]
+    plot(PlotRequest(runs, [REWARD], tmp_path / "a.png", by))
+    assert [label for label, *_ in lines] == ["b"]
+
+
 def test_what_is_not_there_is_named_before_anything_is_written(tmp_path: Path) -> None:
     run = make_run(tmp_path, "a", [1])
     empty = make_run(tmp_path, "empty", [])
+    (Path(make_run(tmp_path, "torn", [1])) / "config.yaml").write_text("optim: {lr")
     for request, said in (
         (PlotRequest([run], ["score/reward/men"], tmp_path / "a.png"), f"did you mean {REWARD}"),
         (PlotRequest([run], [], tmp_path / "a.jpg"), "--out must end in .png or .svg, got"),
         (PlotRequest([empty], [], tmp_path / "a.png"), "no step yet"),
+        (PlotRequest([f"{tmp_path}/torn"], [], tmp_path / "a.png"), "cannot read .*config.yaml"),
         (PlotRequest([str(tmp_path)], [], tmp_path / "a.png"), "not a run's folder"),
     ):
         with pytest.raises(WinnowError, match=said):

@@ -16,6 +16,7 @@ import pytest
 from winnow.observe.metrics import Stopwatch
 from winnow.observe.sinks import RunInfo
 from winnow.observe.trace import MERGE_S, ScorerTimes, TraceFile
+from winnow.types import Score
 
 Event = dict[str, Any]
 
@@ -169,3 +170,36 @@ def test_scorers_are_told_from_the_first_that_is_waited_for_to_the_last() -> Non
     assert figures["scoring/mean_s"] < figures["scoring/max_s"] <= figures["scoring/busy_s"]
     assert times.figures() == {}
     assert [each[:2] for each in told] == [("scorers", "score")]
+
+
+def test_a_score_that_lasts_over_the_end_of_a_step_is_counted_once_and_is_one_slice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, told = [100.0], list[tuple[float, float]]()
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    async def go() -> None:
+        answered = asyncio.Event()
+
+        async def score() -> Score:
+            await answered.wait()
+            return Score(1.0, 1.0, {}, {})
+
+        times = ScorerTimes(
+            lambda prompt, trajectory: score() if prompt else Score(1.0, 1.0, {}, {}),
+            lambda actor, name, began, end: told.append((began, end)),
+        )
+        late = asyncio.ensure_future(times("late", None))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        now[0] = 103.0
+        times(None, None)  # type: ignore[arg-type]
+        assert times.figures()["scoring/busy_s"] == 3.0
+        now[0] = 107.0
+        answered.set()
+        await late
+        assert times.figures() == {
+            f"scoring/{name}_s": seconds for name, seconds in (("busy", 4), ("mean", 7), ("max", 7))
+        }
+
+    asyncio.run(go())
+    assert told == [(100.0, 107.0)]

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.scoring import rewards_of
-from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
+from transformers import DeepseekV3Config, Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
@@ -89,6 +89,14 @@ def test_the_width_of_attention_is_read_from_a_model_s_configuration() -> None:
         num_hidden_layers=2, num_attention_heads=4, hidden_size=32, sliding_window=9
     )
     assert Attention.of(window) == Attention({9: 64})
+    latent = DeepseekV3Config(
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        qk_nope_head_dim=24,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+    )
+    assert Attention.of(latent) == Attention({None: 2 * 4 * (24 + 8 + 16) // 2})
 
 
 @pytest.mark.parametrize(
@@ -99,6 +107,9 @@ def test_the_width_of_attention_is_read_from_a_model_s_configuration() -> None:
         ("cuda NVIDIA A100-SXM4-40GB", "float32", 19.5),
         ("cuda NVIDIA L40S", "bfloat16", 362.0),
         ("cuda NVIDIA A10G", "bfloat16", None),
+        ("cuda NVIDIA H800 PCIe", "bfloat16", 756.0),
+        ("cuda NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bfloat16", None),
+        ("cuda NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16", None),
         ("cpu x86_64", "float32", None),
     ],
 )
@@ -125,6 +136,8 @@ def test_each_source_has_the_mean_best_worst_and_majority_of_its_groups() -> Non
     ]
     discarded = [
         settled(1, "all_right", [said(1, 1, "4", steps=k) for k in (2, 4, 9)], "maths"),
+        # Answers that nobody can read have no vote, and are wrong.
+        settled(4, "all_wrong", [said(-1, 0, "")] * 4, "unread"),
         settled(2, "surplus", [said(-9, 0, "5")] * 3, "maths"),
     ]
     sampled = StepGroups(0, 2, tuple(trained), tuple(discarded), (), cast(Any, None))
@@ -142,6 +155,9 @@ def test_each_source_has_the_mean_best_worst_and_majority_of_its_groups() -> Non
             "source/maths/own/steps/mean": 5,
             "source/maths/own/steps/best@3": 9,
             "source/maths/own/steps/worst@3": 2,
+            **{f"source/unread/reward/{kind}": -1 for kind in ("mean", "best@4", "worst@4")},
+            **{f"source/unread/accuracy/{kind}": 0 for kind in ("mean", "best@4", "worst@4")},
+            "source/unread/accuracy/maj@4": 0,
             # What its scorer calls pred is a verdict on tests: no vote.
             "source/code/reward/mean": 0.5,
             "source/code/reward/best@2": 0.5,

@@ -13,7 +13,13 @@ from winnow.config.root import Config
 from winnow.errors import ConfigError
 from winnow.runs.build import use_machine
 from winnow.runs.state import _random_states, _set_random_states
-from winnow.runs.topology import local_devices, pools_of, uses_device, visible_devices
+from winnow.runs.topology import (
+    devices_of,
+    local_devices,
+    pools_of,
+    uses_device,
+    visible_devices,
+)
 from winnow.workers.ray.session import Pool
 
 FOUR = "trainer/strategy=fsdp2", "trainer.strategy.ranks=4"
@@ -95,6 +101,14 @@ def test_an_engine_over_two_gpus_has_both_on_one_node(monkeypatch: pytest.Monkey
     assert local_devices(recipe("quickstart", *two)) == {"policy": range(1), "rollout": range(1, 5)}
     with pytest.raises(ConfigError, match=r"4 that write .* x tensor_parallel=2\) need 8, this"):
         local_devices(recipe("quickstart", *FOUR, *two))
+
+
+def test_throughput_and_mfu_are_of_all_devices_that_learn_or_write() -> None:
+    two = "rollout/engine=vllm", "rollout.engine.processes=2", "rollout.engine.tensor_parallel=2"
+    assert devices_of(recipe("quickstart"), 1) == 1
+    assert devices_of(recipe("quickstart", *FOUR, *two), 4) == 8
+    assert devices_of(on_ray(*FOUR, *two), 4) == 8
+    assert devices_of(on_ray(*TOGETHER), 4) == 4
 
 
 @pytest.mark.parametrize(("seen", "shown"), [(None, "2,3"), ("4, 5,6,7", "6,7"), ("", "2,3")])
