@@ -97,10 +97,6 @@ MILD = {
     "a limit of 48 tokens": Disease(("cut_off",), ("rollout.max_response_tokens=48",)),
     "an entropy bonus of -0.5": Disease(("entropy_collapse",), ("algorithm.entropy_coef=-0.5",)),
     "an entropy bonus of 0.2": Disease(("entropy_blow_up",), ("algorithm.entropy_coef=0.2",)),
-    "an engine that drifts a fifth as fast": Disease(
-        ("mismatch",),
-        (*DISEASES["an engine that drifts"].overrides, "rollout.engine.options.noise=0.001"),
-    ),
     "a learning rate of 1.2e-3": Disease(("clip_often",), ("optim.lr=1.2e-3",)),
     "a scorer that fails for one answer in 200": Disease(
         ("scoring_fails",), _scored_by("fails_rarely")
