@@ -143,12 +143,13 @@ def test_an_adapter_imitates_in_a_process_of_its_own(home: Path) -> None:
 
 def test_a_profile_that_cannot_be_written_leaves_no_sink_open(home: Path) -> None:
     (home / "sinks.py").write_text(SINK)
-    profile = ("trainer.profile.steps=[1]", "trainer.profile.save_path=train.jsonl/profile")
+    profile = ("trainer.profile.steps=[1]", "trainer.profile.save_path=profile")
     (home / "closed").unlink(missing_ok=True)
+    (home / "profile" / "driver-0-step-1.json.gz").mkdir(parents=True)
     words = ("run.name=unwritten", "trainer.steps=1", "sft.eval_files=[]")
     said = winnow(home, "sft", "sft", *SFT, *words, *profile, OWN)
     assert said.code == 2
-    assert "train.jsonl/profile" in said.err
+    assert "profile: Is a directory" in said.err
     assert (home / "closed").exists()
 
 

@@ -43,10 +43,16 @@ class StepProfiler:
         self._first = self._step = 0
 
     def begin(self, step: int) -> None:
-        """Begin a step; a profile that is open goes on."""
+        """Begin a step; a profile that is open goes on.
+
+        Raises:
+            WinnowError: there can be no folder for its file.
+        """
         self._step = step
         if step in self._steps and self._finish is None:
             self._first = step
+            with writing(self.folder):  # first, as a profile that is begun has to be ended
+                self.folder.mkdir(parents=True, exist_ok=True)
             self._finish = _BEGIN[self.config.tool]()
 
     def end(self) -> None:
@@ -72,7 +78,6 @@ class StepProfiler:
         last = "" if self._step == self._first else f"-{self._step}"
         name = f"{self.role}-{self.rank}-step-{self._first}{last}"
         with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
             finish(self.folder / name)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from winnow.config.trainer import ProfileConfig
-from winnow.errors import ConfigError
+from winnow.errors import ConfigError, WinnowError
 from winnow.observe.metrics import PHASE_RANGES, Stopwatch
 from winnow.observe.profile import (
     StepProfiler,
@@ -77,6 +77,15 @@ def test_steps_that_follow_each_other_may_share_a_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["learner-0-step-2-3.json.gz"]
     (file,) = tmp_path.iterdir()
     assert Counter(e["name"] for e in events(file))["winnow.update"] == 2
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_a_profile_is_begun(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    profiler = of(tmp_path / "file" / "profile", steps=(1,))
+    with pytest.raises(WinnowError, match="file/profile"):
+        profiler.begin(1)
+    assert PHASE_RANGES.make("x").__enter__() == "x"
+    profiler.close()
 
 
 def test_other_roles_and_ranks_are_left_alone(tmp_path: Path) -> None:
