@@ -124,7 +124,6 @@ def run_training(
                 run = build_imitation(*parts, data, *trace)
             _tell(sink, opened.differences(placed.machine))
             _resume(config, replace(opened, config=kept), run, sink, metrics)
-            _tell(sink, _notes_of(config, run))
             _watch(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, began)
             stopped = _train(config, policy, run, stop)
@@ -274,7 +273,8 @@ def _models(
 def _resume(
     config: Config, opened: Opened, run: Run | Imitation, sink: ConsoleSink, metrics: MetricsLog
 ) -> None:
-    """Set the run, the random states and the folder to the checkpoint, if there is one."""
+    """Set the run, the random states and the folder to the checkpoint, if there is one, and say
+    what is to be known of the steps that follow."""
     seed_everything(config.run.seed)  # what was started since may have drawn
     checkpoint = opened.checkpoint
     if checkpoint is not None:
@@ -284,6 +284,7 @@ def _resume(
         if isinstance(run, Run) and run.passes.are_over and run.unfinished is None:
             sink.note(_finished(config, opened.folder))
     opened.rewind(metrics)
+    _tell(sink, _notes_of(config, run))
 
 
 def _notes_of(config: Config, run: Run | Imitation) -> list[str]:
