@@ -33,7 +33,7 @@ from winnow.learning.learner import Learner, LearnerSettings
 from winnow.learning.policy import KlTerm, OldSource, Policy, PolicyObjective
 from winnow.learning.strategy import Strategy, lr_at
 from winnow.models.causal_lm import load_causal_lm, torch_dtype
-from winnow.runs.loading import is_adapter
+from winnow.runs.loading import check_attention, is_adapter
 from winnow.runs.metrics import NO_ATTENTION, Attention, Passes
 
 if TYPE_CHECKING:
@@ -87,7 +87,10 @@ def make_learner(
 
     Raises:
         ModelError: a model of the recipe cannot be loaded.
+        ConfigError: one would attend in float32 where that takes more memory than there is.
     """
+    on = next(model.parameters()).device.type if mesh is None else mesh.device_type
+    check_attention(config, model, "model.dtype", on)
     hold = _hold(config, mesh)
     readout = _readout_options(config, vocabulary)
     if isinstance(config.sft, Demonstrations):  # what the data has, no sampler has shaped
@@ -233,7 +236,9 @@ def _load(
     field = "model.path" if own.path is None else f"{role}.path"
     there = device if mesh is None else torch.device("cpu")
     dtype = torch_dtype(own.dtype or model.dtype)
-    return load(path, dtype, there, model.trust_remote_code, field, mesh is not None)
+    made = load(path, dtype, there, model.trust_remote_code, field, mesh is not None)
+    check_attention(config, made, f"{role}.dtype" if own.dtype else "model.dtype", device.type)
+    return made
 
 
 def _hold(config: Config, mesh: DeviceMesh | None) -> Callable[..., Strategy]:
