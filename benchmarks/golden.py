@@ -42,7 +42,7 @@ RUNS = {
 }
 UNSTABLE = ("time/", "overlap/", "throughput/", "memory/", "ranks/peak")
 LATER = re.compile(
-    r"scoring/|mismatch/age_|source/|data/epoch|eval/.*/(own_.*|best@\d+|worst@\d+|unread)$"
+    r"scoring/|mismatch/age_|ranks/lockstep|source/|data/epoch|eval/.*/(own_.*|best@\d+|worst@\d+|unread)$"
 )
 """Figures that older trees do not write."""
 
