@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _EXACT_TOKENS = 4096
-"""Whose scores take 2.5 GiB with 40 heads."""
+"""Tokens whose scores take 2.5 GiB with 40 heads."""
 _NO_MEMORY = "MemoryError|out of memory|can't allocate memory"
 
 
