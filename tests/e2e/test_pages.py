@@ -356,7 +356,7 @@ def test_the_notebook_runs(home: Path) -> None:
     for cell in notebook.cells[2:]:
         cell.source = cell.source.replace("step=8", "step=2")
     path = {"metadata": {"path": str(home)}}
-    NotebookClient(notebook, timeout=200, resources=path).execute()
+    NotebookClient(notebook, timeout=200, startup_timeout=200, resources=path).execute()
     *_, last = [cell for cell in notebook.cells if cell.cell_type == "code"]
     rewards, advantages = eval(last.outputs[-1]["data"]["text/plain"])
     assert len(rewards) == len(advantages) == 4
