@@ -106,18 +106,22 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> RunReco
             text, recipe = dump_config(recipe), Path(folder) / "python.yaml"
             recipe.write_text(text)
         words = [str(recipe), *overrides]
-        config = load_recipe(str(recipe), overrides)
-        name = config.run.name
-        if name is None:
-            # Known here before the run says so.
-            name = free_path(Path(config.run.dir), Path(recipe).stem).name
-            words.append(f"run.name={name}")
+        run = load_recipe(str(recipe), overrides).run
+        if run.resume not in ("auto", "never"):
+            from winnow.runs.resume import asked_for
+
+            path = asked_for("run.resume", run.resume)[0]
+        elif run.name is not None:
+            path = Path(run.dir) / run.name
+        else:  # chosen here, before the run would choose it
+            path = free_path(Path(run.dir), Path(recipe).stem)
+            words.append(f"run.name={path.name}")
         start = sys.executable, "-m", "winnow.cli.main", "train", "--parent", str(os.getpid())
         child = subprocess.Popen([*start, *words], process_group=0)
         code = _wait(child)
     if code:
         raise WinnowError(f"the run ended with exit code {code}; its last lines say why")
-    return open_run(Path(config.run.dir) / name)
+    return open_run(path)
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:

@@ -174,6 +174,12 @@ def test_a_run_that_cannot_begin_is_an_error(tmp_path: Path) -> None:
         winnow.train(config)
 
 
+def test_a_run_that_is_gone_on_with_is_the_one_that_comes_back(run: winnow.RunRecord) -> None:
+    again = winnow.train("quickstart", [*SMALL, f"run.resume={run.path}", "trainer.steps=3"])
+    assert again.path == run.path
+    assert [record["step"] for record in again.metrics][-1] == 3
+
+
 def test_the_first_interrupt_lets_a_run_save_and_the_second_kills_it(tmp_path: Path) -> None:
     program = (
         "import signal, sys, time\n"

@@ -211,7 +211,7 @@ def _files(folder: Path) -> set[Path]:
 def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
     run, url = config.run, config.trainer.checkpoint_url
     if run.resume not in ("auto", "never"):
-        path, wanted = _asked_for("run.resume", run.resume)
+        path, wanted = asked_for("run.resume", run.resume)
         held.enter_context(locked(path))
         return _continued(config, RunFolder.open(path), wanted)
     named = None if run.name is None else RunFolder(Path(run.dir) / run.name)
@@ -293,10 +293,10 @@ def _origin(config: Config, fork: str) -> _Origin:
     """
     given, at, step = fork.rpartition("@")
     if at and step.isdecimal():
-        run, wanted = _asked_for("run.fork", given)
+        run, wanted = asked_for("run.fork", given)
         wanted = find_checkpoint(run, int(step))
     else:
-        run, wanted = _asked_for("run.fork", fork)
+        run, wanted = asked_for("run.fork", fork)
     checkpoint, faults = (wanted, []) if wanted is not None else newest_usable(run)
     if checkpoint is None:
         raise ConfigError(f"run.fork={fork}: {run} has no checkpoint yet; name another run")
@@ -317,8 +317,12 @@ def _origin(config: Config, fork: str) -> _Origin:
     return _Origin(config, run, checkpoint, (*faults, *code, began, *pinned, *changes))
 
 
-def _asked_for(key: str, value: str) -> tuple[Path, Checkpoint | None]:
-    """Find the run's folder that a setting names, and the checkpoint if it is one's folder."""
+def asked_for(key: str, value: str) -> tuple[Path, Checkpoint | None]:
+    """Find the run's folder that a setting names, and the checkpoint if it is one's folder.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     given = Path(value).expanduser()
     path = given if len(given.parts) > 2 else given.absolute()
     own = [c for c in checkpoints_in(path.parent) if c.path == path]
