@@ -270,6 +270,12 @@ class LLM:
         from winnow.data.sources import Row
 
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        for message in said or [{}]:
+            if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                raise ConfigError(
+                    f"prompts[{number}] needs messages with a role and a content, which are texts; "
+                    f"got {message}"
+                )
         return Row(f"prompts:{number}", f"prompts[{number}]", "python", tuple(map(dict, said)), "")
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

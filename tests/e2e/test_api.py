@@ -117,6 +117,9 @@ def test_prompts_that_do_not_fit_are_refused_and_the_engine_goes_on(llm: winnow.
     for single in ("21:", [{"role": "user", "content": "21:"}]):
         with pytest.raises(TypeError, match="give a list of them"):
             llm.generate(single)  # type: ignore[arg-type]
+    for talk in ([{"role": "user"}], [{"role": "user", "content": ["21:"]}], []):
+        with pytest.raises(ConfigError, match=r"prompts\[0\] needs messages with a role and"):
+            llm.generate([talk])
     assert llm.generate(["21:"])
 
 

@@ -381,6 +381,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[Path, bytes]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    tokenizer.init_kwargs.pop("local_files_only", None)  # how it was loaded here, not what it is
     try:
         with tempfile.TemporaryDirectory() as name:
             tokenizer.save_pretrained(name)

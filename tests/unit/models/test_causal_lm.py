@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tests.small_models import digits_model
 from torch import Tensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from winnow.config.model import LoraAdapter
 from winnow.data.sort_digits import build_tokenizer
@@ -44,6 +44,16 @@ def test_a_tokenizer_is_written_as_it_saves_itself(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "ours").iterdir()} == names >= {"tokenizer.json"}
     for name in names:
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "its" / name).read_bytes()
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_a_tokenizer_is_written_the_same_with_and_without_a_network(
+    tmp_path: Path, is_offline: bool
+) -> None:
+    build_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=is_offline)
+    settings = json.loads(tokenizer_files(tokenizer)[Path("tokenizer_config.json")])
+    assert "local_files_only" not in settings
 
 
 def test_a_hollow_model_is_the_whole_one_without_its_weights(tmp_path: Path) -> None:
