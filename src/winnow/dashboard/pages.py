@@ -215,7 +215,7 @@ class RunPages:
         return {"step": step, "steps": steps, **self._timeline.window(step)}
 
     def alarms(self) -> dict[str, Any]:
-        """Return what the rules of `winnow doctor` find, and how many steps they looked at.
+        """Return what the rules of `winnow doctor` find, and the last step they looked at.
 
         Raises:
             UnreadableError: a file is damaged.
@@ -223,7 +223,11 @@ class RunPages:
         stamp = self._root().get(CONFIG, _ABSENT).stamp
         columns = self.columns()
         found = self._alarms.findings(columns, self._tree(stamp), stamp)
-        return {"findings": found, "steps": len(columns.steps), "problems": columns.problems}
+        return {
+            "findings": found,
+            "steps": max(columns.steps, default=0),
+            "problems": columns.problems,
+        }
 
     def system(self) -> dict[str, Any]:
         """Return processes, starts, checkpoints, the log, and lines that could not be read.

@@ -140,8 +140,9 @@ def test_alarms_are_those_of_the_doctor_while_a_run_grows_and_after_it_was_cut_b
             file.write(json.dumps({"step": step, **flat, "scoring/failed": step}) + "\n")
 
     def told() -> list[Any]:
-        found = get(asked, "/api/run/alarms?run=a")["findings"]
-        assert found == [asdict(each) for each in diagnose_run(folder)[1]]
+        page, (steps, by_doctor) = get(asked, "/api/run/alarms?run=a"), diagnose_run(folder)
+        found = page["findings"]
+        assert (page["steps"], found) == (steps, [asdict(each) for each in by_doctor])
         return [(each["name"], each["first_step"], each["last_step"]) for each in found]
 
     assert told() == []
