@@ -132,6 +132,7 @@ def test_alarms_are_those_of_the_doctor_while_a_run_grows_and_after_it_was_cut_b
     make_run: MakeRun,
 ) -> None:
     folder = make_run("a")
+    folder.metrics.write_text('{"step": 0}\n' + folder.metrics.read_text())
     asked = client(folder.path)
     flat = {"score/task_reward/min": -1, "score/task_reward/max": -1, "sampling/accuracy": 0}
 
