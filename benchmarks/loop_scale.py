@@ -121,7 +121,7 @@ class IdleStrategy:
     def forward(
         self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output]
     ) -> list[dict[Output, Tensor]]:
-        return [{"logprob": micro.behav} for micro in microbatches]
+        return [dict.fromkeys(outputs, micro.behav) for micro in microbatches]
 
     def forward_backward(
         self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output], loss_fn: LossFn
