@@ -418,7 +418,7 @@ def test_dark_is_as_the_system_has_it_until_one_chooses(look: Watched) -> None:
 
 def test_alarms_are_shown_with_their_remedy_and_lead_to_the_answers(look: Watched) -> None:
     page = look.open("alarms?run=tiny")
-    page.get_by_text(re.compile(f"findings? in {STEPS + 1} steps")).wait_for()
+    page.get_by_text(re.compile(f"findings? in {STEPS} steps")).wait_for()
     assert page.get_by_role("region", name="reward_flat_wrong").count() == 0
     folder = Path(look_runs(look)) / "tiny"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
