@@ -117,7 +117,7 @@ def print_summary(
         *_pairs(console, "Look at", {k: str(v) for k, v in (paths or {}).items()}),
         *_next(console, commands or {}, width),
     ]
-    console.print(Group(*parts), width=width)
+    console.print(Group(*parts), width=width, crop=False)
 
 
 def _costs(

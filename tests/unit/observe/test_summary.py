@@ -111,6 +111,13 @@ def test_no_line_is_wider_than_the_screen_or_100_columns(
     assert "1,920,000" in text
 
 
+def test_a_command_longer_than_the_screen_stays_whole(quickstart_records: Records) -> None:
+    out, command = io.StringIO(), "winnow train " + "x" * 90
+    commands = {command: "what it does"}
+    print_summary(Console(file=out, width=80), "run", quickstart_records, commands=commands)
+    assert f"{command}  # what it does" in out.getvalue().splitlines()
+
+
 def test_what_a_model_wrote_cannot_steer_the_terminal(quickstart_records: Records) -> None:
     evil = replace(SAMPLE, before="\x1b[2Jgone\u202e [red]x[/red]\r\n" + "é" * 3)
     for encoding in ("utf-8", "ascii"):
