@@ -37,7 +37,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
-collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
+collect_ignore = [] if getattr(importlib.util.find_spec("vllm"), "origin", None) else ["vllm"]
 """Tests of the vLLM engine run in `.venv-vllm` (`make test-vllm`)."""
 NO_GPU = "needs a GPU"
 NO_SHARED_DATA = "shared data absent"

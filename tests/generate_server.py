@@ -35,7 +35,7 @@ class Model:
         self.args, self.version = args, "default"
         model = load_causal_lm(args.model, torch.float32, torch.device("cpu"), False)
         self.engine = TorchEngine(model, slots=args.slots, prefill_tokens=1024)
-        self.model, self.asked, self.written = model, 0, 0
+        self.model, self.asked, self.sent = model, 0, 0
         self.news: dict[int, asyncio.Queue[Any]] = {}
         self.ticking: asyncio.Task[None] | None = None
 
@@ -70,6 +70,8 @@ class Model:
                 reason = event.finish_reason if event.kind == "finished" else None
                 done = len(segment)
                 if tokens[0] or reason:
+                    # Not what the engine has drawn: of that a token may not have gone out yet.
+                    self.sent += len(tokens[0])
                     yield *tokens, reason
                 if reason:
                     return
@@ -84,12 +86,11 @@ class Model:
             for event in [*ended, *await self.engine.progress()]:
                 if event.group_id in self.news and event.kind in ("finished", "running"):
                     self.news[event.group_id].put_nowait(event)
-            self.written = self.engine.status().generated_tokens
-            if self.args.renamed_after is not None and self.written > self.args.renamed_after:
+            if self.args.renamed_after is not None and self.sent > self.args.renamed_after:
                 self.version = "newer"
-            if self.args.dies_after is not None and self.written > self.args.dies_after:
+            if self.args.dies_after is not None and self.sent > self.args.dies_after:
                 os.kill(os.getpid(), signal.SIGKILL)
-            while self.written >= self.args.holds_at and not os.path.exists(self.args.until):
+            while self.sent >= self.args.holds_at and not os.path.exists(self.args.until):
                 await asyncio.sleep(0.005)
             await asyncio.sleep(self.args.tick_s)
 

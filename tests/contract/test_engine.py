@@ -36,7 +36,7 @@ from winnow.types import Segment
 VOCAB = 40
 STOP = 2
 STOPS = (STOP, 5, 8, 11, 14)
-HAS_VLLM = find_spec("vllm") is not None
+HAS_VLLM = getattr(find_spec("vllm"), "origin", None) is not None  # `tests/vllm` has no origin
 """True in `.venv-vllm`."""
 HEAD = 32 if HAS_VLLM else 8
 """Elements of a head; 32 is the least that vLLM has kernels for on a CPU."""
