@@ -32,9 +32,10 @@ INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	-c constraints.txt $(PIP_FLAGS)
 # Two processes with one thread each fill two cores. A file is one process's, for what its tests
-# share; files go in the order of tests/conftest.py, not by their number of tests.
+# share; files go in the order of tests/conftest.py, not by their number of tests. A test that takes
+# its process down ends the run: pytest-xdist would deal out what is done once more, and wait for ever.
 PYTEST := OMP_NUM_THREADS=1 WINNOW_STRICT=$(if $(filter-out 0,$(STRICT)),1) $(BIN)/python -m pytest \
-	-n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	-n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 # vLLM for CPUs lives apart: it is large, and packages that it draws in have to go again.
 VLLM_VENV := .venv-vllm
