@@ -389,3 +389,16 @@ def test_another_run_of_the_same_name_is_a_run_of_its_own_there(
     config = recipe("quickstart", *OPTIONS, f"observe.trackers=[{tracked.name}]", uri)
     known, _ = track(config, folder, 1, 1)
     assert known not in tracked.ids
+
+
+def test_a_note_that_is_damaged_is_named(tmp_path: Path) -> None:
+    config = recipe("quickstart", *OPTIONS, "observe.trackers=[tensorboard]")
+    for number, text in enumerate(('{"id": ', "3")):
+        folder = RunFolder.create(tmp_path, f"seed-{number}", "quickstart")
+        folder.trackers.mkdir()
+        note = folder.trackers / "tensorboard.json"
+        note.write_text(text)
+        sinks = Sinks(make_trackers(config, folder, (said := []).append))
+        sinks.start(RunInfo(folder.name, PLANNED, 1))
+        sinks.close()
+        assert any(f"{note} is damaged" in line and "delete it" in line for line in said), said

@@ -269,6 +269,9 @@ def export(
     ] = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder that AutoModelForCausalLM loads."""
+    for option, is_given in (("--private", private), ("--revision", revision is not None)):
+        if is_given and push is None:
+            raise ConfigError(f"{option} is for a push; leave it out, or give --push OWNER/NAME")
     with heap.growing():
         from winnow.runs.export import run_export, run_push
         from winnow.runs.push import HubTarget

@@ -157,7 +157,7 @@ def _paint(axis: Any, name: str, curves: Sequence[_Curve], request: PlotRequest)
         as_percent(axis)
     elif unit:
         axis.set_ylabel(unit)
-    axis.set_xlabel({"steps": "step", "tokens": "tokens generated", "time": "hours"}[request.by])
+    axis.set_xlabel({"steps": "step", "tokens": "tokens", "time": "hours"}[request.by])
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=request.by == "steps"))
 
 

@@ -17,7 +17,7 @@ from winnow.learning.batch import MicroBatch, pack
 from winnow.learning.learner import Learned
 from winnow.learning.policy import run_update
 from winnow.learning.strategy import LossResult, Output, Outputs, Strategy, run_pass
-from winnow.observe.metrics import SFT_LOSS, Metrics, Stopwatch
+from winnow.observe.metrics import SFT_LOSS, SFT_TOKENS, Metrics, Stopwatch
 from winnow.types import Group
 
 _OUTPUTS: frozenset[Output] = frozenset({"logprob"})
@@ -67,7 +67,7 @@ class Imitator:
             rate = self.lr(step)
             found, sums = run_update(self.strategy, _OUTPUTS, imitation_loss, micro, rate, "sft")
         metrics.merge(found)
-        metrics.sum("sft/tokens", int(batch.loss_mask.sum()))
+        metrics.sum(SFT_TOKENS, int(batch.loss_mask.sum()))
         self.progress += 1
         self.skipped_in_a_row = 0 if sums is not None else self.skipped_in_a_row + 1
         if sums is not None:

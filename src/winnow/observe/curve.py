@@ -165,7 +165,7 @@ def _finish(figure: Any, above: Any, below: Any, title: str, records: Sequence[R
 
 
 def used_tokens(records: Sequence[Record]) -> tuple[Any, Any]:
-    """Return steps from 0 on, and the tokens generated up to the end of each."""
+    """Return steps from 0 on, and the tokens generated, or imitated, up to the end of each."""
     steps, tokens = tokens_by_step(records)
     return np.array([0, *steps]), np.array([0.0, *tokens])
 

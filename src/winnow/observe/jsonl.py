@@ -187,8 +187,8 @@ def series(records: Sequence[Record], *candidates: str) -> tuple[list[int], list
 
 
 def tokens_by_step(records: Sequence[Record]) -> tuple[list[int], list[float]]:
-    """Return the steps, and the tokens generated up to the end of each."""
-    steps, tokens = series(records, metrics.GENERATED_TOKENS)
+    """Return the steps, and the tokens generated, or imitated, up to the end of each."""
+    steps, tokens = series(records, metrics.GENERATED_TOKENS, metrics.SFT_TOKENS)
     return steps, list(accumulate(tokens))
 
 

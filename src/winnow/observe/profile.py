@@ -16,7 +16,7 @@ from typing import Any
 from winnow.config.root import Config
 from winnow.config.trainer import ProfileConfig, ProfileRole
 from winnow.errors import ConfigError
-from winnow.observe.files import writing
+from winnow.observe.files import PARTIAL, writing
 from winnow.observe.metrics import PHASE_RANGES
 
 Finish = Callable[[Path], None]
@@ -163,7 +163,9 @@ def _begin_torch() -> Finish:
     def finish(file: Path) -> None:
         PHASE_RANGES.reset()
         profiler.stop()
-        profiler.export_chrome_trace(f"{file}.json.gz")
+        draft = f"{file}{PARTIAL}.gz"  # by this ending it is packed
+        profiler.export_chrome_trace(draft)
+        os.replace(draft, f"{file}.json.gz")
 
     return finish
 
@@ -176,7 +178,8 @@ def _begin_memory() -> Finish:
     memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
 
     def finish(file: Path) -> None:
-        memory._dump_snapshot(f"{file}.pickle")
+        memory._dump_snapshot(f"{file}{PARTIAL}")
+        os.replace(f"{file}{PARTIAL}", f"{file}.pickle")
         memory._record_memory_history(enabled=None)
 
     return finish

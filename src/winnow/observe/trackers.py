@@ -29,8 +29,8 @@ import pyarrow.parquet as pq
 import yaml
 
 from winnow.config.root import Config, TrackerName
-from winnow.errors import ConfigError
-from winnow.observe.files import RunFolder, write_atomic
+from winnow.errors import ConfigError, WinnowError
+from winnow.observe.files import RunFolder, one_line, write_atomic
 from winnow.observe.metrics import EVAL, REWARD, TRAINED_ACCURACY, Record
 from winnow.observe.sinks import BackgroundSink, RunInfo, Warn
 
@@ -80,7 +80,7 @@ class Tracker(ABC):
 
     def start(self, info: RunInfo) -> None:
         """Begin the tracker's run, or go on with the one that this run had."""
-        known = json.loads(self._note.read_text()) if self._note.is_file() else {}
+        known = self._remembered()
         self._last = -1 if self.forgets else known.get("step", -1)
         self.run.folder.trackers.mkdir(exist_ok=True)
         # Without a checkpoint the evaluation before the first step is made again, too.
@@ -118,6 +118,17 @@ class Tracker(ABC):
     @abstractmethod
     def end(self, is_done: bool) -> None:
         """End the tracker's run; unless `is_done` it may go on later."""
+
+    def _remembered(self) -> dict[str, Any]:
+        if not self._note.is_file():
+            return {}
+        try:
+            return dict(json.loads(self._note.read_text()))
+        except (TypeError, ValueError) as error:
+            raise WinnowError(
+                f"{self._note} is damaged ({one_line(error)}); delete it, and the tracker begins a "
+                "run of its own"
+            ) from error
 
     def _remember(self) -> None:
         write_atomic(self._note, json.dumps({"id": self._id, "step": self._last}).encode())

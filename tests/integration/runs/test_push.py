@@ -58,6 +58,14 @@ def test_a_model_is_pushed_whole_with_a_card(home: Path, hub: Hub) -> None:
     assert str(home) not in card
 
 
+def test_options_of_a_push_are_refused_without_one(home: Path) -> None:
+    for word, value in (("--private", ()), ("--revision", ("v2",))):
+        told = in_this_process("export", "runs/demo", "alone", word, *value, folder=home)
+        assert told.code == 2
+        assert f"{word} is for a push; leave it out, or give --push OWNER/NAME" in told.err
+    assert not (home / "alone").exists()
+
+
 def test_a_push_that_breaks_off_says_how_to_go_on_and_a_taken_folder_makes_no_repository(
     home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

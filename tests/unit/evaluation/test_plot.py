@@ -13,7 +13,7 @@ from tests.recipes import recipe
 
 from winnow.config.load import dump_config
 from winnow.errors import WinnowError
-from winnow.evaluation.plot import PlotRequest, _leave_wide_bands, plot
+from winnow.evaluation.plot import PlotRequest, _leave_wide_bands, _points, plot
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 
@@ -96,6 +96,13 @@ def test_tokens_and_hours_are_axes_as_well(
     assert label == "a (2 runs)"
     assert np.allclose(np.array(at) / unit, values)
     assert lines[2][2] == [0.004] * len(lines[2][2])
+
+
+def test_a_run_that_imitates_has_the_tokens_of_its_demonstrations() -> None:
+    records = [{"step": step, "sft/tokens": 10.0, "sft/loss": 1.0 / step} for step in (1, 2, 4)]
+    at, values = _points(records, "sft/loss", PlotRequest([], [], Path("a.png"), "tokens"))
+    assert at.tolist() == [10, 20, 30]
+    assert values.tolist() == [1, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("by", ["steps", "tokens", "time"])

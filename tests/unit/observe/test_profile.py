@@ -103,16 +103,19 @@ def test_a_gpus_memory_is_recorded_and_dumped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[Any] = []
-    for name in ("_record_memory_history", "_dump_snapshot"):
-        monkeypatch.setattr(
-            torch.cuda.memory, name, lambda *a, _name=name, **k: said.append((_name, a, k))
-        )
+    whole = tmp_path / "learner-0-step-1.pickle"
+
+    def dump(name: str) -> None:
+        assert not whole.exists()
+        Path(name).write_text("a snapshot")
+        said.append("dumped")
+
+    record = "_record_memory_history"
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    monkeypatch.setattr(torch.cuda.memory, record, lambda **given: said.append(given))
     run(of(tmp_path, steps=(1,), tool="memory"), range(1, 2))
-    assert said == [
-        ("_record_memory_history", (), {"max_entries": 100_000}),
-        ("_dump_snapshot", (f"{tmp_path}/learner-0-step-1.pickle",), {}),
-        ("_record_memory_history", (), {"enabled": None}),
-    ]
+    assert said == [{"max_entries": 100_000}, "dumped", {"enabled": None}]
+    assert [(file, file.read_text()) for file in tmp_path.iterdir()] == [(whole, "a snapshot")]
 
 
 def test_nsight_is_begun_and_ended_and_phases_are_its_ranges(
