@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from tests.small_models import digits_folder
 from tests.winnow_command import in_this_process
 
@@ -31,9 +34,12 @@ def test_no_token_and_no_weight_comes_to_the_driver(
 ) -> None:
     made: list[Any] = []
     read_by: list[str] = []
+    instance: dict[str, Any] = {}
     init, get = RayHandle.__init__, RayHandle.get
 
     def note_made(self: RayHandle, *args: Any) -> None:
+        if not made:
+            instance.update(ray.cluster_resources(), folder=[*sockets.iterdir()])
         made.append(args[1])
         init(self, *args)
 
@@ -44,7 +50,16 @@ def test_no_token_and_no_weight_comes_to_the_driver(
     digits_folder(tmp_path / "model")
     monkeypatch.setattr(RayHandle, "__init__", note_made)
     monkeypatch.setattr(RayHandle, "get", note_read)
-    in_this_process("train", "quickstart", *SETTINGS, folder=tmp_path).check()
+    with tempfile.TemporaryDirectory(prefix="w-", dir="/tmp") as name:  # short, as Ray wants it
+        sockets = Path(name)
+        given = f"cluster.init={{num_cpus: 3, object_store_mb: 128, temp_dir: {name}}}"
+        timeline = "cluster.timeline_file=ray/timeline.json"
+        in_this_process("train", "quickstart", *SETTINGS, given, timeline, folder=tmp_path).check()
+        assert list(sockets.iterdir()) == []
+    assert (instance["CPU"], instance["object_store_memory"]) == (3.0, 128 << 20)
+    assert len(instance["folder"]) == 1
+    tasks = {event["cat"] for event in json.loads((tmp_path / "ray/timeline.json").read_text())}
+    assert "task::RayWorker.call" in tasks
     lines = read_metrics(tmp_path / "runs/far/metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[-1]["length/response/mean"] > 0

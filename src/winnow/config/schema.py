@@ -292,7 +292,10 @@ def unknown_key(path: Path, variant: tuple[Path, str] | None, place: str) -> str
         fault = f"no key of {group}={chosen}"
         own = [key for key in all_keys() if key.variant and key.variant[0] == union]
         names = {key.variant[1] for key in own if key.variant and key.path[: len(path)] == path}
-        keys = {".".join(key.path[len(union) :]) for key in own if key.variant == variant}
+        within = path[:-1] if len(path) > len(union) + 1 else union
+        mine = [key.path for key in own if key.variant == variant]
+        near = [key for key in mine if key[: len(within)] == within] or mine
+        keys = {".".join(key[len(union) :]) for key in near}
         remedy = f"its keys are {', '.join(sorted(keys))}" if keys else "it has no keys"
         if names:
             choices = " or ".join(f"{group}={name}" for name in sorted(names))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -242,6 +242,54 @@ class RolesConfig(Section):
     """Pool of the processes that score (reward.processes)."""
 
 
+Packages = str | tuple[str, ...] | dict[str, Any] | None
+"""Requirements as Ray takes them: a file, a list, or a table of options."""
+
+
+class RuntimeEnvConfig(Section):
+    """Ray's `runtime_env` of the actors, beside what the run gives them by itself."""
+
+    working_dir: str | None = None
+    """Folder that Ray copies to each node, or URI of an archive; its modules can be imported."""
+    py_modules: tuple[str, ...] = ()
+    """Folders or URIs of modules that are copied likewise."""
+    excludes: tuple[str, ...] = ()
+    """Files of working_dir that stay behind, by patterns of .gitignore; run.dir always does."""
+    pip: Packages = None
+    """Packages to install for the actors: a list, a file, or Ray's table of options."""
+    uv: Packages = None
+    """The same by uv."""
+    conda: str | dict[str, Any] | None = None
+    """Conda environment of the actors: its name, its YAML file, or its table."""
+    py_executable: str | None = None
+    """Command that starts the actors' Python, with its options; null is the nodes' own."""
+    image_uri: str | None = None
+    """Container image of the actors."""
+    env_vars: dict[str, str] = Field({})
+    """Environment variables, as in cluster.environment."""
+    worker_process_setup_hook: str | None = None
+    """Function that each actor's process calls first, as package.module.name."""
+    config: dict[str, Any] = Field({})
+    """Ray's options for all this, such as {setup_timeout_seconds: 600}."""
+
+    def conflicts(self) -> Iterator[str]:
+        given = [name for name in ("pip", "uv", "conda") if getattr(self, name)]
+        if len(given) > 1:
+            keys = " and ".join(f"cluster.runtime_env.{name}" for name in given)
+            yield f"{keys} exclude each other; leave {given[1]} out"
+
+
+class RayInitConfig(Section):
+    """The instance of Ray that a run starts where cluster.address is null."""
+
+    num_cpus: int | None = Field(None, ge=1)
+    """Cores that it says it has; null: all of the machine, also where a batch system gives less."""
+    object_store_mb: int = Field(512, ge=80)
+    """MiB of shared memory for what is passed around; Ray puts the rest on disk."""
+    temp_dir: str | None = Field(None, min_length=1)
+    """Folder for Ray's sockets and logs while it runs; null is TMPDIR, or /tmp if that is long."""
+
+
 class RayCluster(Section):
     """Actors on a Ray cluster (winnow-rl[ray]); see docs/cluster.md."""
 
@@ -259,6 +307,25 @@ class RayCluster(Section):
     """The pool of each role; all null without pools."""
     environment: dict[str, str] = Field({})
     """Environment variables of the processes, such as NCCL_DEBUG."""
+    runtime_env: RuntimeEnvConfig = RuntimeEnvConfig()
+    """Files, packages and interpreter of the actors."""
+    init: RayInitConfig = RayInitConfig()
+    """The instance that the run starts."""
+    timeline_file: str | None = Field(None, min_length=1)
+    """File for Ray's timeline of all tasks, for chrome://tracing, written at the run's end."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.address is not None and self.init != RayInitConfig():
+            yield (
+                f"cluster.init is for an instance that the run starts, and cluster.address="
+                f"{self.address} is there already; leave cluster.init out, or set the address null"
+            )
+        ours, env = self.environment, self.runtime_env.env_vars
+        for name in sorted(name for name in {*ours} & {*env} if ours[name] != env[name]):
+            yield (
+                f"cluster.environment.{name}={ours[name]} and cluster.runtime_env.env_vars.{name}="
+                f"{env[name]} differ; leave one out"
+            )
 
 
 Cluster = Annotated[LocalCluster | RayCluster, Field(discriminator="name")]

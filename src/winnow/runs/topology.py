@@ -168,12 +168,19 @@ def launcher(config: Config, groups: WorkerGroups, trains: bool = True) -> Itera
         yield start_here
         return
     from winnow.workers.ray.group import start_ray
-    from winnow.workers.ray.session import offers, ray_session, reserve
+    from winnow.workers.ray.session import offers, ray_session, reserve, write_timeline
 
     if config.model.cache_dir is not None:  # of each node; processes here inherit it
         environment[MODEL_CACHE] = config.model.cache_dir
-    variables = environment | cluster.environment
-    with ray_session(cluster.address):
+    variables = environment | cluster.environment | cluster.runtime_env.env_vars
+    with ray_session(
+        cluster.address,
+        cpus=cluster.init.num_cpus,
+        store_bytes=cluster.init.object_store_mb << 20,
+        temp_dir=cluster.init.temp_dir,
+        runtime_env=_runtime_env(cluster, Path(config.run.dir)),
+        has_timeline=cluster.timeline_file is not None,
+    ):
         # Not what this process sees: it may be on a node without, or kept from them.
         has_devices = any(node["GPU"] for node in offers().values())
         has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
@@ -187,8 +194,20 @@ def launcher(config: Config, groups: WorkerGroups, trains: bool = True) -> Itera
         try:
             yield start_there
         finally:
+            if cluster.timeline_file is not None:  # what is killed tells nothing any more
+                write_timeline(Path(cluster.timeline_file))
             groups.close()  # before Ray, which would take the actors for dead
             reserved.release()
+
+
+def _runtime_env(cluster: RayCluster, runs: Path) -> dict[str, Any]:
+    """Return what Ray is to bring to all actors; variables are given to each by itself."""
+    found = cluster.runtime_env.model_dump(mode="json", exclude={"env_vars"})
+    if (folder := cluster.runtime_env.working_dir) is not None:
+        with contextlib.suppress(ValueError):  # the runs lie elsewhere
+            inside = runs.absolute().relative_to(Path(folder).absolute())
+            found["excludes"] = [f"/{inside}", *found["excludes"]]
+    return {key: value for key, value in found.items() if value}
 
 
 def local_devices(config: Config, trains: bool = True) -> dict[str, range]:

@@ -101,7 +101,7 @@ OVERRIDES = [
     (
         ["optim.wd=1"],
         f"optim.wd is no known key {SHELL}; did you mean optim.weight_decay or "
-        "critic.optim.weight_decay?",
+        "cluster.runtime_env.working_dir or critic.optim.weight_decay?",
     ),
     (
         ["algorithm/polcy_loss=x"],
@@ -113,6 +113,11 @@ OVERRIDES = [
         f"xyzzy is no known key {SHELL}; the sections are run, model, warm_start, sft, data, "
         "reward, rollout, sampling, algorithm, reference, critic, optim, trainer, cluster, "
         "evaluation, observe; see --help-config",
+    ),
+    (
+        ["cluster=ray", "cluster.init.cpus=2"],
+        f"cluster.init.cpus is no key of cluster=ray {SHELL}; its keys are init.num_cpus, "
+        "init.object_store_mb, init.temp_dir",
     ),
     (["optim.betas.0=1"], f"optim.betas.0 is no known key {SHELL}; did you mean optim.betas?"),
     (

@@ -76,6 +76,21 @@ CASES = [
         ["rollout/engine=vllm", "trainer/mode=one_step_off"],
     ),
     (
+        [*POOLED, POOL, "cluster.address=auto", "cluster.init.num_cpus=4"],
+        ["cluster.init is for an instance", "cluster.address=auto is there already"],
+        [*POOLED, POOL, "cluster.init.num_cpus=4"],
+    ),
+    (
+        [*POOLED, POOL, "cluster.runtime_env={pip: [six], conda: base}"],
+        ["cluster.runtime_env.pip and cluster.runtime_env.conda exclude", "leave conda out"],
+        [*POOLED, POOL, "cluster.runtime_env.pip=[six]"],
+    ),
+    (
+        [*POOLED, POOL, "cluster.environment={A: b}", "cluster.runtime_env.env_vars={A: c}"],
+        ["cluster.environment.A=b and cluster.runtime_env.env_vars.A=c differ", "leave one out"],
+        [*POOLED, POOL, "cluster.environment={A: b}", "cluster.runtime_env.env_vars={A: b}"],
+    ),
+    (
         ["cluster=ray"],
         ["cluster=ray has nothing to place", "trainer/strategy=fsdp2", "cluster=local"],
         ["cluster=ray", "rollout/engine=vllm"],

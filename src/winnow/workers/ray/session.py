@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import json
 import logging
 import os
 import signal
@@ -14,14 +15,17 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from winnow.errors import ConfigError, WinnowError
+from winnow.observe.files import write_atomic
 from winnow.workers.ray.guardian import MARK, SHUT_DOWN
 
-PRIVATE_STORE_BYTES = 512 << 20
+log = logging.getLogger(__name__)
+
 _REACH_S = 10.0
 _LONGEST_FOLDER = 30
 """Characters: Ray puts sockets under it, whose paths the system allows 107 bytes."""
@@ -48,7 +52,10 @@ def ray_session(
     *,
     cpus: int | None = None,
     devices: int | None = None,
-    store_bytes: int = PRIVATE_STORE_BYTES,
+    store_bytes: int = 512 << 20,
+    temp_dir: str | None = None,
+    runtime_env: Mapping[str, Any] | None = None,
+    has_timeline: bool = False,
 ) -> Iterator[None]:
     """Connect to a cluster, or start a small instance that ends with the block, however that ends.
 
@@ -60,9 +67,12 @@ def ray_session(
         cpus: that a private instance says it has; by default all.
         devices: likewise accelerators.
         store_bytes: a private instance's shared memory for what is passed around.
+        temp_dir: holds a private instance's folder of its own.
+        runtime_env: Ray's, for all actors of the connection; folders in it are copied to the nodes.
+        has_timeline: have a private instance remember its tasks, for `write_timeline`.
 
     Raises:
-        ConfigError: Ray is not installed.
+        ConfigError: Ray is not installed, or cannot use `runtime_env` or `temp_dir`.
         WinnowError: the cluster cannot be reached, or a private instance does not start.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -70,34 +80,62 @@ def ray_session(
     if address is not None and address != "auto":
         _reach(address)
     if ray.is_initialized():
+        if runtime_env:
+            raise ConfigError(
+                f"cluster.runtime_env has {', '.join(runtime_env)}, which come with a connection "
+                "to Ray, and this process has one already; give them to its ray.init"
+            )
         yield
         return
     options: dict[str, Any] = {
+        "runtime_env": _checked(runtime_env or {}),
         "address": address or "local",
         "log_to_driver": False,  # lines come by `workers.logs`
         "logging_level": logging.ERROR,
     }
     with contextlib.ExitStack() as after:
         if address is None:
-            folder = after.enter_context(_guarded_folder())
+            folder = after.enter_context(_guarded_folder(temp_dir))
             options |= {
                 "num_cpus": cpus,
                 "num_gpus": devices,
                 "include_dashboard": False,
                 "object_store_memory": store_bytes,
                 "_temp_dir": folder,
-                # Without a dashboard nobody can look at them, and they cost part of each call.
-                "_system_config": {"task_events_report_interval_ms": 0},
             }
+            if not has_timeline:
+                # Without a dashboard nobody can look at them, and they cost part of each call.
+                options["_system_config"] = {"task_events_report_interval_ms": 0}
         after.callback(ray.shutdown)
         try:
             with _starting(options.get("_temp_dir")):
                 ray.init(**options)
         except Exception as error:
             what = "a private Ray did not start" if address is None else f"no Ray at {address}"
-            line = " ".join(str(error).split())
-            raise WinnowError(f"cluster.address: {what}: {line[:300]}") from error
+            line = " ".join(str(error).split())[:300]
+            if runtime_env and isinstance(error, ValueError | TypeError):
+                raise ConfigError(f"cluster.runtime_env: {line}") from error
+            raise WinnowError(f"cluster.address: {what}: {line}") from error
         yield
+
+
+def _checked(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `runtime_env` that Ray can read; whether its files are there shows later."""
+    try:
+        return dict(ray_module().runtime_env.RuntimeEnv(**runtime_env))
+    except (ValueError, TypeError) as error:
+        line = " ".join(str(error).split())[:300]
+        raise ConfigError(f"cluster.runtime_env: {line}") from error
+
+
+def write_timeline(path: Path) -> None:
+    """Write what all workers did so far, for chrome://tracing; where that fails, only say why."""
+    ray = ray_module()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(ray.timeline()).encode())
+    except (OSError, RuntimeError, WinnowError, ray.exceptions.RayError) as error:
+        log.warning("cluster.timeline_file: no timeline: %s", error)
 
 
 Resources = dict[str, float]
@@ -276,10 +314,16 @@ def _reach(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _guarded_folder() -> Iterator[str]:
+def _guarded_folder(root: str | None) -> Iterator[str]:
     """Make a folder for a private Ray, and start its guardian, which ends what is left."""
-    root = tempfile.gettempdir()
-    root = root if len(root) <= _LONGEST_FOLDER else "/tmp"
+    if root is None:
+        root = tempfile.gettempdir()
+        root = root if len(root) <= _LONGEST_FOLDER else "/tmp"
+    elif len(root := os.path.abspath(root)) > _LONGEST_FOLDER or not os.access(root, os.W_OK):
+        raise ConfigError(
+            f"cluster.init.temp_dir must be a folder that can be written to, its path at most "
+            f"{_LONGEST_FOLDER} characters (Ray's sockets lie in it), got {root}"
+        )
     folder = tempfile.mkdtemp(prefix="winnow-ray-", dir=root)
     guardian = subprocess.Popen(
         [sys.executable, "-P", "-m", "winnow.workers.ray.guardian", folder],
