@@ -46,7 +46,8 @@ from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
 from winnow.learning.strategy import LossResult, Strategy, local
 from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.lora import add_lora
-from winnow.models.value import load_value_model
+from winnow.models.value import load_reward_model, load_value_model
+from winnow.runs.scoring_ranks import scores_of
 
 EXACT = torch.float64
 CPU = torch.device("cpu")
@@ -219,7 +220,7 @@ def test_a_frozen_model_answers_on_ranks_as_it_does_alone(ranks: Ranks, kind: st
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models as folders, of one file or several."""
     root = tmp_path_factory.mktemp("folders")
-    for kind in ("tied", "untied", "critic"):
+    for kind in ("tied", "untied", "critic", "reward model"):
         model: Any = model_of(kind, torch.float32)
         size = "20KB" if kind == "untied" else "5GB"
         model.save_pretrained(root / kind, max_shard_size=size)
@@ -290,6 +291,41 @@ def test_a_model_read_in_shards_is_the_one_that_is_loaded_whole(
         assert_equal(weights[1], weights[0])
         assert_equal(outputs[1], outputs[0])
         assert stats[1:] == stats[:1]
+
+
+CONVERSATIONS = [np.arange(3, 3 + length) % VOCABULARY for length in (9, 2, 31, 5, 17, 10, 64)]
+"""More than fit evenly on any number of ranks, and of one some ranks get none."""
+LAYOUTS = [((1, 2), False), ((1, 4), False), ((2, 2), False), ((4, 1), False), ((1, 4), True)]
+"""Replicas, shards; and whether weights lie in the host's memory."""
+
+
+def scored(strategy: Strategy) -> list[list[float]]:
+    """Of all together, of each alone, of five, of one, with all that a rank may be left without."""
+    asked = [(7, 9999), (7, 1), (7, 40), (5, 1), (1, 9999)]
+    return [scores_of(strategy, CONVERSATIONS[:count], budget) for count, budget in asked]
+
+
+def scored_on_rank(folder: str, dtype: torch.dtype) -> list[list[list[float]]]:
+    found = []
+    for shape, offload in LAYOUTS:
+        model = load_reward_model(folder, dtype, CPU, hollow=True)
+        assert max(p.untyped_storage().nbytes() for p in model.parameters()) <= 8
+        found.append(scored(FSDP2Strategy(model, mesh_of(shape), Sharding(offload=offload))))
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(EXACT, 3e-7), (torch.float32, 3e-6)])
+def test_a_reward_model_scores_on_ranks_as_alone(
+    ranks: Ranks, folders: dict[str, Path], dtype: torch.dtype, tolerance: float
+) -> None:
+    folder = str(folders["reward model"])
+    wanted = scored(Strategy(load_reward_model(folder, dtype, CPU)))
+    assert len({round(score, 3) for score in wanted[1]}) == len(CONVERSATIONS)
+    for of_rank in ranks.run(scored_on_rank, folder, dtype):
+        for layout, found in zip(LAYOUTS, of_rank, strict=True):
+            assert found[1] == wanted[1], layout  # run alone, wherever: the same bits
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert ours == pytest.approx(theirs, rel=0, abs=tolerance), layout
 
 
 def memory_of_loading(folder: str) -> tuple[float, float]:

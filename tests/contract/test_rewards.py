@@ -328,6 +328,7 @@ MODELS = [
     *("reward/judge=openai", "reward.judge.model=m", "reward.judge.cache=none"),
     *("reward/model=sequence_classifier", "run.threads=1", "reward.workers=1"),
 ]
+SHARDED = {"sharded": ["reward/model/strategy=fsdp2"]}
 ASKED = ["#1359", "#1395", "1|539;3|59;5|9;9|#1359", "#1", "#2", "9" * 40]
 
 
@@ -339,7 +340,7 @@ def test_models_are_asked_alike_and_one_that_is_killed_ends_it(
     figures: dict[str, dict[str, int]] = {}
     with serving([judging()]) as server:
         own = [f"reward.model.path={model}", f"reward.judge.base_url={server.url}/v1", *OVERLONG]
-        for kind, more in KINDS.items():
+        for kind, more in (KINDS | SHARDED).items():
             before = children()
             with placed(recipe("quickstart", *MODELS, *own, *more), policy) as (rewards, others):
                 rewards.check_sources(["sort_digits"])
@@ -350,16 +351,19 @@ def test_models_are_asked_alike_and_one_that_is_killed_ends_it(
                 figures[kind] = rewards.figures()
                 assert rewards.figures() == zero
                 if others():
-                    kill_one(rewards, answers, children() - before)
+                    name = "reward" if kind == "apart" else "reward model"
+                    kill_one(rewards, answers, children() - before, name)
             assert gone(children() - before), kind
     assert found["here"] == found["apart"]
+    assert found["here"] == found["sharded"]
     assert len({score[0] for score in found["here"]}) == len(ASKED)
     assert figures["here"] == figures["apart"]
     assert figures["apart"]["judge/requests"] == len(ASKED)
 
 
-def kill_one(rewards: Rewards, answers: Answers, processes: set[int]) -> None:
-    """SIGKILL for one of those that score, while it does."""
+def kill_one(rewards: Rewards, answers: Answers, processes: set[int], name: str) -> None:
+    """SIGKILL for one of those that score, while it does; `name` is what they are called."""
+    line = rf"^{name}\[[01]\] was killed by SIGKILL [^\n]*; the log has its last lines$"
     victims = [
         p for p in processes if "winnow.workers.child" in Path(f"/proc/{p}/cmdline").read_text()
     ]
@@ -369,9 +373,9 @@ def kill_one(rewards: Rewards, answers: Answers, processes: set[int]) -> None:
         asked = asyncio.ensure_future(answers.score(rewards, ["x" * 40] * 200))
         await asyncio.sleep(0)
         os.kill(max(victims), signal.SIGKILL)
-        with pytest.raises(WorkerError, match=r"reward\[[01]\] was killed by SIGKILL"):
+        with pytest.raises(WorkerError, match=line):
             await asked
-        with pytest.raises(WorkerError, match=r"reward\[[01]\] was killed by SIGKILL"):
+        with pytest.raises(WorkerError, match=line):
             await answers.score(rewards, ["x"])
 
     asyncio.run(run())

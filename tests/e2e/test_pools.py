@@ -1,4 +1,5 @@
-"""A run whose ranks and engines share slots on Ray is the run that has them apart."""
+"""A run whose ranks and engines share slots on Ray is the run that has them apart; so is one whose
+reward model is sharded over ranks of its own, in a pool of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.kill import STEPS, differences
+from tests.processes import workers_of
 from tests.ray_nodes import ray_nodes
+from tests.reward_models import classifier_folder
 from tests.small_models import digits_folder
 from tests.winnow_command import in_this_process
 
@@ -28,14 +31,20 @@ SETTINGS = (
     *("trainer.mini_batch_groups=2", "optim.warmup_steps=1", "evaluation.every=3"),
     *("evaluation.n=1", "run.threads=1", "observe.console=off"),
     *("trainer/strategy=fsdp2", "rollout.engine.processes=2"),
+    "sampling.score_lag_ticks=16",
 )
+JUDGED = "reward/model=sequence_classifier", "reward.model.path=judge"
+"""In the run's own process."""
 POOLS = """
 defaults: [quickstart]
 cluster:
   name: ray
   pools:
     all: {nodes: 2}
-  roles: {policy: all, rollout: all}
+    judges: {nodes: 2}
+  roles: {policy: all, rollout: all, reward_model: judges}
+reward:
+  model: {name: sequence_classifier, path: judge, strategy: {name: fsdp2}}
 """
 
 
@@ -58,10 +67,11 @@ def test_colocation_changes_no_bit_and_the_driver_opens_no_gpu(
         raise AssertionError("the driver opened a GPU")
 
     digits_folder(tmp_path / "model")
+    classifier_folder(tmp_path / "judge")
     (tmp_path / "score.py").write_text(SCORER)
     (tmp_path / "pooled.yaml").write_text(POOLS)
-    train(tmp_path, "quickstart", "apart")
-    with ray_nodes({"num_cpus": 2}, {"num_cpus": 2}) as address:
+    train(tmp_path, "quickstart", "apart", *JUDGED)
+    with ray_nodes({"num_cpus": 3}, {"num_cpus": 3}) as address:
         # As where this process sees GPUs that it is to leave to others.
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "_lazy_init", opened)
@@ -72,3 +82,6 @@ def test_colocation_changes_no_bit_and_the_driver_opens_no_gpu(
     norms = [line["actor/grad_norm"] for line in read_metrics(apart / "metrics.jsonl")[1:]]
     assert len(norms) == STEPS
     assert min(norms) > 0
+    assert {"reward model[0]", "reward model[1]"} <= {*workers_of(together)} - {*workers_of(apart)}
+    scored = [line for line in read_metrics(together / "metrics.jsonl") if line["step"]]
+    assert all(r["score/parts/model/min"] < r["score/parts/model/max"] for r in scored)

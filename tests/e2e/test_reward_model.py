@@ -114,7 +114,7 @@ def test_held_out_answers_are_judged_where_the_recipe_asks(home: Path) -> None:
     winnow(home, "eval", "runs/whole").check()
     answers = home / "runs/whole/eval" / f"checkpoint-{STEPS}.parquet"
     assert "part/taste" not in read_rollouts(answers).column_names
-    judged = ["reward.model.in_evaluation=true", "--out", "judged"]
+    judged = ["reward.model.in_evaluation=true", "reward/model/strategy=fsdp2", "--out", "judged"]
     winnow(home, "eval", "runs/whole", *judged).check()
     rows = read_rollouts(home / "judged/answers.parquet").to_pylist()
     assert all(row["part/taste"] is not None for row in rows)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
 from winnow.config.base import Dtype, EnvironmentName, Section, web_address
+from winnow.config.trainer import Sharded, WholeModels
 
 BUILT_IN = ("correctness", "quality")
 """Templates by name; their texts are in `winnow.rewards.judge_prompt`."""
@@ -36,6 +37,13 @@ class NoRewardModel(Section):
     """Rules, or your own function, score alone."""
 
     name: Literal["none"] = "none"
+
+
+class ShardedScorer(Sharded):
+    """The model sharded over processes that only score (PyTorch's `fully_shard`); see
+    docs/ranks.md."""
+
+    at: ClassVar[str] = "reward.model.strategy"
 
 
 class SequenceClassifier(Section):
@@ -66,6 +74,8 @@ class SequenceClassifier(Section):
     answer at a time, because the last bits depend on what is packed together."""
     in_evaluation: bool = False
     """Score held-out answers, too; their accuracy remains the rule's."""
+    strategy: Annotated[WholeModels | ShardedScorer, Field(discriminator="name")] = WholeModels()
+    """Placement of the model's weights."""
 
     @field_validator("chat_template")
     @classmethod
@@ -76,6 +86,12 @@ class SequenceClassifier(Section):
 
 
 RewardModel = Annotated[NoRewardModel | SequenceClassifier, Field(discriminator="name")]
+
+
+def sharding_of(model: RewardModel) -> ShardedScorer | None:
+    """Return how a reward model is sharded; None where it is whole, or there is none."""
+    chosen = model.strategy if isinstance(model, SequenceClassifier) else None
+    return chosen if isinstance(chosen, ShardedScorer) else None
 
 
 class BuiltInParse(Section):

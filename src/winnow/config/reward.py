@@ -16,6 +16,7 @@ from winnow.config.judge import (
     PartName,
     RewardModel,
     SequenceClassifier,
+    sharding_of,
 )
 
 
@@ -264,6 +265,13 @@ class RewardConfig(Section):
         yield from self._missing_models()
         yield from self._repeated_parts()
         yield from self._unfit_manager()
+        if self.processes and sharding_of(self.model) is not None:
+            yield (
+                f"reward.processes={self.processes} hold a whole reward model each, and "
+                "reward/model/strategy=fsdp2 shards it over processes of its own, which the run's "
+                "process asks; set reward.processes=0 (reward.workers takes your function apart), "
+                "or reward/model/strategy=single"
+            )
         for (section, key), limit in shared_limits(self).items():
             if limit < self.processes:
                 yield (

@@ -17,6 +17,7 @@ from winnow.config.algorithm import (
     OptimalTokenBaselineAdvantage,
 )
 from winnow.config.data import Demonstrations, NoTask, SortDigitsTask
+from winnow.config.judge import sharding_of
 from winnow.config.model import SftWarmStart
 from winnow.config.rollout import BandFilter, HttpEngineConfig, VarianceFilter, VllmEngineConfig
 from winnow.config.root import Config
@@ -81,11 +82,12 @@ def _uncorrected(config: Config) -> Iterator[str]:
 
 def workers_of(config: Config) -> dict[str, int]:
     """Return the number of processes of each role; 0: the run's own process does its work."""
-    strategy = config.trainer.strategy
+    strategy, scorer = config.trainer.strategy, sharding_of(config.reward.model)
     return {
         "policy": strategy.ranks if isinstance(strategy, Fsdp2) else 0,
         "rollout": _engines(config),
         "reward": config.reward.processes,
+        "reward_model": 0 if scorer is None else scorer.ranks,
     }
 
 
@@ -354,10 +356,11 @@ def _engine(c: Config) -> Iterator[str]:
         )
 
 
-_COUNTS = {
+COUNTS = {
     "policy": "trainer.strategy.ranks",
     "rollout": "rollout.engine.processes",
     "reward": "reward.processes",
+    "reward_model": "reward.model.strategy.ranks",
 }
 """Key that gives the number of workers of each role."""
 
@@ -389,12 +392,12 @@ def _placement(c: Config) -> Iterator[str]:
         if slots != workers[role] or (name and not slots):
             yield (
                 f"cluster.roles.{role}={name or 'null'} has {slots} slots in cluster.pools "
-                f"({names}), and {_COUNTS[role]} asks for {workers[role]}; name a pool whose nodes "
-                f"x per_node is {workers[role]} (null for 0), or change {_COUNTS[role]}"
+                f"({names}), and {COUNTS[role]} asks for {workers[role]}; name a pool whose nodes "
+                f"x per_node is {workers[role]} (null for 0), or change {COUNTS[role]}"
             )
     engine, shared = c.rollout.engine, roles["rollout"]
     if isinstance(engine, VllmEngineConfig) and engine.tensor_parallel > 1 and shared:
-        for role in (role for role in ("policy", "reward") if roles[role] == shared):
+        for role in [r for r, name in roles.items() if name == shared and r != "rollout"]:
             yield (
                 f"{_given(c, 'rollout.engine.tensor_parallel')} takes several GPUs a slot, which "
                 f"cluster.roles.rollout={shared} shares with {role}; give it a pool of its own"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,36 +11,49 @@ from winnow.config.base import Aggregation, Decay, Dtype, Section
 
 
 class WholeModels(Section):
-    """Whole models in the run's own process."""
+    """Whole models, in the process that runs them."""
 
     name: Literal["single"] = "single"
 
 
-class Fsdp2(Section):
-    """Models sharded over several processes (PyTorch's `fully_shard`); see docs/ranks.md."""
+class Sharded(Section):
+    """A model sharded over processes that do nothing else (PyTorch's `fully_shard`); see
+    docs/ranks.md."""
 
+    at: ClassVar[str]
+    """Key of the section."""
     name: Literal["fsdp2"] = "fsdp2"
     ranks: int = Field(2, ge=1)
     """Processes, each with its share of the weights and of the work."""
     replicas: int = Field(1, ge=1)
     """Groups of ranks that hold all weights each (HSDP); a divisor of ranks."""
+    offload: bool = False
+    """Keep what a rank holds (weights, gradients, optimizer state) in the host's memory, and step
+    there."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.ranks % self.replicas:
+            yield (
+                f"{self.at}.ranks={self.ranks} cannot be cut into {self.at}.replicas="
+                f"{self.replicas} groups of ranks; use a divisor of ranks"
+            )
+
+
+class Fsdp2(Sharded):
+    """Models sharded over several processes (PyTorch's `fully_shard`); see docs/ranks.md."""
+
+    at: ClassVar[str] = "trainer.strategy"
     sequence: int = Field(1, ge=1)
     """Neighbouring ranks that run each micro-batch together, a part of its tokens each (Ulysses
     sequence parallelism); a divisor of ranks and of the attention heads."""
     reshard_after_forward: bool = True
     """Drop a layer's gathered weights after its forward pass and gather them again for the backward
     pass; false keeps them: faster, more memory."""
-    offload: bool = False
-    """Keep weights, gradients and optimizer state in the host's memory, and step there."""
     bucket_mb: int = Field(64, ge=1)
     """MiB of weights that are whole at once while they are sent to the engine; at most 64 are."""
 
     def conflicts(self) -> Iterator[str]:
-        if self.ranks % self.replicas:
-            yield (
-                f"trainer.strategy.ranks={self.ranks} cannot be cut into "
-                f"trainer.strategy.replicas={self.replicas} groups of ranks; use a divisor of ranks"
-            )
+        yield from super().conflicts()
         if self.ranks % self.sequence:
             yield (
                 f"trainer.strategy.ranks={self.ranks} cannot be cut into groups of "
@@ -240,6 +253,8 @@ class RolesConfig(Section):
     """Pool of the engines (rollout.engine.processes)."""
     reward: str | None = None
     """Pool of the processes that score (reward.processes)."""
+    reward_model: str | None = None
+    """Pool of the reward model's own ranks (reward/model/strategy=fsdp2)."""
 
 
 Packages = str | tuple[str, ...] | dict[str, Any] | None

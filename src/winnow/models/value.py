@@ -77,8 +77,12 @@ def load_reward_model(
     device: torch.device,
     trust_remote_code: bool = False,
     field: str = "reward.model.path",
+    hollow: bool = False,
 ) -> PreTrainedModel:
     """Load a sequence classifier with one label, frozen, with Winnow's attention.
+
+    Args:
+        field, hollow: as `load_causal_lm` takes them.
 
     Raises:
         ModelError: no such folder, no usable or not all weights (the head is one of them),
@@ -87,7 +91,8 @@ def load_reward_model(
     from transformers.modeling_layers import GenericForSequenceClassification
 
     where = find_model(path, field, dtype, trust_remote_code)
-    model, loading = _load(where, GenericForSequenceClassification, dtype, trust_remote_code)
+    kind = GenericForSequenceClassification
+    model, loading = _load(where, kind, dtype, trust_remote_code, hollow)
     check_weights(where, loading)
     return cast("PreTrainedModel", settled(model, where, device).requires_grad_(False))
 

@@ -185,6 +185,9 @@ class Judge:
         RewardError: the key is missing, or the cache cannot be used. Nothing is connected yet.
     """
 
+    takes_time = True
+    """Scores come later."""
+
     def __init__(self, config: OpenAiJudge, backoff_s: float = 1.0) -> None:
         self.config = config
         self._prompt = JudgePrompt(config)

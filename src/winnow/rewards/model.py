@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 Forward = Callable[[Sequence[IntArray]], Sequence[float]]
 """From the token ids of sequences to a number for each."""
+Asking = Callable[[Sequence[IntArray]], Awaitable[Sequence[float]]]
+"""The same by other processes, while the event loop goes on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,14 +40,17 @@ class _Waiting:
 
 
 class ModelScorer:
-    """Scores answers by a model in this process, in the event loop's thread.
+    """Scores answers by a model in this process, in the event loop's thread, or in others.
+
+    Others are asked for what waits, one call after the other.
 
     Args:
         config: what the model's number is called, and what it counts for.
-        forward: runs the model.
+        forward: runs the model here; or None, and `asking` has others run it.
         pad_token_id: the model's, if it has one.
         positions: tokens that it takes, if that is known.
-        one_by_one: make a call for each answer.
+        one_by_one: make a call for each answer, where the model is here.
+        asking: has others run the model.
 
     Raises:
         ModelError: there is no template, or `max_tokens` is beyond `positions`.
@@ -54,14 +59,16 @@ class ModelScorer:
     def __init__(
         self,
         config: SequenceClassifier,
-        forward: Forward,
+        forward: Forward | None,
         tokenizer: PreTrainedTokenizerBase,
         pad_token_id: int | None,
         positions: int | None,
         one_by_one: bool,
+        asking: Asking | None = None,
     ) -> None:
         self.config = config
-        self._forward, self._tokenizer = forward, tokenizer
+        self._forward, self._asking, self._tokenizer = forward, asking, tokenizer
+        self._task: asyncio.Task[None] | None = None
         self._pad_token_id, self._one_by_one = pad_token_id, one_by_one
         self._waiting: list[_Waiting] = []
         self.scored = 0
@@ -77,6 +84,11 @@ class ModelScorer:
                 f"{positions} positions ({config.path}); lower it"
             )
         self._limit_tokens = config.max_tokens or positions
+
+    @property
+    def takes_time(self) -> bool:
+        """True where scores come later."""
+        return self._asking is not None
 
     def check(self, prompt: Prompt) -> None:
         """Check before training that a prompt can be encoded.
@@ -108,20 +120,37 @@ class ModelScorer:
         return verdict
 
     def _run(self) -> None:
-        waiting = [each for each in self._waiting if not each.verdict.done()]  # not cancelled
-        self._waiting = []
+        if self._asking is not None:
+            if self._task is None or self._task.done():
+                self._task = asyncio.get_running_loop().create_task(self._run_apart(self._asking))
+            return
+        assert self._forward is not None
+        waiting = self._taken()
         calls = [[each] for each in waiting] if self._one_by_one else [waiting] if waiting else []
         try:
             for call in calls:
-                values = self._forward([each.ids for each in call])
-                for each, value in zip(call, values, strict=True):
-                    said = value if math.isfinite(value) else _failure(f"its score is {value}")
-                    each.verdict.set_result(said)
-                self.scored += len(call)
-        except Exception as error:  # belongs to those who wait, who would wait for ever
-            for each in waiting:
-                if not each.verdict.done():
-                    each.verdict.set_exception(error)
+                self._settle(call, self._forward([each.ids for each in call]))
+        except Exception as error:
+            _refuse(waiting, error)
+
+    async def _run_apart(self, asking: Asking) -> None:
+        while waiting := self._taken():  # with what has come meanwhile
+            try:
+                self._settle(waiting, await asking([each.ids for each in waiting]))
+            except Exception as error:
+                _refuse(waiting, error)
+
+    def _taken(self) -> list[_Waiting]:
+        """Return what waits, from now on without it."""
+        waiting, self._waiting = self._waiting, []
+        return [each for each in waiting if not each.verdict.done()]  # not cancelled
+
+    def _settle(self, call: Sequence[_Waiting], values: Sequence[float]) -> None:
+        for each, value in zip(call, values, strict=True):
+            said = value if math.isfinite(value) else _failure(f"its score is {value}")
+            if not each.verdict.done():
+                each.verdict.set_result(said)
+        self.scored += len(call)
 
     def _encode(self, prompt: Prompt, answer: str) -> IntArray:
         """Return the [L] ids up to the last that is not padding: the one whose state is scored.
@@ -168,6 +197,13 @@ class ModelScorer:
                 f"its chat template fails: {reason}; mend it, or set reward.model.chat_template"
             ) from error
         return str(text)
+
+
+def _refuse(waiting: Sequence[_Waiting], error: Exception) -> None:
+    """Tell an error to those it belongs to, who would wait for ever."""
+    for each in waiting:
+        if not each.verdict.done():
+            each.verdict.set_exception(error)
 
 
 def _failure(reason: str) -> Failure:

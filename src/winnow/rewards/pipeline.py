@@ -132,7 +132,7 @@ class RewardPipeline:
     def takes_time(self, data_sources: Iterable[str]) -> bool:
         """Return whether scores of these sources come later, from scorers beside the engine."""
         return (
-            self._judge is not None
+            any(model.takes_time for model in self._models)
             or self._manager.takes_time(data_sources)
             or any(self._rules.is_late(scorer) for _, scorer in self._further[True])
         )

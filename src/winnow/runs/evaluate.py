@@ -27,6 +27,7 @@ from rich.text import Text
 import winnow
 from winnow.config.data import DataConfig, NoTask
 from winnow.config.files import evaluation_recipe
+from winnow.config.judge import NoRewardModel
 from winnow.config.load import load_recipe, resolve_recipe
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.reward import RewardConfig
@@ -72,12 +73,12 @@ from winnow.runs.checkpoint import (
 )
 from winnow.runs.loading import Policies, load_policy
 from winnow.runs.process import ShutdownSignal, Stopped
-from winnow.runs.rewarding import make_rewards
 from winnow.runs.topology import (
     check_engine,
     engine_of,
     has_engines_apart,
     other_processes,
+    placed_rewards,
     uses_device,
 )
 
@@ -183,7 +184,7 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
             policy = load_policy(config, subject.model, device, hollow=holds_none)
             others = held.enter_context(other_processes(config, policy, None))
             engine = engine_of(config, policy, others())
-            rewards = make_rewards(config, device, policy.decode, False)
+            rewards = placed_rewards(config, policy, others, training=False)
             held.callback(rewards.close)
             held_out = evaluation_prompts(config.data, policy.tokenizer)
             evaluator = make_evaluator(
@@ -480,6 +481,8 @@ def _writing(config: Config, is_told: bool) -> tuple[Config, str]:
         "trainer": {"mode": SyncMode(), "strategy": WholeModels()},
         "reward": {"processes": 0},
     }
+    if not getattr(config.reward.model, "in_evaluation", True):
+        sections["reward"]["model"] = NoRewardModel()
     settled = {
         name: getattr(config, name).model_copy(update=update) for name, update in sections.items()
     }

@@ -54,5 +54,5 @@ def check_start(config: Config) -> None:
 def starting(config: Config) -> list[str]:
     """Say which processes are about to start; nothing where all is done in this one."""
     what = [f"{number} for {role}" for role, number in workers_of(config).items() if number]
-    words = ", ".join(what)
+    words = ", ".join(what).replace("_", " ")
     return [f"Starting processes, {words}: half a minute, longer for large models"] if what else []

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from winnow.config.algorithm import GaeAdvantage, NoKl
+from winnow.config.judge import ShardedScorer
 from winnow.config.load import differing_keys
 from winnow.config.root import Config
 from winnow.config.rules import workers_of
@@ -33,6 +34,7 @@ _MAY_CHANGE: dict[str, set[str]] = {
     "data": {"train_files", "eval_files"},
     "data.task": {"eval_problems"},
     "reward": {"workers", "processes", "memory_mb", "timeout_s"},
+    "reward.model.strategy": {*ShardedScorer.model_fields},
     # Who asks the judge, where, how fast, and where replies are kept.
     "reward.judge": {
         *("base_url", "api_key_env", "cache", "max_concurrent", "retries", "timeout_s"),

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2
@@ -40,6 +39,7 @@ from winnow.runs.build_learner import make_learner
 from winnow.runs.checkpoint import Snapshot, this_machine
 from winnow.runs.loading import check_finite, load_policy_model
 from winnow.runs.metrics import Passes
+from winnow.runs.scoring_ranks import join_ranks
 from winnow.runs.state import Save
 from winnow.types import Group
 from winnow.workers.array_refs import SplitResult, fetch
@@ -103,7 +103,7 @@ class LearnerWorker:
         assert isinstance(strategy, Fsdp2)
         self._is_first = rank.rank == 0
         self._profiler = profiler_of(config, "learner", rank.rank)
-        mesh, self._host_mesh = _join(rank, config.run.threads, strategy.replicas)
+        mesh, self._host_mesh = join_ranks(rank, config.run.threads, strategy.replicas)
         # Of its own, so that saving and the next step do not take each other's messages.
         self._saving = dist.new_group(backend="gloo")
         model = load_policy_model(
@@ -233,25 +233,6 @@ class LearnerWorker:
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, peak)
         metrics.max("ranks/peak_gib", max(peaks) / 2**30)
-
-
-def _join(rank: RankInfo, threads: int | None, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """Meet the other ranks; returns a mesh of their devices, and one of their hosts."""
-    if rank.device_index is not None:
-        torch.cuda.set_device(rank.device_index)
-    elif threads is not None:
-        torch.set_num_threads(threads)
-    kind = "cpu" if rank.device_index is None else "cuda"
-    dist.init_process_group(
-        "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=f"tcp://{rank.master_address}:{rank.master_port}",
-        rank=rank.rank,
-        world_size=rank.size,
-    )
-    shape: tuple[int, ...] = (rank.size,) if replicas == 1 else (replicas, rank.size // replicas)
-    names = None if replicas == 1 else ("replicate", "shard")
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
-    return mesh, mesh if kind == "cpu" else init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 class RemoteLearner:

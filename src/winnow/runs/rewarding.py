@@ -7,7 +7,7 @@ there is a reward model only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from winnow.config.judge import NoRewardModel, OpenAiJudge, SequenceClassifier
 from winnow.config.model import ModelConfig
@@ -19,32 +19,41 @@ from winnow.types import IntArray
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from winnow.rewards.model import ModelScorer
     from winnow.rewards.remote_pipeline import PipelineWorker
+    from winnow.workers.group import WorkerGroup
     from winnow.workers.host import RankInfo
 
 
 def make_rewards(
-    config: Config, device: torch.device | str, decode: Decode | None = None, training: bool = True
+    config: Config,
+    device: torch.device | str,
+    decode: Decode | None = None,
+    training: bool = True,
+    ranks: WorkerGroup | None = None,
 ) -> Rewards:
     """Make the scorers, with workers where they run apart, and the models that judge; close it.
 
     Args:
         decode: reads the tokens of answers that come without a text.
         training: else a model that scores only in training is left out.
+        ranks: hold the reward model (`RewardModelWorker`); None loads it here.
 
     Raises:
         RewardError: a scorer's name, the user's file, or the judge's key or cache is wrong.
         ModelError: the reward model is not usable.
     """
-    pipeline = make_pipeline(config, device, decode, training)
+    pipeline = make_pipeline(config, device, decode, training, ranks)
     return Rewards(config.reward, pipeline, asked_models(config.reward, training))
 
 
 def make_pipeline(
-    config: Config, device: torch.device | str, decode: Decode | None, training: bool = True
+    config: Config,
+    device: torch.device | str,
+    decode: Decode | None,
+    training: bool = True,
+    ranks: WorkerGroup | None = None,
 ) -> RewardPipeline:
     """Make a reward pipeline; arguments and errors are those of `make_rewards`."""
     model, judge = None, None
@@ -56,7 +65,7 @@ def make_pipeline(
         else:
             budget = section.microbatch_tokens or config.trainer.microbatch_tokens
             deterministic = config.run.deterministic
-            model = make_model_scorer(section, config.model, device, budget, deterministic)
+            model = make_model_scorer(section, config.model, device, budget, deterministic, ranks)
     return RewardPipeline(config.reward, config.rollout.max_response_tokens, model, judge, decode)
 
 
@@ -96,6 +105,7 @@ def make_model_scorer(
     device: torch.device | str,
     microbatch_tokens: int,
     deterministic: bool,
+    ranks: WorkerGroup | None = None,
 ) -> ModelScorer:
     """Load the reward model and all it takes to ask it.
 
@@ -103,6 +113,7 @@ def make_model_scorer(
         policy: gives what `config` leaves open.
         microbatch_tokens: packed tokens run at once.
         deterministic: run each answer alone.
+        ranks: as for `make_rewards`.
 
     Raises:
         ModelError: it is no sequence classifier with one label, is damaged, has no tokenizer or
@@ -111,45 +122,33 @@ def make_model_scorer(
     import torch
 
     from winnow.data.tokenizer import load_tokenizer
-    from winnow.learning.strategy import Strategy, score_sequences
+    from winnow.learning.strategy import Strategy
     from winnow.models.causal_lm import torch_dtype
     from winnow.models.value import load_reward_model
-    from winnow.rewards.model import ModelScorer
+    from winnow.rewards.model import Asking, Forward, ModelScorer
+    from winnow.runs.scoring_ranks import asking, facts_of, scores_of
 
     field = "reward.model.tokenizer" if config.tokenizer else "reward.model.path"
-    tokenizer = load_tokenizer(
-        config.tokenizer or config.path, policy.trust_remote_code, field, ends_answers=False
-    )
-    dtype = torch_dtype(config.dtype or policy.dtype)
-    model = load_reward_model(config.path, dtype, torch.device(device), policy.trust_remote_code)
-    _check(config.path, model, tokenizer)
-    own: Any = model.config
-    positions = getattr(own, "max_position_embeddings", None)
-    strategy = Strategy(model)
+    trust, dtype = policy.trust_remote_code, torch_dtype(config.dtype or policy.dtype)
+    tokenizer = load_tokenizer(config.tokenizer or config.path, trust, field, ends_answers=False)
+    here: Forward | None = None
+    there: Asking | None = None
+    if ranks is None:
+        model = load_reward_model(config.path, dtype, torch.device(device), trust)
+        facts, strategy = facts_of(config.path, model), Strategy(model)
 
-    def forward(sequences: Sequence[IntArray]) -> list[float]:
-        return cast("list[float]", score_sequences(strategy, sequences, microbatch_tokens).tolist())
+        def here(sequences: Sequence[IntArray]) -> list[float]:
+            return scores_of(strategy, sequences, microbatch_tokens)
 
-    return ModelScorer(
-        config,
-        forward,
-        tokenizer,
-        pad_token_id=own.get_text_config().pad_token_id,
-        positions=positions if isinstance(positions, int) else None,
-        one_by_one=deterministic,
-    )
-
-
-def _check(path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    for name, parameter in model.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            raise ModelError(
-                f"reward.model.path {path}: {name} holds NaN or infinity; use another model"
-            )
-    tokens = max(tokenizer.get_vocab().values()) + 1
-    embedded = cast(int, cast(Any, model.config).get_text_config().vocab_size)
-    if tokens > embedded:
+    else:
+        facts = ranks.ask("facts")[0]
+        there = asking(ranks, 1 if deterministic else microbatch_tokens)
+    if (tokens := max(tokenizer.get_vocab().values()) + 1) > facts.embedded_tokens:
         raise ModelError(
-            f"reward.model.path {path}: the tokenizer has {tokens} tokens, the model only "
-            f"{embedded}; give the tokenizer that belongs to the model in reward.model.tokenizer"
+            f"reward.model.path {config.path}: the tokenizer has {tokens} tokens, the model only "
+            f"{facts.embedded_tokens}; give the tokenizer that belongs to the model in "
+            "reward.model.tokenizer"
         )
+    return ModelScorer(
+        config, here, tokenizer, facts.pad_token_id, facts.positions, deterministic, there
+    )

@@ -2,7 +2,8 @@
 
 The learning side is in the run's process, or sharded over ranks; answers are written by an engine
 in the run's process, or by several in processes of their own. Where neither is in the run's
-process, it holds no weights. What scores is in the run's process, or whole in each of several.
+process, it holds no weights. What scores is in the run's process, or whole in each of several; a
+reward model may be sharded over ranks of its own, which the run's process asks.
 Processes are started on this machine or on a Ray cluster:
 
 | role | class | groups |
@@ -10,6 +11,7 @@ Processes are started on this machine or on a Ray cluster:
 | policy | `LearnerWorker` | one, of the ranks that train |
 | rollout | of `ENGINES` | one an engine: it may die and leave the others |
 | reward | `PipelineWorker` | one, of whole reward pipelines |
+| reward_model | `RewardModelWorker` | one, of the ranks of the reward model |
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from winnow.config.judge import NoRewardModel, SequenceClassifier
+from winnow.config.judge import NoRewardModel, SequenceClassifier, sharding_of
 from winnow.config.model import LoraAdapter
 from winnow.config.rollout import (
     CustomEngine,
@@ -33,7 +35,7 @@ from winnow.config.rollout import (
     VllmEngineConfig,
 )
 from winnow.config.root import Config
-from winnow.config.rules import longest_tokens, workers_of
+from winnow.config.rules import COUNTS, longest_tokens, workers_of
 from winnow.config.trainer import Fsdp2, LocalCluster, PoolConfig, RayCluster
 from winnow.data.tokenizer import decoder
 from winnow.errors import ConfigError
@@ -66,6 +68,7 @@ Launch = Callable[[str, Mapping[str, Any], int], "Starting"]
 CLASSES = {
     "policy": "winnow.runs.remote_learner:LearnerWorker",
     "reward": "winnow.runs.rewarding:make_pipeline_worker",
+    "reward_model": "winnow.runs.scoring_ranks:RewardModelWorker",
 }
 ENGINES = {
     "torch": "winnow.rollout.remote_engine:TorchEngineWorker",
@@ -111,19 +114,20 @@ def other_processes(
 
     common = {"config": config, "tokenizer": policy.tokenizer_folder}
     model = {"path": policy.path, "start": start, "vocabulary": policy.vocabulary}
-    arguments = {
+    arguments: dict[str, Mapping[str, Any]] = {
         "policy": common | model,
         "reward": common,
+        "reward_model": {"config": config},
         "rollout": _engine_arguments(config, policy, start) if counts["rollout"] else {},
     }
     roles = ["rollout"] * counts["rollout"]
-    roles += [role for role in ("reward", "policy") if counts[role]]
+    roles += [role for role in ("reward", "reward_model", "policy") if counts[role]]
     trains = counts["policy"] > 0 or policy.device.type != "cpu"
     with contextlib.closing(WorkerGroups()) as groups, launcher(config, groups, trains) as launch:
 
         def own(role: str, number: int) -> Mapping[str, Any]:
             profiler = profiler_of(config, "engine", number) if role == "rollout" else None
-            return arguments[role] | ({} if profiler is None else {"profiler": profiler})
+            return {**arguments[role], **({} if profiler is None else {"profiler": profiler})}
 
         @functools.cache
         def started() -> dict[str, list[WorkerGroup]]:
@@ -228,11 +232,11 @@ def local_devices(config: Config, trains: bool = True) -> dict[str, range]:
         return {}
     counts, devices = workers_of(config), torch.cuda.device_count()
     ranks = max(counts["policy"], int(trains))
-    width, scoring = devices_each(config), _reward_devices(config)
+    width, (role, scoring) = devices_each(config), _scorers(config)
     engines = counts["rollout"] * width
     needs = ranks + engines + scoring
     if needs > devices:
-        judging = f" and {scoring} that score (reward.processes)" if scoring else ""
+        judging = f" and {scoring} that score ({COUNTS[role]})" if scoring else ""
         times = f" x tensor_parallel={width}" if width > 1 else ""
         raise ConfigError(
             f"cluster=local gives each process a GPU of its own: {ranks} that train "
@@ -241,7 +245,7 @@ def local_devices(config: Config, trains: bool = True) -> dict[str, range]:
             "Ray in one pool (cluster=ray, cluster.pools), or set run.device=cpu"
         )
     found = {"policy": range(ranks), "rollout": range(ranks, ranks + engines)}
-    return found | ({"reward": range(ranks + engines, needs)} if scoring else {})
+    return found | ({role: range(ranks + engines, needs)} if scoring else {})
 
 
 def devices_each(config: Config) -> int:
@@ -274,7 +278,7 @@ def pools_of(config: Config, has_devices: bool) -> list[Pool]:
     cluster = config.cluster
     assert isinstance(cluster, RayCluster)
     counts = {role: count for role, count in workers_of(config).items() if count}
-    hold_models = {role for role in counts if role != "reward" or _reward_devices(config)}
+    hold_models = {role for role in counts if role != "reward" or _scorers(config)[1]}
     pools, chosen = cluster.pools, cluster.roles.model_dump()
     if not pools:
         nodes = counts | {"policy": cluster.nodes}  # engines and scorers: wherever there is room
@@ -310,24 +314,32 @@ def worker_class(config: Config, role: str) -> str:
 
 def group_name(role: str, number: int) -> str:
     """Name a group in logs and errors."""
-    return {"policy": "learner", "rollout": f"engine {number}"}.get(role, role)
+    named = {"policy": "learner", "rollout": f"engine {number}", "reward_model": "reward model"}
+    return named.get(role, role)
 
 
-def _reward_devices(config: Config) -> int:
-    """Count the GPUs of those that score: one each for a reward model."""
+def _scorers(config: Config) -> tuple[str, int]:
+    """Return the role that runs a reward model apart, and how many GPUs it takes; 0 for none."""
+    role = "reward" if sharding_of(config.reward.model) is None else "reward_model"
     has_model = not isinstance(config.reward.model, NoRewardModel)
-    return config.reward.processes if has_model else 0
+    return role, workers_of(config)[role] if has_model else 0
 
 
-def placed_rewards(config: Config, policy: Policies, others: WorkerProcesses) -> Rewards:
+def placed_rewards(
+    config: Config, policy: Policies, others: WorkerProcesses, training: bool = True
+) -> Rewards:
     """Make what scores, in processes of its own where it has any; close it.
+
+    Args:
+        training: as for `make_rewards`.
 
     Raises:
         RewardError, ModelError: as for `make_rewards`.
         WinnowError: a process cannot be started.
     """
     if not config.reward.processes:  # what is wrong with them is told before others start
-        return make_rewards(config, policy.device, policy.decode)
+        (ranks,) = others()["reward_model"] if workers_of(config)["reward_model"] else (None,)
+        return make_rewards(config, policy.device, policy.decode, training, ranks)
     from winnow.rewards.remote_pipeline import RemotePipeline
 
     (group,) = others()["reward"]
@@ -549,4 +561,5 @@ def uses_device(config: Config) -> bool:
     A reward model in it does so on this machine; on Ray, GPUs belong to actors.
     """
     judges = isinstance(config.reward.model, SequenceClassifier) and not config.reward.processes
+    judges = judges and sharding_of(config.reward.model) is None
     return not holds_no_weights(config) or (judges and isinstance(config.cluster, LocalCluster))

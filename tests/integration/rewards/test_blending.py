@@ -273,6 +273,45 @@ def test_an_error_of_the_pass_reaches_everyone_who_waits(folder: Path) -> None:
     assert [type(each) for each in found] == [MemoryError] * len(ANSWERS)
 
 
+def test_what_comes_while_ranks_score_goes_together_into_the_next_call(folder: Path) -> None:
+    one = service(folder)
+    model = one._pipeline._models[0]
+    here, begun, go_on, sizes = model._forward, asyncio.Event(), asyncio.Event(), list[int]()
+
+    async def asking(sequences: Sequence[Any]) -> Sequence[float]:
+        sizes.append(len(sequences))
+        begun.set()
+        await go_on.wait()
+        if len(sequences) == 3:
+            raise MemoryError("no room")
+        return here(sequences)
+
+    model._asking = asking
+
+    async def together() -> list[Any]:
+        def of(texts: Sequence[str]) -> Any:
+            asked = (one.score(PROMPT, answer(1), text, True) for text in texts)
+            return asyncio.gather(*asked, return_exceptions=True)
+
+        first = asyncio.ensure_future(of(ANSWERS[:2]))
+        await begun.wait()
+        next_ones, given_up = of(ANSWERS[2:]), of(ANSWERS[:1])
+        await asyncio.sleep(0)
+        given_up.cancel()
+        go_on.set()
+        return [await first, await next_ones, await of(ANSWERS[:1])]
+
+    assert one.takes_time(["sort_digits"])
+    for _ in range(2):  # each in a loop of its own
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        scored, broken, again = asyncio.run(together())
+        wanted = by_transformers(folder, ANSWERS[:2])
+        assert [s.parts["model"] for s in scored] == pytest.approx(wanted, abs=1e-5)
+        assert [type(each) for each in broken] == [MemoryError] * 3
+        assert again[0].parts["model"] == scored[0].parts["model"]
+    assert sizes == [2, 3, 1] * 2
+
+
 def test_messages_outlive_a_checkpoint() -> None:
     assert read_back({"prompt": PROMPT})["prompt"].messages == MESSAGES
 

@@ -18,6 +18,9 @@ UNCHUNKED = ["rollout/engine=vllm", "rollout.engine.chunked_prefill=false"]
 SPLIT = ["rollout/engine=vllm", "rollout.engine.tensor_parallel=2"]
 ASLEEP = ["rollout/engine=vllm", "rollout.engine.sleep=true", "run.device=auto"]
 POOL = "cluster.pools.a.per_node=2"
+SCORED = [
+    *("reward/model=sequence_classifier", "reward.model.path=R", "reward/model/strategy=fsdp2")
+]
 # Overrides of the quickstart that contradict each other, what the line must say, and a way out.
 CASES = [
     (
@@ -137,6 +140,25 @@ CASES = [
         [*POOLED, POOL, "cluster.pools.a.nodes=2"],
         ["cluster.roles.policy=a has 4 slots", "trainer.strategy.ranks asks for 2", "x per_node"],
         [*POOLED, POOL, "cluster.pools.a.nodes=2", "trainer.strategy.ranks=4"],
+    ),
+    (
+        [*SCORED, "reward.processes=2"],
+        ["reward.processes=2 hold a whole reward model", "reward/model/strategy=single"],
+        SCORED,
+    ),
+    (
+        [*SCORED, "reward.model.strategy.replicas=3"],
+        ["reward.model.strategy.ranks=2 cannot", "reward.model.strategy.replicas=3", "divisor"],
+        [*SCORED, "reward.model.strategy.replicas=2"],
+    ),
+    (
+        [*SCORED, *POOLED, POOL],
+        [
+            "cluster.roles.reward_model=null has 0 slots",
+            "reward.model.strategy.ranks asks for 2",
+            "per_node is 2",
+        ],
+        [*SCORED, *POOLED, POOL, "cluster.roles.reward_model=a"],
     ),
     (
         [*POOLED, POOL, "cluster.pools.b.per_node=2"],

@@ -26,6 +26,7 @@ FOUR = "trainer/strategy=fsdp2", "trainer.strategy.ranks=4"
 POOL = "cluster.pools={all:{nodes:2,per_node:2,cpus:3}}"
 TOGETHER = (*FOUR, "rollout.engine.processes=4", POOL, "cluster.roles={policy:all,rollout:all}")
 JUDGED = "reward/model=sequence_classifier", "reward.model.path=R"
+SHARDED = (*JUDGED, "reward/model/strategy=fsdp2")
 
 
 def on_ray(*overrides: str) -> Config:
@@ -135,6 +136,20 @@ def test_what_scores_has_a_slot_each_and_a_gpu_for_a_reward_model_only(
         local_devices(recipe("quickstart", "reward.processes=3", *JUDGED))
 
 
+def test_a_sharded_reward_model_has_a_pool_and_devices_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    more = "cluster.pools={t:{per_node:4},j:{nodes:2}}", "cluster.roles={policy:t,reward_model:j}"
+    _, judge = pools_of(on_ray(*FOUR, *SHARDED, *more), True)
+    assert judge == Pool("j", ("reward_model",), 2, 1, 1)
+    assert [pool.size for pool in pools_of(on_ray(*FOUR, *SHARDED), True)] == [4, 2]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert local_devices(recipe("quickstart", *SHARDED))["reward_model"] == range(1, 3)
+    with pytest.raises(ConfigError, match=r"2 that score \(reward\.model\.strategy\.r.* need 6"):
+        local_devices(recipe("quickstart", *FOUR, *SHARDED))
+
+
 def test_a_gpu_that_is_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^run\.device is cuda, but torch sees no GPU"):
@@ -154,6 +169,7 @@ def test_a_gpu_that_is_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) 
             ),
             "cpu",
         ),
+        (lambda: recipe("quickstart", *FOUR, "rollout.engine.processes=1", *SHARDED), "cpu"),
         (lambda: on_ray(*TOGETHER, "run.device=cuda"), "cpu"),
         (lambda: on_ray(*TOGETHER, *JUDGED), "cpu"),
         (lambda: on_ray("rollout.engine.processes=1"), "cuda"),
