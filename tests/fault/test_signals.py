@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,28 @@ def test_a_request_to_stop_saves_what_was_reached_and_the_run_goes_on_exactly(
     verify(saved)
     assert lab.start(name, "trainer.save_every=1").wait(120) == 0
     assert differences(lab.run("undisturbed"), run) == []
+
+
+def test_the_machines_end_saves_what_was_reached_and_the_run_goes_on(lab: QuickLab) -> None:
+    run, end_s = lab.run("expires"), time.time() + 10.0
+    end = datetime.fromtimestamp(end_s, UTC).isoformat()
+    soon = f"trainer.expires_at={end}", "trainer.expiry_margin_s=2"
+    # It has no other end, nor checkpoint; where the machine is slow it stops at its first step.
+    process = lab.start(run.name, *soon, "trainer.steps=100000", "trainer.save_every=null")
+    assert code_of(process, LONGEST_S) == 75
+    assert list(leftovers(run)) == []
+    (saved,) = checkpoints_in(run / "checkpoints")
+    verify(saved)
+    told = (run / "log.txt").read_text()
+    assert re.search(
+        r"Stopped by the machine's end at \S+ \S+ UTC \(trainer\.expires_at\) after", told
+    )
+    time.sleep(max(0.0, end_s - time.time()))
+    more = f"trainer.steps={saved.step + 1}"
+    # An end that is past does not count.
+    assert lab.start(run.name, *soon, more).wait(120) == 0
+    assert "is past" in (run / "log.txt").read_text()
+    assert lines(run) == saved.step + 2
 
 
 def test_a_stop_in_evaluation_keeps_the_step_and_the_evaluation_comes_later(

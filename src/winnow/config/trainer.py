@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from winnow.config.base import Aggregation, Decay, Dtype, Section
 
@@ -104,6 +106,21 @@ class ProfileConfig(Section):
     """Folder of the files; null: RUN/profile."""
 
 
+def epoch_seconds(value: str | float) -> float:
+    """Return a time as seconds since 1970; one without a time zone is local.
+
+    Raises:
+        ValueError: it is neither a number nor an ISO 8601 time.
+    """
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = datetime.fromisoformat(str(value)).timestamp()
+    if not math.isfinite(seconds):
+        raise ValueError(f"{value} is no time")
+    return seconds
+
+
 class TrainerConfig(Section):
     """Number of steps, the updates of each, memory bounds and checkpoints."""
 
@@ -140,11 +157,28 @@ class TrainerConfig(Section):
     checkpoint_url: str | None = None
     """Address to which the run's folder is copied after each checkpoint, and from which it is
     fetched when it is not here: s3://BUCKET/PATH, gs://, hdfs://, file://."""
+    expires_at: str | float | None = None
+    """End of the machine, an ISO 8601 time or seconds since 1970: the run saves and ends before it,
+    as at SIGTERM. null: what Slurm, SageMaker or veMLP announce in variables; never: no end."""
+    expiry_margin_s: float | None = Field(None, gt=0)
+    """Seconds before that end at which the run stops; null: as long as a step and a checkpoint took
+    so far, and a minute."""
     max_restarts: int = Field(0, ge=0)
     """Times a run that was killed, crashed or hung is started again; 0 runs it unsupervised."""
     stall_timeout_s: float = Field(1800.0, gt=0)
     """Seconds without a token, an update, a step or a byte of a fetched model, after which a
     supervised run has hung; loading models and starting processes must take less."""
+
+    @field_validator("expires_at")
+    @classmethod
+    def _is_time(cls, value: str | float | None) -> str | float | None:
+        try:
+            if value not in (None, "never"):
+                epoch_seconds(value)
+        except ValueError:
+            example = "2026-11-23T07:05:00+00:00"
+            raise ValueError(f"must be a time such as {example}, or in seconds, or never") from None
+        return value
 
 
 class OptimConfig(Section):

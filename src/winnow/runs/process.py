@@ -10,6 +10,9 @@ it at once, too.
 | Ctrl-C (SIGINT) | 130 |
 | SIGTERM, SIGHUP | 75, "try again" in sysexits.h: what a batch system may start again |
 
+The announced end of the machine (`MachineEnd`) is taken for a SIGTERM that comes as late as leaves
+time for what is to be finished, or before a step that would not fit any more.
+
 A reader of stdout or stderr that goes (`| head`, a `tee` that dies), a full disk behind `> FILE`
 and a terminal that is gone are no requests: the run goes on without them, and log.txt says so.
 
@@ -33,6 +36,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -40,10 +44,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
+from winnow.config.trainer import TrainerConfig, epoch_seconds
 from winnow.observe.metrics import Record
 from winnow.observe.sinks import RunInfo
 
@@ -72,12 +78,80 @@ class Stopped(BaseException):
     """The run was asked to stop. Not an `Exception`, for the reason KeyboardInterrupt is none:
     nothing that deals with errors, a scorer's for instance, may take it for one."""
 
-    def __init__(self, signal_number: int) -> None:
+    def __init__(self, signal_number: int, reason: str = "") -> None:
         super().__init__(signal_number)
-        self.reason = (
+        self.reason = reason or (
             "Ctrl-C" if signal_number == signal.SIGINT else signal.Signals(signal_number).name
         )
         self.exit_code = EXIT_INTERRUPTED if signal_number == signal.SIGINT else EXIT_TERMINATED
+
+
+_END_VARIABLES = (
+    "SLURM_JOB_END_TIME",
+    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+)
+"""Variables in which platforms announce the end of a job or machine, in seconds since 1970."""
+_RESERVE_S = 60.0
+
+
+class MachineEnd:
+    """The announced end of the machine, and the time that a run needs before it.
+
+    It is a sink: records of steps say how long one takes. Sampling and evaluation can be broken off
+    within a step, the rest cannot.
+
+    Args:
+        save_s: returns how long a checkpoint took so far.
+        clock: returns seconds since 1970.
+    """
+
+    def __init__(self, config: TrainerConfig, clock: Callable[[], float] = time.time) -> None:
+        self._margin_s, self._clock = config.expiry_margin_s, clock
+        self.save_s: Callable[[], float] = lambda: 0.0
+        self._step_s = self._unbroken_s = 0.0
+        self.at_s, self.notes = math.inf, list[str]()
+        """The end, and lines for the user."""
+        given = config.expires_at
+        announced = {name: os.environ[name] for name in _END_VARIABLES if os.environ.get(name)}
+        ends = announced if given is None else {"trainer.expires_at": given}
+        for source, value in ends.items() if given != "never" else ():
+            self._take(source, value)
+
+    def _take(self, source: str, value: str | float) -> None:
+        try:
+            at_s = epoch_seconds(value)
+            when = datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        except (ValueError, OverflowError, OSError):
+            self.notes += [f"Warning: {source}={value} is no time, and does not count"]
+            return
+        if at_s <= self._clock():
+            self.notes += [f"Warning: {source}={value} is past ({when}), and does not count"]
+        elif at_s < self.at_s:
+            self.at_s, self.reason = at_s, f"the machine's end at {when} ({source})"
+            self.notes += [f"The run saves and ends before {self.reason}"]
+
+    def is_near(self, a_step: bool = False) -> bool:
+        """Return whether it is time to stop; `a_step` where another step would begin."""
+        needs_s = self._margin_s
+        if needs_s is None:
+            needs_s = (self._step_s if a_step else self._unbroken_s) + self.save_s() + _RESERVE_S
+        return self.at_s - self._clock() <= needs_s
+
+    def start(self, info: RunInfo) -> None:
+        """Do nothing: a step's time is known when it is over."""
+
+    def log(self, step: int, record: Record) -> None:
+        """Take in how long a step took."""
+        times = {
+            name: record.get(f"time/{name}_s", 0.0) for name in ("step", "evaluate", "rollout")
+        }
+        step_s = times["step"] - times["evaluate"]
+        self._step_s = max(self._step_s, step_s)
+        self._unbroken_s = max(self._unbroken_s, step_s - times["rollout"])
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class ShutdownSignal:
@@ -92,6 +166,8 @@ class ShutdownSignal:
     ) -> None:
         self._notice = notice
         self._signal: int | None = None
+        self._reason = ""
+        self._end: MachineEnd | None = None
         self._is_deferring = False
         self._task: asyncio.Task[Any] | None = None
 
@@ -114,14 +190,43 @@ class ShutdownSignal:
         finally:
             self._is_deferring = False
 
+    @contextlib.contextmanager
+    def before(self, end: MachineEnd) -> Iterator[None]:
+        """Ask for a stop in time before the machine ends; requests must be deferred."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(_BEAT_S):
+                if end.is_near():
+                    self._ask(signal.SIGTERM, end.reason)
+                    return
+
+        if end.at_s == math.inf:
+            yield
+            return
+        self._end = end
+        thread = threading.Thread(target=watch, name="winnow-machine-end", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._end = None
+            over.set()
+            thread.join()
+
     def check(self) -> None:
-        """Stop here if that was asked for.
+        """Stop before a step if that was asked for, or if the machine ends before the step would.
 
         Raises:
             Stopped: it was.
         """
+        if self._signal is None and self._end is not None and self._end.is_near(a_step=True):
+            self._ask(signal.SIGTERM, self._end.reason)
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
         if self._signal is not None:
-            raise Stopped(self._signal)
+            raise Stopped(self._signal, self._reason)
 
     async def interruptible(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, and break it off when a request comes.
@@ -136,7 +241,7 @@ class ShutdownSignal:
         try:
             return await task
         except asyncio.CancelledError:
-            self.check()
+            self._stop_if_asked()
             raise
         finally:
             self._task = None
@@ -150,7 +255,7 @@ class ShutdownSignal:
         """
         with self.deferring():
             result = asyncio.run(self.interruptible(work))
-        self.check()
+        self._stop_if_asked()
         return result
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -158,15 +263,20 @@ class ShutdownSignal:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
-        self._signal = number
         if not self._is_deferring:
+            self._signal = number
             raise Stopped(number)
         if number == signal.SIGINT:
             # Not through the console: a handler may interrupt it halfway through a line.
             with contextlib.suppress(OSError):
                 os.write(2, self._notice.encode())
-        if self._task is not None:
-            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+        self._ask(number)
+
+    def _ask(self, number: int, reason: str = "") -> None:
+        """Note a request, and break off what may be; from any thread."""
+        self._reason, self._signal = reason, number
+        if (task := self._task) is not None:
+            task.get_loop().call_soon_threadsafe(task.cancel)
 
 
 def outlive_readers() -> None:

@@ -56,7 +56,7 @@ _MAY_CHANGE: dict[str, set[str]] = {
             "keep_best",
             "checkpoint_url",
         ),
-        *("max_restarts", "stall_timeout_s"),
+        *("max_restarts", "stall_timeout_s", "expires_at", "expiry_margin_s"),
     },
     "trainer.profile": {*ProfileConfig.model_fields},
     # A difference in ranks, as in threads, warns: `Opened.differences`.

@@ -43,7 +43,7 @@ from winnow.runs.checkpoint import checkpoints_in
 from winnow.runs.loading import Policies, fetch_models, load_policy, memory_told, start_notes
 from winnow.runs.loop import Run, train
 from winnow.runs.preflight import check_start, starting
-from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped
+from winnow.runs.process import Heartbeat, MachineEnd, ShutdownSignal, Stopped
 from winnow.runs.resume import Opened, opened_run
 from winnow.runs.state import seed_everything
 from winnow.runs.topology import (
@@ -104,7 +104,8 @@ def run_training(
         path, first, figures = _models(config, opened, fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config))
         data, config, kept = _read_data(config, opened, policy)
-        _tell(sink, starting(config))
+        end = MachineEnd(config.trainer)
+        _tell(sink, [*end.notes, *starting(config)])
         with (
             memory_told(config),
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
@@ -113,7 +114,9 @@ def run_training(
         ):
             placed = placed_models(config, policy, first, others)
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
-            sinks = Sinks([sink, metrics, heartbeat, *trace, *_own_sinks(config, folder, sink)])
+            sinks = Sinks(
+                [sink, metrics, heartbeat, end, *trace, *_own_sinks(config, folder, sink)]
+            )
             parts = config, dump_config(kept), policy, folder, sinks, metrics, stop, rewards, placed
             run: Run | Imitation
             if isinstance(data, PromptSource):
@@ -126,9 +129,9 @@ def run_training(
             _resume(config, replace(opened, config=kept), run, sink, metrics)
             _watch(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, began)
-            stopped = _train(config, policy, run, stop)
+            stopped = _train(config, policy, run, stop, end)
         if stopped is not None:
-            sink.note(_farewell(stopped, run.state.step, folder))
+            _say(sink, _farewell(stopped, run.state.step, folder))
             return stopped.exit_code
         _close(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - began))
@@ -307,12 +310,12 @@ def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:
 
 
 def _train(
-    config: Config, policy: Policies, run: Run | Imitation, stop: ShutdownSignal
+    config: Config, policy: Policies, run: Run | Imitation, stop: ShutdownSignal, end: MachineEnd
 ) -> Stopped | None:
     """Train, and save what was reached when it is stopped or cannot go on."""
-    stopped = None
+    stopped, end.save_s = None, lambda: run.state.save_s
     told = memory_told(config, policy.model, run.save_boundary)
-    with stop.deferring(), heap.frozen(), run.state, told:
+    with stop.deferring(), stop.before(end), heap.frozen(), run.state, told:
         try:
             if isinstance(run, Run):
                 asyncio.run(train(run))

@@ -143,6 +143,8 @@ class RunState:
         self._manifest, self._recipe, self._tell = frame, recipe, tell
         self._states: dict[str, Any] = {}
         self._saved: tuple[int, bool] | None = None
+        self.save_s = 0.0
+        """Longest time that a checkpoint took to be written so far."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._upload = None
@@ -268,7 +270,9 @@ class RunState:
         except BaseException as error:  # handed over to the one that waits
             self._error = error
         finally:
-            self._tell("checkpoint", "save", began_s, time.perf_counter())
+            ended_s = time.perf_counter()
+            self.save_s = max(self.save_s, ended_s - began_s)
+            self._tell("checkpoint", "save", began_s, ended_s)
 
     def restore(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> Record | None:
         """Become what the checkpoint of a step holds, its model being loaded already.

@@ -66,6 +66,11 @@ OVERRIDES = [
         "data.prompt_template must say {prompt} where the message goes, for '*' too, "
         f'got {{"*": "Q"}} {SHELL}',
     ),
+    (
+        ["trainer.expires_at=tomorrow"],
+        "trainer.expires_at must be a time such as 2026-11-23T07:05:00+00:00, or in seconds, or "
+        f"never, got 'tomorrow' {SHELL}",
+    ),
     (["optim.lr=???"], "optim.lr has no default; add optim.lr=VALUE"),
     (
         ["optim.lr=${nowhere}"],

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from winnow.runs.process import ShutdownSignal, Stopped
+from winnow.config.trainer import TrainerConfig
+from winnow.runs.process import MachineEnd, ShutdownSignal, Stopped
+
+CAPACITY_BLOCK = "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
 
 
 @pytest.fixture
@@ -190,3 +195,86 @@ def test_what_ran_to_its_end_before_a_stop_was_seen_is_not_returned(stop: Shutdo
 
 def test_work_runs_to_its_value(stop: ShutdownSignal) -> None:
     assert stop.run(asyncio.sleep(0, 7)) == 7
+
+
+def machine_end(now: list[float], **settings: Any) -> MachineEnd:
+    """An end as the configuration has it, by a clock that stands still."""
+    return MachineEnd(TrainerConfig(**settings), lambda: now[0])
+
+
+def test_a_run_ends_before_a_step_that_the_machine_would_not_see_the_end_of(
+    stop: ShutdownSignal,
+) -> None:
+    now = [0.0]
+    end = machine_end(now, expires_at=1000)
+    end.save_s = lambda: 40.0
+    end.log(1, {"time/step_s": 150.0, "time/evaluate_s": 50.0, "time/rollout_s": 70.0})
+    end.log(2, {"time/step_s": 90.0, "time/rollout_s": 70.0})
+    # The longest step of 100 s without evaluation, 40 s to save it, and a minute.
+    now[0] = 799.0
+    with stop.deferring(), stop.before(end):
+        stop.check()
+        now[0] = 801.0
+        with pytest.raises(Stopped) as caught:
+            stop.check()
+    assert caught.value.exit_code == 75
+    when = "1970-01-01 00:16:40 UTC (trainer.expires_at)"
+    assert caught.value.reason == f"the machine's end at {when}"
+    assert end.notes == [f"The run saves and ends before the machine's end at {when}"]
+    # Within a step sampling is broken off: 30 s are needed for the rest.
+    assert not end.is_near()
+    now[0] = 871.0
+    assert end.is_near()
+
+
+def test_sampling_is_broken_off_where_the_machine_is_about_to_end(stop: ShutdownSignal) -> None:
+    now = [0.0]
+    end = machine_end(now, expires_at="1970-01-01T00:02:00Z", expiry_margin_s=20)
+
+    async def go() -> None:
+        sampling = stop.interruptible(asyncio.sleep(600))
+        now[0] = 101.0
+        await sampling
+
+    with stop.deferring(), stop.before(end), pytest.raises(Stopped, match="15"):
+        asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("given", "announced", "at_s", "told"),
+    [
+        (None, {"SLURM_JOB_END_TIME": "500"}, 500.0, ["SLURM_JOB_END_TIME"]),
+        ("never", {"SLURM_JOB_END_TIME": "500"}, math.inf, []),
+        (900, {"SLURM_JOB_END_TIME": "500"}, 900.0, ["trainer.expires_at"]),
+        (None, {"SLURM_JOB_END_TIME": "90"}, math.inf, ["SLURM_JOB_END_TIME=90 is past"]),
+        (None, {"SLURM_JOB_END_TIME": "soon"}, math.inf, ["SLURM_JOB_END_TIME=soon is no time"]),
+        (None, {}, math.inf, []),
+        (
+            None,
+            {"SLURM_JOB_END_TIME": "900", CAPACITY_BLOCK: "700.5"},
+            700.5,
+            ["SLURM_JOB_END_TIME", CAPACITY_BLOCK],
+        ),
+        (
+            None,
+            {"SLURM_JOB_END_TIME": "500", CAPACITY_BLOCK: "700.5"},
+            500.0,
+            ["SLURM_JOB_END_TIME"],
+        ),
+    ],
+)
+def test_the_end_is_the_recipes_or_what_the_platform_announces(
+    given: Any,
+    announced: dict[str, str],
+    at_s: float,
+    told: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("SLURM_JOB_END_TIME", CAPACITY_BLOCK):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in announced.items():
+        monkeypatch.setenv(name, value)
+    end = machine_end([100.0], expires_at=given)
+    assert end.at_s == at_s
+    assert len(end.notes) == len(told)
+    assert all(word in note for word, note in zip(told, end.notes, strict=True))
