@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -118,13 +118,7 @@ def run_training(
                 [sink, metrics, heartbeat, end, *trace, *_own_sinks(config, folder, sink)]
             )
             parts = config, dump_config(kept), policy, folder, sinks, metrics, stop, rewards, placed
-            run: Run | Imitation
-            if isinstance(data, PromptSource):
-                run = build(*parts, data, lambda p: sink.status(_in_words(p)), *trace)
-            else:
-                from winnow.runs.sft import build_imitation
-
-                run = build_imitation(*parts, data, *trace)
+            run = _built(parts, data, sink, trace)
             _tell(sink, opened.differences(placed.machine))
             _resume(config, replace(opened, config=kept), run, sink, metrics)
             _watch(heartbeat, run, rewards)
@@ -136,6 +130,16 @@ def run_training(
         _close(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - began))
     return 0
+
+
+def _built(
+    parts: Any, data: PromptSource | Shown, sink: ConsoleSink, trace: list[TraceFile]
+) -> Run | Imitation:
+    if isinstance(data, PromptSource):
+        return build(*parts, data, lambda p: sink.status(_in_words(p)), *trace)
+    from winnow.runs.sft import build_imitation
+
+    return build_imitation(*parts, data, *trace)
 
 
 def _read_data(
