@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -31,7 +31,7 @@ from winnow.observe.doctor import LiveDiagnosis
 from winnow.observe.figures import duration
 from winnow.observe.files import RunFolder, write_atomic
 from winnow.observe.jsonl import MetricsLog, read_metrics
-from winnow.observe.metrics import SFT_S, START_S, Record
+from winnow.observe.metrics import SFT_S, START_S, Record, no_timeline
 from winnow.observe.profile import profile_notes
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sink, Sinks, UserSink
@@ -47,6 +47,7 @@ from winnow.runs.process import Heartbeat, MachineEnd, ShutdownSignal, Stopped
 from winnow.runs.resume import Opened, opened_run
 from winnow.runs.state import seed_everything
 from winnow.runs.topology import (
+    Topology,
     holds_no_weights,
     other_processes,
     placed_models,
@@ -60,6 +61,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Parts = tuple[
+    Config, str, Policies, RunFolder, Sinks, MetricsLog, ShutdownSignal, Rewards, Topology
+]
+"""Arguments that every run is built from."""
 _FINISHED = "{} is finished: nothing to do (trainer.{}=N makes it longer, run.name a new run)"
 
 
@@ -133,13 +138,18 @@ def run_training(
 
 
 def _built(
-    parts: Any, data: PromptSource | Shown, sink: ConsoleSink, trace: list[TraceFile]
+    parts: Parts,
+    data: PromptSource | Shown,
+    sink: ConsoleSink,
+    trace: list[TraceFile],
 ) -> Run | Imitation:
+    """Make the run that belongs to the data, of the parts that both kinds begin with."""
+    tell = trace[0] if trace else no_timeline
     if isinstance(data, PromptSource):
-        return build(*parts, data, lambda p: sink.status(_in_words(p)), *trace)
+        return build(*parts, data, lambda p: sink.status(_in_words(p)), tell)
     from winnow.runs.sft import build_imitation
 
-    return build_imitation(*parts, data, *trace)
+    return build_imitation(*parts, data, tell)
 
 
 def _read_data(
