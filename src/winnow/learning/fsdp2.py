@@ -46,9 +46,17 @@ from torch.distributed.tensor import DTensor
 from winnow.errors import CheckpointError
 from winnow.learning.batch import MicroBatchSharder, device_of
 from winnow.learning.sequence import SequenceRunner
-from winnow.learning.strategy import HALF, ModelRunner, Stats, Strategy, decoder_layers, local
+from winnow.learning.strategy import (
+    HALF,
+    ModelRunner,
+    Stats,
+    Strategy,
+    decoder_layers,
+    local,
+    tensors_of,
+)
 from winnow.models.causal_lm import is_reward_model, is_value_model
-from winnow.models.lora import plain_name
+from winnow.models.lora import is_adapters, plain_name
 from winnow.models.sharded_loading import SavedWeights, replace_parameters, saved_weights
 from winnow.models.value import scalar_head
 
@@ -182,6 +190,12 @@ class FSDP2Strategy(Strategy):
         take all of them.
         """
         return self._exported((name, p.detach()) for name, p in self._masters.items())
+
+    def exported_bytes(self, whole: bool) -> int:
+        """Count the bytes of `export_weights`, or of `export_trained`."""
+        named: Mapping[str, Tensor] = tensors_of(self.model) if whole else self._masters
+        own = {n: t for n, t in named.items() if not (whole and is_adapters(n))}
+        return sum(t.numel() * self._rounded.get(n, t.dtype).itemsize for n, t in own.items())
 
     def blank_state(self) -> dict[str, Any]:
         """Make room for what `state_dict` gives after a step: a checkpoint is read into it."""

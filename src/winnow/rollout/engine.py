@@ -113,6 +113,8 @@ class EngineStatus:
     live_updates: bool = False
     """True if new weights may come while answers run, which then go on with the keys and values
     they have."""
+    buckets: int = 0
+    """Buckets of weights taken since it started."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +124,8 @@ class WeightUpdate:
 
     version: int
     tensors: Iterable[tuple[str, Tensor]] | None = None
-    buckets: Iterable[Bucket] | None = None
-    """The same, packed already by the rank that holds them; for an engine in another process."""
+    buckets: Sequence[Bucket] | None = None
+    """The same, packed already by the ranks that hold them, and left in their stores."""
 
 
 class Engine(Protocol):

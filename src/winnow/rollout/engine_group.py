@@ -335,7 +335,7 @@ class EngineGroup:
         await self._each(asked, take_back)
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Take new weights; tensors go out in buckets, to all engines at once.
+        """Take new weights; tensors go out in buckets, stored ones are fetched by each engine.
 
         Raises:
             ValueError: answers are under way, and not all engines take weights live.
@@ -348,10 +348,10 @@ class EngineGroup:
         await self._end_quantum()
         self._old_version = alive[0].status.weight_version
         try:
-            if update.tensors is not None or update.buckets is not None:
+            if update.tensors is not None:
                 await send(update, self._take_bucket, reject=self._reject)
-            alone = WeightUpdate(update.version)
-            await self._each(self._alive(), lambda client: client.engine.load_weights(alone))
+                update = WeightUpdate(update.version)
+            await self._each(self._alive(), lambda client: client.engine.load_weights(update))
         finally:
             self._old_version = None
         wrong = [c.name for c in self._alive() if c.status.weight_version != update.version]

@@ -71,8 +71,9 @@ class EngineWorker:
 
     @property
     def progress(self) -> int:
-        """A count that moves with every token and every reply."""
-        return self._replies + self._engine.status().generated_tokens
+        """A count that moves with every token, bucket of weights and reply."""
+        status = self._engine.status()
+        return self._replies + status.generated_tokens + status.buckets
 
     async def ask(
         self, method: str, args: tuple[Any, ...] = (), groups: Sequence[GroupRequest] = ()
@@ -292,9 +293,10 @@ class RemoteEngine:
 
     async def load_weights(self, update: WeightUpdate) -> None:
         self._check_may_change()
-        if update.tensors is not None or update.buckets is not None:
+        if update.tensors is not None:
             await send(update, self._take_bucket)
-        await self._ask("load_weights", WeightUpdate(update.version))
+            update = WeightUpdate(update.version)
+        await self._ask("load_weights", update)
 
     async def _take_bucket(self, bucket: Bucket) -> dict[str, int]:
         return {"engine 0": await self.take_bucket(bucket)}

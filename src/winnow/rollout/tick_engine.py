@@ -116,7 +116,7 @@ class QueueEngine(ABC, Generic[Answer]):
         self._make_answer, self._decode, self._live_updates = make_answer, decode, live_updates
         self._queue: list[Answer] = []
         self._events: list[CompletionEvent] = []  # that nobody has taken yet
-        self._version = self._tick = self._generated = 0
+        self._version = self._tick = self._generated = self._buckets = 0
 
     @property
     @abstractmethod
@@ -168,6 +168,7 @@ class QueueEngine(ABC, Generic[Answer]):
             generated_tokens=self._generated,
             tick=self._tick,
             live_updates=self._live_updates,
+            buckets=self._buckets,
         )
 
     def _with_stop_string(self, rows: Sequence[int]) -> list[int]:
@@ -247,17 +248,21 @@ class TickEngine(QueueEngine[Answer]):
         self._events += events
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Take new weights: tensors by name, or those of which all buckets came before.
+        """Take new weights: tensors by name, in stored buckets, or in buckets that came before.
 
         Raises:
             ValueError: answers are still running in an engine without live updates, or a tensor
                 has no place or another shape.
-            PublicationError: a tensor is missing in the buckets, or they are of another version;
-                nothing is decoded then.
+            PublicationError: a tensor is missing in the buckets, they are of another version, or
+                the model holds other bytes than were sent; nothing is decoded then.
         """
         self._check_may_change()
         if update.tensors is not None:
             await self._take_tensors(update)
+        if update.buckets is not None:
+            from winnow.rollout.weights import take_stored
+
+            await take_stored(update, self.take_bucket)
         if self._arriving is not None:
             self._arriving.finish(update.version)
             self._arriving = None
@@ -280,6 +285,7 @@ class TickEngine(QueueEngine[Answer]):
             if before is not None:  # it never came to an end
                 before.settled.set_result(None)
         assert self._arriving is not None, "bucket 0 comes first"
+        self._buckets += 1
         return self._arriving.take(bucket)
 
     async def close(self) -> None:

@@ -6,8 +6,12 @@
 The checksum (CRC-32 of a bucket's names, shapes and bytes) is taken of the engine's own memory
 after copying, so that one reading covers transport and copy; the engine counts buckets, and tensors
 that did not come. A bucket's arrays are views of the trainer's tensors where those lie on the host;
-two buckets are alive at a time. Ranks pack buckets themselves and keep the arrays
-(`winnow.workers.array_refs`), so that only names and checksums pass through the driver.
+two buckets are alive at a time.
+
+    ranks ─► each packs every n-th bucket ─► its store (`winnow.workers.array_refs`)
+    driver   names, checksums, handles  ─► one call an engine ─► it fetches bucket after bucket
+
+Ranks leave all buckets in their stores, as many bytes each, and the engine compares checksums.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from torch import Tensor, nn
 
 from winnow.errors import PublicationError
 from winnow.rollout.engine import WeightUpdate
-from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
+from winnow.workers.array_refs import ArrayBlock, ArrayRef, Store
 from winnow.workers.threads import in_thread
 
 BUCKET_BYTES = 64 << 20
@@ -83,15 +87,34 @@ class Bucket:
         return found
 
 
-def split_bucket(bucket: Bucket) -> SplitResult:
-    """Put a bucket's arrays in a block, which may stay on this node, and take its checksum."""
-    block = ArrayBlock(tuple(piece.array for piece in bucket.pieces))
+def store_bucket(bucket: Bucket, store: Store) -> Bucket:
+    """Leave a bucket's arrays in a store, put references in their place, and take its checksum."""
+    block = ArrayBlock(None, store.put(tuple(piece.array for piece in bucket.pieces)))
     refs: list[Any] = [
         ArrayRef(block, index, 0, len(piece.array), piece.array.dtype)
         for index, piece in enumerate(bucket.pieces)
     ]
     pieces = tuple(replace(p, array=ref) for p, ref in zip(bucket.pieces, refs, strict=True))
-    return SplitResult(replace(bucket, pieces=pieces, known=bucket.checksum()), block)
+    return replace(bucket, pieces=pieces, known=bucket.checksum())
+
+
+def fetched(stored: Iterable[Bucket]) -> Iterator[Bucket]:
+    """Yield stored buckets, of which one is in this process and the next one on its way."""
+    waiting = list(stored)[::-1]
+    while waiting:
+        bucket, blocks = waiting.pop(), [_block(each) for each in waiting[-1:]]
+        for block in blocks:
+            if block is not None and block.handle is not None:
+                block.handle.begin()
+        yield bucket
+        own = _block(bucket)
+        if own is not None and own.handle is not None:
+            own.take()  # it can be fetched again
+
+
+def _block(bucket: Bucket) -> ArrayBlock | None:
+    array: object = bucket.pieces[0].array
+    return array.block if isinstance(array, ArrayRef) else None
 
 
 Take = Callable[[Bucket], Awaitable[Mapping[str, int]]]
@@ -118,39 +141,43 @@ def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
 
 
 def buckets(
-    update: WeightUpdate, bucket_bytes: int = BUCKET_BYTES, is_here: bool = True
+    update: WeightUpdate, bucket_bytes: int = BUCKET_BYTES, rank: int = 0, ranks: int = 1
 ) -> Iterator[Bucket]:
     """Pack an update's tensors in order; a bucket holds `bucket_bytes` at most, or one element.
 
     Args:
-        is_here: False leaves the arrays out, for a rank that only takes part in gathering them.
+        rank: of `ranks` that gather the same tensors; yields the buckets whose index is that plus a
+            multiple of `ranks`.
     """
     pieces: list[Piece] = []
     index = room = 0
     for name, tensor in update.tensors or ():
-        elements: Any = array_of(tensor) if is_here else None
+        elements = tensor.detach().contiguous().view(-1)
         total, size, start = tensor.numel(), tensor.element_size(), 0
         dtype = str(tensor.dtype).removeprefix("torch.")
         while start < total:
             count = min(room // size, total - start)
             if not count:
                 if pieces:
-                    yield Bucket(update.version, index, tuple(pieces))
+                    if index % ranks == rank:
+                        yield Bucket(update.version, index, tuple(pieces))
                     index += 1
                 pieces, room = [], max(bucket_bytes, size)
                 continue
-            part = elements[start : start + count] if is_here else _NOTHING
+            part = _NOTHING
+            if index % ranks == rank:
+                part = array_of(elements[start : start + count])
             pieces.append(Piece(name, dtype, tuple(tensor.shape), start, part))
             start += count
             room -= count * size
-    if pieces:
+    if pieces and index % ranks == rank:
         yield Bucket(update.version, index, tuple(pieces))
 
 
 def tensors(packed: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
     """Unpack the tensors of buckets, put together where they were cut."""
     parts: list[Array] = []
-    for piece in (piece for bucket in packed for piece in bucket.pieces):
+    for piece in (piece for bucket in fetched(packed) for piece in bucket.pieces):
         parts.append(np.asarray(piece.array))
         if piece.start + len(parts[-1]) == math.prod(piece.shape):
             whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -171,7 +198,7 @@ async def send(
     """Give engines an update bucket by bucket, and compare what each says it holds.
 
     Args:
-        update: with tensors, or buckets.
+        update: with tensors.
         take: reaches all engines; buckets must reach them in the order in which it is called.
         bucket_bytes: most bytes of a bucket; two are on their way at once.
         reject: is told of an engine that holds other bytes than were sent; unless it raises, the
@@ -184,8 +211,7 @@ async def send(
     under_way: list[asyncio.Task[None]] = []
     bucket = None
     try:
-        packed = iter(update.buckets or buckets(update, bucket_bytes))
-        # Ranks may take their time for the next one.
+        packed = buckets(update, bucket_bytes)
         while (found := await in_thread(next, packed, None)) is not None:
             bucket = found
             if len(under_way) == _UNDER_WAY:
@@ -199,9 +225,39 @@ async def send(
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
     if bucket is None:
-        raise PublicationError(
-            f"weights of version {update.version}: the update has no tensors; export all of them"
-        )
+        raise _empty(update)
+
+
+async def take_stored(update: WeightUpdate, take: Callable[[Bucket], Awaitable[int]]) -> None:
+    """Have one engine take all stored buckets of an update, and compare what it then holds.
+
+    Args:
+        take: copies a bucket into the engine's model; returns the checksum of that.
+
+    Raises:
+        PublicationError: it holds other bytes than were sent, or there is nothing to send.
+    """
+    if not update.buckets:
+        raise _empty(update)
+    for bucket in fetched(update.buckets):
+        held = await take(bucket)
+        if held != bucket.checksum():
+            raise _damaged("the engine", bucket, held)
+        await asyncio.sleep(0)
+
+
+def _empty(update: WeightUpdate) -> PublicationError:
+    return PublicationError(
+        f"weights of version {update.version}: the update has no tensors; export all of them"
+    )
+
+
+def _damaged(name: str, bucket: Bucket, held: int) -> PublicationError:
+    return PublicationError(
+        f"weights of version {bucket.version}: {name} holds other bytes than were sent in "
+        f"bucket {bucket.index} (from {bucket.pieces[0].name} on): checksum "
+        f"{held:#010x}, not {bucket.checksum():#010x}; look at that machine's memory and network"
+    )
 
 
 async def _deliver(
@@ -211,12 +267,7 @@ async def _deliver(
     answers, sent = await asyncio.gather(take(bucket), asyncio.to_thread(bucket.checksum))
     for name, held in answers.items():
         if held != sent:
-            error = PublicationError(
-                f"weights of version {bucket.version}: {name} holds other bytes than were sent in "
-                f"bucket {bucket.index} (from {bucket.pieces[0].name} on): checksum "
-                f"{held:#010x}, not {sent:#010x}; look at that machine's memory and network"
-            )
-            reject(name, error)
+            reject(name, _damaged(name, bucket, held))
 
 
 class WeightReceiver:

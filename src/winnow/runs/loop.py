@@ -100,7 +100,7 @@ class Sending:
         if self._is_asleep:
             await cast(Any, engine).wake()
             self._is_asleep = False
-        await engine.load_weights(self._weights(version))
+        await engine.load_weights(await in_thread(self._weights, version))
         members = getattr(engine, "engines", {"the engine": engine})  # of several: each
         asked = cast("Mapping[str, PublishedEngine]", members)
         return {"publish/max_delta": await self._canary.check(expected, version, asked)}

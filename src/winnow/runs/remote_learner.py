@@ -7,10 +7,13 @@ time. Rank 0 answers for all. Groups of answers go there, figures come back.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +37,7 @@ from winnow.observe.files import system_error
 from winnow.observe.metrics import Metrics, Number, Stopwatch
 from winnow.observe.profile import profiler_of
 from winnow.rollout.engine import WeightUpdate
-from winnow.rollout.weights import BUCKET_BYTES, Bucket, buckets, split_bucket, tensors
+from winnow.rollout.weights import BUCKET_BYTES, Bucket, buckets, store_bucket, tensors
 from winnow.runs.build_learner import make_learner
 from winnow.runs.checkpoint import Snapshot, this_machine
 from winnow.runs.loading import check_finite, load_policy_model
@@ -42,7 +45,7 @@ from winnow.runs.metrics import Passes
 from winnow.runs.scoring_ranks import join_ranks
 from winnow.runs.state import Save
 from winnow.types import Group
-from winnow.workers.array_refs import SplitResult, fetch
+from winnow.workers.array_refs import fetch
 from winnow.workers.group import WorkerGroup
 from winnow.workers.host import RankInfo
 
@@ -113,8 +116,9 @@ class LearnerWorker:
         check_finite(path, ((n, local(weight)) for n, weight in model.named_parameters()))
         strategies = {"policy": self._learning.policy, **self._learning.others}
         self._strategies = cast("dict[str, FSDP2Strategy]", strategies)
+        assert rank.store is not None
+        self._store, self._rank, self._ranks = rank.store, rank.rank, rank.size
         self._bucket_bytes = min(strategy.bucket_mb << 20, BUCKET_BYTES)
-        self._export: Iterator[Bucket] = iter(())
         self._copied: State = {}
         self._model: dict[str, Tensor] = {}
         self._save_model: Save | None = None
@@ -164,18 +168,21 @@ class LearnerWorker:
         """Compute the policy's log-probs of fixed sequences, shared out over the ranks."""
         return canary.expected(self._learning.policy)
 
-    def begin_export(self, version: int, whole: bool) -> None:
-        """Begin to hand out the policy's weights, all or those trained; `next_bucket` goes on."""
+    def export(self, version: int, whole: bool) -> list[Bucket]:
+        """Leave this rank's share of the policy's weights, all or those trained, in its store.
+
+        Returns:
+            Every n-th bucket, as large as those of the other ranks.
+        """
         policy = self._strategies["policy"]
         weights = policy.export_weights() if whole else policy.export_trained()
-        # Cut alike on every rank: all gather what is in a bucket when rank 0 is asked for it.
-        update = WeightUpdate(version, weights)
-        self._export = buckets(update, self._bucket_bytes, is_here=self._is_first)
-
-    def next_bucket(self) -> SplitResult | None:
-        """Return some of the weights on rank 0, nothing elsewhere and after the last."""
-        bucket = next(self._export, None)
-        return split_bucket(bucket) if self._is_first and bucket is not None else None
+        # A multiple of every element's size, so that no bucket has room left but the last.
+        rounds = math.ceil(policy.exported_bytes(whole) / (self._ranks * self._bucket_bytes))
+        parts = 8 * self._ranks * max(rounds, 1)
+        size = 8 * math.ceil(policy.exported_bytes(whole) / parts)
+        self._store.clear()  # engines are done with the version before
+        packed = buckets(WeightUpdate(version, weights), size, self._rank, self._ranks)
+        return [store_bucket(bucket, self._store) for bucket in packed]
 
     def copy(self) -> None:
         """Copy all that learns, for `write`, so that the next step may change it."""
@@ -291,14 +298,13 @@ class RemoteLearner:
     def weights(self, version: int) -> WeightUpdate:
         """Export all weights, by Hugging Face names, an adapter merged, in the model's type.
 
-        In buckets that may lie with rank 0: they need not come to this process.
+        In buckets that lie with the ranks: they need not come to this process.
         """
         return WeightUpdate(version, buckets=self._buckets(version, True))
 
-    def _buckets(self, version: int, whole: bool) -> Iterator[Bucket]:
-        self.call("begin_export", version, whole)
-        while (said := self.call("next_bucket")) is not None:
-            yield said.told
+    def _buckets(self, version: int, whole: bool) -> list[Bucket]:
+        shares: list[list[Bucket]] = self._group.ask("export", version, whole)
+        return sorted(chain(*shares), key=attrgetter("index"))
 
     def canary(self, canary: Canary) -> CanaryScores:
         found: CanaryScores = self.call("canary", canary)

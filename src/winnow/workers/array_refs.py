@@ -38,6 +38,18 @@ class Handle(Protocol):
         ...
 
 
+class Store(Protocol):
+    """Holds arrays of a worker where the other workers of its run can fetch them."""
+
+    def put(self, arrays: Arrays) -> Handle:
+        """Take in a copy of arrays."""
+        ...
+
+    def clear(self) -> None:
+        """Drop all that was put, unless it is dropped with the last of its handles."""
+        ...
+
+
 class ArrayBlock:
     """Several arrays that are stored and fetched together.
 

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from winnow.errors import WinnowError, WorkerError
+from winnow.workers.array_refs import Store
 from winnow.workers.host import (
     CLOSE,
     Call,
@@ -28,7 +29,7 @@ from winnow.workers.host import (
     free_port,
     merged_environment,
 )
-from winnow.workers.local import LocalConnection, pack
+from winnow.workers.local import LocalConnection, SharedStore, pack
 from winnow.workers.logs import LogReceiver
 
 log = logging.getLogger(__name__)
@@ -145,6 +146,7 @@ class WorkerGroup:
         kwargs: Mapping[str, Any],
         master: tuple[str, int],
         devices: Sequence[int | None],
+        store: Callable[[int], Store],
     ) -> None:
         """Have the workers made; on an error all processes are ended.
 
@@ -153,12 +155,13 @@ class WorkerGroup:
             kwargs: what each is made with, beside its rank.
             master: rank 0's address, and a port that is free there.
             devices: `RankInfo.device_index` by rank.
+            store: makes the `RankInfo.store` of a rank.
         """
         level, paths = logging.getLogger("winnow").getEffectiveLevel(), tuple(sys.path)
         waiting = []
         try:
             for rank, device in enumerate(devices):
-                info = RankInfo(rank, self.size, *master, device)
+                info = RankInfo(rank, self.size, *master, device, store(rank))
                 job = WorkerJob(path, kwargs, info, self._stall_timeout_s, level, paths)
                 waiting += self._send([rank], "__init__", job)
             await asyncio.gather(*waiting)
@@ -425,7 +428,8 @@ async def start_local(
         await WorkerGroup(role, links, pack, stall_timeout_s).close()
         raise
     group = WorkerGroup(role, links, pack, stall_timeout_s)
-    await group.start(path, kwargs, (_THIS_MACHINE, port), devices or [None] * size)
+    master = _THIS_MACHINE, port
+    await group.start(path, kwargs, master, devices or [None] * size, lambda _: SharedStore())
     return group
 
 

@@ -42,6 +42,7 @@ from typing import Any
 
 from winnow import gc_tuning as heap
 from winnow.errors import WinnowError
+from winnow.workers.array_refs import Store
 from winnow.workers.logs import LogSender
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ class RankInfo:
     """A port that was free there, for rank 0 to listen at."""
     device_index: int | None
     """The worker's among the devices that its process sees; None: the CPU."""
+    store: Store | None = None
+    """Where it may leave arrays for other workers."""
 
 
 @dataclass(frozen=True)

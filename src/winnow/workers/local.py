@@ -26,6 +26,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from winnow.errors import WorkerError
+from winnow.workers.array_refs import Arrays
 from winnow.workers.host import failure_of
 
 PACKET_BYTES = 1 << 15
@@ -82,6 +84,46 @@ def unpack(data: Bytes | mmap.mmap) -> Any:
         parts.append(view[start : start + length].toreadonly())
         start += length
     return pickle.loads(parts[0], buffers=parts[1:])
+
+
+@dataclass(frozen=True)
+class SharedHandle:
+    """A `Handle` of arrays in the anonymous memory of another process of this machine."""
+
+    pid: int
+    packed: bytes
+    """All of it, where it is small."""
+    descriptor: int
+    """The memory's in that process."""
+
+    def begin(self) -> None:
+        """Do nothing: memory is shared at once."""
+
+    def get(self) -> Any:
+        if self.descriptor < 0:
+            return unpack(self.packed)
+        try:
+            # The process is of this user; no file is left behind that somebody must take away.
+            with open(f"/proc/{self.pid}/fd/{self.descriptor}", "rb") as file:
+                return unpack(mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ))
+        except OSError as error:
+            line = f"what process {self.pid} wrote is lost ({error.strerror})"
+            raise WorkerError(line, "worker", -1) from error
+
+
+class SharedStore:
+    """A `Store` in anonymous memory, for workers of one machine."""
+
+    def __init__(self) -> None:
+        self._kept: list[Packed] = []
+
+    def put(self, arrays: Arrays) -> SharedHandle:
+        packed = pack(arrays)
+        self._kept.append(packed)
+        return SharedHandle(os.getpid(), packed.inline, packed.descriptor)
+
+    def clear(self) -> None:
+        self._kept.clear()
 
 
 def _padding(length: int) -> bytes:

@@ -6,7 +6,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ from winnow.rollout.engine import (
     generate,
 )
 from winnow.rollout.engine_group import QUANTUM_TICKS, EngineGroup, quantum_for
-from winnow.rollout.weights import Bucket, buckets
+from winnow.rollout.weights import Bucket, send
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Segment, Trajectory
 
@@ -396,12 +398,14 @@ def sent(*engines: Taking, deterministic: bool = False) -> tuple[EngineGroup, li
     """Give a group twenty buckets while answers are written; returns it and the ends of those."""
     group = EngineGroup(engines, deterministic)
     tensors = [(f"t{i}", torch.ones(1)) for i in range(20)]
-    update = WeightUpdate(3, buckets=buckets(WeightUpdate(3, tensors), 4))
+    update = WeightUpdate(3, tensors)
+    small = partial(send, bucket_bytes=4)
 
     async def run() -> list[str]:
         if not deterministic:
             await group.submit([request(g) for g in range(4)])
-        await group.load_weights(update)
+        with patch("winnow.rollout.engine_group.send", small):
+            await group.load_weights(update)
         return [event.kind for event in await drained(group)]
 
     return group, asyncio.run(run())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from tests.small_models import digits_model
 from tests.stored import Elsewhere
 from torch import Tensor, nn
 
-from winnow.errors import PublicationError
+from winnow.errors import PublicationError, WorkerError
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
 from winnow.rollout.torch_engine import TorchEngine
@@ -28,12 +27,13 @@ from winnow.rollout.weights import (
     WeightReceiver,
     array_of,
     buckets,
+    fetched,
     send,
-    split_bucket,
+    store_bucket,
+    take_stored,
     tensor_of,
-    tensors,
 )
-from winnow.workers.array_refs import SplitResult
+from winnow.workers.local import SharedStore
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 
@@ -147,9 +147,13 @@ def test_weights_of_another_shape_or_dtype_are_refused() -> None:
 
 
 def test_an_update_of_nothing_is_refused() -> None:
-    for update in (WeightUpdate(1, []), WeightUpdate(1, buckets=iter(()))):
+    model = Model(Holder([], 1))
+    for work in (
+        publish(WeightUpdate(1, []), a=model),
+        take_stored(WeightUpdate(1, buckets=[]), model.take_bucket),
+    ):
         with pytest.raises(PublicationError, match="version 1: the update has no tensors"):
-            asyncio.run(publish(update, a=Model(Holder([], 1))))
+            asyncio.run(work)
 
 
 def test_a_tensor_that_the_engine_does_not_have_is_refused() -> None:
@@ -247,56 +251,95 @@ def test_buckets_are_refused_while_answers_run_that_cannot_go_on() -> None:
         asyncio.run(run())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_bucket_whose_arrays_stay_behind_fills_a_model_all_the_same(dtype: torch.dtype) -> None:
-    torch.manual_seed(2)
-    source = {"a": torch.randn(3, 4).to(dtype), "b": torch.randn(5).to(dtype)}
-    (whole,) = buckets(WeightUpdate(4, source.items()))
-    near = pickle.loads(pickle.dumps(split_bucket(whole)))
-    said = split_bucket(whole)
-    handle = Elsewhere(said.block.take())
-    told = pickle.dumps(said)  # as on a cluster, where the block's arrays go another way
-    assert not any(piece.array.tobytes() in told for piece in whole.pieces)
-    far: SplitResult = pickle.loads(told)
-    far.block.handle = handle
-    for bucket in (near.told, far.told):
-        assert bucket.checksum() == whole.checksum()
-        assert handle.fetched == 0, "a checksum needs no bytes"
-        for name, tensor in tensors([bucket]):
-            assert torch.equal(tensor, source[name])
-        afresh = replace(bucket, known=None)
-        assert afresh.checksum() == whole.checksum()
+class Shelf:
+    """Implements `Store`."""
+
+    def __init__(self) -> None:
+        self.handles: list[Elsewhere] = []
+
+    def put(self, arrays: Any) -> Elsewhere:
+        self.handles.append(Elsewhere(tuple(array.copy() for array in arrays)))
+        return self.handles[-1]
+
+    def clear(self) -> None:
+        self.handles.clear()
+
+
+def shared(source: Holder, ranks: int, size: int, store: Any) -> WeightUpdate:
+    """An update that each of some ranks packs a part of, as it arrives at an engine."""
+    shares = []
+    for rank in range(ranks):
+        named = WeightUpdate(4, source.tensors().items())
+        shares += [store_bucket(b, store) for b in buckets(named, size, rank, ranks)]
+    return WeightUpdate(4, buckets=sorted(shares, key=attrgetter("index")))
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), max_size=5),
+    st.integers(1, 300),
+    st.integers(1, 5),
+)
+def test_what_ranks_share_out_is_what_one_packs(
+    shapes: list[tuple[int, ...]], size: int, ranks: int
+) -> None:
+    source, target, shelf = Holder(shapes, 0), Holder(shapes, 1), Shelf()
+    update = shared(source, ranks, size, shelf)
+    whole = list(buckets(WeightUpdate(4, source.tensors().items()), size))
+    assert [b.checksum() for b in update.buckets or ()] == [b.checksum() for b in whole]
+    assert not any(handle.fetched for handle in shelf.handles), "a checksum needs no bytes"
+    model = Model(target)
+    asyncio.run(take_stored(update, model.take_bucket))
+    asyncio.run(model.load_weights(update))
+    for name, tensor in source.tensors().items():
+        assert torch.equal(target.tensors()[name], tensor)
+    assert [handle.fetched for handle in shelf.handles] == [1] * len(whole)
+
+
+def test_one_stored_bucket_is_here_and_the_next_on_its_way() -> None:
+    shelf = Shelf()
+    update = shared(Holder([(8, 8), (5,)], 3), 1, 64, shelf)
+    assert len(shelf.handles) > 3
+    for index, bucket in enumerate(fetched(update.buckets or ())):
+        np.asarray(bucket.pieces[0].array)
+        blocks = [b.pieces[0].array.block for b in update.buckets or ()]  # type: ignore[attr-defined]
+        assert [block.is_fetched for block in blocks] == [i == index for i in range(len(blocks))]
+        begun = [handle.begun for handle in shelf.handles]
+        assert begun == [int(0 < i <= index + 1) for i in range(len(begun))]
 
 
 def test_bytes_that_changed_where_they_lie_are_noticed() -> None:
-    source = Holder([(3, 4), (5,)], 3)
-    (bucket,) = buckets(WeightUpdate(4, source.tensors().items()))
-    said = split_bucket(bucket)
-    spoilt = [array.copy() for array in said.block.take() or ()]
-    spoilt[1].view(np.uint8)[0] ^= 1
-    said.block.handle = Elsewhere(tuple(spoilt))
-    update = WeightUpdate(4, buckets=[said.told])
+    shelf = Shelf()
+    update = shared(Holder([(3, 4), (5,)], 3), 1, 1000, shelf)
+    shelf.handles[0].value[1].view(np.uint8)[0] ^= 1
+    engine = Model(Holder([(3, 4), (5,)], 1))
     with pytest.raises(PublicationError, match="holds other bytes than were sent in bucket 0"):
-        asyncio.run(publish(update, a=Model(Holder([(3, 4), (5,)], 1))))
+        asyncio.run(take_stored(update, engine.take_bucket))
 
 
-@pytest.mark.parametrize("size", [3, 20, 33, 1000])
-def test_a_rank_that_hands_out_nothing_cuts_as_the_one_that_does(size: int) -> None:
-    source = Holder([(3, 4), (5,), (2, 2)], 3).tensors()
-    gathered: dict[bool, list[str]] = {True: [], False: []}
+def test_an_engine_takes_stored_buckets_and_counts_them() -> None:
+    async def run() -> None:
+        engine, source = engine_of(live_updates=True), digits_model()
+        torch.nn.init.normal_(source.lm_head.weight)
+        named = WeightUpdate(2, source.named_parameters())
+        store = SharedStore()
+        packed = [store_bucket(bucket, store) for bucket in buckets(named, 1024)]
+        await engine.load_weights(WeightUpdate(2, buckets=pickle.loads(pickle.dumps(packed))))
+        assert engine.status().weight_version == 2
+        assert engine.status().buckets == len(packed) > 3
+        for one, two in zip(engine._model.parameters(), source.parameters(), strict=True):
+            assert torch.equal(one, two)
 
-    def gathering(is_here: bool) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in source.items():
-            gathered[is_here].append(name)
-            yield name, tensor
+    asyncio.run(run())
 
-    sides = [buckets(WeightUpdate(1, gathering(here)), size, is_here=here) for here in gathered]
-    whole = []
-    for one, other in itertools.zip_longest(*sides):
-        assert [(p.name, p.start) for p in one.pieces] == [(p.name, p.start) for p in other.pieces]
-        assert not any(len(piece.array) for piece in other.pieces)
-        assert gathered[True] == gathered[False]
-        whole.append(one)
-    for name, tensor in tensors(whole):
-        assert torch.equal(tensor, source[name])
-    assert gathered[True] == list(source)
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_a_shared_store_keeps_arrays_until_it_is_cleared(size: int) -> None:
+    store = SharedStore()
+    handle = pickle.loads(pickle.dumps(store.put((np.arange(size), np.arange(2.0)))))
+    first, second = handle.get()
+    assert second.tolist() == [0.0, 1.0]
+    store.clear()
+    assert first.tolist() == list(range(size))
+    if size > 3:  # small ones travel with the handle
+        with pytest.raises(WorkerError, match="is lost"):
+            handle.get()

@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from winnow.errors import WorkerError
-from winnow.workers.array_refs import SplitResult
+from winnow.workers.array_refs import Arrays, SplitResult
 from winnow.workers.group import START_TIMEOUT_S, WorkerGroup
 from winnow.workers.host import (
     Call,
@@ -88,7 +89,8 @@ async def start_ray(
     group = WorkerGroup(role, links, pack, stall_timeout_s, logs.close)
     first = links[0][0].place
     device = 0 if placement.share.get("GPU") else None  # of those that Ray lets the process see
-    await group.start(path, kwargs, (first.address, first.free_port), [device] * len(links))
+    master = first.address, first.free_port
+    await group.start(path, kwargs, master, [device] * len(links), partial(RayStore, role))
     return group
 
 
@@ -363,6 +365,21 @@ class RayHandle:
         if coming is None:
             self._coming = coming = self._reference.future()
         return coming
+
+
+@dataclass(frozen=True)
+class RayStore:
+    """A `Store` in the object store of the worker's node."""
+
+    role: str
+    rank: int
+    """The worker's."""
+
+    def put(self, arrays: Arrays) -> RayHandle:
+        return RayHandle(ray_module().put(arrays), self.role, self.rank)
+
+    def clear(self) -> None:
+        """Do nothing: Ray frees the memory with the last reference to it."""
 
 
 def _seen(future: Future[Any]) -> None:
