@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -38,11 +39,13 @@ from tests.ranks import Ranks
 from tests.recorded import VOCABULARY
 from tests.small_models import digits_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from winnow.config.model import LoraAdapter
 from winnow.errors import ModelError
 from winnow.learning.batch import MicroBatch, gather_tokens, micro_batches
-from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, on_host, write_model
 from winnow.learning.strategy import LossResult, Strategy, local
 from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.lora import add_lora
@@ -214,6 +217,86 @@ def test_a_frozen_model_answers_on_ranks_as_it_does_alone(ranks: Ranks, kind: st
         np.testing.assert_allclose(together, there, atol=1e-5)
     for _, stats, states in found:
         assert (stats, states) == ({"grad_norm": 0.0, "skipped": 0.0}, 0)
+
+
+HYBRID = Layout((2, 2), Sharding(offload=True))
+
+
+def write_on_rank(kind: str, dtype: torch.dtype, folder: str, size: int) -> Any:
+    """Write a model twice: on shards alone, and on replicas; this rank's files, and the weights."""
+    found = []
+    for name, layout in {"shards": Layout(), "replicas": HYBRID}.items():
+        strategy = strategy_on_rank(kind, dtype, layout)
+        group = dist.new_group()
+        with patch("winnow.learning.fsdp2.MODEL_FILE_BYTES", size):
+            shards = on_host(strategy.export_shards(), strategy.mesh)
+            try:
+                written = write_model(shards, Path(folder, name), group)
+            except OSError as error:
+                return type(error).__name__
+        dist.barrier()
+        found.append([path.name for path in written])
+    return found, exported(strategy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "size"),
+    [("tied", torch.bfloat16, 1 << 30), ("untied", torch.float32, 10_000)],
+)
+def test_ranks_write_a_folder_that_anyone_can_load(
+    ranks: Ranks, tmp_path: Path, kind: str, dtype: torch.dtype, size: int
+) -> None:
+    answers = ranks.run(write_on_rank, kind, dtype, str(tmp_path), size)
+    model: Any = model_of(kind, dtype)
+    for turn, name in enumerate(("shards", "replicas")):
+        folder = tmp_path / name
+        written = sorted(file for (found, _) in answers for file in found[turn])
+        assert written == sorted(path.name for path in folder.iterdir())
+        assert (len(written) > 4) == (size == 10_000)
+        model.config.save_pretrained(folder)
+        loaded = load_causal_lm(str(folder), dtype, CPU)
+        for found in (dict(loaded.named_parameters()), load_files(folder)):
+            assert_equal(dict(sorted(arrays(found).items())), dict(sorted(answers[0][1].items())))
+        if size == 10_000:
+            busy = [bool(found[turn]) for found, _ in answers]
+            assert busy == [True] * 4, "every rank puts files together"
+            assert max(path.stat().st_size for path in folder.glob("*.safetensors")) < 15_000
+
+
+def load_files(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder's files, in the order of the model."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = json.loads(index.read_text())["weight_map"]
+        assert {n: (folder / f).is_file() for n, f in names.items()} == dict.fromkeys(found, True)
+    return dict(sorted(found.items()))
+
+
+def write_few_rows(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    rows = {"two": torch.arange(6.0).view(2, 3), "nine": torch.arange(9.0).bfloat16()}
+    shards: dict[str, Tensor] = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in rows.items()}
+    assert dist.get_rank() < 2 or not local(shards["two"]).numel()
+    write_model(shards | {"alike": torch.ones(1)}, Path(folder), dist.new_group())
+
+
+def test_a_weight_with_fewer_rows_than_ranks_is_written_whole(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(write_few_rows, str(tmp_path))
+    found = load_file(tmp_path / "model.safetensors")
+    assert found["two"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert found["nine"].tolist() == list(range(9))
+    assert found["nine"].dtype == torch.bfloat16
+    assert found["alike"].tolist() == [1.0]
+
+
+def test_a_file_that_one_rank_cannot_write_is_told_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "shards" / "model.safetensors").mkdir(parents=True)
+    told = ranks.run(write_on_rank, "tied", torch.float32, str(tmp_path), 1 << 30)
+    assert told == ["IsADirectoryError"] * 4
+    assert [path.name for path in (tmp_path / "shards").iterdir()] == ["model.safetensors"]
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,16 @@ Ranks run in step: each brings the same number of micro-batches, of which any ma
 come in over all ranks and losses are divided by them, so gradients are sums, never means.
 
 On disk (`torch.distributed.checkpoint`) each rank writes its own rows, once. What was saved on some
-ranks can be read on any other number of them.
+ranks can be read on any other number of them. The model's own folder is as Hugging Face has it: its
+files are put together from the ranks' rows, each by one rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +32,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint._consolidate_hf_safetensors import _consolidate_safetensors_files
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,6 +66,8 @@ from winnow.models.sharded_loading import SavedWeights, replace_parameters, save
 from winnow.models.value import scalar_head
 
 _MOMENTS = "exp_avg", "exp_avg_sq"
+MODEL_FILE_BYTES = 4 << 30
+"""Of a file of a model's folder, unless one tensor is larger."""
 State = dict[str, Any]
 """Tensors in nested dicts."""
 
@@ -190,6 +197,11 @@ class FSDP2Strategy(Strategy):
         take all of them.
         """
         return self._exported((name, p.detach()) for name, p in self._masters.items())
+
+    def export_shards(self) -> dict[str, Tensor]:
+        """Return the tensors of `export_weights`, sharded; an adapter's model has others."""
+        named = ((name, tensor.detach()) for name, tensor in tensors_of(self.model).items())
+        return dict(self._cast(named))
 
     def exported_bytes(self, whole: bool) -> int:
         """Count the bytes of `export_weights`, or of `export_trained`."""
@@ -355,6 +367,60 @@ def write_shards(state: State, folder: Path, group: dist.ProcessGroup) -> None:
         save(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         raise _first(error) from error
+
+
+def write_model(
+    weights: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup
+) -> list[Path]:
+    """Write a sharded model that is on the host into a Hugging Face folder, as `write_shards` does.
+
+    No rank holds more than its rows and one whole tensor.
+
+    Returns:
+        The files that this rank wrote.
+    """
+    file_of = _model_files(weights)
+    files = sorted(set(file_of.values()))
+    own = {n: f for n, f in file_of.items() if files.index(f) % group.size() == group.rank()}
+    parts = folder / "parts"
+    try:
+        writer = HuggingFaceStorageWriter(str(parts), save_distributed=True)
+        writer.sync_files = False
+        save(dict(weights), storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        raise _first(error) from error
+    fault: OSError | None = None
+    try:
+        if own:
+            _consolidate_safetensors_files(str(parts), str(folder), own, num_threads=1)
+    except OSError as error:
+        fault = error
+    faults: list[OSError | None] = [None] * group.size()
+    dist.all_gather_object(faults, fault, group=group)
+    if group.rank() == 0:
+        shutil.rmtree(parts, ignore_errors=True)
+    if found := next(filter(None, faults), None):
+        raise found
+    written = [folder / name for name in sorted(set(own.values()))]
+    if group.rank() == 0 and len(files) > 1:
+        total = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        written.append(folder / "model.safetensors.index.json")
+        written[-1].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return written
+
+
+def _model_files(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name the file of each tensor of a model's folder, as transformers names them."""
+    numbers, number, room = dict[str, int](), 0, 0
+    for name, tensor in weights.items():
+        size = tensor.numel() * tensor.element_size()
+        if not number or size > room:
+            number, room = number + 1, MODEL_FILE_BYTES
+        numbers[name], room = number, room - size
+    if number == 1:
+        return dict.fromkeys(numbers, "model.safetensors")
+    return {name: f"model-{n:05}-of-{number:05}.safetensors" for name, n in numbers.items()}
 
 
 def read_shards(states: State, folder: Path) -> None:

@@ -347,12 +347,14 @@ class Strategy:
     def _exported(
         self, named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        def rounded() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in named:
-                wanted = dtype if tensor.is_floating_point() else None
-                yield name, tensor.to(wanted or self._rounded.get(name, tensor.dtype))
+        return self._whole(self._cast(named, dtype))
 
-        return self._whole(rounded())
+    def _cast(
+        self, named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named:
+            wanted = dtype if tensor.is_floating_point() else None
+            yield name, tensor.to(wanted or self._rounded.get(name, tensor.dtype))
 
     @property
     def parameters(self) -> int:

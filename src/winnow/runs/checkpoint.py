@@ -66,6 +66,8 @@ STATE_CLASSES = (
 """Classes of which a state holds objects."""
 
 CONFIG = "config.yaml"
+FileEntry = Mapping[str, Any]
+"""Bytes and sha256 of a file, in a manifest."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Manifest:
     """Versions and hardware that bits depend on: `this_machine`."""
     code: Mapping[str, str] = field(default_factory=dict)
     """sha256 of the user's Python files, by the keys of the recipe that name them."""
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
     """Bytes and sha256 by path; filled in when the checkpoint is written."""
 
 
@@ -108,8 +110,9 @@ class Snapshot:
     """State that training goes on from: tensors, arrays, dataclasses and plain values."""
     save_model: Callable[[Path], None]
     """Writes a Hugging Face folder at the path it is given; may be called in a thread."""
-    save_ranks: Callable[[Path], None] = lambda folder: None
-    """Writes the ranks' part into a checkpoint's folder; may be called in a thread."""
+    save_ranks: Callable[[Path], Mapping[str, FileEntry]] = lambda folder: {}
+    """Writes the ranks' part into a checkpoint's folder; returns the entries of files that ranks
+    have hashed and brought to disk, by path in it; may be called in a thread."""
 
 
 def this_machine(device: torch.device) -> dict[str, str | int]:
@@ -145,10 +148,10 @@ def save_checkpoint(
     try:
         with atomic_folder(target) as draft:
             snapshot.save_model(draft / "model")
-            snapshot.save_ranks(draft)
+            known = snapshot.save_ranks(draft)
             write_state(draft, snapshot.state)
             (draft / CONFIG).write_text(recipe, encoding="utf-8")
-            _write_manifest(draft, manifest)
+            _write_manifest(draft, manifest, known)
     except (OSError, RuntimeError, SafetensorError) as error:
         cause = system_error(error)
         if cause is None:
@@ -333,12 +336,15 @@ def prune(
     remove(c for c in found if c not in keep)
 
 
-def _write_manifest(draft: Path, manifest: Manifest) -> None:
+def file_entry(path: Path) -> FileEntry:
+    """Return bytes and sha256 of a file, as a manifest has them."""
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _write_manifest(draft: Path, manifest: Manifest, known: Mapping[str, FileEntry]) -> None:
     paths = (path for path in sorted(draft.rglob("*")) if path.is_file())
-    files = {
-        str(path.relative_to(draft)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in paths
-    }
+    named = ((str(path.relative_to(draft)), path) for path in paths)
+    files = {name: known[name] if name in known else file_entry(path) for name, path in named}
     entries = asdict(replace(manifest, files=files))
     text = json.dumps({"format": _FORMAT, "sha256": _digest(entries), **entries}, indent=1)
     (draft / MANIFEST).write_text(text + "\n", encoding="utf-8")

@@ -27,19 +27,26 @@ from winnow.config.trainer import Fsdp2
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import CheckpointError
 from winnow.learning.canary import Canary, CanaryScores
-from winnow.learning.fsdp2 import FSDP2Strategy, State, on_host, read_shards, write_shards
+from winnow.learning.fsdp2 import (
+    FSDP2Strategy,
+    State,
+    on_host,
+    read_shards,
+    write_model,
+    write_shards,
+)
 from winnow.learning.imitation import Imitator
 from winnow.learning.learner import Learned
 from winnow.learning.strategy import local
 from winnow.models.causal_lm import model_writer
 from winnow.models.lora import adapter_writer
-from winnow.observe.files import system_error
+from winnow.observe.files import sync, system_error
 from winnow.observe.metrics import Metrics, Number, Stopwatch
 from winnow.observe.profile import profiler_of
 from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.weights import BUCKET_BYTES, Bucket, buckets, store_bucket, tensors
 from winnow.runs.build_learner import make_learner
-from winnow.runs.checkpoint import Snapshot, this_machine
+from winnow.runs.checkpoint import FileEntry, Snapshot, file_entry, this_machine
 from winnow.runs.loading import check_finite, load_policy_model
 from winnow.runs.metrics import Passes
 from winnow.runs.scoring_ranks import join_ranks
@@ -189,31 +196,44 @@ class LearnerWorker:
         states = {role: s.state_dict() for role, s in self._strategies.items()}
         self._copied = on_host(states, self._host_mesh)
         policy = self._strategies["policy"]
-        for name, tensor in policy.export_weights(adapter_only=policy.has_adapter):
+        if not policy.has_adapter:
+            self._model = on_host(policy.export_shards(), self._host_mesh)
+            return
+        for name, tensor in policy.export_weights(adapter_only=True):
             if self._is_first:
                 self._model[name] = tensor.detach().to("cpu", copy=True)
 
-    async def write(self, checkpoint: str) -> tuple[int, str] | None:
+    async def write(self, checkpoint: str) -> dict[str, FileEntry] | tuple[int, str]:
         """Write what was copied into a checkpoint's folder, beside whatever else the ranks do.
 
         Returns:
-            What the system said when it refused a write: its number, and the path.
+            The files that this rank wrote, on disk; or what the system said when it refused a
+            write: its number, and the path.
         """
         (copied, self._copied), (model, self._model) = (self._copied, {}), (self._model, {})
         try:
-            await asyncio.to_thread(self._write, Path(checkpoint), copied, model)
+            return await asyncio.to_thread(self._write, Path(checkpoint), copied, model)
         except (OSError, RuntimeError, SafetensorError) as error:
             refusal = system_error(error)
             if refusal is None or refusal.errno is None:
                 raise
             return refusal.errno, str(refusal.filename or checkpoint)
-        return None
 
-    def _write(self, checkpoint: Path, copied: State, model: dict[str, Tensor]) -> None:
+    def _write(
+        self, checkpoint: Path, copied: State, model: dict[str, Tensor]
+    ) -> dict[str, FileEntry]:
         # First what all ranks do together: one that failed before would leave the others waiting.
         write_shards(copied, checkpoint / RANKS, self._saving)
+        copied.clear()
+        written = [*(checkpoint / RANKS).glob(f"__{self._rank}_*")]
+        if not self._strategies["policy"].has_adapter:
+            written += write_model(model, checkpoint / "model", self._saving)
+            model = {}  # what is left to write is not weights
         if self._save_model is not None:
             self._save_model(model, checkpoint / "model")
+        for path in written:
+            sync(path)
+        return {str(path.relative_to(checkpoint)): file_entry(path) for path in written}
 
     def restore(self, folder: str) -> None:
         """Load what `write` wrote, on any number of ranks.
@@ -322,8 +342,11 @@ class RemoteLearner:
             )
         self.call("restore", str(checkpoint / RANKS))
 
-    def _write(self, checkpoint: Path) -> None:
-        fault: tuple[int, str] | None = self.call("write", str(checkpoint))
-        if fault is not None:
-            number, path = fault
-            raise OSError(number, os.strerror(number), path)
+    def _write(self, checkpoint: Path) -> dict[str, FileEntry]:
+        entries: dict[str, FileEntry] = {}
+        for said in self._group.ask("write", str(checkpoint)):
+            if isinstance(said, tuple):
+                number, path = said
+                raise OSError(number, os.strerror(number), path)
+            entries |= said
+        return entries

@@ -13,6 +13,7 @@ import pytest
 from winnow.errors import CheckpointError
 from winnow.runs.checkpoint import (
     Checkpoint,
+    FileEntry,
     Manifest,
     Snapshot,
     checkpoints_in,
@@ -30,9 +31,10 @@ def save(run: Path, step: int) -> Checkpoint:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f"{step}\n")
 
-    def save_ranks(draft: Path) -> None:
+    def save_ranks(draft: Path) -> dict[str, FileEntry]:
         (draft / "ranks").mkdir()
         (draft / "ranks" / ".metadata").write_text("the index of the shards")
+        return {}
 
     snapshot = Snapshot({"step": step}, lambda model: model.mkdir(), save_ranks)
     return save_checkpoint(run / "checkpoints", Manifest(step), snapshot)
