@@ -23,6 +23,7 @@ import platform
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,11 @@ STATE_CLASSES = (
 """Classes of which a state holds objects."""
 
 CONFIG = "config.yaml"
+RANKS = "ranks"
+"""A checkpoint's folder of the state that ranks hold."""
+_SHARES = re.compile(rf"{RANKS}/[^/]*\.distcp|model/[^/]*\.safetensors")
+"""Files that ranks read."""
+_HASHED_AT_ONCE = min(16, os.cpu_count() or 1)
 FileEntry = Mapping[str, Any]
 """Bytes and sha256 of a file, in a manifest."""
 
@@ -176,7 +182,7 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
+def find_checkpoint(run: Path, step: int | None, is_checked_later: bool = False) -> Checkpoint:
     """Find a run's checkpoint of a step, or its last, and check its files.
 
     Raises:
@@ -188,12 +194,16 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
         there = ", ".join(str(c.step) for c in found) or "none"
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
         raise CheckpointError(f"{run} has no {wanted}; there are: {there}")
-    verify(chosen[-1])
+    if not is_checked_later:
+        verify(chosen[-1])
     return chosen[-1]
 
 
-def newest_usable(run: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest_usable(run: Path, ranks_check: bool = False) -> tuple[Checkpoint | None, list[str]]:
     """Find a run's newest checkpoint whose files are as written; return it with warnings of others.
+
+    Args:
+        ranks_check: as for `verify`.
 
     Raises:
         CheckpointError: there are some, and none of them is whole.
@@ -201,7 +211,7 @@ def newest_usable(run: Path) -> tuple[Checkpoint | None, list[str]]:
     faults: list[str] = []
     for checkpoint in reversed(checkpoints_in(run / "checkpoints")):
         try:
-            verify(checkpoint)
+            verify(checkpoint, ranks_check)
         except CheckpointError as error:
             faults.append(str(error).partition(";")[0])
         else:
@@ -216,13 +226,17 @@ def newest_usable(run: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, []
 
 
-def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
+def load_state(checkpoint: Checkpoint, is_verified: bool = False) -> dict[str, Any]:
     """Read the training state of a checkpoint, after a check of its files against the manifest.
+
+    Args:
+        is_verified: they have been checked.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another format.
     """
-    verify(checkpoint)
+    if not is_verified:
+        verify(checkpoint)
     for index in checkpoint.path.rglob(SHARD_INDEX):
         check_shards(index.parent)
     return read_state(checkpoint.path, STATE_CLASSES)
@@ -251,24 +265,53 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     return Manifest(**entries)
 
 
-def verify(checkpoint: Checkpoint) -> Manifest:
+def verify(checkpoint: Checkpoint, ranks_check: bool = False) -> Manifest:
     """Check that every file is there and is what was written; return the manifest.
+
+    Args:
+        ranks_check: leave the content of weights and shards, not their sizes, to `verify_share`.
 
     Raises:
         CheckpointError: names the file.
     """
     manifest = read_manifest(checkpoint)
-    for name, entry in manifest.files.items():
-        part = checkpoint.path / name
+    _check_files(checkpoint.path, manifest.files, ranks_check)
+    return manifest
+
+
+def verify_share(checkpoint: Path, rank: int, ranks: int) -> None:
+    """Check the weights and shards that fall to one of some ranks, as many bytes as to the others.
+
+    Raises:
+        CheckpointError: names a file that is not what was written.
+    """
+    files = read_manifest(Checkpoint(checkpoint, 0)).files
+    shares: list[dict[str, FileEntry]] = [{} for _ in range(ranks)]
+    loads = [0] * ranks
+    for name in sorted(filter(_SHARES.fullmatch, files), key=lambda n: (-files[n]["bytes"], n)):
+        least = loads.index(min(loads))
+        shares[least][name] = files[name]
+        loads[least] += files[name]["bytes"]
+    _check_files(checkpoint, shares[rank])
+
+
+def _check_files(folder: Path, files: Mapping[str, FileEntry], ranks_check: bool = False) -> None:
+    def check(name: str) -> None:
+        part, entry = folder / name, files[name]
+        is_theirs = ranks_check and _SHARES.fullmatch(name)
         try:
-            is_whole = part.stat().st_size == entry["bytes"] and _sha256(part) == entry["sha256"]
+            is_whole = part.stat().st_size == entry["bytes"]
+            is_whole = is_whole and (bool(is_theirs) or _sha256(part) == entry["sha256"])
         except OSError as error:
             raise CheckpointError(
                 f"{part} cannot be read: {error.strerror}; use another checkpoint"
             ) from error
         if not is_whole:
             raise CheckpointError(f"{part} is damaged (checksum differs); use another checkpoint")
-    return manifest
+
+    with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:  # hashing lets go of the interpreter
+        for _ in pool.map(check, files):
+            pass
 
 
 def remove(checkpoints: Iterable[Checkpoint]) -> None:

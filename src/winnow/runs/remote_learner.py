@@ -46,7 +46,14 @@ from winnow.observe.profile import profiler_of
 from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.weights import BUCKET_BYTES, Bucket, buckets, store_bucket, tensors
 from winnow.runs.build_learner import make_learner
-from winnow.runs.checkpoint import FileEntry, Snapshot, file_entry, this_machine
+from winnow.runs.checkpoint import (
+    RANKS,
+    FileEntry,
+    Snapshot,
+    file_entry,
+    this_machine,
+    verify_share,
+)
 from winnow.runs.loading import check_finite, load_policy_model
 from winnow.runs.metrics import Passes
 from winnow.runs.scoring_ranks import join_ranks
@@ -78,10 +85,6 @@ class StepReply:
     """By phase, on rank 0."""
     learner: Mapping[str, Any]
     """The learner's state."""
-
-
-RANKS = "ranks"
-"""A checkpoint's folder of the state that ranks hold."""
 
 
 class LearnerWorker:
@@ -235,15 +238,24 @@ class LearnerWorker:
             sync(path)
         return {str(path.relative_to(checkpoint)): file_entry(path) for path in written}
 
-    def restore(self, folder: str) -> None:
-        """Load what `write` wrote, on any number of ranks.
+    def restore(self, checkpoint: str) -> None:
+        """Check the checkpoint's files and load what `write` wrote, on any number of ranks.
 
         Raises:
-            CheckpointError: the folder is damaged, or of another model.
+            CheckpointError: a file is damaged, or of another model.
         """
+        fault: CheckpointError | None = None
+        try:
+            verify_share(Path(checkpoint), self._rank, self._ranks)
+        except CheckpointError as error:
+            fault = error
+        faults: list[CheckpointError | None] = [None] * self._ranks
+        dist.all_gather_object(faults, fault, group=self._saving)
+        if found := next(filter(None, faults), None):
+            raise found
         mesh, strategies = self._host_mesh, self._strategies
         blank = {role: on_host(s.blank_state(), mesh) for role, s in strategies.items()}
-        read_shards(blank, Path(folder))
+        read_shards(blank, Path(checkpoint) / RANKS)
         for role, strategy in strategies.items():
             strategy.load_state_dict(blank[role])
 
@@ -340,7 +352,7 @@ class RemoteLearner:
                 f"{checkpoint} has no {RANKS}: it was saved by trainer/strategy=single; "
                 "use that, or another checkpoint"
             )
-        self.call("restore", str(checkpoint / RANKS))
+        self.call("restore", str(checkpoint))
 
     def _write(self, checkpoint: Path) -> dict[str, FileEntry]:
         entries: dict[str, FileEntry] = {}

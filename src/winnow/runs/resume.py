@@ -36,6 +36,7 @@ from filelock import FileLock, Timeout
 from winnow.config.data import Demonstrations
 from winnow.config.load import dump_config, load_recipe
 from winnow.config.root import Config
+from winnow.config.rules import workers_of
 from winnow.data.hub import is_on_hub, pinned
 from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.models.fetch import local_folder, may_be_hub_name
@@ -58,6 +59,7 @@ from winnow.runs.checkpoint import (
     find_checkpoint,
     load_state,
     newest_usable,
+    read_manifest,
     remove,
     verify,
 )
@@ -104,7 +106,7 @@ class Opened:
             CheckpointError: it is damaged, or too old for the recipe, or does not fit a fork's.
         """
         assert self.checkpoint is not None
-        state = load_state(self.checkpoint)
+        state = load_state(self.checkpoint, is_verified=True)
         epochs = config.trainer.data_epochs
         if epochs is not None and "sampler" in state and "passes" not in state:
             raise CheckpointError(
@@ -294,13 +296,13 @@ def _origin(config: Config, fork: str) -> _Origin:
     given, at, step = fork.rpartition("@")
     if at and step.isdecimal():
         run, wanted = asked_for("run.fork", given)
-        wanted = find_checkpoint(run, int(step))
+        wanted = find_checkpoint(run, int(step), is_checked_later=True)
     else:
         run, wanted = asked_for("run.fork", fork)
-    checkpoint, faults = (wanted, []) if wanted is not None else newest_usable(run)
+    checkpoint, faults = _usable(config, run, wanted)
     if checkpoint is None:
         raise ConfigError(f"run.fork={fork}: {run} has no checkpoint yet; name another run")
-    manifest = verify(checkpoint)
+    manifest = read_manifest(checkpoint)
     has_steps = config.trainer.data_epochs is None
     if has_steps and config.trainer.steps <= checkpoint.step:
         raise ConfigError(
@@ -338,6 +340,17 @@ def asked_for(key: str, value: str) -> tuple[Path, Checkpoint | None]:
     )
 
 
+def _usable(
+    config: Config, run: Path, wanted: Checkpoint | None
+) -> tuple[Checkpoint | None, list[str]]:
+    """Check a checkpoint, or find the newest that is whole; ranks check what they read."""
+    ranks_check = workers_of(config)["policy"] > 0
+    if wanted is None:
+        return newest_usable(run, ranks_check)
+    verify(wanted, ranks_check)
+    return wanted, []
+
+
 def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> Opened:
     try:
         saved = load_recipe(str(folder.config))
@@ -357,12 +370,12 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     clean(folder.checkpoints)
     for partial in folder.path.glob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
-    checkpoint, faults = (wanted, []) if wanted is not None else newest_usable(folder.path)
+    checkpoint, faults = _usable(config, folder.path, wanted)
     notes += faults
     if checkpoint is None:
         notes.append(f"{folder.path} has no checkpoint yet: starting at the beginning")
         return Opened(folder, kept, (*notes, *changes))
-    manifest = verify(checkpoint)
+    manifest = read_manifest(checkpoint)
     made_with = load_recipe(str(checkpoint.path / CONFIG))
     forked = made_with if made_with.run.fork != kept.run.fork else None
     if forked is None:

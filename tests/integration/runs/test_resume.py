@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,18 @@ from winnow.config.load import dump_config, load_recipe
 from winnow.config.root import Config
 from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.observe.jsonl import MetricsLog
-from winnow.runs.checkpoint import Checkpoint, Manifest, Snapshot, checkpoints_in, save_checkpoint
+from winnow.runs import checkpoint
+from winnow.runs.checkpoint import (
+    Checkpoint,
+    Manifest,
+    Snapshot,
+    _sha256,
+    checkpoints_in,
+    newest_usable,
+    save_checkpoint,
+    verify,
+    verify_share,
+)
 from winnow.runs.recipe_changes import check_same
 from winnow.runs.resume import Opened, opened_run
 
@@ -276,6 +288,65 @@ def test_a_damaged_newest_checkpoint_falls_back_and_says_so(tmp_path: Path) -> N
     assert opened.checkpoint.step == 4
     assert "step-6/state.json is damaged" in opened.notes[0]
     assert "going on from step 4" in opened.notes[0]
+
+
+@pytest.mark.parametrize("which", ["newest", "named"])
+def test_files_are_checked_once(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, read = run_to(tmp_path, 6), list[str]()
+
+    def note(path: Path) -> str:
+        read.append(path.name)
+        return _sha256(path)
+
+    monkeypatch.setattr(checkpoint, "_sha256", note)
+    given = {"newest": "auto", "named": f"{run}/checkpoints/step-6"}[which]
+    config = recipe(tmp_path, f"run.resume={given}")
+    open_again(config).state(config)
+    assert sorted(read) == ["config.yaml", "state.json", "state.safetensors"]
+
+
+SHARDS = {f"ranks/__{i}_0.distcp": 1000 + i for i in range(5)} | {"model/model.safetensors": 2500}
+
+
+def test_ranks_check_what_they_read_as_many_bytes_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(draft: Path) -> dict[str, Any]:
+        for name, size in {**SHARDS, "model/config.json": 9}.items():
+            (draft / name).parent.mkdir(exist_ok=True)
+            (draft / name).write_bytes(bytes(size))
+        return {}
+
+    saved = save_checkpoint(tmp_path / "checkpoints", Manifest(1), Snapshot({}, _none, write))
+    read: dict[int, list[str]] = {rank: [] for rank in range(3)}
+    for rank, names in read.items():
+
+        def note(path: Path, names: list[str] = names) -> str:
+            names.append(str(path.relative_to(saved.path)))
+            return _sha256(path)
+
+        monkeypatch.setattr(checkpoint, "_sha256", note)
+        verify_share(saved.path, rank, 3)
+    assert sorted(chain(*read.values())) == sorted(SHARDS)
+    loads = [sum(SHARDS[name] for name in names) for names in read.values()]
+    assert max(loads) - min(loads) <= 1004
+    shard = saved.path / "ranks/__3_0.distcp"
+    shard.write_bytes(b"?" * 1003)
+    assert newest_usable(tmp_path, ranks_check=True)[0] == saved
+    (owner,) = (rank for rank, names in read.items() if "ranks/__3_0.distcp" in names)
+    with pytest.raises(CheckpointError, match=r"__3_0\.distcp is damaged"):
+        verify_share(saved.path, owner, 3)
+    with pytest.raises(CheckpointError, match=r"__3_0\.distcp is damaged"):
+        verify(saved)
+    shard.write_bytes(b"?" * 1002)
+    with pytest.raises(CheckpointError, match=r"__3_0\.distcp is damaged"):
+        newest_usable(tmp_path, ranks_check=True)
+
+
+def _none(folder: Path) -> None:
+    """Write nothing."""
 
 
 @pytest.mark.parametrize("which", ["run", "checkpoint", "relative", "slash"])
