@@ -32,6 +32,10 @@ class LoraAdapter(Section):
     head."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """Weights that engines in processes of their own get after each step: all, with the adapter
+    merged into them, or the adapter's alone, which rollout/engine=torch applies to the base model
+    it has loaded."""
 
 
 Adapter = Annotated[NoAdapter | LoraAdapter, Field(discriminator="name")]

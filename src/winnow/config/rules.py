@@ -18,7 +18,7 @@ from winnow.config.algorithm import (
 )
 from winnow.config.data import Demonstrations, NoTask, SortDigitsTask
 from winnow.config.judge import sharding_of
-from winnow.config.model import SftWarmStart
+from winnow.config.model import LoraAdapter, SftWarmStart
 from winnow.config.rollout import BandFilter, HttpEngineConfig, VarianceFilter, VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.trainer import AsyncMode, Fsdp2, RayCluster, SyncMode
@@ -329,7 +329,14 @@ _OVERLAPPED = "trainer/mode=one_step_off", "trainer/mode=async"
 
 
 def _engine(c: Config) -> Iterator[str]:
-    engine = c.rollout.engine
+    engine, adapter = c.rollout.engine, c.model.adapter
+    is_alone = isinstance(adapter, LoraAdapter) and adapter.publish == "adapter"
+    if is_alone and isinstance(engine, VllmEngineConfig | HttpEngineConfig):
+        yield (
+            f"model.adapter.publish=adapter and {_given(c, 'rollout/engine')} exclude each other: "
+            "that engine gets whole weights; set model.adapter.publish=merged or "
+            "rollout/engine=torch"
+        )
     longest = longest_tokens(c)
     if (
         isinstance(engine, VllmEngineConfig)

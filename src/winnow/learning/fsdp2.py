@@ -190,14 +190,6 @@ class FSDP2Strategy(Strategy):
     def _whole(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return ((name, whole(tensor, self.device)) for name, tensor in named)
 
-    def export_trained(self) -> Iterator[tuple[str, Tensor]]:
-        """Export what is trained, by parameter names, for a copy of the model that has the rest.
-
-        Tensors are whole on every rank, rounded to the type the model computes in; all ranks must
-        take all of them.
-        """
-        return self._exported((name, p.detach()) for name, p in self._masters.items())
-
     def export_shards(self) -> dict[str, Tensor]:
         """Return the tensors of `export_weights`, sharded; an adapter's model has others."""
         named = ((name, tensor.detach()) for name, tensor in tensors_of(self.model).items())

@@ -229,6 +229,13 @@ class EngineClient:
         await asyncio.sleep(0)
 
 
+async def _load(client: EngineClient, update: WeightUpdate) -> None:
+    try:
+        await client.engine.load_weights(update)
+    except PublicationError as error:
+        raise PublicationError(f"{client.name}: {error}") from error
+
+
 class EngineGroup:
     """Implements `Engine` over engines that hold the same weights.
 
@@ -351,7 +358,7 @@ class EngineGroup:
             if update.tensors is not None:
                 await send(update, self._take_bucket, reject=self._reject)
                 update = WeightUpdate(update.version)
-            await self._each(self._alive(), lambda client: client.engine.load_weights(update))
+            await self._each(self._alive(), partial(_load, update=update))
         finally:
             self._old_version = None
         wrong = [c.name for c in self._alive() if c.status.weight_version != update.version]

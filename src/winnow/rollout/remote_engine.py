@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from winnow.rollout.engine import (
 from winnow.rollout.weights import Bucket, send
 from winnow.types import FloatArray, IntArray, Segment
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
+
+if TYPE_CHECKING:
+    from winnow.config.model import LoraAdapter
 
 log = logging.getLogger(__name__)
 
@@ -176,6 +179,7 @@ class TorchEngineWorker(EngineWorker):
         model: a Hugging Face folder.
         dtype: of the weights; must be that of published ones.
         tokenizer: its folder, where requests carry stop strings.
+        adapter: to be put beside the model's weights; publications then are of it alone.
         profiler: of this process.
         options: of `TorchEngine`.
 
@@ -191,6 +195,7 @@ class TorchEngineWorker(EngineWorker):
         dtype: Literal["float32", "bfloat16"],
         tokenizer: str | None = None,
         trust_remote_code: bool = False,
+        adapter: LoraAdapter | None = None,
         profiler: StepProfiler | None = None,
         **options: Any,
     ) -> None:
@@ -201,6 +206,10 @@ class TorchEngineWorker(EngineWorker):
 
         device = torch.device("cpu" if rank.device_index is None else f"cuda:{rank.device_index}")
         made = load_causal_lm(model, torch_dtype(dtype), device, trust_remote_code)
+        if adapter is not None:
+            from winnow.models.lora import add_lora
+
+            add_lora(made, adapter, seed=0)  # the first publication comes before the first token
         decode = None if tokenizer is None else decode_of(tokenizer, trust_remote_code)
         super().__init__(TorchEngine(made, decode=decode, **options), profiler)
 

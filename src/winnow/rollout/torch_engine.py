@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from winnow.models.causal_lm import head_logits, hidden_states, output_head
+from winnow.models.causal_lm import has_adapter, head_logits, hidden_states, output_head
+from winnow.models.lora import is_adapters
 from winnow.rollout.draw import RowParams, draw, logprobs_along, uniform
 from winnow.rollout.engine import CompletionEvent, GroupRequest, WeightUpdate
 from winnow.rollout.slots import (
@@ -115,6 +116,8 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
     def _receiver(self, version: int) -> WeightReceiver:
         from winnow.rollout.weights import WeightReceiver
 
+        if has_adapter(self._model):  # beside a base that stays
+            return WeightReceiver(self._model, version, is_adapters)
         return WeightReceiver(self._model, version)
 
     def _renew(self) -> None:

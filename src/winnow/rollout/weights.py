@@ -271,16 +271,23 @@ async def _deliver(
 
 
 class WeightReceiver:
-    """Copies an update into a model bucket by bucket, on the engine's side."""
+    """Copies an update into a model bucket by bucket, on the engine's side.
 
-    def __init__(self, model: nn.Module, version: int) -> None:
+    Args:
+        expects: says of a name whether the tensor must come; others must not.
+    """
+
+    def __init__(
+        self, model: nn.Module, version: int, expects: Callable[[str], bool] = lambda name: True
+    ) -> None:
         self.version = version
         self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the model may be used again."""
         parameters: dict[str, Tensor] = dict(model.named_parameters())
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         buffers = {n: t for n, t in model.state_dict().items() if n not in tied}
-        self._own = {name: t.detach() for name, t in (parameters | buffers).items()}
+        every = parameters | buffers
+        self._own = {name: t.detach() for name, t in every.items() if expects(name)}
         self._filled = dict.fromkeys(self._own, 0)
         self._next = 0
 

@@ -334,6 +334,10 @@ class RemoteLearner:
         """
         return WeightUpdate(version, buckets=self._buckets(version, True))
 
+    def adapter(self, version: int) -> WeightUpdate:
+        """Export what is trained, in buckets that lie with the ranks."""
+        return WeightUpdate(version, buckets=self._buckets(version, False))
+
     def _buckets(self, version: int, whole: bool) -> list[Bucket]:
         shares: list[list[Bucket]] = self._group.ask("export", version, whole)
         return sorted(chain(*shares), key=attrgetter("index"))

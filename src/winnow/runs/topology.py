@@ -368,6 +368,8 @@ def placed_models(
     assert isinstance(strategy, Fsdp2)
     learner = RemoteLearner(ranks)
     weights = learner.weights if is_apart else learner.trained
+    if is_apart and adapter_alone(config) is not None:
+        weights = learner.adapter
     return Topology(
         engine=engine,
         learner=learner,
@@ -397,9 +399,11 @@ def _learning_here(
     own = learning.policy
     publish: Sharing | Sending = Sharing(engine)
     if is_apart:
+        is_alone = adapter_alone(config) is not None
+        export = own.export_trained if is_alone else own.export_weights
         publish = Sending(
             engine,
-            lambda version: WeightUpdate(version, own.export_weights()),
+            lambda version: WeightUpdate(version, export()),
             canary_of(config, policy),
             lambda canary: canary.expected(own),
             _sleeps(config),
@@ -413,6 +417,14 @@ def _learning_here(
         machine=this_machine(policy.device),
         devices=devices_of(config, 1),
     )
+
+
+def adapter_alone(config: Config) -> LoraAdapter | None:
+    """Return the adapter that engines apart get alone; None where they get whole weights."""
+    adapter = config.model.adapter
+    if not isinstance(adapter, LoraAdapter) or adapter.publish == "merged":
+        return None
+    return adapter
 
 
 def _sleeps(config: Config) -> bool:
@@ -504,6 +516,7 @@ def _engine_arguments(config: Config, policy: Policies, start: str | None) -> di
         "dtype": config.model.dtype,
         "tokenizer": policy.tokenizer_folder if config.rollout.stop else None,
         "trust_remote_code": config.model.trust_remote_code,
+        **({} if (alone := adapter_alone(config)) is None else {"adapter": alone}),
         **_engine_options(config, policy),
         **_vllm_options(config),
     }

@@ -434,6 +434,28 @@ def test_weights_that_reach_every_engine_damaged_end_the_run() -> None:
         sent(Taking(damaged=2), Taking(), deterministic=True)
 
 
+def test_stored_weights_go_to_each_engine_in_one_call_and_a_damaged_one_is_named() -> None:
+    class Refusing(Mortal):
+        async def load_weights(self, update: WeightUpdate) -> None:
+            assert update.buckets == [bucket]
+            raise PublicationError("other bytes")
+
+    class Counting(Mortal):
+        loaded: Sequence[Any] = ()
+
+        async def load_weights(self, update: WeightUpdate) -> None:
+            self.loaded = [*self.loaded, update.buckets]
+            await super().load_weights(WeightUpdate(update.version))
+
+    bucket, healthy = Bucket(7, 0, ()), Counting()
+    update = WeightUpdate(7, buckets=[bucket])
+    group = EngineGroup([Refusing(), healthy], False)
+    asyncio.run(group.load_weights(update))
+    assert (group.dead, healthy.loaded) == (["engine 0"], [[bucket]])
+    with pytest.raises(PublicationError, match="engine 1: other bytes"):
+        asyncio.run(EngineGroup([Mortal(), Refusing()], True).load_weights(update))
+
+
 def test_a_group_needs_an_engine() -> None:
     with pytest.raises(ValueError, match="at least one"):
         EngineGroup([], True)
