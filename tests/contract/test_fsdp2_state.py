@@ -255,6 +255,7 @@ def test_ranks_write_a_folder_that_anyone_can_load(
         assert (len(written) > 4) == (size == 10_000)
         model.config.save_pretrained(folder)
         loaded = load_causal_lm(str(folder), dtype, CPU)
+        assert {tensor.dtype for tensor in load_files(folder).values()} == {dtype}
         for found in (dict(loaded.named_parameters()), load_files(folder)):
             assert_equal(dict(sorted(arrays(found).items())), dict(sorted(answers[0][1].items())))
         if size == 10_000:

@@ -27,7 +27,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,7 @@ from winnow.models.value import scalar_head
 _MOMENTS = "exp_avg", "exp_avg_sq"
 MODEL_FILE_BYTES = 4 << 30
 """Of a file of a model's folder, unless one tensor is larger."""
+Exported = Literal["all", "trained", "adapter"]
 State = dict[str, Any]
 """Tensors in nested dicts."""
 
@@ -190,15 +191,25 @@ class FSDP2Strategy(Strategy):
     def _whole(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return ((name, whole(tensor, self.device)) for name, tensor in named)
 
+    def export_trained(self) -> Iterator[tuple[str, Tensor]]:
+        """Export what is trained, by parameter names, for a copy of the model that has the rest.
+
+        Tensors are whole on every rank, rounded to the type the model computes in; all ranks must
+        take all of them.
+        """
+        return self._exported((name, p.detach()) for name, p in self._masters.items())
+
     def export_shards(self) -> dict[str, Tensor]:
         """Return the tensors of `export_weights`, sharded; an adapter's model has others."""
         named = ((name, tensor.detach()) for name, tensor in tensors_of(self.model).items())
         return dict(self._cast(named))
 
-    def exported_bytes(self, whole: bool) -> int:
-        """Count the bytes of `export_weights`, or of `export_trained`."""
-        named: Mapping[str, Tensor] = tensors_of(self.model) if whole else self._masters
-        own = {n: t for n, t in named.items() if not (whole and is_adapters(n))}
+    def exported_bytes(self, what: Exported) -> int:
+        """Count the bytes of `export_weights`, of all or the adapter, or of `export_trained`."""
+        own: Mapping[str, Tensor] = self._masters
+        if what != "trained":
+            every, is_alone = tensors_of(self.model), what == "adapter"
+            own = {name: t for name, t in every.items() if is_adapters(name) == is_alone}
         return sum(t.numel() * self._rounded.get(n, t.dtype).itemsize for n, t in own.items())
 
     def blank_state(self) -> dict[str, Any]:

@@ -344,14 +344,6 @@ class Strategy:
             raise ModelError("the adapter alone was asked for, but the model has none; export all")
         return self._exported(named, dtype)
 
-    def export_trained(self) -> Iterator[tuple[str, Tensor]]:
-        """Export what is trained, by parameter names, for a copy of the model that has the rest.
-
-        Tensors are whole, rounded to the type the model computes in; all ranks
-        must take all of them.
-        """
-        return self._exported((name, p.detach()) for name, p in self._masters.items())
-
     def _exported(
         self, named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from winnow.models.causal_lm import has_adapter, head_logits, hidden_states, output_head
-from winnow.models.lora import is_adapters
+from winnow.models.lora import adapter_weights
 from winnow.rollout.draw import RowParams, draw, logprobs_along, uniform
 from winnow.rollout.engine import CompletionEvent, GroupRequest, WeightUpdate
 from winnow.rollout.slots import (
@@ -116,9 +116,9 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
     def _receiver(self, version: int) -> WeightReceiver:
         from winnow.rollout.weights import WeightReceiver
 
-        if has_adapter(self._model):  # beside a base that stays
-            return WeightReceiver(self._model, version, is_adapters)
-        return WeightReceiver(self._model, version)
+        # Beside an adapter the base stays.
+        only = dict(adapter_weights(self._model)) if has_adapter(self._model) else None
+        return WeightReceiver(self._model, version, only)
 
     def _renew(self) -> None:
         for answer in self._queue:

@@ -274,11 +274,11 @@ class WeightReceiver:
     """Copies an update into a model bucket by bucket, on the engine's side.
 
     Args:
-        expects: says of a name whether the tensor must come; others must not.
+        only: the model's tensors that come, by the names they have on the way; None: all.
     """
 
     def __init__(
-        self, model: nn.Module, version: int, expects: Callable[[str], bool] = lambda name: True
+        self, model: nn.Module, version: int, only: Mapping[str, Tensor] | None = None
     ) -> None:
         self.version = version
         self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -286,8 +286,8 @@ class WeightReceiver:
         parameters: dict[str, Tensor] = dict(model.named_parameters())
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         buffers = {n: t for n, t in model.state_dict().items() if n not in tied}
-        every = parameters | buffers
-        self._own = {name: t.detach() for name, t in every.items() if expects(name)}
+        every = parameters | buffers if only is None else only
+        self._own = {name: t.detach() for name, t in every.items()}
         self._filled = dict.fromkeys(self._own, 0)
         self._next = 0
 

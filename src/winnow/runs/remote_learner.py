@@ -28,6 +28,7 @@ from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import CheckpointError
 from winnow.learning.canary import Canary, CanaryScores
 from winnow.learning.fsdp2 import (
+    Exported,
     FSDP2Strategy,
     State,
     on_host,
@@ -178,18 +179,21 @@ class LearnerWorker:
         """Compute the policy's log-probs of fixed sequences, shared out over the ranks."""
         return canary.expected(self._learning.policy)
 
-    def export(self, version: int, whole: bool) -> list[Bucket]:
-        """Leave this rank's share of the policy's weights, all or those trained, in its store.
+    def export(self, version: int, what: Exported) -> list[Bucket]:
+        """Leave this rank's share of the policy's weights, or of some of them, in its store.
 
         Returns:
             Every n-th bucket, as large as those of the other ranks.
         """
         policy = self._strategies["policy"]
-        weights = policy.export_weights() if whole else policy.export_trained()
+        weights = policy.export_weights(adapter_only=what == "adapter")
+        if what == "trained":
+            weights = policy.export_trained()
         # A multiple of every element's size, so that no bucket has room left but the last.
-        rounds = math.ceil(policy.exported_bytes(whole) / (self._ranks * self._bucket_bytes))
+        total = policy.exported_bytes(what)
+        rounds = math.ceil(total / (self._ranks * self._bucket_bytes))
         parts = 8 * self._ranks * max(rounds, 1)
-        size = 8 * math.ceil(policy.exported_bytes(whole) / parts)
+        size = 8 * math.ceil(total / parts)
         self._store.clear()  # engines are done with the version before
         packed = buckets(WeightUpdate(version, weights), size, self._rank, self._ranks)
         return [store_bucket(bucket, self._store) for bucket in packed]
@@ -325,21 +329,21 @@ class RemoteLearner:
 
     def trained(self, version: int) -> WeightUpdate:
         """Export the tensors that are trained, by names of parameters, for an engine over them."""
-        return WeightUpdate(version, tensors=tensors(self._buckets(version, False)))
+        return WeightUpdate(version, tensors=tensors(self._buckets(version, "trained")))
 
     def weights(self, version: int) -> WeightUpdate:
         """Export all weights, by Hugging Face names, an adapter merged, in the model's type.
 
         In buckets that lie with the ranks: they need not come to this process.
         """
-        return WeightUpdate(version, buckets=self._buckets(version, True))
+        return WeightUpdate(version, buckets=self._buckets(version, "all"))
 
     def adapter(self, version: int) -> WeightUpdate:
-        """Export what is trained, in buckets that lie with the ranks."""
-        return WeightUpdate(version, buckets=self._buckets(version, False))
+        """Export the adapter by PEFT's names, in buckets that lie with the ranks."""
+        return WeightUpdate(version, buckets=self._buckets(version, "adapter"))
 
-    def _buckets(self, version: int, whole: bool) -> list[Bucket]:
-        shares: list[list[Bucket]] = self._group.ask("export", version, whole)
+    def _buckets(self, version: int, what: Exported) -> list[Bucket]:
+        shares: list[list[Bucket]] = self._group.ask("export", version, what)
         return sorted(chain(*shares), key=attrgetter("index"))
 
     def canary(self, canary: Canary) -> CanaryScores:

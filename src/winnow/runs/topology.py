@@ -400,10 +400,9 @@ def _learning_here(
     publish: Sharing | Sending = Sharing(engine)
     if is_apart:
         is_alone = adapter_alone(config) is not None
-        export = own.export_trained if is_alone else own.export_weights
         publish = Sending(
             engine,
-            lambda version: WeightUpdate(version, export()),
+            lambda version: WeightUpdate(version, own.export_weights(adapter_only=is_alone)),
             canary_of(config, policy),
             lambda canary: canary.expected(own),
             _sleeps(config),

@@ -492,6 +492,11 @@ CASES = [
         ["reward.processes=3 share reward.judge.requests_per_minute=2", "to 2 or less"],
         [*ASKED, "reward.processes=3", "reward.judge.requests_per_minute=3"],
     ),
+    (
+        ["model/adapter=lora", "model.adapter.publish=adapter", "rollout/engine=vllm"],
+        ["model.adapter.publish=adapter and rollout/engine=vllm", "publish=merged"],
+        ["model/adapter=lora", "model.adapter.publish=adapter", "rollout.engine.processes=1"],
+    ),
 ]
 
 
