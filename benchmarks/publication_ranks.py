@@ -5,8 +5,9 @@
 
 The production learner on so many ranks publishes a random Qwen3 to engines in processes of their
 own, as after a step. "Driver" is the CPU time of the driver's process, all its threads included,
-less what it takes in as long a time while nothing is asked of the workers, which it watches; "calls"
-is how many messages it sends to ranks and engines. Bytes are of the weights that lie in each rank's store.
+less what it takes in as long a time while nothing is asked of the workers, which it watches;
+"calls" is how many messages it sends to ranks and engines. Bytes are of the weights that lie in
+each rank's store.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ SETTINGS = (
     *("trainer.strategy.bucket_mb=1", "observe.console=off"),
 )
 _REST_S = 3.0
-HEAD = "| ranks | driver, ms of CPU (least, most) | calls | buckets | MB a rank (least, most) | wall, s |"
+HEAD = (
+    "| ranks | driver, CPU ms (least, most) | calls | buckets | MB a rank (least, most) | wall, s |"
+)
 
 
 def save_model(folder: Path, layers: int) -> str:

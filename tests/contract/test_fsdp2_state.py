@@ -45,7 +45,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from winnow.config.model import LoraAdapter
 from winnow.errors import ModelError
 from winnow.learning.batch import MicroBatch, gather_tokens, micro_batches
-from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, on_host, write_model
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, on_host, write_model, write_shards
 from winnow.learning.strategy import LossResult, Strategy, local
 from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.lora import add_lora
@@ -438,6 +438,36 @@ def test_no_rank_ever_holds_a_model_that_is_read_in_shards(ranks: Ranks, tmp_pat
         assert kept == pytest.approx(whole / 4, rel=0.01)
         # Its rows, and the pages of the file where they are.
         assert peak < 0.75 * whole
+
+
+def memory_of_saving(folder: str, size: int) -> float:
+    """MiB that a copy of a model and its files took of this process at most."""
+    hollow = load_causal_lm(folder, torch.float32, CPU, hollow=True)
+    strategy = FSDP2Strategy(hollow, mesh_of((1, 4)), Sharding())
+    group = dist.new_group()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    with patch("winnow.learning.fsdp2.MODEL_FILE_BYTES", size):
+        state = on_host({"policy": strategy.state_dict()}, strategy.mesh)
+        shards = on_host(strategy.export_shards(), strategy.mesh)
+        write_shards(state, Path(folder, "ranks"), group)
+        state.clear()
+        write_model(shards, Path(folder, "model"), group)
+    return resident("VmHWM") - before
+
+
+def test_no_rank_takes_more_memory_for_a_checkpoint_than_the_others(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    model = digits_model(hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+    model.save_pretrained(tmp_path)
+    whole = (tmp_path / "model.safetensors").stat().st_size
+    assert whole > 90 << 20
+    peaks = ranks.run(memory_of_saving, str(tmp_path), whole // 8)
+    assert max(peaks) < 1.2 * sum(peaks) / 4
+    found = dict(sorted(load_files(tmp_path / "model").items()))
+    wanted = dict(sorted(load_file(tmp_path / "model.safetensors").items()))
+    assert_equal(arrays(found), arrays(wanted))
 
 
 def break_file(folder: Path) -> None:
