@@ -67,7 +67,7 @@ from winnow.models.value import scalar_head
 
 _MOMENTS = "exp_avg", "exp_avg_sq"
 MODEL_FILE_BYTES = 4 << 30
-"""Of a file of a model's folder, unless one tensor is larger."""
+"""The most bytes of a file in a model's folder, unless one tensor is larger."""
 Exported = Literal["all", "trained", "adapter"]
 State = dict[str, Any]
 """Tensors in nested dicts."""

@@ -74,7 +74,7 @@ class RankInfo:
     device_index: int | None
     """The worker's among the devices that its process sees; None: the CPU."""
     store: Store | None = None
-    """Where it may leave arrays for other workers."""
+    """Takes arrays that other workers are to fetch."""
 
 
 @dataclass(frozen=True)
