@@ -64,6 +64,7 @@ class WholeRank(LearnerWorker):
         self._strategies: Any = {"policy": _Whole(model)}
         assert rank.store is not None
         self._store, self._rank, self._ranks = rank.store, rank.rank, rank.size
+        self._exported = 0
         self._bucket_bytes = math.ceil(self._strategies["policy"].exported_bytes("all") / BUCKETS)
 
     def facts(self) -> Any:

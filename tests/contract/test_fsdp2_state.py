@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -43,14 +44,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from winnow.config.model import LoraAdapter
+from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
 from winnow.learning.batch import MicroBatch, gather_tokens, micro_batches
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, on_host, write_model, write_shards
 from winnow.learning.strategy import LossResult, Strategy, local
-from winnow.models.causal_lm import freeze, load_causal_lm
-from winnow.models.lora import add_lora
+from winnow.models.causal_lm import freeze, load_causal_lm, model_writer
+from winnow.models.lora import adapter_writer, add_lora
 from winnow.models.value import load_reward_model, load_value_model
+from winnow.runs.checkpoint import file_entry
+from winnow.runs.remote_learner import LearnerWorker
 from winnow.runs.scoring_ranks import scores_of
+from winnow.workers.local import SharedStore
 
 EXACT = torch.float64
 CPU = torch.device("cpu")
@@ -274,6 +279,44 @@ def load_files(folder: Path) -> dict[str, Tensor]:
         names = json.loads(index.read_text())["weight_map"]
         assert {n: (folder / f).is_file() for n, f in names.items()} == dict.fromkeys(found, True)
     return dict(sorted(found.items()))
+
+
+def checkpoint_on_rank(kind: str, folder: str) -> Any:
+    """Have a rank of production write a checkpoint; what it says it has written."""
+    strategy, worker = (
+        strategy_on_rank(kind, torch.float32, Layout()),
+        object.__new__(LearnerWorker),
+    )
+    worker._strategies, worker._host_mesh = {"policy": strategy}, strategy.mesh
+    worker._rank, worker._ranks, worker._saving = dist.get_rank(), 4, dist.new_group()
+    worker._store, worker._save_model = SharedStore("learner", worker._rank), None
+    worker._is_first, worker._model = worker._rank == 0, {}
+    if worker._is_first:
+        writer: Any = adapter_writer if kind == "lora" else model_writer
+        worker._save_model = writer(strategy.model, build_tokenizer())
+    with patch("winnow.learning.fsdp2.MODEL_FILE_BYTES", 10_000):
+        worker.copy()
+        written = asyncio.run(worker.write(folder))
+    return written, exported(strategy)
+
+
+@pytest.mark.parametrize("kind", ["untied", "lora"])
+def test_what_ranks_wrote_is_all_there_and_known_to_them(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    """In files so small that transformers would take them for those of an earlier save."""
+    answers = ranks.run(checkpoint_on_rank, kind, str(tmp_path))
+    told: dict[str, Any] = {}
+    for written, _ in answers:
+        assert not told.keys() & written.keys()
+        told |= written
+    found = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert told == {str(path.relative_to(tmp_path)): file_entry(path) for path in found}
+    assert {"ranks/.metadata", "model/tokenizer.json"} < told.keys()
+    if kind == "untied":
+        assert len(list((tmp_path / "model").glob("model-*.safetensors"))) == 4
+        loaded = load_causal_lm(str(tmp_path / "model"), torch.float32, CPU)
+        assert_equal(arrays(dict(loaded.named_parameters())), answers[0][1])
 
 
 def write_few_rows(folder: str) -> None:

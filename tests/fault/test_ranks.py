@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -33,7 +34,10 @@ from winnow.runs.checkpoint import checkpoints_in, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-ON_RANKS = "trainer/strategy=fsdp2", "rollout.engine.processes=1", "trainer.save_every=1"
+ON_RANKS = (
+    *("trainer/strategy=fsdp2", "rollout.engine.processes=1", "trainer.save_every=1"),
+    "trainer.keep_last=3",
+)
 SPACE_KB = 5 << 10
 """A checkpoint takes 1.8 MB: the first one fits, of a later one some files."""
 
@@ -103,6 +107,25 @@ def test_a_fork_on_ranks_takes_over_their_shards(calm: Path, lab: Lab) -> None:
     run, step = lab.run("fork"), STEPS - 1
     assert lab.start(run.name, *ON_RANKS, f"run.fork={calm}@{step}").wait(240) == 0
     assert f"Forked from {calm} after step {step}" in (run / "log.txt").read_text()
+    check_same(calm, run)
+
+
+@pytest.mark.parametrize("name", ["ranks/__1_0.distcp", "model/model.safetensors"])
+def test_damage_that_a_rank_finds_costs_one_step_and_no_bit(
+    calm: Path, lab: QuickLab, name: str
+) -> None:
+    run = lab.run(f"damaged-{Path(name).parent}")
+    shutil.copytree(calm, run)
+    *_, older, damaged, newest = checkpoints_in(run / "checkpoints")
+    shutil.rmtree(newest.path)
+    path = damaged.path / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-64] + b"\xff" * 64)  # the last weights are no numbers
+    words = *ON_RANKS, f"run.resume={damaged.path}"
+    assert code_of(lab.start(run.name, *words), 240) == 2
+    assert lab.start(run.name, *ON_RANKS).wait(240) == 0
+    told = (run / "log.txt").read_text()
+    assert f"Warning: {path} is damaged (checksum differs); going on from step {older.step}" in told
     check_same(calm, run)
 
 

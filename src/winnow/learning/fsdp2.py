@@ -32,7 +32,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint._consolidate_hf_safetensors import _consolidate_safetensors_files
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -384,7 +384,7 @@ def write_model(
     """
     file_of = _model_files(weights)
     files = sorted(set(file_of.values()))
-    own = {n: f for n, f in file_of.items() if files.index(f) % group.size() == group.rank()}
+    own = files[group.rank() :: group.size()]
     parts = folder / "parts"
     try:
         writer = HuggingFaceStorageWriter(str(parts), save_distributed=True)
@@ -395,7 +395,12 @@ def write_model(
     fault: OSError | None = None
     try:
         if own:
-            _consolidate_safetensors_files(str(parts), str(folder), own, num_threads=1)
+            draft = parts / str(group.rank())
+            draft.mkdir()
+            number_of = {name: 1 + own.index(f) for name, f in file_of.items() if f in own}
+            consolidate_safetensors_files(str(parts), str(draft), number_of)
+            for made, file in zip(sorted(draft.glob("*.safetensors")), own, strict=True):
+                made.replace(folder / file)
     except OSError as error:
         fault = error
     faults: list[OSError | None] = [None] * group.size()
@@ -404,7 +409,7 @@ def write_model(
         shutil.rmtree(parts, ignore_errors=True)
     if found := next(filter(None, faults), None):
         raise found
-    written = [folder / name for name in sorted(set(own.values()))]
+    written = [folder / name for name in own]
     if group.rank() == 0 and len(files) > 1:
         total = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
         index = {"metadata": {"total_size": total}, "weight_map": file_of}

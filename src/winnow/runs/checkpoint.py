@@ -182,7 +182,7 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def find_checkpoint(run: Path, step: int | None, is_checked_later: bool = False) -> Checkpoint:
+def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     """Find a run's checkpoint of a step, or its last, and check its files.
 
     Raises:
@@ -194,8 +194,7 @@ def find_checkpoint(run: Path, step: int | None, is_checked_later: bool = False)
         there = ", ".join(str(c.step) for c in found) or "none"
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
         raise CheckpointError(f"{run} has no {wanted}; there are: {there}")
-    if not is_checked_later:
-        verify(chosen[-1])
+    verify(chosen[-1])
     return chosen[-1]
 
 

@@ -129,7 +129,7 @@ class LearnerWorker:
         self._strategies = cast("dict[str, FSDP2Strategy]", strategies)
         assert rank.store is not None
         self._store, self._rank, self._ranks = rank.store, rank.rank, rank.size
-        self._bucket_bytes = min(strategy.bucket_mb << 20, BUCKET_BYTES)
+        self._bucket_bytes, self._exported = min(strategy.bucket_mb << 20, BUCKET_BYTES), 0
         self._copied: State = {}
         self._model: dict[str, Tensor] = {}
         self._save_model: Save | None = None
@@ -141,8 +141,8 @@ class LearnerWorker:
 
     @property
     def progress(self) -> int:
-        """Moves with each pass and update."""
-        return self._learning.learner.progress
+        """Moves with each pass and update, and each bucket of weights."""
+        return self._learning.learner.progress + self._exported
 
     def facts(self) -> RankFacts:
         """Return what the driver needs before the first step."""
@@ -154,6 +154,7 @@ class LearnerWorker:
         """Train on a step's groups, as `Learner.learn` does."""
         if self._profiler is not None:
             self._profiler.begin(step)
+        self._store.clear()  # engines have the weights
         metrics, watch = Metrics(), Stopwatch()
         with watch.phase("batch"):
             fetch(groups)
@@ -194,12 +195,16 @@ class LearnerWorker:
         rounds = math.ceil(total / (self._ranks * self._bucket_bytes))
         parts = 8 * self._ranks * max(rounds, 1)
         size = 8 * math.ceil(total / parts)
-        self._store.clear()  # engines are done with the version before
-        packed = buckets(WeightUpdate(version, weights), size, self._rank, self._ranks)
-        return [store_bucket(bucket, self._store) for bucket in packed]
+        self._store.clear()
+        stored = []
+        for bucket in buckets(WeightUpdate(version, weights), size, self._rank, self._ranks):
+            stored.append(store_bucket(bucket, self._store))
+            self._exported += 1
+        return stored
 
     def copy(self) -> None:
         """Copy all that learns, for `write`, so that the next step may change it."""
+        self._store.clear()
         states = {role: s.state_dict() for role, s in self._strategies.items()}
         self._copied = on_host(states, self._host_mesh)
         policy = self._strategies["policy"]
@@ -237,7 +242,8 @@ class LearnerWorker:
             written += write_model(model, checkpoint / "model", self._saving)
             model = {}  # what is left to write is not weights
         if self._save_model is not None:
-            self._save_model(model, checkpoint / "model")
+            written += _written_beside(self._save_model, model, checkpoint / "model")
+            written.append(checkpoint / RANKS / ".metadata")
         for path in written:
             sync(path)
         return {str(path.relative_to(checkpoint)): file_entry(path) for path in written}
@@ -276,6 +282,19 @@ class LearnerWorker:
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, peak)
         metrics.max("ranks/peak_gib", max(peaks) / 2**30)
+
+
+def _written_beside(save: Save, weights: dict[str, Tensor], folder: Path) -> list[Path]:
+    """Have transformers write into a folder, of which it would delete the shards of a model that it
+    did not write; returns its files."""
+    draft = folder.with_name(f"{folder.name}.draft")
+    save(weights, draft)
+    names = [path.relative_to(draft) for path in draft.rglob("*") if path.is_file()]
+    folder.mkdir(exist_ok=True)
+    for path in draft.iterdir():
+        path.replace(folder / path.name)
+    draft.rmdir()
+    return [folder / name for name in names]
 
 
 class RemoteLearner:

@@ -25,10 +25,11 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -98,6 +99,8 @@ class Opened:
     """The folder was made by this start."""
     knows_steps: bool = True
     """False while the steps that fill `trainer.data_epochs` are others than before."""
+    may_be_damaged: bool = False
+    """Ranks are yet to check the checkpoint, for which an older one may stand in."""
 
     def state(self, config: Config) -> dict[str, Any]:
         """Read the state to go on from.
@@ -177,6 +180,37 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+class DamagedError(CheckpointError):
+    """The checkpoint that a start went on from is damaged, and there is an older one."""
+
+    def __init__(self, older: Checkpoint, warnings: Sequence[str]) -> None:
+        super().__init__(*warnings)
+        self.older, self.warnings = older, warnings
+
+
+@contextlib.contextmanager
+def damage_found(opened: Opened) -> Iterator[Event]:
+    """Look through all files of a checkpoint that ranks were to check if a start from it fails.
+
+    Yields:
+        Set once it has not.
+
+    Raises:
+        DamagedError: it is damaged, and an older one is not.
+        CheckpointError: none is whole.
+    """
+    has_begun = Event()
+    try:
+        yield has_begun
+    except WinnowError as error:
+        if has_begun.is_set() or not opened.may_be_damaged or error.exit_code != 2:
+            raise
+        older, warnings = newest_usable(opened.folder.path)
+        if older is None or older == opened.checkpoint:
+            raise
+        raise DamagedError(older, warnings) from error
 
 
 @contextlib.contextmanager
@@ -296,10 +330,12 @@ def _origin(config: Config, fork: str) -> _Origin:
     given, at, step = fork.rpartition("@")
     if at and step.isdecimal():
         run, wanted = asked_for("run.fork", given)
-        wanted = find_checkpoint(run, int(step), is_checked_later=True)
+        wanted = find_checkpoint(run, int(step))
     else:
         run, wanted = asked_for("run.fork", fork)
-    checkpoint, faults = _usable(config, run, wanted)
+        if wanted is not None:
+            verify(wanted)
+    checkpoint, faults = (wanted, []) if wanted is not None else newest_usable(run)
     if checkpoint is None:
         raise ConfigError(f"run.fork={fork}: {run} has no checkpoint yet; name another run")
     manifest = read_manifest(checkpoint)
@@ -340,17 +376,6 @@ def asked_for(key: str, value: str) -> tuple[Path, Checkpoint | None]:
     )
 
 
-def _usable(
-    config: Config, run: Path, wanted: Checkpoint | None
-) -> tuple[Checkpoint | None, list[str]]:
-    """Check a checkpoint, or find the newest that is whole; ranks check what they read."""
-    ranks_check = workers_of(config)["policy"] > 0
-    if wanted is None:
-        return newest_usable(run, ranks_check)
-    verify(wanted, ranks_check)
-    return wanted, []
-
-
 def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> Opened:
     try:
         saved = load_recipe(str(folder.config))
@@ -370,8 +395,13 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     clean(folder.checkpoints)
     for partial in folder.path.glob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
-    checkpoint, faults = _usable(config, folder.path, wanted)
-    notes += faults
+    ranks_check = workers_of(config)["policy"] > 0
+    checkpoint = wanted
+    if checkpoint is not None:
+        verify(checkpoint, ranks_check)
+    else:
+        checkpoint, faults = newest_usable(folder.path, ranks_check)
+        notes += faults
     if checkpoint is None:
         notes.append(f"{folder.path} has no checkpoint yet: starting at the beginning")
         return Opened(folder, kept, (*notes, *changes))
@@ -390,7 +420,9 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     knows_steps = epochs is None or not _fills_others(config, made_with)
     continuing = f"Continuing {folder.path} after step {checkpoint.step}"
     notes += [f"{continuing} of {steps}" if knows_steps else continuing, *changes]
-    return Opened(folder, kept, tuple(notes), checkpoint, manifest, forked, False, knows_steps)
+    may_be_damaged = ranks_check and wanted is None
+    state = checkpoint, manifest, forked, False, knows_steps, may_be_damaged
+    return Opened(folder, kept, tuple(notes), *state)
 
 
 def _pinned(config: Config) -> Config:

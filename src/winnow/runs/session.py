@@ -44,7 +44,7 @@ from winnow.runs.loading import Policies, fetch_models, load_policy, memory_told
 from winnow.runs.loop import Run, train
 from winnow.runs.preflight import check_start, starting
 from winnow.runs.process import Heartbeat, MachineEnd, ShutdownSignal, Stopped
-from winnow.runs.resume import Opened, opened_run
+from winnow.runs.resume import DamagedError, Opened, damage_found, opened_run
 from winnow.runs.state import seed_everything
 from winnow.runs.topology import (
     Topology,
@@ -90,16 +90,44 @@ def run_training(
     Raises:
         WinnowError: what the user can mend; what the run had by then stays in its folder.
     """
+    given = recipe, fresh, console, stop, heartbeat, began, beside
     check_start(config)
     heartbeat.watch(fetched_bytes)
+    try:
+        return _run(config, *given)
+    except DamagedError as damage:
+        run = config.run.model_copy(update={"resume": str(damage.older.path)})
+        return _run(config.model_copy(update={"run": run}), *given, damage.warnings)
+
+
+def _run(
+    config: Config,
+    recipe: str,
+    fresh: bool,
+    console: Console,
+    stop: ShutdownSignal,
+    heartbeat: Heartbeat,
+    began: float,
+    beside: Callable[[Path], contextlib.AbstractContextManager[str]] | None,
+    warnings: Iterable[str] = (),
+) -> int:
+    """Do what `run_training` does, once.
+
+    Raises:
+        DamagedError: it cannot go on from the newest checkpoint, but from an older one.
+    """
     device = use_machine(config, uses_device(config))
     seed_everything(config.run.seed)
-    with opened_run(config, recipe) as opened, _logged(opened) as company:
+    with (
+        opened_run(config, recipe) as opened,
+        damage_found(opened) as has_begun,
+        _logged(opened) as company,
+    ):
         folder = opened.folder
         config = _as_begun(config, opened)
         heartbeat.folder(folder.path)
         sink = make_console(config.observe.console, console)
-        _tell(sink, opened.notes or introduction(config, recipe, folder))
+        _tell(sink, [*warnings, *(opened.notes or introduction(config, recipe, folder))])
         if opened.is_finished(config.trainer.steps):
             sink.note(_finished(config, folder))
             _close(config, recipe, folder, console)
@@ -126,6 +154,7 @@ def run_training(
             run = _built(parts, data, sink, trace)
             _tell(sink, opened.differences(placed.machine))
             _resume(config, replace(opened, config=kept), run, sink, metrics)
+            has_begun.set()
             _watch(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, began)
             stopped = _train(config, policy, run, stop, end)

@@ -429,7 +429,7 @@ async def start_local(
         raise
     group = WorkerGroup(role, links, pack, stall_timeout_s)
     master = _THIS_MACHINE, port
-    await group.start(path, kwargs, master, devices or [None] * size, lambda _: SharedStore())
+    await group.start(path, kwargs, master, devices or [None] * size, partial(SharedStore, role))
     return group
 
 

@@ -59,18 +59,23 @@ def pack(value: Any) -> Packed:
     Raises:
         Exception: whatever pickle raises for a value that it cannot take.
     """
-    buffers: list[pickle.PickleBuffer] = []
-    stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    parts: list[Bytes] = [stream, *(buffer.raw() for buffer in buffers)]
-    lengths = [len(part) for part in parts]
-    table = struct.pack(f"={1 + len(parts)}Q", len(parts), *lengths)
-    padded = [each for part in (table, *parts) for each in (part, _padding(len(part)))]
+    padded = _laid_out(value)
     if sum(map(len, padded)) <= PACKET_BYTES:
         return Packed(b"".join(padded))
     packed = Packed(b"", os.memfd_create("winnow", os.MFD_CLOEXEC))
     with open(packed.descriptor, "wb", closefd=False) as file:
         file.writelines(padded)
     return packed
+
+
+def _laid_out(value: Any) -> list[Bytes]:
+    """Serialise a value into what `unpack` reads end to end."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    parts: list[Bytes] = [stream, *(buffer.raw() for buffer in buffers)]
+    lengths = [len(part) for part in parts]
+    table = struct.pack(f"={1 + len(parts)}Q", len(parts), *lengths)
+    return [each for part in (table, *parts) for each in (part, _padding(len(part)))]
 
 
 def unpack(data: Bytes | mmap.mmap) -> Any:
@@ -90,40 +95,60 @@ def unpack(data: Bytes | mmap.mmap) -> Any:
 class SharedHandle:
     """A `Handle` of arrays in the anonymous memory of another process of this machine."""
 
+    role: str
+    rank: int
+    """The worker's."""
     pid: int
-    packed: bytes
-    """All of it, where it is small."""
+    """Its process."""
     descriptor: int
     """The memory's in that process."""
+    start: int
+    size: int
+    """Bytes in the memory."""
 
     def begin(self) -> None:
         """Do nothing: memory is shared at once."""
 
     def get(self) -> Any:
-        if self.descriptor < 0:
-            return unpack(self.packed)
         try:
             # The process is of this user; no file is left behind that somebody must take away.
             with open(f"/proc/{self.pid}/fd/{self.descriptor}", "rb") as file:
-                return unpack(mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ))
-        except OSError as error:
-            line = f"what process {self.pid} wrote is lost ({error.strerror})"
-            raise WorkerError(line, "worker", -1) from error
+                own = file.fileno(), self.size, mmap.MAP_SHARED, mmap.PROT_READ
+                return unpack(mmap.mmap(*own, offset=self.start))
+        except (OSError, ValueError) as error:
+            line = f"what {self.role}[{self.rank}] wrote is lost, as its process is gone ({error})"
+            raise WorkerError(line, self.role, self.rank) from error
 
 
 class SharedStore:
-    """A `Store` in anonymous memory, for workers of one machine."""
+    """A `Store` in anonymous memory, for workers of one machine.
 
-    def __init__(self) -> None:
-        self._kept: list[Packed] = []
+    It has one descriptor, whatever it holds, and the memory is free once that is closed, or the
+    process is gone, and the last array over it.
+
+    Args:
+        role, rank: the worker.
+    """
+
+    def __init__(self, role: str, rank: int) -> None:
+        self._role, self._rank = role, rank
+        self._descriptor, self._end = -1, 0
 
     def put(self, arrays: Arrays) -> SharedHandle:
-        packed = pack(arrays)
-        self._kept.append(packed)
-        return SharedHandle(os.getpid(), packed.inline, packed.descriptor)
+        if self._descriptor < 0:
+            self._descriptor = os.memfd_create("winnow", os.MFD_CLOEXEC)
+        start = self._end + -self._end % mmap.ALLOCATIONGRANULARITY
+        with open(self._descriptor, "wb", closefd=False) as file:
+            file.seek(start)
+            file.writelines(_laid_out(arrays))
+            self._end = file.tell()
+        place = self._descriptor, start, self._end - start
+        return SharedHandle(self._role, self._rank, os.getpid(), *place)
 
     def clear(self) -> None:
-        self._kept.clear()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._end = -1, 0
 
 
 def _padding(length: int) -> bytes:

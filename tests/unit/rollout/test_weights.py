@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 from dataclasses import replace
 from operator import attrgetter
@@ -321,7 +322,7 @@ def test_an_engine_takes_stored_buckets_and_counts_them() -> None:
         engine, source = engine_of(live_updates=True), digits_model()
         torch.nn.init.normal_(source.lm_head.weight)
         named = WeightUpdate(2, source.named_parameters())
-        store = SharedStore()
+        store = SharedStore("learner", 0)
         packed = [store_bucket(bucket, store) for bucket in buckets(named, 1024)]
         await engine.load_weights(WeightUpdate(2, buckets=pickle.loads(pickle.dumps(packed))))
         assert engine.status().weight_version == 2
@@ -332,14 +333,21 @@ def test_an_engine_takes_stored_buckets_and_counts_them() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("size", [3, 100_000])
-def test_a_shared_store_keeps_arrays_until_it_is_cleared(size: int) -> None:
-    store = SharedStore()
-    handle = pickle.loads(pickle.dumps(store.put((np.arange(size), np.arange(2.0)))))
-    first, second = handle.get()
-    assert second.tolist() == [0.0, 1.0]
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=6))
+def test_a_shared_store_keeps_arrays_until_it_is_cleared(sizes: list[int]) -> None:
+    open_files = len(os.listdir("/proc/self/fd"))
+    store = SharedStore("learner", 3)
+    stored = [store.put((np.arange(size), np.arange(2.0))) for size in sizes]
+    assert len(os.listdir("/proc/self/fd")) == open_files + 1
+    handles = pickle.loads(pickle.dumps(stored))
+    found = [handle.get() for handle in handles]
     store.clear()
-    assert first.tolist() == list(range(size))
-    if size > 3:  # small ones travel with the handle
-        with pytest.raises(WorkerError, match="is lost"):
+    for size, (first, second) in zip(sizes, found, strict=True):
+        assert (first.tolist(), second.tolist()) == (list(range(size)), [0.0, 1.0])
+    del found, first, second
+    assert len(os.listdir("/proc/self/fd")) == open_files
+    for handle in handles:
+        with pytest.raises(WorkerError, match=r"what learner\[3\] wrote is lost"):
             handle.get()
+    assert store.put((np.ones(1),)).get()[0].tolist() == [1.0]
+    store.clear()
