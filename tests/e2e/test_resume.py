@@ -160,7 +160,7 @@ def test_a_run_from_before_there_were_modes_goes_on_with_the_same_bits(home: Hom
         path.write_text(yaml.safe_dump(recipe, sort_keys=False))
     manifest = read_manifest(newest)
     (newest.path / MANIFEST).unlink()
-    _write_manifest(newest.path, manifest)
+    _write_manifest(newest.path, manifest, {})
     assert "after step 3" in home.train(run.name).check().out
     assert differences(home.run("calm"), run) == []
 

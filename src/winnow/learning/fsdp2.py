@@ -24,6 +24,7 @@ import contextlib
 import json
 import math
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +32,15 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,9 +69,10 @@ from winnow.models.causal_lm import is_reward_model, is_value_model
 from winnow.models.lora import is_adapters, plain_name
 from winnow.models.sharded_loading import SavedWeights, replace_parameters, saved_weights
 from winnow.models.value import scalar_head
+from winnow.observe.files import system_error
 
 _MOMENTS = "exp_avg", "exp_avg_sq"
-MODEL_FILE_BYTES = 4 << 30
+MODEL_FILE_BYTES = 1 << 30
 """The most bytes of a file in a model's folder, unless one tensor is larger."""
 Exported = Literal["all", "trained", "adapter"]
 State = dict[str, Any]
@@ -377,7 +383,7 @@ def write_model(
 ) -> list[Path]:
     """Write a sharded model that is on the host into a Hugging Face folder, as `write_shards` does.
 
-    No rank holds more than its rows and one whole tensor.
+    No rank holds more than its rows and one file.
 
     Returns:
         The files that this rank wrote.
@@ -394,15 +400,12 @@ def write_model(
         raise _first(error) from error
     fault: OSError | None = None
     try:
-        if own:
-            draft = parts / str(group.rank())
-            draft.mkdir()
-            number_of = {name: 1 + own.index(f) for name, f in file_of.items() if f in own}
-            consolidate_safetensors_files(str(parts), str(draft), number_of)
-            for made, file in zip(sorted(draft.glob("*.safetensors")), own, strict=True):
-                made.replace(folder / file)
-    except OSError as error:
-        fault = error
+        for file in own:
+            inside = {name: t for name, t in weights.items() if file_of[name] == file}
+            _put_together(inside, parts, folder / file)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if (fault := system_error(error)) is None:
+            raise
     faults: list[OSError | None] = [None] * group.size()
     dist.all_gather_object(faults, fault, group=group)
     if group.rank() == 0:
@@ -416,6 +419,18 @@ def write_model(
         written.append(folder / "model.safetensors.index.json")
         written[-1].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return written
+
+
+def _put_together(weights: Mapping[str, Tensor], parts: Path, file: Path) -> None:
+    """Write a file of whole tensors from the rows of all ranks, as transformers would."""
+    whole = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in weights.items()}
+    try:
+        load(whole, storage_reader=HuggingFaceStorageReader(str(parts)), no_dist=True)
+    except CheckpointException as error:
+        raise _first(error) from error
+    save_file(whole, file, metadata={"format": "pt"})
+    # The library lets only their owner read its files.
+    file.chmod(stat.S_IMODE(next(parts.iterdir()).stat().st_mode))
 
 
 def _model_files(weights: Mapping[str, Tensor]) -> dict[str, str]:
