@@ -207,10 +207,12 @@ def test_a_finished_run_is_made_longer_and_each_change_is_told(home: Home) -> No
 
 
 def test_passes_over_the_data_are_made_more_and_used_up(home: Home) -> None:
-    rows = "data.max_train_prompts=16", "sampling.filter=none", "evaluation.every=null"
+    rows = "data.max_train_prompts=18", "sampling.filter=none", "evaluation.every=null"
     for epochs, steps in ((1, 2), (1.5, 3)):
         said = home.train("passes", *rows, f"trainer.data_epochs={epochs}").check().out
-        assert f"at most {steps} steps of 8 (trainer.data_epochs)" in said
+        left = steps  # 18 - 16, and 27 - 24
+        assert f"at most {steps} steps of 8; {left} prompts at their end fill no step" in said
+        assert f"\n{left} prompts of the passes over the data were left" in said
         steps_done = [record["step"] for record in figures(home.run("passes"))]
         assert steps_done == list(range(steps + 1))
     assert "trainer.data_epochs was 1.0 and is 1.5 from here on\n" in said

@@ -42,7 +42,7 @@ def check_config(config: Config) -> None:
 def notices(config: Config) -> list[str]:
     """Return warnings of what a recipe hardly means: warm-ups longer than the run, idle engines,
     tokens of older weights without a correction."""
-    found = list(_uncorrected(config))
+    found = [*_uncorrected(config), *_undivided(config)]
     warmups = [("optim.warmup_steps", "trainer.steps")]
     if isinstance(config.algorithm.advantage, GaeAdvantage):
         warmups.append(("critic.optim.warmup_steps", "trainer.steps"))
@@ -66,6 +66,28 @@ def notices(config: Config) -> list[str]:
         if _value(config, warmup) > _value(config, steps)
     ]
     return found
+
+
+def _undivided(config: Config) -> Iterator[str]:
+    """Yield what steps cost that ranks or micro-batches do not divide; nothing is dropped."""
+    trainer, groups = config.trainer, config.sampling.groups_per_step
+    ranks = workers_of(config)["policy"] // getattr(trainer.strategy, "sequence", 1)
+    update, key = (
+        (trainer.mini_batch_groups or groups) * config.rollout.n,
+        "trainer.microbatch_tokens",
+    )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if ranks > update:
+        yield (
+            f"Warning: an update has {update} answers for {ranks} ranks that learn side by side: "
+            f"{ranks - update} have nothing to do; raise trainer.mini_batch_groups or "
+            "sampling.groups_per_step, or have fewer ranks"
+        )
+    if longest > _value(config, key):
+        yield (
+            f"Warning: {_given(config, key)} holds no answer of {longest} tokens with its prompt, "
+            f"which then runs alone and takes the memory of {longest}"
+        )
 
 
 def _uncorrected(config: Config) -> Iterator[str]:

@@ -332,9 +332,13 @@ def _notes(source: PromptSource, held_out: PromptSet, config: Config) -> Iterato
     """Say what was read, which columns were taken, and how many rows are left out and why."""
     epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step
     if epochs is not None:
+        left = int(passes_of(config, source).prompts) % groups
+        rest = f"; {left:,} prompts at their end fill no step" if left else ""
+        if config.sampling.filter.name != "none":
+            rest = f"; at their end fewer than {groups:,} prompts fill no step"
         yield (
             f"{epochs:g} passes over {source.size:,} prompts: at most {config.trainer.steps:,} "
-            f"steps of {groups} (trainer.data_epochs)"
+            f"steps of {groups}{rest} (trainer.data_epochs)"
         )
     sets = {"training": source, "held-out": held_out}
     for kind, found in sets.items():

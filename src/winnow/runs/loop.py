@@ -159,6 +159,13 @@ class DataPasses:
         """True if what is left of the passes fills no step."""
         return self.prompts - self.used < self.groups_per_step
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the end of a run: the prompts that were left, if any."""
+        left = self.prompts - self.used
+        said = f"{left:,.0f} prompts of the passes over the data were left: they fill no step"
+        return (said,) if self.are_over and left else ()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the count."""
         return {"used": self.used}

@@ -161,6 +161,7 @@ def _run(
         if stopped is not None:
             _say(sink, _farewell(stopped, run.state.step, folder))
             return stopped.exit_code
+        _tell(sink, run.passes.notes if isinstance(run, Run) else ())
         _close(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - began))
     return 0

@@ -544,6 +544,20 @@ def test_engines_that_will_want_for_groups_are_told_of(staleness: int, count: in
     assert sum("sampling.max_staleness=1" in line for line in found) == count
 
 
+def test_what_ranks_and_micro_batches_cannot_share_out_is_told() -> None:
+    small = "sampling.groups_per_step=4", "rollout.n=2", "trainer.mini_batch_groups=2"
+    ranks = "trainer/strategy=fsdp2", "trainer.strategy.ranks=6"
+    (idle,) = notices(load_recipe("quickstart", [*small, *ranks]))
+    assert "an update has 4 answers for 6 ranks that learn side by side: 2 have nothing" in idle
+    shared = [*small, *ranks, "trainer.strategy.sequence=2"]  # three by three
+    assert notices(load_recipe("quickstart", shared)) == []
+    limits = "data.max_prompt_tokens=100", "rollout.max_response_tokens=128"
+    fits = load_recipe("quickstart", [*limits, "trainer.microbatch_tokens=228"])
+    assert notices(fits) == []
+    (long,) = notices(load_recipe("quickstart", [*limits, "trainer.microbatch_tokens=227"]))
+    assert "trainer.microbatch_tokens=227 holds no answer of 228 tokens with its prompt" in long
+
+
 def test_each_broken_rule_has_its_line() -> None:
     with pytest.raises(ConfigError) as caught:
         load_recipe("quickstart", ["rollout.n=1", "trainer.mini_batch_groups=15"])

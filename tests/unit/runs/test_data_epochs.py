@@ -10,7 +10,8 @@ from winnow.data.loader import training_prompts
 from winnow.data.prompts import PromptSet
 from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ConfigError
-from winnow.runs.build import with_steps
+from winnow.runs.build import _notes, with_steps
+from winnow.runs.loop import DataPasses
 from winnow.types import Prompt
 
 
@@ -41,3 +42,37 @@ def test_data_that_never_ends_or_fills_no_step_is_refused() -> None:
         "trainer.data_epochs=2 of 31 prompts fills no step of sampling.groups_per_step=64; raise "
         "the one or lower the other"
     )
+
+
+@pytest.mark.parametrize(
+    ("epochs", "kind", "told"),
+    [
+        (
+            1,
+            "none",
+            "1 passes over 100 prompts: at most 12 steps of 8; 4 prompts at their end fill ",
+        ),
+        (2, "none", "2 passes over 100 prompts: at most 25 steps of 8 (trainer.data_epochs)"),
+        (
+            2,
+            "variance",
+            "2 passes over 100 prompts: at most 25 steps of 8; at their end fewer than 8",
+        ),
+    ],
+)
+def test_prompts_that_fill_no_step_are_told_before_they_are_left(
+    epochs: int, kind: str, told: str
+) -> None:
+    cut = "sampling.groups_per_step=8", "trainer.mini_batch_groups=null", f"sampling/filter={kind}"
+    config = load_recipe("quickstart", [f"trainer.data_epochs={epochs}", *cut])
+    source = prompts(100)
+    held_out = PromptSet(())
+    assert next(_notes(source, held_out, with_steps(config, source))).startswith(told)
+
+
+def test_prompts_that_were_left_are_told_at_the_end() -> None:
+    (note,) = DataPasses(100, 8, used=96).notes
+    assert note == "4 prompts of the passes over the data were left: they fill no step"
+    assert DataPasses(100, 10, used=100).notes == ()
+    assert DataPasses(100, 8, used=64).notes == ()  # stopped, not over
+    assert DataPasses().notes == ()
