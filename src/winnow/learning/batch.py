@@ -363,7 +363,9 @@ class MicroBatchSharder:
         self._ranks = 1 if mesh is None else mesh.size() // sequence
         self._rank, self._is_first = 0, True
         if mesh is not None:
-            place = int((mesh.mesh == dist.get_rank()).flatten().nonzero())
+            coordinate = mesh.get_coordinate()
+            assert coordinate is not None, "this rank is on the mesh"
+            place = int(np.ravel_multi_index(coordinate, mesh.shape))
             self._rank, self._is_first = place // sequence, place % sequence == 0
         self._figures = Metrics()
 

@@ -103,11 +103,15 @@ class SequenceRunner(ModelRunner):
         )
         # Before the model: how many they are is asked of the device, and waits for its work.
         sources = at - shift - first
-        own = ((sources >= 0) & (sources < n)).nonzero().squeeze(1)
-        packed = PackedLayout(micro.lengths, micro.token_ids.device)
+        own = self._places(sources, n)
+        packed = PackedLayout(micro.lengths, micro.token_ids.device, self._kernels)
         layout = UlyssesLayout(packed, self._group, tokens=T)
         hidden = hidden_states(self.model, ids, positions, layout)
         return hidden.index_select(0, sources[own]), at[own]
+
+    def _places(self, sources: Tensor, n: int) -> Tensor:
+        """Return the places of those of `sources` that are among this rank's n tokens."""
+        return ((sources >= 0) & (sources < n)).nonzero().squeeze(1)
 
     def _placed(self, values: Tensor, at: Tensor, micro: MicroBatch) -> Tensor:
         # Of each token one rank has a number and the others 0, whose sum is exact.

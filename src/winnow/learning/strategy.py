@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -89,9 +89,11 @@ class ModelRunner(nn.Module):
         vocab_size: int | None,
         chunk_tokens: int | None,
         fp32_head: bool,
+        kernels: str | None = None,
     ) -> None:
         super().__init__()
         self.model = model
+        self._kernels = kernels
         self._temperature, self._vocab_size = temperature, vocab_size
         self._chunk_tokens, self._fp32_head = chunk_tokens, fp32_head
         self._gives_value, self._gives_score = is_value_model(model), is_reward_model(model)
@@ -114,7 +116,7 @@ class ModelRunner(nn.Module):
 
     def _states(self, micro: MicroBatch, at: Tensor, shift: int) -> tuple[Tensor, Tensor]:
         """Return the states that lie `shift` before the positions `at`, and these positions."""
-        layout = PackedLayout(micro.lengths, micro.token_ids.device)
+        layout = PackedLayout(micro.lengths, micro.token_ids.device, self._kernels)
         hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout)
         return hidden.index_select(0, at - shift), at
 
@@ -170,6 +172,8 @@ class Strategy:
 
     sharder: MicroBatchSharder = NO_SHARDING
     """Splits a batch over the ranks that hold the model."""
+    kernels: ClassVar[str | None] = None
+    """Type of device whose kernels and layers are chosen; None is that of the model's own."""
 
     def __init__(
         self,
@@ -191,8 +195,8 @@ class Strategy:
         """The device it computes on."""
         self._grad_clip = grad_clip
         readout = temperature, vocab_size, logprob_chunk_tokens, fp32_head
-        self._runner = self._make_runner(model, *readout)
-        if self.device.type == "cpu":
+        self._runner = self._make_runner(model, *readout, self.kernels)
+        if (self.kernels or self.device.type) == "cpu":
             fuse(model)
         self._training_only = adapter_dropouts(model)
         if gradient_checkpointing:

@@ -34,6 +34,8 @@ from winnow.observe.files import system_error
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from winnow.models.sharded_loading import Hollow
+
 log = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -94,7 +96,7 @@ def load_causal_lm(
     device: torch.device,
     trust_remote_code: bool = False,
     field: str = "model.path",
-    hollow: bool = False,
+    hollow: Hollow = False,
 ) -> PreTrainedModel:
     """Load a causal LM in evaluation mode, with Winnow's attention.
 
@@ -189,7 +191,7 @@ def load(
     where: Source,
     config: Any,
     dtype: torch.dtype,
-    hollow: bool,
+    hollow: Hollow,
     **trust: bool,
 ) -> Loaded:
     """Load a folder's model with its weights, or hollow; whatever fails becomes a ModelError.
@@ -201,7 +203,7 @@ def load(
     if hollow:
         from winnow.models.sharded_loading import load_hollow
 
-        return load_hollow(build, where, config, dtype)
+        return load_hollow(build, where, config, dtype, hollow)
     given = {"config": config, "dtype": dtype, **trust, **LOADING}
     with failures_told(f"{where}: cannot load its weights"), quiet_transformers():
         return cast(Loaded, kind.from_pretrained(where.path, **given))

@@ -46,11 +46,15 @@ class PackedLayout:
     Args:
         lengths: [B] tokens of each sequence, each at least 1.
         device: where queries, keys and values will be.
+        kernels: type of device whose kernels attend, for a plan; None is that of `device`.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, kernels: str | None = None
+    ) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.device = device
+        self._kernels = kernels or device.type
         self._blocks: dict[int, _Blocks] = {}
         self._bands: dict[tuple[int, int], Tensor] = {}
 
@@ -60,7 +64,7 @@ class PackedLayout:
         """Attend causally within each sequence: q [T, N, D], k and v [T, K, D] to [T, N, D]."""
         if len(q) == 0:
             return q
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        if self._kernels == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
             return self._variable_length(q, k, v, scale, window)
         T, N, D = q.shape
         width = N * D

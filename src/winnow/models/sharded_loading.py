@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from safetensors import safe_open
@@ -23,11 +23,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def load_hollow(build: Callable[[], Any], where: Source, config: Any, dtype: torch.dtype) -> Loaded:
+Hollow = bool | Literal["shapes"]
+"""Whether a model is loaded without its weights; "shapes": also from a folder that has none, for a
+plan of what they will take."""
+
+
+def load_hollow(
+    build: Callable[[], Any],
+    where: Source,
+    config: Any,
+    dtype: torch.dtype,
+    hollow: Hollow = True,
+) -> Loaded:
     """Make a folder's model without its weights, but with its buffers, which no folder has.
 
     Args:
         build: makes the model on the default device.
+        hollow: "shapes" takes the folder's config.json alone.
 
     Raises:
         ModelError: the folder cannot be read, or its model cannot be built.
@@ -39,7 +51,7 @@ def load_hollow(build: Callable[[], Any], where: Source, config: Any, dtype: tor
     with failures_told(f"{where}: cannot build its model", remedy), quiet_transformers():
         with torch.device("meta"):
             blank = build()
-        weights = SavedWeights(where, blank, dtype)
+        weights = (Shapes if hollow == "shapes" else SavedWeights)(where, blank, dtype)
         given = {"config": config, "state_dict": weights.stand_ins, "dtype": dtype}
         model, _ = type(blank).from_pretrained(None, **LOADING, **given)
     model.name_or_path = model.config.name_or_path = where.path
@@ -82,9 +94,7 @@ class SavedWeights:
                     self._saved[name] = saved
             if name in self and self._slice(name).get_shape() != [*parameter.shape]:
                 misshapen.append(name)
-            # As large as a weight is, for the probes of fused layers to answer.
-            value = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
-            self.stand_ins[name] = torch.full((), value, dtype=dtype).expand(parameter.shape)
+            self.stand_ins[name] = _stand_in(parameter, dtype)
         lacking = self.stand_ins.keys() - self._saved.keys()
         if any(".experts." in name for name in lacking):
             raise ModelError(
@@ -115,6 +125,33 @@ class SavedWeights:
     def _slice(self, name: str) -> Any:
         saved = self._saved[name]
         return self._files[saved].get_slice(saved)
+
+
+class Shapes(SavedWeights):
+    """Weights of which nothing is known but the shapes, in the place of a folder's.
+
+    Args:
+        blank: the model on no device.
+        dtype: of the stand-ins, and of what `rows` gives.
+    """
+
+    def __init__(self, where: Source, blank: PreTrainedModel, dtype: torch.dtype) -> None:
+        self.stand_ins = {n: _stand_in(p, dtype) for n, p in blank.named_parameters()}
+        self.misfits = dict.fromkeys(("missing_keys", "mismatched_keys", "unexpected_keys"), ())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.stand_ins
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Make rows of no particular numbers."""
+        given = self.stand_ins[name]
+        return torch.empty(rows.stop - rows.start, *given.shape[1:], dtype=given.dtype)
+
+
+def _stand_in(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    # As large as a weight is, for the probes of fused layers to answer.
+    value = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+    return torch.full((), value, dtype=dtype).expand(parameter.shape)
 
 
 def saved_weights(model: nn.Module) -> SavedWeights | None:

@@ -28,6 +28,8 @@ from winnow.models.causal_lm import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from winnow.models.sharded_loading import Hollow
+
 _HEAD = "score"
 
 
@@ -37,7 +39,7 @@ def load_value_model(
     device: torch.device,
     trust_remote_code: bool = False,
     field: str = "critic.path",
-    hollow: bool = False,
+    hollow: Hollow = False,
 ) -> PreTrainedModel:
     """Load a backbone with a value head in evaluation mode, with Winnow's attention.
 
@@ -103,7 +105,11 @@ def scalar_head(model: nn.Module) -> nn.Linear:
 
 
 def _load(
-    where: Source, generic: type, dtype: torch.dtype, trust_remote_code: bool, hollow: bool = False
+    where: Source,
+    generic: type,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    hollow: Hollow = False,
 ) -> Loaded:
     made, config = _with_head(where, generic, trust_remote_code)
     build = partial(cast(Any, made), config)

@@ -39,6 +39,9 @@ from winnow.runs.metrics import NO_ATTENTION, Attention, Passes
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from winnow.learning.fsdp2 import FSDP2Strategy
+    from winnow.models.sharded_loading import Hollow
+
 
 @dataclass(frozen=True)
 class Learning:
@@ -50,6 +53,8 @@ class Learning:
     """The passes that a step computes."""
     others: dict[str, Strategy] = field(default_factory=dict)
     """By role: what learns beside the policy, and is saved with it."""
+    reference: Strategy | None = None
+    """The model that KL terms measure from; the policy itself where its adapter is switched off."""
 
 
 def needs_of(config: Config) -> frozenset[str]:
@@ -75,6 +80,7 @@ def make_learner(
     vocabulary: int,
     start: str | None,
     mesh: DeviceMesh | None = None,
+    planned: type[FSDP2Strategy] | None = None,
 ) -> Learning:
     """Make all that learns, and the reference: in this process, or this rank's part of it.
 
@@ -84,6 +90,7 @@ def make_learner(
         start: folder of the model that the run began with; None where `needs_start` is not.
         mesh: the ranks' devices, over which all models are sharded; each rank reads its own rows
             of their folders.
+        planned: strategy of a plan, whose models have shapes and no weights; takes a mesh.
 
     Raises:
         ModelError: a model of the recipe cannot be loaded.
@@ -91,7 +98,8 @@ def make_learner(
     """
     on = next(model.parameters()).device.type if mesh is None else mesh.device_type
     check_attention(config, model, "model.dtype", on)
-    hold = _hold(config, mesh)
+    hold = _hold(config, mesh, planned)
+    hollow: Hollow = "shapes" if planned else mesh is not None
     readout = _readout_options(config, vocabulary)
     if isinstance(config.sft, Demonstrations):  # what the data has, no sampler has shaped
         readout["temperature"] = 1.0
@@ -107,19 +115,17 @@ def make_learner(
     if "values" in needs_of(config):
         from winnow.models.value import load_value_model
 
-        value_model = _load(load_value_model, config, "critic", start, policy.device, mesh)
+        value_model = _load(load_value_model, config, "critic", start, policy.device, hollow)
         checkpointing = config.critic.gradient_checkpointing
         options = _adamw_options(config.critic.optim)
         others["critic"] = hold(value_model, gradient_checkpointing=checkpointing, **options)
-        loss = config.critic.value_loss
-        limit = config.rollout.max_response_tokens
-        critic = Critic(others["critic"], ValueObjective(loss.clip, loss.aggregation, limit))
+        critic = Critic(others["critic"], make_value_objective(config))
     reference = None
     if _needs_reference(config):
         # With a new adapter, unless another folder is named, the policy's own model without it.
         reference, own = policy, config.reference.path
         if own is not None or isinstance(config.model.adapter, NoAdapter) or is_adapter(start):
-            frozen = _load(load_causal_lm, config, "reference", start, policy.device, mesh)
+            frozen = _load(load_causal_lm, config, "reference", start, policy.device, hollow)
             reference = hold(frozen.requires_grad_(False), **readout)
     learner = Learner(
         Policy(policy, make_objective(config)),
@@ -137,7 +143,7 @@ def make_learner(
         attention=Attention.of(model.config),
         critic_attention=Attention.of(value_model.config) if others else NO_ATTENTION,
     )
-    return Learning(learner, policy, passes, others)
+    return Learning(learner, policy, passes, others, reference)
 
 
 def _settings(config: Config, has_critic: bool) -> LearnerSettings:
@@ -155,6 +161,12 @@ def _settings(config: Config, has_critic: bool) -> LearnerSettings:
         critic_max_skipped_updates=config.critic.optim.max_skipped_updates,
         critic_warmup_steps=min(config.critic.warmup_steps, trainer.steps - 1) if has_critic else 0,
     )
+
+
+def make_value_objective(config: Config) -> ValueObjective:
+    """Make the loss that an update of the critic minimizes."""
+    loss = config.critic.value_loss
+    return ValueObjective(loss.clip, loss.aggregation, config.rollout.max_response_tokens)
 
 
 def make_objective(config: Config) -> PolicyObjective:
@@ -227,21 +239,23 @@ def _load(
     role: Literal["critic", "reference"],
     start: str | None,
     device: torch.device,
-    mesh: DeviceMesh | None,
+    hollow: Hollow,
 ) -> nn.Module:
     """Load the model that a role names, or the one that the run began with."""
     own, model = getattr(config, role), config.model
     path = own.path or start
     assert path is not None, "the caller was to give the start"
     field = "model.path" if own.path is None else f"{role}.path"
-    there = device if mesh is None else torch.device("cpu")
+    there = torch.device("cpu") if hollow else device
     dtype = torch_dtype(own.dtype or model.dtype)
-    made = load(path, dtype, there, model.trust_remote_code, field, mesh is not None)
+    made = load(path, dtype, there, model.trust_remote_code, field, hollow)
     check_attention(config, made, f"{role}.dtype" if own.dtype else "model.dtype", device.type)
     return made
 
 
-def _hold(config: Config, mesh: DeviceMesh | None) -> Callable[..., Strategy]:
+def _hold(
+    config: Config, mesh: DeviceMesh | None, planned: type[FSDP2Strategy] | None
+) -> Callable[..., Strategy]:
     """Return what holds a model whole, or sharded over a mesh."""
     if mesh is None:
         return Strategy
@@ -251,7 +265,7 @@ def _hold(config: Config, mesh: DeviceMesh | None) -> Callable[..., Strategy]:
     chosen = config.trainer.strategy
     assert isinstance(chosen, Fsdp2)
     return partial(
-        FSDP2Strategy,
+        planned or FSDP2Strategy,
         mesh=mesh,
         sharding=Sharding(chosen.reshard_after_forward, chosen.offload),
         sequence=sequence_group(chosen.sequence),

@@ -31,6 +31,8 @@ from winnow.rollout.slots import cache_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from winnow.models.sharded_loading import Hollow
+
 _EXACT_TOKENS = 4096
 """Tokens whose scores take 2.5 GiB with 40 heads."""
 _NO_MEMORY = "MemoryError|out of memory|can't allocate memory"
@@ -62,7 +64,7 @@ def load_policy_model(
     device: torch.device,
     seed: int,
     start: str | None = None,
-    hollow: bool = False,
+    hollow: Hollow = False,
 ) -> PreTrainedModel:
     """Load the model to train, from a model's folder or from a checkpoint's with an adapter.
 
@@ -70,7 +72,8 @@ def load_policy_model(
         path: not `config.path` where a warm start or a checkpoint gives the model.
         seed: of a new adapter.
         start: where the model lies now that an adapter belongs to, if that has moved.
-        hollow: leave the weights in their folder, for each rank to read its own rows.
+        hollow: leave the weights in their folder, for each rank to read its own rows; or take
+            their shapes alone, for a plan.
 
     Raises:
         ModelError: model, adapter or frozen weights are not what the recipe says.
