@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from winnow.config.root import Config
-from winnow.config.rules import longest_tokens
 from winnow.config.trainer import Fsdp2
 from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, pack
 from winnow.learning.fsdp2 import FSDP2Strategy
@@ -78,14 +77,20 @@ def fake_ranks(strategy: Fsdp2) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def full_micro_batch(config: Config, max_tokens: int) -> MicroBatch:
-    """Make a micro-batch of as many tokens as one may have, of the longest answers."""
+def micro_lengths(config: Config, max_tokens: int) -> list[int]:
+    """Return the samples of a micro-batch of as many tokens as one may have, in tokens."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    prompt = min(config.data.max_prompt_tokens, longest - 1)
     lengths = [longest] * max(max_tokens // longest, 1)
     if (rest := max_tokens - sum(lengths)) > 1:
         lengths.append(rest)
-    return all_micro_batches(made_batch(lengths, prompt), max(max_tokens, longest))[0]
+    return lengths
+
+
+def full_micro_batch(config: Config, max_tokens: int) -> MicroBatch:
+    """Make a micro-batch of as many tokens as one may have, of the longest answers."""
+    lengths = micro_lengths(config, max_tokens)
+    batch = made_batch(lengths, config.data.max_prompt_tokens)
+    return all_micro_batches(batch, sum(lengths))[0]
 
 
 def made_batch(lengths: Sequence[int], prompt: int) -> Batch:
@@ -134,8 +139,9 @@ def run_rank(config: Config, path: str, kernels: str = "cuda") -> RankPlan:
     cpu = torch.device("cpu")
     model = load_policy_model(config.model, path, cpu, config.run.seed, hollow="shapes")
     attention = Attention.of(model.config)
-    budget = config.trainer.microbatch_tokens
-    micro = full_micro_batch(config, budget)
+    micro = full_micro_batch(config, config.trainer.microbatch_tokens)
+    critic_tokens = config.critic.microbatch_tokens
+    critic_micro = micro if critic_tokens is None else full_micro_batch(config, critic_tokens)
     width = sum(attention.widths.values()) or 1
     whole = attention.flop(np.zeros(len(micro.lengths)), np.array(micro.lengths))
     tracker = Tracker(lambda own: whole * own / width)
@@ -160,17 +166,23 @@ def run_rank(config: Config, path: str, kernels: str = "cuda") -> RankPlan:
                     "optimizer state",
                     ((f"{role} {n} {k}", t) for n, state in states for k, t in state.items()),
                 )
-        _steps(config, learning, micro, tracker)
+        _steps(config, learning, micro, critic_micro, tracker)
     parameters = {role: each.parameters for role, each in roles.items()}
     return RankPlan(tracker, parameters, model.config, learning)
 
 
-def _steps(config: Config, learning: Learning, micro: MicroBatch, tracker: Tracker) -> None:
+def _steps(
+    config: Config,
+    learning: Learning,
+    micro: MicroBatch,
+    critic_micro: MicroBatch,
+    tracker: Tracker,
+) -> None:
     """Take a step's passes and an update of each model that learns."""
     logprobs: frozenset[Any] = frozenset({"logprob", "entropy"})
     objective = make_objective(config)
     tracker.begin("micro-batch")
-    first, second = (_fake(each, tracker) for each in (micro, replace(micro)))
+    first = _fake(micro, tracker)
     if objective.old == "pass":
         tracker.begin("old log-probs")
         learning.policy.forward([first], logprobs)
@@ -179,10 +191,11 @@ def _steps(config: Config, learning: Learning, micro: MicroBatch, tracker: Track
         learning.reference.forward([first], frozenset({"logprob"}))
     for role, strategy in learning.others.items():
         value = make_value_objective(config)
+        own = _fake(critic_micro, tracker)
         tracker.begin("values")
-        strategy.forward([first], value.outputs)
-        _update(role, strategy, (first, second), value, tracker)
-    _update("policy", learning.policy, (first, second), objective, tracker)
+        strategy.forward([own], value.outputs)
+        _update(role, strategy, (own, own), value, tracker)
+    _update("policy", learning.policy, (first, first), objective, tracker)
 
 
 def _update(

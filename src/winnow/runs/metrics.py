@@ -8,7 +8,7 @@ import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -256,43 +256,56 @@ class Passes:
         return policy + (1 + 3 * self.epochs) * critic
 
 
-PEAK_TFLOPS: Mapping[str, tuple[float, float]] = {
-    "H100 PCIe": (756.0, 51.0),
-    "H100 NVL": (835.0, 60.0),
-    "H100": (989.0, 67.0),
-    "H200 NVL": (835.0, 60.0),
-    "H200": (989.0, 67.0),
-    "H20": (148.0, 44.0),
-    "H800 PCIe": (756.0, 51.0),
-    "H800": (989.0, 67.0),
-    "GH200": (989.0, 67.0),
-    "GB200": (2500.0, 80.0),
-    "B200": (2250.0, 75.0),
-    "A100": (312.0, 19.5),
-    "A800": (312.0, 19.5),
-    "A40": (149.7, 37.4),
-    "A30": (165.0, 10.3),
-    "A10": (125.0, 31.2),
-    "L40S": (362.0, 91.6),
-    "L40": (181.0, 90.5),
-    "L20": (119.5, 59.8),
-    "L4": (121.0, 30.3),
-    "RTX 4090": (165.2, 82.6),
-    "RTX 3090": (71.0, 35.6),
+class Gpu(NamedTuple):
+    """What a GPU can do, and hold."""
+
+    bfloat16: float
+    """Peak without sparsity, TFLOP/s."""
+    float32: float
+    """Peak without TF32, TFLOP/s."""
+    memory_gib: float
+    memory_gb_s: float
+    """Reading or writing its own memory."""
+    link_gb_s: float
+    """To a GPU of the same node, one way: NVLink where the form has it, else PCIe."""
+
+
+GPUS: Mapping[str, Gpu] = {
+    "H100 PCIe": Gpu(756.0, 51.0, 80, 2039, 64),
+    "H100 NVL": Gpu(835.0, 60.0, 94, 3938, 300),
+    "H100": Gpu(989.0, 67.0, 80, 3350, 450),
+    "H200 NVL": Gpu(835.0, 60.0, 141, 4800, 450),
+    "H200": Gpu(989.0, 67.0, 141, 4800, 450),
+    "H20": Gpu(148.0, 44.0, 96, 4000, 450),
+    "H800 PCIe": Gpu(756.0, 51.0, 80, 2039, 64),
+    "H800": Gpu(989.0, 67.0, 80, 3350, 200),
+    "GH200": Gpu(989.0, 67.0, 96, 4000, 450),
+    "GB200": Gpu(2500.0, 80.0, 186, 8000, 900),
+    "B200": Gpu(2250.0, 75.0, 180, 8000, 900),
+    "A100": Gpu(312.0, 19.5, 80, 2039, 300),
+    "A800": Gpu(312.0, 19.5, 80, 2039, 200),
+    "A40": Gpu(149.7, 37.4, 48, 696, 32),
+    "A30": Gpu(165.0, 10.3, 24, 933, 32),
+    "A10": Gpu(125.0, 31.2, 24, 600, 32),
+    "L40S": Gpu(362.0, 91.6, 48, 864, 32),
+    "L40": Gpu(181.0, 90.5, 48, 864, 32),
+    "L20": Gpu(119.5, 59.8, 48, 864, 32),
+    "L4": Gpu(121.0, 30.3, 24, 300, 32),
+    "RTX 4090": Gpu(165.2, 82.6, 24, 1008, 32),
+    "RTX 3090": Gpu(71.0, 35.6, 24, 936, 32),
 }
-"""Peaks without sparsity in bfloat16 and float32 (no TF32), in TFLOP/s, from NVIDIA's data sheets;
-a GPU goes by the longest name that its own holds."""
+"""From NVIDIA's data sheets; a GPU goes by the longest name that its own holds."""
 
 
 def device_peak(device: str, dtype: str) -> float | None:
     """Return the peak of a device in TFLOP/s by its name; None where it is not known, as of a part
     of a GPU (MIG), and of variants of other sizes."""
-    names = [name for name in PEAK_TFLOPS if re.search(rf"\b{name}\b", device)]
+    names = [name for name in GPUS if re.search(rf"\b{name}\b", device)]
     names = [] if re.search(r"\b(MIG|Laptop|Ti|D)\b", device) else names
     if not names:
         return None
-    half, single = PEAK_TFLOPS[max(names, key=len)]
-    return single if dtype == "float32" else half
+    gpu = GPUS[max(names, key=len)]
+    return gpu.float32 if dtype == "float32" else gpu.bfloat16
 
 
 @dataclass(frozen=True)
