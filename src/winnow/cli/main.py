@@ -22,6 +22,7 @@ from winnow.cli.dashboard import dashboard_command
 from winnow.cli.data import app as data_app
 from winnow.cli.init import init_command
 from winnow.cli.ledger import app as ledger_app
+from winnow.cli.plan import plan_command
 from winnow.cli.reward import app as reward_app
 from winnow.cli.rollouts import rollouts_command
 from winnow.cli.sandbox import app as sandbox_app
@@ -47,6 +48,7 @@ app.add_typer(sandbox_app, name="sandbox")
 app.command("dashboard")(dashboard_command)
 app.command("rollouts", no_args_is_help=True)(rollouts_command)
 app.command("init", no_args_is_help=True)(init_command)
+app.command("plan", no_args_is_help=True)(plan_command)
 
 Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or a YAML file.")]
 Overrides = Annotated[

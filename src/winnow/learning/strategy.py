@@ -360,6 +360,10 @@ class Strategy:
             wanted = dtype if tensor.is_floating_point() else None
             yield name, tensor.to(wanted or self._rounded.get(name, tensor.dtype))
 
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what the optimizer steps, masters of half-precision weights, by parameter name."""
+        yield from self._masters.items()
+
     @property
     def parameters(self) -> int:
         """The number of its model's weights, over all ranks."""

@@ -9,7 +9,7 @@ needs PyTorch's CUDA build; kernels are chosen as on CUDA.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -23,13 +23,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2
+from winnow.errors import ConfigError
 from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, pack
 from winnow.learning.fsdp2 import FSDP2Strategy
 from winnow.learning.sequence import SequenceRunner
-from winnow.learning.strategy import ModelRunner, Stats, Strategy
+from winnow.learning.strategy import ModelRunner, Stats
 from winnow.plan.tracker import Tracker
 from winnow.runs.build_learner import Learning, make_learner, make_objective, make_value_objective
-from winnow.runs.loading import load_policy_model
+from winnow.runs.loading import check_attention, load_policy_model
 from winnow.runs.metrics import Attention
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 
@@ -86,11 +87,16 @@ def micro_lengths(config: Config, max_tokens: int) -> list[int]:
     return lengths
 
 
-def full_micro_batch(config: Config, max_tokens: int) -> MicroBatch:
-    """Make a micro-batch of as many tokens as one may have, of the longest answers."""
-    lengths = micro_lengths(config, max_tokens)
-    batch = made_batch(lengths, config.data.max_prompt_tokens)
-    return all_micro_batches(batch, sum(lengths))[0]
+def full_micro_batches(config: Config) -> tuple[MicroBatch, MicroBatch]:
+    """Make micro-batches of policy and critic, of as many tokens as one may have."""
+
+    def full(max_tokens: int) -> MicroBatch:
+        lengths = micro_lengths(config, max_tokens)
+        batch = made_batch(lengths, config.data.max_prompt_tokens)
+        return all_micro_batches(batch, sum(lengths))[0]
+
+    tokens = config.trainer.microbatch_tokens
+    return full(tokens), full(config.critic.microbatch_tokens or tokens)
 
 
 def made_batch(lengths: Sequence[int], prompt: int) -> Batch:
@@ -111,6 +117,10 @@ def made_batch(lengths: Sequence[int], prompt: int) -> Batch:
     return batch
 
 
+Assign = Callable[[str, Iterable[tuple[str, Tensor]]], object]
+"""Takes a role and tensors with their names."""
+
+
 @dataclass(frozen=True)
 class RankPlan:
     """What a rank did."""
@@ -121,6 +131,8 @@ class RankPlan:
     model_config: Any
     """Of the policy, as Hugging Face has it."""
     learning: Learning
+    refusal: str | None
+    """Why these GPUs could not compute the policy's attention."""
 
 
 def run_rank(config: Config, path: str, kernels: str = "cuda") -> RankPlan:
@@ -138,13 +150,18 @@ def run_rank(config: Config, path: str, kernels: str = "cuda") -> RankPlan:
     planned = PlannedStrategy if kernels == "cuda" else PlannedOnCpu
     cpu = torch.device("cpu")
     model = load_policy_model(config.model, path, cpu, config.run.seed, hollow="shapes")
+    refusal = None
+    try:
+        check_attention(config, model, "model.dtype", kernels)
+    except ConfigError as error:
+        refusal = str(error)
     attention = Attention.of(model.config)
-    micro = full_micro_batch(config, config.trainer.microbatch_tokens)
-    critic_tokens = config.critic.microbatch_tokens
-    critic_micro = micro if critic_tokens is None else full_micro_batch(config, critic_tokens)
+    lengths = np.array(micro_lengths(config, config.trainer.microbatch_tokens))
     width = sum(attention.widths.values()) or 1
-    whole = attention.flop(np.zeros(len(micro.lengths)), np.array(micro.lengths))
-    tracker = Tracker(lambda own: whole * own / width)
+    whole = attention.flop(np.zeros(len(lengths)), lengths)
+    tracker = Tracker(lambda own: whole * own / width, copies=kernels == "cpu")
+    full = full_micro_batches(config)
+    # No kernel of CUDA takes float32 with fewer heads for keys.
     exact = config.model.dtype == "float32" and kernels == "cuda"
     heads = model.config.num_attention_heads
     shared = getattr(model.config, "num_key_value_heads", heads) or heads
@@ -159,60 +176,73 @@ def run_rank(config: Config, path: str, kernels: str = "cuda") -> RankPlan:
             tracker.know(each.model)
             named = each.model.named_parameters()
             tracker.assign("weights", ((f"{role} {name}", p) for name, p in named))
-            if role != "reference":
-                each.load_state_dict(each.state_dict() | {"optimizer": each.blank_state()["optimizer"]})
-                states = each.state_dict()["optimizer"].items()
-                tracker.assign(
-                    "optimizer state",
-                    ((f"{role} {n} {k}", t) for n, state in states for k, t in state.items()),
-                )
-        _steps(config, learning, micro, critic_micro, tracker)
+        take_steps(config, learning, full, tracker.begin, tracker.assign)
     parameters = {role: each.parameters for role, each in roles.items()}
-    return RankPlan(tracker, parameters, model.config, learning)
+    return RankPlan(tracker, parameters, model.config, learning, refusal)
 
 
-def _steps(
+def take_steps(
     config: Config,
     learning: Learning,
-    micro: MicroBatch,
-    critic_micro: MicroBatch,
-    tracker: Tracker,
+    full: tuple[MicroBatch, MicroBatch],
+    begin: Callable[[str], object],
+    assign: Assign = lambda role, named: None,
 ) -> None:
-    """Take a step's passes and an update of each model that learns."""
-    logprobs: frozenset[Any] = frozenset({"logprob", "entropy"})
+    """Fill the optimizers, then take a step's passes and an update of each model that learns.
+
+    Args:
+        full: of `full_micro_batches`.
+        begin: is told the name of each phase.
+        assign: is told what tensors are for.
+    """
+    for role, strategy in {"policy": learning.policy, **learning.others}.items():
+        # As after a resume: an update that has moments to step with.
+        moments = strategy.blank_state()["optimizer"]
+        strategy.load_state_dict(strategy.state_dict() | {"optimizer": moments})
+        del moments
+        states = strategy.state_dict()["optimizer"].items()
+        named = ((f"{role} {n} {k}", t) for n, state in states for k, t in state.items())
+        assign("optimizer state", named)
+    begin("micro-batch")
+    micro, own = (_copied(each, assign) for each in full)
     objective = make_objective(config)
-    tracker.begin("micro-batch")
-    first = _fake(micro, tracker)
     if objective.old == "pass":
-        tracker.begin("old log-probs")
-        learning.policy.forward([first], logprobs)
+        begin("old log-probs")
+        learning.policy.forward([micro], frozenset({"logprob", "entropy"}))
     if learning.reference is not None:
-        tracker.begin("reference")
-        learning.reference.forward([first], frozenset({"logprob"}))
+        begin("reference")
+        learning.reference.forward([micro], frozenset({"logprob"}))
     for role, strategy in learning.others.items():
-        value = make_value_objective(config)
-        own = _fake(critic_micro, tracker)
-        tracker.begin("values")
-        strategy.forward([own], value.outputs)
-        _update(role, strategy, (own, own), value, tracker)
-    _update("policy", learning.policy, (first, first), objective, tracker)
+        values = make_value_objective(config)
+        begin("values")
+        strategy.forward([own], values.outputs)
+        _update(role, strategy, own, values, begin, assign)
+    _update("policy", learning.policy, micro, objective, begin, assign)
 
 
 def _update(
-    role: str, strategy: Strategy, micro: Sequence[MicroBatch], objective: Any, tracker: Tracker
+    role: str,
+    strategy: Any,
+    micro: MicroBatch,
+    objective: Any,
+    begin: Callable[[str], object],
+    assign: Assign,
 ) -> None:
-    tracker.begin(f"{role} update")
-    strategy.forward_backward(micro, objective.outputs, objective)
-    owned = ((name, p.grad) for name, p in strategy._masters.items() if p.grad is not None)
-    tracker.assign("gradients", ((f"{role} {name}", grad) for name, grad in owned))
-    tracker.begin(f"{role} optimizer")
+    begin(f"{role} update")
+    # Twice the same: the second one's gradients are added to those of the first.
+    strategy.forward_backward([micro, micro], objective.outputs, objective)
+    owned = ((f"{role} {n}", p.grad) for n, p in strategy.trained() if p.grad is not None)
+    assign("gradients", owned)
+    begin(f"{role} optimizer")
     strategy.optimizer_step(1e-6)
 
 
-def _fake(micro: MicroBatch, tracker: Tracker) -> MicroBatch:
+def _copied(micro: MicroBatch, assign: Assign) -> MicroBatch:
+    """Return a micro-batch as it comes to a device."""
+
     def made(name: str, tensor: Tensor) -> Tensor:
         found = tensor.clone()
-        tracker.assign("micro-batch", [(name, found)])
+        assign("micro-batch", [(name, found)])
         return found
 
     values: dict[str, Any] = {f.name: getattr(micro, f.name) for f in fields(micro)}

@@ -75,10 +75,16 @@ class Tracker(TorchDispatchMode):
     Args:
         attention_flop: FLOP of a call of packed attention with so many query heads x size of a
             head, which depend on lengths that are on the device.
+        copies: collectives gather and scatter by way of a copy of the whole, as gloo does.
     """
 
-    def __init__(self, attention_flop: Callable[[int], float] = lambda width: 0.0) -> None:
+    def __init__(
+        self,
+        attention_flop: Callable[[int], float] = lambda width: 0.0,
+        copies: bool = False,
+    ) -> None:
         super().__init__()
+        self._copies = copies
         self.phases: dict[str, Phase] = {}
         self._attention_flop = attention_flop
         self._events: list[tuple[Held, int, int]] = []
@@ -179,9 +185,12 @@ class Tracker(TorchDispatchMode):
         moved = sum(_bytes(t) for t in {id(t): t for t in (*given, *made)}.values())
         if name.startswith(("c10d.", "_c10d")):
             # The larger side of a gathering or scattering one, of which a rank has one part.
-            self._phase.sent[name.partition(".")[2].partition(".")[0].strip("_")] += max(
-                (_bytes(t) for t in given), default=0
-            )
+            size = max((_bytes(t) for t in given), default=0)
+            kind = name.partition(".")[2].partition(".")[0].strip("_")
+            self._phase.sent[kind] += size
+            if self._copies and kind.startswith(("allgather", "reduce_scatter")):
+                buffer = Held("buffers of gloo", kind, (size,), "uint8")
+                self._events += [(buffer, 0, size), (buffer, size, 0)]
             return
         flop = 0
         if "_varlen_attn" in name:

@@ -1,0 +1,225 @@
+"""What `winnow plan` says of a rank's memory, against real ranks over gloo.
+
+    python -m benchmarks.plan [--only NAME …] [--out benchmarks/results/plan.md]
+
+Each configuration is planned (fake tensors, one process), then run: 2 or 4 ranks over gloo on this
+machine take the same update with the same two micro-batches, one thread each. Measured is the
+largest resident memory (VmHWM) of rank 0 within the update, above what the process had before it
+loaded a model. Weights are drawn, since pages that nobody has written to are not resident.
+
+glibc keeps freed blocks of less than a threshold that grows as the program runs; the ranks run with
+MALLOC_MMAP_THRESHOLD_=65536, so that what is freed is given back, as the plan supposes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+SMALL = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000}
+WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+WIDE |= {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 64000}
+BASE = ("model.dtype=float32", "data.max_prompt_tokens=64", "rollout.max_response_tokens=448", "reward.overlong.enabled=false")
+STRATEGY = "trainer.strategy."
+CHECKPOINTED = "model.gradient_checkpointing=true"
+CONFIGURATIONS: dict[str, tuple[dict[str, int], int, tuple[str, ...]]] = {
+    "small": (SMALL, 2, ("trainer.microbatch_tokens=1024", "model.gradient_checkpointing=false")),
+    "small, checkpointed": (SMALL, 2, ("trainer.microbatch_tokens=2048", CHECKPOINTED)),
+    "small, 4 ranks, sequence 2": (
+        SMALL,
+        4,
+        ("trainer.microbatch_tokens=2048", CHECKPOINTED, f"{STRATEGY}sequence=2"),
+    ),
+    "small, 4 ranks, 2 replicas": (
+        SMALL,
+        4,
+        ("trainer.microbatch_tokens=1024", CHECKPOINTED, f"{STRATEGY}replicas=2"),
+    ),
+    "small, bfloat16": (
+        SMALL,
+        2,
+        ("trainer.microbatch_tokens=1024", CHECKPOINTED, "model.dtype=bfloat16"),
+    ),
+    "small, LoRA": (
+        SMALL,
+        2,
+        ("trainer.microbatch_tokens=1024", CHECKPOINTED, "model/adapter=lora"),
+    ),
+    "small, gathered weights kept": (
+        SMALL,
+        2,
+        (
+            "trainer.microbatch_tokens=1024",
+            CHECKPOINTED,
+            f"{STRATEGY}reshard_after_forward=false",
+        ),
+    ),
+    "small, critic and reference": (
+        SMALL,
+        2,
+        (
+            "trainer.microbatch_tokens=1024",
+            CHECKPOINTED,
+            "algorithm/advantage=gae",
+            "algorithm/kl/loss=fixed",
+        ),
+    ),
+    "wide": (WIDE, 2, ("trainer.microbatch_tokens=1024", CHECKPOINTED)),
+}
+
+
+def recipe_of(name: str, folder: str) -> list[str]:
+    """Return the overrides of a configuration."""
+    _, ranks, own = CONFIGURATIONS[name]
+    layout = ("trainer/strategy=fsdp2", f"{STRATEGY}ranks={ranks}", f"model.path={folder}")
+    return [*BASE, *layout, *own]
+
+
+def planned(name: str, folder: str) -> dict[str, Any]:
+    """Plan a configuration; returns GiB by phase."""
+    from winnow.config.load import load_recipe
+    from winnow.plan.rank import run_rank
+
+    config = load_recipe("dapo_qwen2.5_32b", recipe_of(name, folder))
+    tracker = run_rank(config, folder, "cpu").tracker
+    names = [n for n in tracker.phases if n not in ("start", "micro-batch")]
+    return {each: tracker.peak(phases=[each]).bytes / GIB for each in names}
+
+
+def resident(key: str) -> int:
+    """Return a figure of this process's memory, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(key)
+
+
+def be_rank(name: str, folder: str, store: str, rank: int) -> None:
+    """Take the update as one of the ranks; rank 0 prints its figures."""
+    import gc
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from winnow.config.load import load_recipe
+    from winnow.config.trainer import Fsdp2
+    from winnow.learning.fsdp2 import FSDP2Strategy
+    from winnow.learning.strategy import local
+    from winnow.plan.rank import full_micro_batches, take_steps
+    from winnow.runs.build_learner import make_learner
+    from winnow.runs.loading import load_policy_model
+
+    class Drawn(FSDP2Strategy):
+        def _hold(self) -> Any:
+            held = super()._hold()
+            for parameter in self.model.parameters():
+                local(parameter.data).normal_(0.0, 0.02)
+            return held
+
+    torch.set_num_threads(1)
+    config = load_recipe("dapo_qwen2.5_32b", recipe_of(name, folder))
+    strategy = config.trainer.strategy
+    assert isinstance(strategy, Fsdp2)
+    world = strategy.ranks
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    if strategy.replicas > 1:
+        shape = strategy.replicas, world // strategy.replicas
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    warm = torch.randn(64, 64, requires_grad=True)
+    (warm @ warm).sum().backward()
+    dist.all_reduce(torch.ones(1 << 10))
+    cpu = torch.device("cpu")
+    model = load_policy_model(config.model, folder, cpu, 0, hollow="shapes")
+    full = full_micro_batches(config)
+    gc.collect()
+    before = resident("VmRSS")
+    learning = make_learner(config, model, model.config.vocab_size, folder, mesh, Drawn)
+    found: dict[str, int] = {}
+    last: list[str] = []
+
+    def begin(phase: str) -> None:
+        if last:
+            found[last[-1]] = resident("VmHWM") - before
+        last.append(phase)
+        Path("/proc/self/clear_refs").write_text("5")
+
+    take_steps(config, learning, full, begin)
+    begin("end")
+    if rank == 0:
+        print(json.dumps({phase: size / GIB for phase, size in found.items()}), flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+def measured(name: str, folder: str) -> dict[str, float]:
+    """Run a configuration on its ranks; returns GiB by phase."""
+    ranks = CONFIGURATIONS[name][1]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    with tempfile.TemporaryDirectory() as store:
+        words = [sys.executable, "-m", "benchmarks.plan", "--rank"]
+        processes = [
+            subprocess.Popen(
+                [*words, str(rank), "--folder", folder, "--store", f"{store}/s", "--only", name],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        out = [process.communicate()[0] for process in processes]
+    return dict(json.loads(out[0].strip().splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", nargs="+", default=list(CONFIGURATIONS))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--folder", default="")
+    parser.add_argument("--store", default="")
+    asked = parser.parse_args()
+    if asked.rank is not None:
+        be_rank(asked.only[0], asked.folder, asked.store, asked.rank)
+    rows: list[tuple[str, float, float]] = []
+    for name in asked.only:
+        with tempfile.TemporaryDirectory() as folder:
+            told = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+            sizes = CONFIGURATIONS[name][0] | {"max_position_embeddings": 4096}
+            Path(folder, "config.json").write_text(json.dumps(told | sizes))
+            began = time.monotonic()
+            plan, real = planned(name, folder), measured(name, folder)
+        phase = max(plan, key=plan.__getitem__)
+        print(name, f"{time.monotonic() - began:.0f} s", flush=True)
+        for each, size in plan.items():
+            print(f"    {each:18s} {size:.3f} {real[each]:.3f} {real[each] - size:+.3f}")
+        rows.append((name, plan[phase], max(real.values())))
+    constant = statistics.median(real - plan for _, plan, real in rows)
+    lines = ["| configuration | planned, GiB | measured, GiB | above the plan | after the constant |"]
+    lines.append("|---|---|---|---|---|")
+    for name, plan, real in rows:
+        error = (plan + constant) / real - 1
+        lines.append(f"| {name} | {plan:.3f} | {real:.3f} | {real - plan:+.3f} | {error:+.1%} |")
+    text = "\n".join(lines) + f"\n\nThe constant, the median of what is above: {constant:.3f} GiB.\n"
+    print(text)
+    if asked.out is not None:
+        heading = (
+            "# A plan's memory against real ranks\n\nMade by `python -m benchmarks.plan --out "
+            f"benchmarks/results/plan.md` (load average {os.getloadavg()[0]:.1f}).\n\n"
+        )
+        asked.out.write_text(heading + text)
+
+
+if __name__ == "__main__":
+    main()
