@@ -4,7 +4,7 @@
 
 Each configuration is planned (fake tensors, one process), then run: 2 or 4 ranks over gloo on this
 machine take the same update with the same two micro-batches, one thread each. Measured is the
-largest resident memory (VmHWM) of rank 0 within the update, above what the process had before it
+largest resident memory (VmHWM) of any rank within the update, above what the process had before it
 loaded a model. Weights are drawn, since pages that nobody has written to are not resident.
 
 glibc keeps freed blocks of less than a threshold that grows as the program runs; the ranks run with
@@ -29,7 +29,12 @@ SMALL = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
 SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000}
 WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
 WIDE |= {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 64000}
-BASE = ("model.dtype=float32", "data.max_prompt_tokens=64", "rollout.max_response_tokens=448", "reward.overlong.enabled=false")
+BASE = (
+    "model.dtype=float32",
+    "data.max_prompt_tokens=64",
+    "rollout.max_response_tokens=448",
+    "reward.overlong.enabled=false",
+)
 STRATEGY = "trainer.strategy."
 CHECKPOINTED = "model.gradient_checkpointing=true"
 CONFIGURATIONS: dict[str, tuple[dict[str, int], int, tuple[str, ...]]] = {
@@ -105,7 +110,7 @@ def resident(key: str) -> int:
 
 
 def be_rank(name: str, folder: str, store: str, rank: int) -> None:
-    """Take the update as one of the ranks; rank 0 prints its figures."""
+    """Take the update as one of the ranks, and print its figures."""
     import gc
 
     import torch
@@ -157,8 +162,7 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
 
     take_steps(config, learning, full, begin)
     begin("end")
-    if rank == 0:
-        print(json.dumps({phase: size / GIB for phase, size in found.items()}), flush=True)
+    print(json.dumps({phase: size / GIB for phase, size in found.items()}), flush=True)
     dist.barrier()
     os._exit(0)
 
@@ -179,7 +183,8 @@ def measured(name: str, folder: str) -> dict[str, float]:
             for rank in range(ranks)
         ]
         out = [process.communicate()[0] for process in processes]
-    return dict(json.loads(out[0].strip().splitlines()[-1]))
+    found = [json.loads(text.strip().splitlines()[-1]) for text in out]
+    return {phase: max(each[phase] for each in found) for phase in found[0]}
 
 
 def main() -> None:
@@ -206,12 +211,12 @@ def main() -> None:
             print(f"    {each:18s} {size:.3f} {real[each]:.3f} {real[each] - size:+.3f}")
         rows.append((name, plan[phase], max(real.values())))
     constant = statistics.median(real - plan for _, plan, real in rows)
-    lines = ["| configuration | planned, GiB | measured, GiB | above the plan | after the constant |"]
+    lines = ["| configuration | planned, GiB | measured | above the plan | after the constant |"]
     lines.append("|---|---|---|---|---|")
     for name, plan, real in rows:
         error = (plan + constant) / real - 1
         lines.append(f"| {name} | {plan:.3f} | {real:.3f} | {real - plan:+.3f} | {error:+.1%} |")
-    text = "\n".join(lines) + f"\n\nThe constant, the median of what is above: {constant:.3f} GiB.\n"
+    text = "\n".join(lines) + f"\n\nThe constant, the median of what is above: {constant:.3f} GiB\n"
     print(text)
     if asked.out is not None:
         heading = (

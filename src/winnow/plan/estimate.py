@@ -93,8 +93,8 @@ def memory_figures(rank: RankPlan, config: Config, machine: Machine) -> Figures:
 
 def _tensors(peak: Peak) -> Iterator[Figures]:
     """List what is held, like with like, the largest first."""
-    sizes: Counter[tuple[str, ...]] = Counter()
-    numbers: Counter[tuple[str, ...]] = Counter()
+    sizes: Counter[tuple[str, str, str, str]] = Counter()
+    numbers: Counter[tuple[str, str, str, str]] = Counter()
     for held, size in peak.held:
         name = re.sub(r"\.\d+(?=[. ]|$)", ".*", held.made_by)
         shape = "" if held.role in _HOST else str(list(held.shape))
@@ -135,9 +135,7 @@ def dealing_figures(config: Config, samples: Samples, width: int) -> Figures:
     }
 
 
-def learning_figures(
-    rank: RankPlan, config: Config, machine: Machine, dealt: Figures
-) -> Figures:
+def learning_figures(rank: RankPlan, config: Config, machine: Machine, dealt: Figures) -> Figures:
     """Return seconds of a step's learning, its FLOP and the bytes that a rank sends."""
     strategy = config.trainer.strategy
     assert isinstance(strategy, Fsdp2)
@@ -174,7 +172,8 @@ def learning_figures(
 def step_flop(passes: Passes, samples: Samples, generated: int) -> float:
     """Return the FLOP of a step, rollout included, as MFU counts it."""
     packed = int((samples.prompts_B + samples.responses_B).sum())
-    tokens = StepTokens(generated, packed, samples.prompts_B, samples.responses_B)
+    lengths = samples.prompts_B.tolist(), samples.responses_B.tolist()
+    tokens = StepTokens(generated, packed, *lengths)
     return passes.flop(tokens)
 
 
@@ -310,5 +309,3 @@ def given_samples(prompts: Sequence[int], responses: Sequence[int], config: Conf
     found = np.minimum(np.array(responses, dtype=np.int64)[places], limit)
     told = f"{len(responses):,} given, mean {found.mean():,.0f}"
     return Samples(np.array(prompts, dtype=np.int64)[places], found, told)
-
-

@@ -1,6 +1,6 @@
 """A recipe's plan: what its ranks and engines take on given GPUs, and the change that makes it fit.
 
-    recipe ─► ranks of the machine ─► run_rank (fake tensors) ─► figures ─► faults ─► a change
+recipe ─► ranks of the machine ─► run_rank (fake tensors) ─► figures ─► faults ─► a change
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 from winnow.config.load import load_recipe
 from winnow.config.model import ModelConfig
+from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens, workers_of
 from winnow.config.trainer import Fsdp2
-from winnow.config.rollout import VllmEngineConfig
 from winnow.errors import ConfigError, ModelError
 from winnow.plan.estimate import (
     EngineFit,
@@ -80,9 +80,8 @@ def make_plan(request: PlanRequest, tell: Tell = lambda line: None) -> Figures:
     rank = run_rank(config, path)
     machine = request.machine
     memory = memory_figures(rank, config, machine)
-    fit = engine_fit(
-        config, rank, machine, memory["peak_gib"], getattr(config.rollout.engine, "tensor_parallel", 1)
-    )
+    split = getattr(config.rollout.engine, "tensor_parallel", 1)
+    fit = engine_fit(config, rank, machine, memory["peak_gib"], split)
     faults = list(_faults(config, rank, memory, fit, machine))
     plan: Figures = {
         "recipe": request.recipe,
@@ -277,10 +276,10 @@ def changes(config: Config) -> list[list[str]]:
         singles.append([f"trainer.microbatch_tokens={longest}"])
     singles += [[f"trainer.strategy.sequence={n}"] for n in (2, 4, 8)]
     singles.append(["trainer.strategy.offload=true"])
-    first = singles[0]
-    pairs = [[*first, *other] for other in singles[1:]]
-    all_of_them = [*first, "trainer.strategy.sequence=8", "trainer.strategy.offload=true"]
-    return [*([must] if must else []), *([*must, *c] for c in (*singles, *pairs, all_of_them))]
+    pairs = [[*singles[0], *other] for other in singles[1:]]
+    most = [*singles[0], "trainer.strategy.sequence=8", "trainer.strategy.offload=true"]
+    more = [[*must, *change] for change in (*singles, *pairs, most)]
+    return [must, *more] if must else more
 
 
 def _guess(config: Config, path: str, machine: Machine) -> float:

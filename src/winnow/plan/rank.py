@@ -167,8 +167,13 @@ def run_rank(config: Config, path: str, kernels: str = "cuda") -> RankPlan:
     shared = getattr(model.config, "num_key_value_heads", heads) or heads
     kernel = sdpa_kernel(SDPBackend.MATH) if exact and shared < heads else contextlib.nullcontext()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_ranks(strategy) as mesh, kernel, fake, tracker:
-        learning = make_learner(config, model, model.config.vocab_size, path, mesh, planned)
+
+    def hold(*args: Any, **options: Any) -> FSDP2Strategy:
+        with fake, tracker:
+            return planned(*args, **options)
+
+    with fake_ranks(strategy) as mesh:
+        learning = make_learner(config, model, model.config.vocab_size, path, mesh, hold)
         roles = {"policy": learning.policy, **learning.others}
         if learning.reference is not None and learning.reference is not learning.policy:
             roles["reference"] = learning.reference
@@ -176,7 +181,8 @@ def run_rank(config: Config, path: str, kernels: str = "cuda") -> RankPlan:
             tracker.know(each.model)
             named = each.model.named_parameters()
             tracker.assign("weights", ((f"{role} {name}", p) for name, p in named))
-        take_steps(config, learning, full, tracker.begin, tracker.assign)
+        with kernel, fake, tracker:
+            take_steps(config, learning, full, tracker.begin, tracker.assign)
     parameters = {role: each.parameters for role, each in roles.items()}
     return RankPlan(tracker, parameters, model.config, learning, refusal)
 
@@ -195,7 +201,8 @@ def take_steps(
         begin: is told the name of each phase.
         assign: is told what tensors are for.
     """
-    for role, strategy in {"policy": learning.policy, **learning.others}.items():
+    learners: dict[str, Any] = {"policy": learning.policy, **learning.others}
+    for role, strategy in learners.items():
         # As after a resume: an update that has moments to step with.
         moments = strategy.blank_state()["optimizer"]
         strategy.load_state_dict(strategy.state_dict() | {"optimizer": moments})

@@ -67,10 +67,10 @@ class Peak:
     """The storages at that moment, with their bytes."""
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Track what is held, and what is done, while it is active.
 
-    A number that the host reads off a fake tensor is 1.
+    A number that the host reads off a fake tensor is 1, and a fake mask takes all.
 
     Args:
         attention_flop: FLOP of a call of packed attention with so many query heads x size of a
@@ -83,7 +83,7 @@ class Tracker(TorchDispatchMode):
         attention_flop: Callable[[int], float] = lambda width: 0.0,
         copies: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._copies = copies
         self.phases: dict[str, Phase] = {}
         self._attention_flop = attention_flop
@@ -157,18 +157,17 @@ class Tracker(TorchDispatchMode):
         self._hooks.callback(pre.remove)
         self._hooks.callback(post.remove)
         self._hooks.enter_context(self._resizes())
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> Any:
         self._hooks.close()
-        return super().__exit__(*raised)
+        return super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func in _READ_BY_HOST:
-            tensor = args[0]
-            return tensor.dtype.is_floating_point and 1.0 or True if _is_fake(tensor) else func(*args)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READ_BY_HOST and _is_fake(args[0]):
+            return 1
+        if func is torch.ops.aten.index.Tensor:
+            args = args[0], [_all_of(index) for index in args[1]]
         out = func(*args, **(kwargs or {}))
         op = str(func._overloadpacket).replace(".", "::", 1).partition("::")[2]
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.device.type != "meta"]
@@ -241,6 +240,13 @@ class Tracker(TorchDispatchMode):
 
 
 _READ_BY_HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default}
+
+
+def _all_of(index: Tensor | None) -> Tensor | None:
+    """Return indices of all places in the place of a fake mask."""
+    if index is None or index.dtype != torch.bool or index.ndim != 1 or not _is_fake(index):
+        return index
+    return torch.arange(len(index))
 
 
 def _is_fake(tensor: Tensor) -> bool:

@@ -80,7 +80,7 @@ def make_learner(
     vocabulary: int,
     start: str | None,
     mesh: DeviceMesh | None = None,
-    planned: type[FSDP2Strategy] | None = None,
+    planned: Callable[..., FSDP2Strategy] | None = None,
 ) -> Learning:
     """Make all that learns, and the reference: in this process, or this rank's part of it.
 
@@ -90,7 +90,8 @@ def make_learner(
         start: folder of the model that the run began with; None where `needs_start` is not.
         mesh: the ranks' devices, over which all models are sharded; each rank reads its own rows
             of their folders.
-        planned: strategy of a plan, whose models have shapes and no weights; takes a mesh.
+        planned: makes the strategies of a plan, whose models have shapes and no weights; with a
+            mesh.
 
     Raises:
         ModelError: a model of the recipe cannot be loaded.
@@ -254,7 +255,7 @@ def _load(
 
 
 def _hold(
-    config: Config, mesh: DeviceMesh | None, planned: type[FSDP2Strategy] | None
+    config: Config, mesh: DeviceMesh | None, planned: Callable[..., FSDP2Strategy] | None
 ) -> Callable[..., Strategy]:
     """Return what holds a model whole, or sharded over a mesh."""
     if mesh is None:
