@@ -17,7 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -181,8 +185,15 @@ def run_rank(config: Config, path: str, kernels: str = "cuda") -> RankPlan:
             tracker.know(each.model)
             named = each.model.named_parameters()
             tracker.assign("weights", ((f"{role} {name}", p) for name, p in named))
-        with kernel, fake, tracker:
-            take_steps(config, learning, full, tracker.begin, tracker.assign)
+        try:
+            with kernel, fake, tracker:
+                take_steps(config, learning, full, tracker.begin, tracker.assign)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ConfigError(
+                f"algorithm/policy_loss={config.algorithm.policy_loss.name} or the correction asks "
+                f"for sizes that follow from numbers ({error.func}), which a plan does not have; "
+                "plan with algorithm/policy_loss=ppo_clip, which takes about the same"
+            ) from error
     parameters = {role: each.parameters for role, each in roles.items()}
     return RankPlan(tracker, parameters, model.config, learning, refusal)
 

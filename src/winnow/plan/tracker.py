@@ -166,6 +166,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READ_BY_HOST and _is_fake(args[0]):
             return 1
+        if func is torch.ops.aten.nonzero.default and _is_fake(args[0]) and args[0].ndim == 1:
+            return torch.arange(len(args[0]))[:, None]
         if func is torch.ops.aten.index.Tensor:
             args = args[0], [_all_of(index) for index in args[1]]
         out = func(*args, **(kwargs or {}))
