@@ -1,15 +1,14 @@
-"""From what a rank did on fake tensors to a step's seconds, a run's hours and what does not fit.
+"""From what a rank did on fake tensors to a step's seconds, a run's hours and what an engine holds.
 
 What can be executed is not computed here. What is: the roofline of operations that were seen, the
-engine's memory and speed (its code is not run), and what lies between processes. Seconds are
-lower bounds: every operation at the peak of its GPU.
+engine's memory and speed (its code is not run), and what lies between processes. Seconds are lower
+bounds: each operation at the peak of its GPU, collectives of weights behind the arithmetic.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,25 +17,29 @@ import numpy as np
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens, workers_of
 from winnow.config.trainer import Fsdp2, RayCluster
+from winnow.errors import ConfigError
 from winnow.learning.balance import deal, work
 from winnow.learning.batch import cut_updates
 from winnow.models.causal_lm import torch_dtype
-from winnow.plan.machine import RESERVED_GIB, Machine
 from winnow.plan.rank import RankPlan, micro_lengths
-from winnow.plan.tracker import Peak
+from winnow.plan.tracker import Phase
 from winnow.rollout.slots import cache_bytes
-from winnow.runs.metrics import Passes, StepTokens
+from winnow.runs.metrics import GPUS, Gpu
 from winnow.types import IntArray
 
 GIB = 2**30
-PUBLISH_GB_S = 1.06
-"""A publication to an engine in another process, checksums at both ends
-(benchmarks/results/publication.md)."""
-HASH_GB_S = 1.77
-"""sha256 of one core."""
+RESERVED_GIB = 2.0
+"""What a CUDA context, NCCL's buffers and kernels' workspace take beside tensors; not measured."""
+USABLE = 0.95
+"""Share of a GPU's memory that tensors fill before what is free is in pieces too small."""
+NETWORK_GB_S, DISK_GB_S = 50.0, 2.0
+"""Between nodes, for each GPU (400 Gb/s), and writing of each node."""
+PUBLISH_GB_S, HASH_GB_S = 1.06, 1.77
+"""A publication with checksums at both ends (benchmarks/results/publication.md); sha256 of a
+core."""
 VLLM_UTILIZATION = 0.92
 """Share of a GPU that vLLM takes where the recipe does not say (its gpu_memory_utilization)."""
-_HOST = "weights", "gradients", "optimizer state"
+ON_HOST = "weights", "gradients", "optimizer state"
 """Roles of what an offloaded model keeps in the host's memory."""
 _UPDATES = 4
 """Updates of a step whose dealing is tried."""
@@ -44,268 +47,194 @@ Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Samples:
-    """The lengths of a step's samples."""
+class Machine:
+    """GPUs of one kind."""
 
-    prompts_B: IntArray
-    responses_B: IntArray
-    told: str
-    """Where they come from."""
+    name: str
+    gpu: Gpu
+    nodes: int
+    per_node: int
+
+    @property
+    def limit_gib(self) -> float:
+        """What a rank's tensors may take on a GPU."""
+        return self.gpu.memory_gib * USABLE - RESERVED_GIB
+
+    def seconds(self, phase: Phase) -> float:
+        """Return the roofline of a phase: of each operation its FLOP or its bytes, at peak."""
+        peaks, bandwidth = (self.gpu.float32, self.gpu.bfloat16), self.gpu.memory_gb_s * 1e9
+        return sum(
+            times * max(flop / (peaks[is_half] * 1e12), moved / bandwidth)
+            for (flop, moved, is_half), times in phase.work.items()
+        )
+
+    def rate(self, ranks: int) -> float:
+        """Return the bytes a second that a rank exchanges with so many, itself included."""
+        return 1e9 * (self.gpu.link_gb_s if ranks <= self.per_node else NETWORK_GB_S)
 
 
-def drawn_samples(config: Config, mean_response: float | None) -> Samples:
-    """Draw lengths as reasoning has them: log-normal with a long tail, cut at the limit.
+def find_gpu(given: str) -> tuple[str, Gpu]:
+    """Find a GPU by its name, such as `h100-80`, `a100-40` (GiB) or `rtx-4090`.
+
+    Raises:
+        ConfigError: no such GPU is known.
+    """
+    known = {name.lower().replace(" ", "-"): gpu for name, gpu in GPUS.items()}
+    name, _, gib = given.lower().rpartition("-")
+    if given.lower() in known:
+        return given, known[given.lower()]
+    if name not in known or not gib.isdecimal() or not int(gib):
+        raise ConfigError(f"--gpu {given} is not known; choose from {', '.join(known)}")
+    return given, known[name]._replace(memory_gib=float(gib))
+
+
+def drawn_lengths(config: Config, mean: float | None) -> tuple[IntArray, IntArray]:
+    """Draw tokens of prompts and answers [B]: log-normal, with the tail of reasoning, to the limit.
 
     Args:
-        mean_response: tokens; None takes a quarter of the limit.
+        mean: tokens of an answer before the cut; None takes a quarter of the limit.
     """
     limit = config.rollout.max_response_tokens
-    mean, deviation = mean_response or limit / 4, 0.8
     count = config.sampling.groups_per_step * config.rollout.n
-    drawn = np.random.default_rng(0).lognormal(np.log(mean) - deviation**2 / 2, deviation, count)
-    responses = np.clip(drawn, 1, limit).astype(np.int64)
-    prompt = max(config.data.max_prompt_tokens // 8, 1)
-    told = f"drawn, log-normal, mean {responses.mean():,.0f}, prompts of {prompt:,}"
-    return Samples(np.full(count, prompt), responses, told)
+    mu, deviation = np.log(mean or limit / 4), 0.8
+    answers = np.random.default_rng(0).lognormal(mu - deviation**2 / 2, deviation, count)
+    prompts = np.full(count, max(config.data.max_prompt_tokens // 8, 1))
+    return prompts, np.clip(answers, 1, limit).astype(np.int64)
 
 
 def memory_figures(rank: RankPlan, config: Config, machine: Machine) -> Figures:
     """Say what a rank holds at its peak, and what for."""
-    strategy = config.trainer.strategy
-    offloads = isinstance(strategy, Fsdp2) and strategy.offload
-    without = _HOST if offloads else ()
-    names = [name for name in rank.tracker.phases if name not in ("start", "micro-batch")]
-    peaks = {name: rank.tracker.peak(without, [name]) for name in names}
-    peak = max(peaks.values(), key=lambda each: each.bytes)
+    offloads = getattr(config.trainer.strategy, "offload", False)
+    without = ON_HOST if offloads else ()
+    peaks = {name: rank.tracker.peak(name, without) for name in rank.tracker.phases}
+    del peaks["start"]
+    phase = max(peaks, key=lambda name: peaks[name].bytes)
     roles: Counter[str] = Counter()
-    for held, size in peak.held:
-        roles[held.role] += size
-    return {
-        "peak_gib": peak.bytes / GIB,
-        "limit_gib": machine.limit_gib,
-        "phase": peak.phase,
-        "host_gib": rank.tracker.held_at_end(_HOST) / GIB if offloads else 0.0,
-        "roles": {role: size / GIB for role, size in roles.most_common()},
-        "tensors": list(_tensors(peak)),
-        "phases": {name: each.bytes / GIB for name, each in peaks.items()},
-    }
-
-
-def _tensors(peak: Peak) -> Iterator[Figures]:
-    """List what is held, like with like, the largest first."""
-    sizes: Counter[tuple[str, str, str, str]] = Counter()
-    numbers: Counter[tuple[str, str, str, str]] = Counter()
-    for held, size in peak.held:
+    sizes: Counter[tuple[str, str]] = Counter()
+    for held, size in peaks[phase].held:
         name = re.sub(r"\.\d+(?=[. ]|$)", ".*", held.made_by)
-        shape = "" if held.role in _HOST else str(list(held.shape))
-        key = held.role, name, shape, held.dtype
-        sizes[key] += size
-        numbers[key] += 1
-    for key, size in sizes.most_common():
-        yield {
-            "gib": size / GIB,
-            "count": numbers[key],
-            **dict(zip(("role", "made_by", "shape", "dtype"), key, strict=True)),
-        }
-
-
-def dealing_figures(config: Config, samples: Samples, width: int) -> Figures:
-    """Deal a step's samples to the ranks, as the learner would."""
-    strategy = config.trainer.strategy
-    ranks = strategy.ranks // strategy.sequence if isinstance(strategy, Fsdp2) else 1
-    groups, n = config.sampling.groups_per_step, config.rollout.n
-    each = config.trainer.mini_batch_groups or groups
-    lengths_B = samples.prompts_B + samples.responses_B
-    updates = cut_updates(groups, each, (config.run.seed, 1, 0))
-    done = capacity = rounds = 0
-    for update in updates[:_UPDATES]:
-        places = (np.array(update)[:, None] * n + np.arange(n)).ravel()
-        own_B = np.sort(lengths_B[places])[::-1]
-        found = deal(own_B, config.trainer.microbatch_tokens, ranks, width)
-        done, capacity = done + int(found.work.sum()), capacity + found.capacity
-        rounds += found.work.shape[1]
-    tried = min(len(updates), _UPDATES)
-    scale = len(updates) / tried
+        shape = "" if held.role in ON_HOST else f" {list(held.shape)}"
+        roles[held.role] += size
+        sizes[held.role, name + shape] += size
     return {
-        "updates": len(updates) * config.trainer.epochs,
-        "lockstep": done / capacity,
-        "rounds": rounds / tried,
-        "level_work": capacity / ranks * scale,
-        "micro_batches": rounds * scale,
+        "peak_gib": peaks[phase].bytes / GIB,
+        "limit_gib": machine.limit_gib,
+        "phase": phase,
+        "host_gib": rank.tracker.held_at_end(ON_HOST) / GIB if offloads else 0.0,
+        "roles_gib": {role: size / GIB for role, size in roles.most_common()},
+        "tensors_gib": [[role, name, n / GIB] for (role, name), n in sizes.most_common()],
+        "phases_gib": {name: peak.bytes / GIB for name, peak in peaks.items()},
     }
 
 
-def learning_figures(rank: RankPlan, config: Config, machine: Machine, dealt: Figures) -> Figures:
-    """Return seconds of a step's learning, its FLOP and the bytes that a rank sends."""
-    strategy = config.trainer.strategy
+def learning_figures(
+    rank: RankPlan, config: Config, machine: Machine, lengths_B: IntArray
+) -> Figures:
+    """Deal a step's samples out, and return lockstep, seconds by phase and bytes of collectives."""
+    strategy, trainer, width = config.trainer.strategy, config.trainer, rank.shape.hidden_size
     assert isinstance(strategy, Fsdp2)
-    width = int(rank.model_config.hidden_size)
-    lengths = np.array(micro_lengths(config, config.trainer.microbatch_tokens))
-    full = int(work(lengths, width).sum())
-    seconds: dict[str, float] = {}
-    sent: Counter[str] = Counter()
-    shards = strategy.ranks // strategy.replicas
+    groups, n = config.sampling.groups_per_step, config.rollout.n
+    updates = cut_updates(groups, trainer.mini_batch_groups or groups, (config.run.seed, 1, 0))
+    deals = []
+    for update in updates[:_UPDATES]:
+        own_B = lengths_B.reshape(groups, n)[update].ravel()
+        ranks = strategy.ranks // strategy.sequence
+        deals.append(deal(np.sort(own_B)[::-1], trainer.microbatch_tokens, ranks, width))
+    each = len(updates) / len(deals)
+    rounds = each * sum(found.work.shape[1] for found in deals)
+    levels = each * sum(int(found.work.max(0).sum()) for found in deals)
+    full = work(np.array(micro_lengths(config, trainer.microbatch_tokens)), width).sum()
+    shards, sent, seconds = strategy.ranks // strategy.replicas, Counter[str](), Counter[str]()
     for name, phase in rank.tracker.phases.items():
-        if name in ("start", "micro-batch"):
-            continue
-        is_update, steps = name.endswith("update"), name.endswith("optimizer")
         # Two micro-batches were run of an update, and one of a pass.
-        share = 0.5 if is_update else 1.0
-        epochs = config.trainer.epochs if is_update else 1
-        compute = machine.seconds(phase) * share * dealt["level_work"] / full * epochs
-        times = share * dealt["micro_batches"] * epochs
-        if steps:
-            compute, times = machine.seconds(phase) * dealt["updates"], dealt["updates"]
-        beside = apart = 0.0
-        for kind, size in phase.sent.items():
+        times, scale = rounds, levels / full
+        if name.endswith("update"):
+            times, scale = (factor * trainer.epochs / 2 for factor in (times, scale))
+        elif name.endswith("optimizer"):
+            times = scale = len(updates) * trainer.epochs
+        apart = beside = 0.0
+        for kind, size in phase.sent.items() if name != "start" else ():
             sent[kind] += int(size * times)
             if kind.startswith("alltoall"):
                 apart += size * times / machine.rate(strategy.sequence)
-            elif kind.startswith("allreduce"):
-                beside += 2 * size * times / machine.rate(strategy.ranks)
             else:
-                beside += size * times / machine.rate(shards)
-        seconds[name] = max(compute, beside) + apart
-    return {"seconds": seconds, "sent_gib": {kind: size / GIB for kind, size in sent.items()}}
-
-
-def step_flop(passes: Passes, samples: Samples, generated: int) -> float:
-    """Return the FLOP of a step, rollout included, as MFU counts it."""
-    packed = int((samples.prompts_B + samples.responses_B).sum())
-    lengths = samples.prompts_B.tolist(), samples.responses_B.tolist()
-    tokens = StepTokens(generated, packed, *lengths)
-    return passes.flop(tokens)
-
-
-@dataclass(frozen=True)
-class EngineFit:
-    """What an engine holds on one of its GPUs."""
-
-    tensor_parallel: int
-    weights_gib: float
-    room_gib: float
-    """Memory that it may take."""
-    cache_gib: float
-    """Left for keys and values, or what the recipe asks for."""
-    row_gib: float
-    """Keys and values of the longest prompt and answer."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the weights fit with the cache, and that holds one answer."""
-        return self.weights_gib + max(self.cache_gib, self.row_gib) <= self.room_gib
-
-    @property
-    def rows(self) -> int:
-        """Answers of the longest kind that the cache holds."""
-        return max(int(self.cache_gib / self.row_gib), 0) if self.fits else 0
-
-
-def engine_fit(
-    config: Config, rank: RankPlan, machine: Machine, peak_gib: float, tensor_parallel: int
-) -> EngineFit:
-    """Compute what an engine of the recipe holds, split over some GPUs."""
-    engine, dtype = config.rollout.engine, torch_dtype(config.model.dtype)
-    extra = getattr(engine, "extra", {})
-    share = float(extra.get("gpu_memory_utilization", VLLM_UTILIZATION))
-    room = machine.gpu.memory_gib * share - RESERVED_GIB
-    if shares_gpus(config) and not getattr(engine, "sleep", False):
-        room = machine.limit_gib - peak_gib
-    weights = rank.parameters["policy"] * dtype.itemsize / tensor_parallel / GIB
-    heads = getattr(rank.model_config, "num_key_value_heads", None) or 1
-    row = cache_bytes(rank.model_config, dtype, longest_tokens(config)) / GIB
-    row /= min(tensor_parallel, heads)
-    asked = getattr(engine, "cache_gib", None)
-    return EngineFit(tensor_parallel, weights, room, asked or max(room - weights, 0.0), row)
+                reach = strategy.ranks if kind.startswith("allreduce") else shards
+                beside += size * times / machine.rate(reach)
+        seconds[name] = max(machine.seconds(phase) * scale, beside) + apart
+    del seconds["start"]
+    lockstep = sum(int(d.work.sum()) for d in deals) / sum(d.capacity for d in deals)
+    sent_gib = {kind: size / GIB for kind, size in sent.items()}
+    return {"lockstep": lockstep, "rounds": rounds, "sent_gib": sent_gib, "seconds": seconds}
 
 
 def shares_gpus(config: Config) -> bool:
     """Return whether an engine's GPU holds a rank as well."""
-    if not workers_of(config)["rollout"]:
-        return True  # in the run's process, beside the first rank
     roles = config.cluster.roles if isinstance(config.cluster, RayCluster) else None
-    return roles is not None and roles.policy is not None and roles.policy == roles.rollout
+    is_colocated = roles is not None and roles.policy is not None and roles.policy == roles.rollout
+    return is_colocated or not workers_of(config)["rollout"]
 
 
 def engine_figures(
-    fit: EngineFit, config: Config, rank: RankPlan, machine: Machine, samples: Samples, kept: float
+    rank: RankPlan, config: Config, machine: Machine, beside_gib: float, split: int
 ) -> Figures:
-    """Return rows, and seconds in which a step's answers are written: weights and cache read."""
-    engines = max(workers_of(config)["rollout"], 1)
-    slots = int(getattr(config.rollout.engine, "slots", 0) or 256)
-    mean = float((samples.prompts_B + samples.responses_B).mean())
-    longest = longest_tokens(config)
-    held = fit.cache_gib / (fit.row_gib * mean / longest) if fit.fits else 0.0
-    rows = int(min(held, slots))
-    tokens = samples.responses_B.sum() / kept
-    figures: Figures = {
-        "engines": engines,
-        "tensor_parallel": fit.tensor_parallel,
-        "weights_gib": fit.weights_gib,
-        "cache_gib": fit.cache_gib,
-        "room_gib": fit.room_gib,
-        "row_gib": fit.row_gib,
-        "rows_longest": min(fit.rows, slots),
-        "rows_mean": rows,
-        "tokens": int(tokens),
+    """Return what an engine holds on each of the `split` GPUs that it is cut over.
+
+    Args:
+        beside_gib: what a rank takes on the same GPU meanwhile.
+    """
+    engine, dtype = config.rollout.engine, torch_dtype(config.model.dtype)
+    utilization = getattr(engine, "extra", {}).get("gpu_memory_utilization", VLLM_UTILIZATION)
+    room = machine.gpu.memory_gib * float(utilization) - RESERVED_GIB
+    room = min(room, machine.limit_gib - beside_gib)
+    weights = rank.parameters["policy"] * dtype.itemsize / split / GIB
+    heads = getattr(rank.shape, "num_key_value_heads", None) or rank.shape.num_attention_heads
+    row = cache_bytes(rank.shape, dtype, longest_tokens(config)) / min(split, heads) / GIB
+    cache = getattr(engine, "cache_gib", None) or max(room - weights, 0.0)
+    fits = weights + max(cache, row) <= room
+    slots = int(getattr(engine, "slots", 1))
+    return {
+        "engines": max(workers_of(config)["rollout"], 1),
+        "tensor_parallel": split,
+        "weights_gib": weights,
+        "cache_gib": cache,
+        "room_gib": room,
+        "row_gib": row,
+        "fits": fits,
+        "rows": min(int(cache / row), slots) if fits else 0,
     }
-    if rows:
-        gpu = machine.gpu
-        read = fit.weights_gib + rows * fit.row_gib * mean / longest / 2  # filled to a half
-        flop = 2 * rank.parameters["policy"] * rows / fit.tensor_parallel
-        peak = gpu.float32 if config.model.dtype == "float32" else gpu.bfloat16
-        tick = max(read * GIB / (gpu.memory_gb_s * 1e9), flop / (peak * 1e12))
-        ticks = max(tokens / engines / rows, float(samples.responses_B.max()))
-        figures["seconds"] = tick * ticks
-    return figures
 
 
-def transfer_figures(config: Config, rank: RankPlan, machine: Machine) -> Figures:
-    """Return bytes and seconds of a publication and of a checkpoint."""
-    policy = rank.parameters["policy"] * torch_dtype(config.model.dtype).itemsize
-    gathered = policy / machine.rate(machine.devices)
-    state = rank.tracker.held_at_end(("weights", "optimizer state"))
+def rollout_seconds(
+    engine: Figures, rank: RankPlan, config: Config, machine: Machine, answers_B: IntArray
+) -> float:
+    """Return the least seconds to write answers: weights and half of the rows read at each token.
+
+    As many answers are written at once as the cache holds of this length.
+    """
+    share = (answers_B.mean() + config.data.max_prompt_tokens / 8) / longest_tokens(config)
+    row = engine["row_gib"] * share
+    rows = min(engine["cache_gib"] / row, getattr(config.rollout.engine, "slots", np.inf))
+    read = (engine["weights_gib"] + rows * row / 2) * GIB / (machine.gpu.memory_gb_s * 1e9)
+    peak = machine.gpu.float32 if config.model.dtype == "float32" else machine.gpu.bfloat16
+    computed = 2 * rank.parameters["policy"] * rows / engine["tensor_parallel"] / (peak * 1e12)
+    ticks = max(answers_B.sum() / engine["engines"] / rows, answers_B.max())
+    return float(max(read, computed) * ticks)
+
+
+def transfer_figures(rank: RankPlan, config: Config, machine: Machine) -> Figures:
+    """Return bytes and seconds of a publication and of a checkpoint, as they work today."""
     strategy = config.trainer.strategy
     assert isinstance(strategy, Fsdp2)
+    policy = rank.parameters["policy"] * torch_dtype(config.model.dtype).itemsize
+    own = rank.tracker.held_at_end(("weights", "optimizer state"))
     shards = strategy.ranks // strategy.replicas
-    written = state * min(machine.per_node, shards) / (machine.disk_gb_s * 1e9)
-    folder = policy / (machine.disk_gb_s * 1e9)
-    hashed = (state * shards + policy) / (HASH_GB_S * 1e9)
+    state, on_node = own * shards, own * min(shards, machine.per_node)
+    gathered = policy / machine.rate(strategy.ranks)
+    written = (on_node + policy) / (DISK_GB_S * 1e9) + (state + policy) / (HASH_GB_S * 1e9)
     return {
         "publication": {
             "gib": policy / GIB,
             "seconds": gathered + policy / (PUBLISH_GB_S * 1e9),
         },
-        "checkpoint": {
-            "gib": (state * shards + policy) / GIB,
-            "seconds": written + folder + hashed,
-        },
+        "checkpoint": {"gib": (state + policy) / GIB, "seconds": written},
     }
-
-
-def run_figures(
-    config: Config, seconds: dict[str, float], tokens: int, devices: int, price: float | None
-) -> Figures:
-    """Add a step's seconds up to a run's hours and cost."""
-    step = sum(seconds.values())
-    hours = step * config.trainer.steps / 3600
-    figures: Figures = {
-        "step_seconds": step,
-        "steps": config.trainer.steps,
-        "tokens": tokens * config.trainer.steps,
-        "hours": hours,
-        "gpu_hours": hours * devices,
-    }
-    if price is not None:
-        figures["cost"] = hours * devices * price
-    return figures
-
-
-def given_samples(prompts: Sequence[int], responses: Sequence[int], config: Config) -> Samples:
-    """Draw a step's samples from lengths that were measured."""
-    count = config.sampling.groups_per_step * config.rollout.n
-    places = np.random.default_rng(0).integers(0, len(responses), count)
-    limit = config.rollout.max_response_tokens
-    found = np.minimum(np.array(responses, dtype=np.int64)[places], limit)
-    told = f"{len(responses):,} given, mean {found.mean():,.0f}"
-    return Samples(np.array(prompts, dtype=np.int64)[places], found, told)

@@ -9,8 +9,8 @@ needs PyTorch's CUDA build; kernels are chosen as on CUDA.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2
 from winnow.errors import ConfigError
-from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, pack
+from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
 from winnow.learning.fsdp2 import FSDP2Strategy
 from winnow.learning.sequence import SequenceRunner
 from winnow.learning.strategy import ModelRunner, Stats
@@ -36,7 +36,10 @@ from winnow.plan.tracker import Tracker
 from winnow.runs.build_learner import Learning, make_learner, make_objective, make_value_objective
 from winnow.runs.loading import check_attention, load_policy_model
 from winnow.runs.metrics import Attention
-from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
+
+_COLUMNS = "old", "ref", "values", "returns", "advantages", "draws"
+Assign = Callable[[str, Iterable[tuple[str, Tensor]]], object]
+"""Takes a role and tensors with their names."""
 
 
 class _PlannedRunner(SequenceRunner):
@@ -65,78 +68,18 @@ class PlannedOnCpu(PlannedStrategy):
     kernels: ClassVar[str | None] = "cpu"
 
 
-@contextlib.contextmanager
-def fake_ranks(strategy: Fsdp2) -> Iterator[DeviceMesh]:
-    """Be the first of many ranks that are not there; yields their mesh."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=strategy.ranks, store=FakeStore())
-    try:
-        shards = strategy.ranks // strategy.replicas
-        if strategy.replicas == 1:
-            yield init_device_mesh("cpu", (shards,))
-        else:
-            names = ("replicate", "shard")
-            yield init_device_mesh("cpu", (strategy.replicas, shards), mesh_dim_names=names)
-    finally:
-        dist.destroy_process_group()
-
-
-def micro_lengths(config: Config, max_tokens: int) -> list[int]:
-    """Return the samples of a micro-batch of as many tokens as one may have, in tokens."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    lengths = [longest] * max(max_tokens // longest, 1)
-    if (rest := max_tokens - sum(lengths)) > 1:
-        lengths.append(rest)
-    return lengths
-
-
-def full_micro_batches(config: Config) -> tuple[MicroBatch, MicroBatch]:
-    """Make micro-batches of policy and critic, of as many tokens as one may have."""
-
-    def full(max_tokens: int) -> MicroBatch:
-        lengths = micro_lengths(config, max_tokens)
-        batch = made_batch(lengths, config.data.max_prompt_tokens)
-        return all_micro_batches(batch, sum(lengths))[0]
-
-    tokens = config.trainer.microbatch_tokens
-    return full(tokens), full(config.critic.microbatch_tokens or tokens)
-
-
-def made_batch(lengths: Sequence[int], prompt: int) -> Batch:
-    """Make a batch of samples of these lengths, with the columns that passes would have filled."""
-    groups = []
-    for place, length in enumerate(lengths):
-        asked = min(prompt, length - 1)
-        n = length - asked
-        answer = Segment(np.zeros(n, np.int64), np.zeros(n, np.float32), ())
-        made = Answer(Trajectory((answer,), "stop"), Score(1.0, 1.0))
-        asked_ids = np.zeros(asked, np.int64)
-        groups.append(Group(place, Prompt(str(place), asked_ids, "", "", None), (made,)))
-    batch = pack(groups)
-    names = "old", "ref", "values", "returns", "advantages"
-    batch.columns.update({name: torch.zeros(len(batch.token_ids)) for name in names})
-    batch.columns["selected"] = torch.zeros(len(batch.token_ids), dtype=torch.bool)
-    batch.columns["draws"] = torch.zeros(len(batch.token_ids))
-    return batch
-
-
-Assign = Callable[[str, Iterable[tuple[str, Tensor]]], object]
-"""Takes a role and tensors with their names."""
-
-
 @dataclass(frozen=True)
 class RankPlan:
     """What a rank did."""
 
     tracker: Tracker
+    learning: Learning
     parameters: dict[str, int]
     """Of each model, by role."""
-    model_config: Any
-    """Of the policy, as Hugging Face has it."""
-    learning: Learning
+    shape: Any
+    """Hugging Face's configuration of the policy."""
     refusal: str | None
-    """Why these GPUs could not compute the policy's attention."""
+    """Why GPUs could not compute the policy's attention."""
 
 
 def run_rank(config: Config, path: str, kernels: str = "cuda") -> RankPlan:
@@ -147,55 +90,83 @@ def run_rank(config: Config, path: str, kernels: str = "cuda") -> RankPlan:
         kernels: type of device that ranks have.
 
     Raises:
-        ModelError: a model cannot be described by its config.json.
+        ConfigError: the recipe's loss cannot be run without numbers.
+        ModelError: a model cannot be described by its config.json, or shared by the ranks.
     """
-    strategy = config.trainer.strategy
-    assert isinstance(strategy, Fsdp2)
     planned = PlannedStrategy if kernels == "cuda" else PlannedOnCpu
-    cpu = torch.device("cpu")
+    cpu, refusal = torch.device("cpu"), None
     model = load_policy_model(config.model, path, cpu, config.run.seed, hollow="shapes")
-    refusal = None
     try:
         check_attention(config, model, "model.dtype", kernels)
     except ConfigError as error:
         refusal = str(error)
-    attention = Attention.of(model.config)
     lengths = np.array(micro_lengths(config, config.trainer.microbatch_tokens))
-    width = sum(attention.widths.values()) or 1
-    whole = attention.flop(np.zeros(len(lengths)), lengths)
-    tracker = Tracker(lambda own: whole * own / width, copies=kernels == "cpu")
-    full = full_micro_batches(config)
-    # No kernel of CUDA takes float32 with fewer heads for keys.
-    exact = config.model.dtype == "float32" and kernels == "cuda"
-    heads = model.config.num_attention_heads
-    shared = getattr(model.config, "num_key_value_heads", heads) or heads
-    kernel = sdpa_kernel(SDPBackend.MATH) if exact and shared < heads else contextlib.nullcontext()
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    attention = Attention.of(model.config)
+    whole = attention.flop(np.zeros_like(lengths), lengths) / max(sum(attention.widths.values()), 1)
+    tracker = Tracker(lambda width: whole * width, copies=kernels == "cpu")
+    fake, full = FakeTensorMode(allow_non_fake_inputs=True), full_micro_batches(config)
+    # No kernel of CUDA takes float32 with fewer heads for keys: check_attention refuses the same.
+    exact = sdpa_kernel(SDPBackend.MATH) if refusal else contextlib.nullcontext()
 
     def hold(*args: Any, **options: Any) -> FSDP2Strategy:
         with fake, tracker:
             return planned(*args, **options)
 
-    with fake_ranks(strategy) as mesh:
+    try:
+        mesh = _fake_mesh(config)
         learning = make_learner(config, model, model.config.vocab_size, path, mesh, hold)
-        roles = {"policy": learning.policy, **learning.others}
-        if learning.reference is not None and learning.reference is not learning.policy:
-            roles["reference"] = learning.reference
-        for role, each in roles.items():
-            tracker.know(each.model)
-            named = each.model.named_parameters()
-            tracker.assign("weights", ((f"{role} {name}", p) for name, p in named))
-        try:
-            with kernel, fake, tracker:
-                take_steps(config, learning, full, tracker.begin, tracker.assign)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ConfigError(
-                f"algorithm/policy_loss={config.algorithm.policy_loss.name} or the correction asks "
-                f"for sizes that follow from numbers ({error.func}), which a plan does not have; "
-                "plan with algorithm/policy_loss=ppo_clip, which takes about the same"
-            ) from error
-    parameters = {role: each.parameters for role, each in roles.items()}
-    return RankPlan(tracker, parameters, model.config, learning, refusal)
+        roles = {"reference": learning.reference, "policy": learning.policy, **learning.others}
+        parameters = {role: each.parameters for role, each in roles.items() if each is not None}
+        with exact, fake, tracker:
+            for role, each in roles.items():
+                if each is not None:
+                    tracker.know(each.model, role)
+            take_steps(config, learning, full, tracker.begin, tracker.assign)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigError(
+            f"algorithm/policy_loss={config.algorithm.policy_loss.name} or the correction asks "
+            f"for sizes that follow from numbers ({error.func}), which a plan does not have; plan "
+            "with algorithm/policy_loss=ppo_clip, which takes about the same"
+        ) from error
+    finally:
+        dist.destroy_process_group()
+    return RankPlan(tracker, learning, parameters, model.config, refusal)
+
+
+def _fake_mesh(config: Config) -> DeviceMesh:
+    """Become the first of many ranks that are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    strategy = config.trainer.strategy
+    assert isinstance(strategy, Fsdp2)
+    dist.init_process_group("fake", rank=0, world_size=strategy.ranks, store=FakeStore())
+    if strategy.replicas == 1:
+        return init_device_mesh("cpu", (strategy.ranks,))
+    shape = strategy.replicas, strategy.ranks // strategy.replicas
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def micro_lengths(config: Config, max_tokens: int) -> list[int]:
+    """Return the samples of a micro-batch of as many tokens as one may have, in tokens."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    lengths = [longest] * max(max_tokens // longest, 1)
+    rest = max_tokens - sum(lengths)
+    return [*lengths, rest] if rest > 1 else lengths
+
+
+def full_micro_batches(config: Config) -> tuple[MicroBatch, MicroBatch]:
+    """Make micro-batches of policy and critic, of as many tokens as one may have."""
+
+    def full(max_tokens: int) -> MicroBatch:
+        ids = [np.zeros(length, np.int64) for length in micro_lengths(config, max_tokens)]
+        batch = pack_sequences(ids, last=config.rollout.max_response_tokens)
+        T = len(batch.token_ids)
+        batch.columns.update({name: torch.zeros(T) for name in _COLUMNS})
+        batch.columns["selected"] = torch.zeros(T, dtype=torch.bool)
+        return all_micro_batches(batch, T)[0]
+
+    tokens = config.trainer.microbatch_tokens
+    return full(tokens), full(config.critic.microbatch_tokens or tokens)
 
 
 def take_steps(
@@ -212,7 +183,7 @@ def take_steps(
         begin: is told the name of each phase.
         assign: is told what tensors are for.
     """
-    learners: dict[str, Any] = {"policy": learning.policy, **learning.others}
+    learners: dict[str, Any] = {**learning.others, "policy": learning.policy}
     for role, strategy in learners.items():
         # As after a resume: an update that has moments to step with.
         moments = strategy.blank_state()["optimizer"]
@@ -221,49 +192,23 @@ def take_steps(
         states = strategy.state_dict()["optimizer"].items()
         named = ((f"{role} {n} {k}", t) for n, state in states for k, t in state.items())
         assign("optimizer state", named)
-    begin("micro-batch")
-    micro, own = (_copied(each, assign) for each in full)
     objective = make_objective(config)
     if objective.old == "pass":
         begin("old log-probs")
-        learning.policy.forward([micro], frozenset({"logprob", "entropy"}))
+        learning.policy.forward(full[:1], frozenset({"logprob", "entropy"}))
     if learning.reference is not None:
         begin("reference")
-        learning.reference.forward([micro], frozenset({"logprob"}))
-    for role, strategy in learning.others.items():
-        values = make_value_objective(config)
-        begin("values")
-        strategy.forward([own], values.outputs)
-        _update(role, strategy, own, values, begin, assign)
-    _update("policy", learning.policy, micro, objective, begin, assign)
-
-
-def _update(
-    role: str,
-    strategy: Any,
-    micro: MicroBatch,
-    objective: Any,
-    begin: Callable[[str], object],
-    assign: Assign,
-) -> None:
-    begin(f"{role} update")
-    # Twice the same: the second one's gradients are added to those of the first.
-    strategy.forward_backward([micro, micro], objective.outputs, objective)
-    owned = ((f"{role} {n}", p.grad) for n, p in strategy.trained() if p.grad is not None)
-    assign("gradients", owned)
-    begin(f"{role} optimizer")
-    strategy.optimizer_step(1e-6)
-
-
-def _copied(micro: MicroBatch, assign: Assign) -> MicroBatch:
-    """Return a micro-batch as it comes to a device."""
-
-    def made(name: str, tensor: Tensor) -> Tensor:
-        found = tensor.clone()
-        assign("micro-batch", [(name, found)])
-        return found
-
-    values: dict[str, Any] = {f.name: getattr(micro, f.name) for f in fields(micro)}
-    values |= {n: made(n, v) for n, v in values.items() if isinstance(v, Tensor)}
-    values["columns"] = {n: made(n, v) for n, v in micro.columns.items()}
-    return MicroBatch(**values)
+        learning.reference.forward(full[:1], frozenset({"logprob"}))
+    for role, strategy in learners.items():
+        micro, loss = full[0], objective
+        if role == "critic":
+            micro, loss = full[1], make_value_objective(config)
+            begin("values")
+            strategy.forward([micro], loss.outputs)
+        begin(f"{role} update")
+        # Twice the same: the second one's gradients are added to those of the first.
+        strategy.forward_backward([micro, micro], loss.outputs, loss)
+        owned = ((f"{role} {n}", p.grad) for n, p in strategy.trained() if p.grad is not None)
+        assign("gradients", owned)
+        begin(f"{role} optimizer")
+        strategy.optimizer_step(1e-6)

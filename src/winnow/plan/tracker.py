@@ -1,8 +1,8 @@
 """See what a program holds on its device and what its operations move, tensor by tensor.
 
-A dispatch mode sees each operation below autograd, on real tensors as on fake ones (which have
-shapes and no memory). It writes down when each storage comes, changes its size and goes. What a
-storage is for may become known later: the peak is searched for at the end.
+A dispatch mode sees each operation below autograd. It writes down when each storage comes, changes
+its size and goes. What a storage is for may become known later: the peak is searched for at the
+end. It is for fake tensors, which have shapes and no numbers.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from winnow.learning.strategy import local
+from winnow.learning.strategy import HALF, local
 
 BLOCK = 512
 """Bytes that sizes are rounded up to, as PyTorch's allocator for CUDA does."""
+_READ_BY_HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default}
 Work = tuple[int, int, bool]
 """FLOP, bytes read and written, and whether in half precision: of one operation."""
 
@@ -37,12 +36,11 @@ class Held:
     """A storage: what made it, and what it is for."""
 
     role: str
-    """weights, gradients, optimizer state, gathered weights, micro-batch, or activations; and
-    backward for what a backward pass makes."""
+    """weights, gradients, optimizer state, gathered weights, buffers of gloo, activations; backward
+    for what a backward pass makes."""
     made_by: str
     """Module and operation; the parameter's name for what belongs to one."""
     shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass
@@ -54,7 +52,7 @@ class Phase:
     work: Counter[Work] = field(default_factory=Counter)
     """How often each kind of work is done."""
     sent: Counter[str] = field(default_factory=Counter)
-    """Bytes that a rank sends, by collective operation."""
+    """Bytes of the whole tensor that ranks gather, scatter or reduce, by operation."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,6 @@ class Peak:
     """The most that is held at once."""
 
     bytes: int
-    phase: str
     held: list[tuple[Held, int]]
     """The storages at that moment, with their bytes."""
 
@@ -70,7 +67,7 @@ class Peak:
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Track what is held, and what is done, while it is active.
 
-    A number that the host reads off a fake tensor is 1, and a fake mask takes all.
+    A number that the host reads off a tensor is 1, and a mask takes all.
 
     Args:
         attention_flop: FLOP of a call of packed attention with so many query heads x size of a
@@ -78,32 +75,26 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         copies: collectives gather and scatter by way of a copy of the whole, as gloo does.
     """
 
-    def __init__(
-        self,
-        attention_flop: Callable[[int], float] = lambda width: 0.0,
-        copies: bool = False,
-    ) -> None:
+    def __init__(self, attention_flop: Callable[[int], float], copies: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._copies = copies
         self.phases: dict[str, Phase] = {}
-        self._attention_flop = attention_flop
+        self._attention_flop, self._copies = attention_flop, copies
         self._events: list[tuple[Held, int, int]] = []
         """What changes, its bytes before and after."""
-        self._now: dict[int, tuple[Held, int, weakref.ref[Any]]] = {}
+        self._now: dict[int, tuple[Held, int, Any]] = {}
         self._modules: list[str] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._phase = self.begin("start")
         self._hooks = contextlib.ExitStack()
+        self.begin("start")
 
-    def begin(self, phase: str) -> Phase:
+    def begin(self, phase: str) -> None:
         """Book what follows under a phase's name."""
         self._phase = self.phases[phase] = Phase(len(self._events))
-        return self._phase
 
-    def know(self, model: nn.Module) -> None:
-        """Take the names of a model's modules."""
-        for name, module in model.named_modules():
-            self._names[module] = name
+    def know(self, model: nn.Module, role: str) -> None:
+        """Take the names of a model's modules and weights."""
+        self._names.update({module: name for name, module in model.named_modules()})
+        self.assign("weights", ((f"{role} {name}", p) for name, p in model.named_parameters()))
 
     def assign(self, role: str, named: Iterable[tuple[str, Tensor]]) -> None:
         """Say what storages that are held are for."""
@@ -112,51 +103,43 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if found is not None:
                 found[0].role, found[0].made_by = role, name
 
-    def peak(self, without: Collection[str] = (), phases: Collection[str] | None = None) -> Peak:
-        """Return the peak of all phases, or of some, without the storages of some roles."""
-        names = list(self.phases)
-        starts = [self.phases[name].first for name in names]
+    def peak(self, phase: str, without: Collection[str] = ()) -> Peak:
+        """Return the peak of a phase, without the storages of some roles."""
+        starts = [each.first for each in self.phases.values()]
+        first = self.phases[phase].first
+        end = min((start for start in starts if start > first), default=len(self._events))
         now = most = place = 0
-        at = ""
-        current = -1
-        for index, (held, before, after) in enumerate(self._events):
-            while current + 1 < len(starts) and index >= starts[current + 1]:
-                current += 1
-            if held.role not in without:
-                now += after - before
-            if now > most and (phases is None or names[current] in phases):
-                most, place, at = now, index, names[current]
-        left: dict[int, tuple[Held, int]] = {}
-        for held, _, after in self._events[: place + 1]:
-            left[id(held)] = held, after
-        parts = [each for each in left.values() if each[1] and each[0].role not in without]
-        return Peak(most, at, parts)
+        for index, (held, before, after) in enumerate(self._events[:end]):
+            now += 0 if held.role in without else after - before
+            if now > most and index >= first:
+                most, place = now, index
+        left = {held: after for held, _, after in self._events[: place + 1]}
+        return Peak(most, [(h, size) for h, size in left.items() if size and h.role not in without])
 
     def held_at_end(self, roles: Collection[str]) -> int:
         """Return the bytes that are held now for some purposes."""
         return sum(size for held, size, _ in self._now.values() if held.role in roles)
 
-    def see(self, tensor: Tensor, op: str, role: str = "") -> None:
-        """Book a tensor's storage as it now is."""
-        storage = local(tensor).untyped_storage()
-        key, size = storage._cdata, -(-storage.nbytes() // BLOCK) * BLOCK
-        known = self._now.get(key)
-        if known is None or known[2]() is None:
-            # In a backward pass, what a module makes is computed again.
-            is_gradient = _in_backward() and not self._modules
-            role = role or ("backward" if is_gradient else "activations")
-            name = f"{self._modules[-1]} {op}" if self._modules else op
-            held = Held(role, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            ref = weakref.ref(storage, lambda _: self._gone(key, held))
-            known = held, 0, ref
-        self._set(key, known, size)
-
     def __enter__(self) -> Any:
-        pre = register_module_forward_pre_hook(self._enter_module)
-        post = register_module_forward_hook(self._leave_module, always_call=True)
-        self._hooks.callback(pre.remove)
-        self._hooks.callback(post.remove)
-        self._hooks.enter_context(self._resizes())
+        plain: Any = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            # No operation: FSDP2 frees gathered weights so.
+            out, known = plain(storage, size), self._now.get(storage._cdata)
+            if known is not None:
+                known[0].role = "gathered weights"
+                self._set(storage, known[0])
+            return out
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._modules.append(self._names.get(module, ""))
+
+        def leave(*_: Any) -> None:
+            self._modules.pop()
+
+        self._hooks.callback(register_module_forward_pre_hook(enter).remove)
+        self._hooks.callback(register_module_forward_hook(leave, always_call=True).remove)
+        self._hooks.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> Any:
@@ -164,101 +147,75 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READ_BY_HOST and _is_fake(args[0]):
+        if func in _READ_BY_HOST:
             return 1
-        if func is torch.ops.aten.nonzero.default and _is_fake(args[0]) and args[0].ndim == 1:
+        if func is torch.ops.aten.nonzero.default and args[0].ndim == 1:
             return torch.arange(len(args[0]))[:, None]
         if func is torch.ops.aten.index.Tensor:
             args = args[0], [_all_of(index) for index in args[1]]
         out = func(*args, **(kwargs or {}))
-        op = str(func._overloadpacket).replace(".", "::", 1).partition("::")[2]
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.device.type != "meta"]
-        role = "gathered weights" if str(func).startswith("fsdp.") else ""
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and not t.is_meta]
         for tensor in made:
-            self.see(tensor, op, role)
-        if not getattr(func, "is_view", False):
+            self._see(tensor, func)
+        if not func.is_view:
             self._count(func, args, kwargs or {}, out, made)
         return out
 
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        packet, name = func._overloadpacket, str(func)
-        moved = sum(_bytes(t) for t in {id(t): t for t in (*given, *made)}.values())
-        if name.startswith(("c10d.", "_c10d")):
-            # The larger side of a gathering or scattering one, of which a rank has one part.
-            size = max((_bytes(t) for t in given), default=0)
-            kind = name.partition(".")[2].partition(".")[0].strip("_")
-            self._phase.sent[kind] += size
-            if self._copies and kind.startswith(("allgather", "reduce_scatter")):
-                buffer = Held("buffers of gloo", kind, (size,), "uint8")
-                self._events += [(buffer, 0, size), (buffer, size, 0)]
-            return
-        flop = 0
-        if "_varlen_attn" in name:
-            query = next(t for t in given if t.ndim == 3)
-            flop = int(self._attention_flop(query.shape[1] * query.shape[2]))
-            flop = flop * 5 // 2 if "backward" in name else flop
-        elif packet in flop_registry:
-            flop = flop_registry[packet](*args, **kwargs, out_val=out)
-        is_half = any(t.dtype in (torch.bfloat16, torch.float16) for t in given)
-        self._phase.work[flop, moved, is_half] += 1
+    def _see(self, tensor: Tensor, func: Any) -> None:
+        storage = local(tensor).untyped_storage()
+        known = self._now.get(storage._cdata)
+        held = known[0] if known is not None and known[2]() is not None else None
+        if held is None:
+            # In a backward pass, what a module makes is computed again.
+            is_gradient = torch._C._current_graph_task_id() != -1 and not self._modules
+            role = "backward" if is_gradient else "activations"
+            role = "gathered weights" if func.namespace == "fsdp" else role
+            name = f"{self._modules[-1]} " if self._modules else ""
+            made_by = name + func._overloadpacket.__name__
+            held = Held(role, made_by, tuple(tensor.shape))
+        self._set(storage, held)
 
-    def _set(self, key: int, known: tuple[Held, int, Any], size: int) -> None:
-        held, before, ref = known
+    def _set(self, storage: Any, held: Held) -> None:
+        key, size = storage._cdata, -(-storage.nbytes() // BLOCK) * BLOCK
+        before, ref = 0, None
+        if (known := self._now.get(key)) is not None and known[0] is held:
+            _, before, ref = known
         if size != before:
             self._events.append((held, before, size))
-        self._now[key] = held, size, ref
+        self._now[key] = held, size, ref or weakref.ref(storage, lambda _: self._gone(key, held))
 
     def _gone(self, key: int, held: Held) -> None:
         known = self._now.get(key)
         if known is not None and known[0] is held:
-            self._set(key, known, 0)
+            self._events.append((held, known[1], 0))
             del self._now[key]
 
-    @contextlib.contextmanager
-    def _resizes(self) -> Iterator[None]:
-        """See storages that are resized, which is no operation: FSDP2 frees weights so."""
-        plain: Any = torch.UntypedStorage.resize_
-
-        def resize_(storage: Any, size: int) -> Any:
-            out = plain(storage, size)
-            known = self._now.get(storage._cdata)
-            if known is not None:
-                known[0].role = "gathered weights"
-                self._set(storage._cdata, known, -(-storage.nbytes() // BLOCK) * BLOCK)
-            return out
-
-        cast(Any, torch.UntypedStorage).resize_ = resize_
-        try:
-            yield
-        finally:
-            cast(Any, torch.UntypedStorage).resize_ = plain
-
-    def _enter_module(self, module: nn.Module, _: Any) -> None:
-        self._modules.append(self._names.get(module, ""))
-
-    def _leave_module(self, *_: Any) -> None:
-        self._modules.pop()
-
-
-_READ_BY_HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default}
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        name = func._overloadpacket.__name__.strip("_")
+        if func.namespace == "c10d":
+            # Of what is gathered or scattered a rank has one part, and the other side is the whole.
+            size = max(map(_bytes, given), default=0)
+            self._phase.sent[name] += size
+            if self._copies and name.startswith(("allgather", "reduce_scatter")):
+                buffer = Held("buffers of gloo", name, (size,))
+                self._events += [(buffer, 0, size), (buffer, size, 0)]
+            return
+        flop = 0
+        if name.startswith("varlen_attn"):
+            query = next(t for t in given if t.ndim == 3)
+            flop = int(self._attention_flop(query.shape[1] * query.shape[2]))
+            flop = flop * 5 // 2 if "backward" in name else flop
+        elif (counted := flop_registry.get(func._overloadpacket)) is not None:
+            flop = counted(*args, **kwargs, out_val=out)
+        moved = sum(map(_bytes, {id(t): t for t in (*given, *made)}.values()))
+        self._phase.work[flop, moved, any(t.dtype in HALF for t in given)] += 1
 
 
 def _all_of(index: Tensor | None) -> Tensor | None:
-    """Return indices of all places in the place of a fake mask."""
-    if index is None or index.dtype != torch.bool or index.ndim != 1 or not _is_fake(index):
-        return index
-    return torch.arange(len(index))
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    """Return indices of all places in the place of a mask [T]."""
+    is_mask = index is not None and index.dtype == torch.bool and index.ndim == 1
+    return torch.arange(len(index)) if is_mask and index is not None else index
 
 
 def _bytes(tensor: Tensor) -> int:
