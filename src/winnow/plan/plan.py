@@ -31,10 +31,6 @@ from winnow.plan.rank import RankPlan, run_rank
 from winnow.runs.metrics import StepTokens
 from winnow.types import IntArray
 
-_SPLITS = 1, 2, 4, 8, 16
-_ROWS = 8
-"""Longest answers for which an engine that is recommended has room."""
-
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -172,24 +168,8 @@ def _faults(
             f"an engine on {split} GPU{'s' * (split > 1)} needs {engine['weights_gib']:.1f} GiB "
             f"for weights and {wanted:.1f} for keys and values on each, and has "
             f"{max(engine['room_gib'], 0.0):.1f}{' beside a rank' * shares_gpus(config)}; "
-            f"{_engine_remedy(rank, config, machine)}"
+            "split it with rollout/engine=vllm rollout.engine.tensor_parallel=N, on GPUs of its own"
         )
-
-
-def _engine_remedy(rank: RankPlan, config: Config, machine: Machine) -> str:
-    """Return the least split of a vLLM engine on GPUs of its own that fits, as a remedy."""
-    dtype = config.model.model_copy(update={"dtype": "bfloat16"})
-    apart = config.rollout.model_copy(update={"engine": object()})
-    tried = config.model_copy(update={"model": dtype, "rollout": apart})
-    for split in _SPLITS:
-        divides = rank.shape.num_attention_heads % split == 0 and split <= machine.per_node
-        found = engine_figures(rank, tried, machine, 0.0, split) if divides else None
-        if found is not None and found["cache_gib"] >= _ROWS * found["row_gib"]:
-            return (
-                f"set rollout/engine=vllm rollout.engine.tensor_parallel={split} and "
-                "model.dtype=bfloat16, on GPUs of its own"
-            )
-    return "use GPUs with more memory"
 
 
 def _change(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -200,7 +200,7 @@ def take_steps(
         begin("reference")
         learning.reference.forward(full[:1], frozenset({"logprob"}))
     for role, strategy in learners.items():
-        micro, loss = full[0], objective
+        micro, loss = full[0], cast(Any, objective)
         if role == "critic":
             micro, loss = full[1], make_value_objective(config)
             begin("values")

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -127,7 +128,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # No operation: FSDP2 frees gathered weights so.
             out, known = plain(storage, size), self._now.get(storage._cdata)
             if known is not None:
-                known[0].role = "gathered weights"
+                known[0].role = "gathered weights" if size else known[0].role
                 self._set(storage, known[0])
             return out
 
@@ -147,9 +148,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READ_BY_HOST:
+        is_fake = bool(args) and isinstance(args[0], FakeTensor)  # a mesh of ranks is real
+        if func in _READ_BY_HOST and is_fake:
             return 1
-        if func is torch.ops.aten.nonzero.default and args[0].ndim == 1:
+        if func is torch.ops.aten.nonzero.default and is_fake and args[0].ndim == 1:
             return torch.arange(len(args[0]))[:, None]
         if func is torch.ops.aten.index.Tensor:
             args = args[0], [_all_of(index) for index in args[1]]

@@ -1,0 +1,242 @@
+"""A plan of a tiny model on ranks that are not there, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from typer.testing import CliRunner
+
+from winnow.cli.main import app
+from winnow.config.load import load_recipe
+from winnow.errors import ConfigError, ModelError
+from winnow.models.causal_lm import load_causal_lm
+from winnow.models.sharded_loading import saved_weights
+from winnow.plan.estimate import GIB, Machine, engine_figures, find_gpu
+from winnow.plan.plan import PlanRequest, changes, make_plan
+from winnow.plan.rank import RankPlan, run_rank
+from winnow.plan.tracker import Tracker
+
+H, M, LAYERS, HEADS, SHARED, V = 64, 128, 2, 8, 2, 1024
+RANKS, PROMPT, ANSWER = 8, 32, 480
+T, S = PROMPT + ANSWER, ANSWER
+LINEAR = LAYERS * (2 * H * H + 2 * H * H * SHARED // HEADS + 3 * H * M)
+RECIPE = "dapo_qwen2.5_32b"
+SHORT = (
+    f"data.max_prompt_tokens={PROMPT}",
+    f"rollout.max_response_tokens={ANSWER}",
+    "reward.overlong.enabled=false",
+    f"trainer.microbatch_tokens={T}",
+    "model.gradient_checkpointing=false",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model's config.json, and nothing else of it."""
+    path = tmp_path_factory.mktemp("model")
+    told = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": H,
+        "intermediate_size": M,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": SHARED,
+        "head_dim": H // HEADS,
+        "vocab_size": V,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 65536,
+    }
+    (path / "config.json").write_text(json.dumps(told))
+    return str(path)
+
+
+def planned(folder: str, *overrides: str) -> RankPlan:
+    layout = ("trainer/strategy=fsdp2", f"trainer.strategy.ranks={RANKS}", f"model.path={folder}")
+    return run_rank(load_recipe(RECIPE, [*SHORT, *layout, *overrides]), folder)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: str) -> RankPlan:
+    return planned(folder)
+
+
+def roles_of(rank: RankPlan, phase: str = "policy update") -> dict[str, int]:
+    roles: dict[str, int] = {}
+    for held, size in rank.tracker.peak(phase).held:
+        roles[held.role] = roles.get(held.role, 0) + size
+    return roles
+
+
+def test_a_rank_holds_its_share_of_masters_gradients_and_moments(plain: RankPlan) -> None:
+    each = [-(-4 * p.numel() // RANKS) for p in plain.learning.policy.model.parameters()]
+    share = sum(each)
+    blocks = 512 * len(each)  # sizes are rounded up
+    roles = roles_of(plain)
+    assert share <= roles["weights"] <= share + blocks
+    assert 2 * share <= roles["optimizer state"] <= 2 * share + 3 * blocks  # and a counter each
+    assert share <= roles["gradients"] <= share + blocks
+    assert plain.parameters == {
+        "policy": sum(p.numel() for p in plain.learning.policy.model.parameters())
+    }
+    assert not dist.is_initialized()
+
+
+def test_flop_are_those_of_the_products(plain: RankPlan) -> None:
+    work = plain.tracker.phases["policy update"].work
+    # Half of the positions are seen by a token in the mean; backwards 2.5 times as much.
+    attended = LAYERS * 4 * H * T * (T + 1) / 2 * 3.5
+    head = 2 * S * H * V * 4  # logits, again backwards, and their two gradients
+    expected = 2 * (6 * LINEAR * T + head + attended)
+    found = sum(flop * times for (flop, _, _), times in work.items())
+    assert found == pytest.approx(expected, rel=0.01)
+
+
+def test_collectives_gather_each_weight_for_each_pass(plain: RankPlan) -> None:
+    sent = plain.tracker.phases["policy update"].sent
+    size = sum(p.numel() for p in plain.learning.policy.model.parameters())
+    # Of two micro-batches: layers are gathered forwards and backwards, the rest once; all in bf16.
+    rest = 2 * V * H + H
+    assert sent["allgather_base"] == pytest.approx(2 * 2 * (2 * (size - rest) + rest), rel=0.02)
+    assert sent["reduce_scatter_base"] == pytest.approx(2 * 4 * size, rel=0.02)
+
+
+def test_checkpointing_keeps_a_layers_input_and_names_it(folder: str, plain: RankPlan) -> None:
+    less = planned(folder, "model.gradient_checkpointing=true")
+    assert less.tracker.peak("policy update").bytes < plain.tracker.peak("policy update").bytes
+    kept = [h for h, _ in less.tracker.peak("policy update").held if h.shape == (1, T, H)]
+    assert any(held.made_by.startswith("model.layers.0") for held in kept)
+
+
+def test_ranks_that_share_sequences_hold_a_part_of_the_activations(
+    folder: str, plain: RankPlan
+) -> None:
+    shared = planned(folder, "trainer.strategy.sequence=4")
+    whole, part = roles_of(plain), roles_of(shared)
+    assert part["activations"] < 0.45 * whole["activations"]
+    assert part["weights"] == whole["weights"]
+    assert shared.tracker.phases["policy update"].sent["alltoall_base"] > 0
+
+
+def test_each_role_of_a_recipe_is_run(folder: str) -> None:
+    rank = planned(
+        folder, "algorithm/advantage=gae", "algorithm/kl/loss=fixed", "trainer.strategy.replicas=2"
+    )
+    assert set(rank.parameters) == {"policy", "critic", "reference"}
+    phases = ["old log-probs", "reference", "values", "critic update", "policy update"]
+    assert [name for name in rank.tracker.phases if name in phases] == phases
+    assert rank.tracker.phases["policy update"].sent["allreduce"] > 0  # over the replicas
+
+
+def test_an_adapter_alone_has_gradients(folder: str, plain: RankPlan) -> None:
+    rank = planned(folder, "model/adapter=lora", "model.adapter.rank=4")
+    assert roles_of(rank)["gradients"] < 0.2 * roles_of(plain)["gradients"]
+
+
+def test_what_is_freed_does_not_count_and_views_count_once() -> None:
+    tracker = Tracker(lambda width: 0.0)
+
+    def program() -> Tensor:
+        tracker.begin("first")
+        x = torch.zeros(1024)
+        y = (x + 1).view(32, 32)
+        del x
+        tracker.begin("second")
+        z = y.t() * 2
+        z.untyped_storage().resize_(0)
+        return torch.cat([y, y])
+
+    with FakeTensorMode(), tracker:
+        out = program()
+    assert tracker.peak("first").bytes == 2 * 4096
+    assert tracker.peak("second").bytes == 3 * 4096  # y with z, then y with twice its size
+    assert tracker.peak("second", without={"activations"}).bytes == 0
+    assert tracker.held_at_end({"activations"}) == 2 * 4096 == out.numel() * 4
+
+
+@pytest.fixture(scope="module")
+def float32_plan(folder: str) -> dict[str, Any]:
+    overrides = (
+        f"model.path={folder}",
+        "model.dtype=float32",
+        "data.max_prompt_tokens=2048",
+        "rollout.max_response_tokens=20480",
+    )
+    machine = Machine(*find_gpu("a100-40"), nodes=1, per_node=8)
+    return make_plan(PlanRequest(RECIPE, overrides, machine, price=2.0))
+
+
+def test_float32_attention_and_an_engine_that_is_too_large_are_named(
+    float32_plan: dict[str, Any],
+) -> None:
+    attention, memory, engine = float32_plan["faults"]
+    assert attention.startswith("model.dtype=float32 on CUDA keeps the scores of 8 heads")
+    assert "GiB in the policy update" in memory
+    assert "_safe_softmax" in memory
+    assert engine.startswith("an engine on 1 GPU needs")
+    assert "tensor_parallel=" in engine
+    assert float32_plan["change"]["set"] == ["model.dtype=bfloat16"]
+    assert "hours" not in float32_plan  # nothing writes answers
+
+
+def test_an_engine_has_room_for_what_its_weights_leave(plain: RankPlan, folder: str) -> None:
+    vllm = ["rollout/engine=vllm", "model.dtype=bfloat16", f"model.path={folder}"]
+    config = load_recipe(RECIPE, [*SHORT, *vllm, "rollout.engine.slots=100000000"])
+    machine = Machine(*find_gpu("h100-80"), nodes=1, per_node=8)
+    token = 2 * LAYERS * SHARED * (H // HEADS) * 2
+    for split in (1, 2, 4):
+        found = engine_figures(plain, config, machine, 0.0, split)
+        weights = plain.parameters["policy"] * 2 / split / GIB
+        assert found["weights_gib"] == pytest.approx(weights)
+        room = (80 * 0.92 - 2 - weights) * GIB
+        assert found["rows"] == pytest.approx(room * min(split, SHARED) / (token * T), rel=1e-3)
+
+
+def test_a_machine_is_filled_and_costs_what_its_hours_do(folder: str) -> None:
+    words = [RECIPE, f"model.path={folder}", *SHORT, "--nodes", "2", "--gpus", "4"]
+    found = CliRunner().invoke(app, ["plan", *words, "--price-per-gpu-hour", "2", "--json"])
+    plan = json.loads(found.stdout)
+    assert "trainer.strategy.ranks=8" in plan["overrides"]
+    assert plan["faults"] == []
+    assert "change" not in plan
+    step = sum(plan["seconds"].values())
+    assert plan["hours"] == pytest.approx(step * 625 / 3600)
+    assert plan["cost"] == pytest.approx(2 * 8 * plan["hours"])
+    assert 0 < plan["lockstep"] <= 1
+    assert 0 < plan["mfu"] < 1
+
+
+def test_changes_begin_with_the_cheapest() -> None:
+    config = load_recipe(RECIPE, ["model.gradient_checkpointing=false"])
+    found = changes(config)
+    assert found[0] == ["model.gradient_checkpointing=true"]
+    assert found[1:4] == [[f"trainer.strategy.sequence={n}"] for n in (2, 4, 8)]
+    assert found[-1] == ["model.gradient_checkpointing=true", "trainer.strategy.offload=true"]
+
+
+def test_what_cannot_be_planned_is_said_in_a_line(tmp_path: Path, folder: str) -> None:
+    machine = Machine(*find_gpu("h100"), nodes=1, per_node=2)
+    with pytest.raises(ConfigError, match=r"--gpu h1000 is not known; choose from .*rtx-4090"):
+        find_gpu("h1000")
+    with pytest.raises(ModelError, match=r"is no folder with a config\.json, which is all that"):
+        make_plan(PlanRequest(RECIPE, (f"model.path={tmp_path}",), machine))
+    apart = (f"model.path={folder}", "rollout.engine.processes=2")
+    with pytest.raises(ConfigError, match="leave no GPU for ranks beside 2 of engines"):
+        make_plan(PlanRequest(RECIPE, apart, machine))
+
+
+def test_a_model_is_described_by_its_config_alone(folder: str) -> None:
+    with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        load_causal_lm(folder, torch.bfloat16, torch.device("cpu"), hollow=True)
+    model = load_causal_lm(folder, torch.bfloat16, torch.device("cpu"), hollow="shapes")
+    weights = saved_weights(model)
+    assert weights is not None
+    assert "lm_head.weight" in weights
+    assert weights.rows("lm_head.weight", slice(8, 24)).shape == (16, H)
