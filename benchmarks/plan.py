@@ -90,15 +90,14 @@ def recipe_of(name: str, folder: str) -> list[str]:
     return [*BASE, *layout, *own]
 
 
-def planned(name: str, folder: str) -> dict[str, Any]:
+def planned(name: str, folder: str) -> dict[str, float]:
     """Plan a configuration; returns GiB by phase."""
     from winnow.config.load import load_recipe
     from winnow.plan.rank import run_rank
 
     config = load_recipe("dapo_qwen2.5_32b", recipe_of(name, folder))
     tracker = run_rank(config, folder, "cpu").tracker
-    names = [n for n in tracker.phases if n not in ("start", "micro-batch")]
-    return {each: tracker.peak(phases=[each]).bytes / GIB for each in names}
+    return {n: tracker.peak(n).bytes / GIB for n in tracker.phases if n != "start"}
 
 
 def resident(key: str) -> int:
@@ -210,12 +209,12 @@ def main() -> None:
         for each, size in plan.items():
             print(f"    {each:18s} {size:.3f} {real[each]:.3f} {real[each] - size:+.3f}")
         rows.append((name, plan[phase], max(real.values())))
-    constant = statistics.median(real - plan for _, plan, real in rows)
+    constant = statistics.median(most - least for _, least, most in rows)
     lines = ["| configuration | planned, GiB | measured | above the plan | after the constant |"]
     lines.append("|---|---|---|---|---|")
-    for name, plan, real in rows:
-        error = (plan + constant) / real - 1
-        lines.append(f"| {name} | {plan:.3f} | {real:.3f} | {real - plan:+.3f} | {error:+.1%} |")
+    for name, least, most in rows:
+        error = (least + constant) / most - 1
+        lines.append(f"| {name} | {least:.3f} | {most:.3f} | {most - least:+.3f} | {error:+.1%} |")
     text = "\n".join(lines) + f"\n\nThe constant, the median of what is above: {constant:.3f} GiB\n"
     print(text)
     if asked.out is not None:

@@ -16,17 +16,8 @@ from winnow.config.root import Config
 from winnow.config.rules import longest_tokens, workers_of
 from winnow.config.trainer import Fsdp2
 from winnow.errors import ConfigError, ModelError
-from winnow.plan.estimate import (
-    Figures,
-    Machine,
-    drawn_lengths,
-    engine_figures,
-    learning_figures,
-    memory_figures,
-    rollout_seconds,
-    shares_gpus,
-    transfer_figures,
-)
+from winnow.plan import estimate
+from winnow.plan.estimate import Figures, Machine, shares_gpus
 from winnow.plan.rank import RankPlan, run_rank
 from winnow.runs.metrics import StepTokens
 from winnow.types import IntArray
@@ -62,11 +53,11 @@ def make_plan(request: PlanRequest, tell: Callable[[str], None] = lambda line: N
     path = _described(config)
     tell(f"running one of {workers_of(config)['policy']} ranks on fake tensors")
     rank = run_rank(config, path)
-    memory = memory_figures(rank, config, machine)
+    memory = estimate.memory_figures(rank, config, machine)
     split = getattr(config.rollout.engine, "tensor_parallel", 1)
     sleeps = getattr(config.rollout.engine, "sleep", False)
     beside = memory["peak_gib"] if shares_gpus(config) and not sleeps else 0.0
-    engine = engine_figures(rank, config, machine, beside, split)
+    engine = estimate.engine_figures(rank, config, machine, beside, split)
     shown = {"gpu": machine.name, "nodes": machine.nodes, "gpus": machine.per_node}
     plan: Figures = {
         "recipe": request.recipe,
@@ -86,13 +77,13 @@ def make_plan(request: PlanRequest, tell: Callable[[str], None] = lambda line: N
 def _course(request: PlanRequest, config: Config, rank: RankPlan, engine: Figures) -> Figures:
     """Return all that depends on the lengths of answers."""
     machine, count = request.machine, config.sampling.groups_per_step * config.rollout.n
-    prompts, answers = drawn_lengths(config, request.mean_response)
+    prompts, answers = estimate.drawn_lengths(config, request.mean_response)
     if request.lengths is not None:
         places = np.random.default_rng(0).integers(0, len(request.lengths[1]), count)
         prompts, answers = (tokens[places] for tokens in request.lengths)
     written, packed = int(answers.sum()), int((prompts + answers).sum())
-    figures = learning_figures(rank, config, machine, prompts + answers)
-    transfers, steps = transfer_figures(rank, config, machine), config.trainer.steps
+    figures = estimate.learning_figures(rank, config, machine, prompts + answers)
+    transfers, steps = estimate.transfer_figures(rank, config, machine), config.trainer.steps
     seconds = figures["seconds"]
     seconds["publication"] = transfers["publication"]["seconds"]
     seconds["checkpoint"] = transfers["checkpoint"]["seconds"] / (
@@ -100,7 +91,7 @@ def _course(request: PlanRequest, config: Config, rank: RankPlan, engine: Figure
     )
     figures |= transfers | {"mean_response": float(answers.mean()), "tokens": written * steps}
     if engine["fits"]:
-        seconds["rollout"] = rollout_seconds(engine, rank, config, machine, answers)
+        seconds["rollout"] = estimate.rollout_seconds(engine, rank, config, machine, answers)
         engines = 0 if shares_gpus(config) else engine["engines"] * engine["tensor_parallel"]
         devices = workers_of(config)["policy"] + engines
         step = sum(seconds.values())
@@ -184,7 +175,7 @@ def _change(
             found = run_rank(tried, path)
         except (ConfigError, ModelError):
             continue  # heads or ranks do not divide
-        memory = memory_figures(found, tried, request.machine)
+        memory = estimate.memory_figures(found, tried, request.machine)
         if not found.refusal and memory["peak_gib"] <= request.machine.limit_gib:
             return {"set": change, "peak_gib": memory["peak_gib"], "host_gib": memory["host_gib"]}
     return None
