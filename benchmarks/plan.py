@@ -142,7 +142,7 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
         shape = strategy.replicas, world // strategy.replicas
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     warm = torch.randn(64, 64, requires_grad=True)
-    (warm @ warm).sum().backward()
+    (warm @ warm).sum().backward()  # type: ignore[no-untyped-call]
     dist.all_reduce(torch.ones(1 << 10))
     cpu = torch.device("cpu")
     model = load_policy_model(config.model, folder, cpu, 0, hollow="shapes")

@@ -44,9 +44,10 @@ LAYERS = {
     "learning": 6,
     "evaluation": 7,
     "runs": 8,
-    "dashboard": 9,
-    "cli": 10,
-    "api": 10,
+    "plan": 9,
+    "dashboard": 10,
+    "cli": 11,
+    "api": 11,
 }
 CONFINED = {
     "ray": ("winnow.workers.ray",),

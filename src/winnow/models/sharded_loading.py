@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 Hollow = bool | Literal["shapes"]
-"""Whether a model is loaded without its weights; "shapes": also from a folder that has none, for a
-plan of what they will take."""
+"""True loads a model without its weights; "shapes" does so from a folder that has none, for a
+plan."""
 
 
 def load_hollow(

@@ -1,1 +1,1 @@
-"""What a recipe would take on machines that are not here: memory, time, traffic and cost."""
+"""Plans of what a recipe takes on machines that are not here: memory, time, traffic and cost."""

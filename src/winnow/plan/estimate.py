@@ -29,7 +29,7 @@ from winnow.types import IntArray
 
 GIB = 2**30
 RESERVED_GIB = 2.0
-"""What a CUDA context, NCCL's buffers and kernels' workspace take beside tensors; not measured."""
+"""The part of a CUDA context, NCCL's buffers and kernels' workspace, beside tensors; assumed."""
 USABLE = 0.95
 """Share of a GPU's memory that tensors fill before what is free is in pieces too small."""
 NETWORK_GB_S, DISK_GB_S = 50.0, 2.0
@@ -57,7 +57,7 @@ class Machine:
 
     @property
     def limit_gib(self) -> float:
-        """What a rank's tensors may take on a GPU."""
+        """Memory that a rank's tensors may take on a GPU."""
         return self.gpu.memory_gib * USABLE - RESERVED_GIB
 
     def seconds(self, phase: Phase) -> float:

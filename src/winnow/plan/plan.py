@@ -25,7 +25,7 @@ from winnow.types import IntArray
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan."""
+    """A recipe, and the machine to plan it for."""
 
     recipe: str
     overrides: tuple[str, ...]
@@ -37,7 +37,7 @@ class PlanRequest:
     lengths: tuple[IntArray, IntArray] | None = None
     """Measured tokens of prompts and their answers."""
     price: float | None = None
-    """Of a GPU for an hour."""
+    """Price of a GPU for an hour."""
 
 
 def make_plan(request: PlanRequest, tell: Callable[[str], None] = lambda line: None) -> Figures:

@@ -32,7 +32,7 @@ from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
 from winnow.learning.fsdp2 import FSDP2Strategy
 from winnow.learning.sequence import SequenceRunner
 from winnow.learning.strategy import ModelRunner, Stats
-from winnow.plan.tracker import Tracker
+from winnow.plan.tracker import DeviceTracker
 from winnow.runs.build_learner import Learning, make_learner, make_objective, make_value_objective
 from winnow.runs.loading import check_attention, load_policy_model
 from winnow.runs.metrics import Attention
@@ -70,12 +70,12 @@ class PlannedOnCpu(PlannedStrategy):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank did."""
+    """A rank that has run."""
 
-    tracker: Tracker
+    tracker: DeviceTracker
     learning: Learning
     parameters: dict[str, int]
-    """Of each model, by role."""
+    """Parameters of each model, by role."""
     shape: Any
     """Hugging Face's configuration of the policy."""
     refusal: str | None
@@ -103,7 +103,7 @@ def run_rank(config: Config, path: str, kernels: str = "cuda") -> RankPlan:
     lengths = np.array(micro_lengths(config, config.trainer.microbatch_tokens))
     attention = Attention.of(model.config)
     whole = attention.flop(np.zeros_like(lengths), lengths) / max(sum(attention.widths.values()), 1)
-    tracker = Tracker(lambda width: whole * width, copies=kernels == "cpu")
+    tracker = DeviceTracker(lambda width: whole * width, copies=kernels == "cpu")
     fake, full = FakeTensorMode(allow_non_fake_inputs=True), full_micro_batches(config)
     # No kernel of CUDA takes float32 with fewer heads for keys: check_attention refuses the same.
     exact = sdpa_kernel(SDPBackend.MATH) if refusal else contextlib.nullcontext()

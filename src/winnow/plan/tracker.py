@@ -1,4 +1,4 @@
-"""See what a program holds on its device and what its operations move, tensor by tensor.
+"""Track the tensors that a program holds on its device, and what its operations move.
 
 A dispatch mode sees each operation below autograd. It writes down when each storage comes, changes
 its size and goes. What a storage is for may become known later: the peak is searched for at the
@@ -46,12 +46,12 @@ class Held:
 
 @dataclass
 class Phase:
-    """What is done within one phase of a step."""
+    """Work and traffic of one phase of a step."""
 
     first: int
     """Place of its first event."""
     work: Counter[Work] = field(default_factory=Counter)
-    """How often each kind of work is done."""
+    """Number of operations of each kind."""
     sent: Counter[str] = field(default_factory=Counter)
     """Bytes of the whole tensor that ranks gather, scatter or reduce, by operation."""
 
@@ -65,7 +65,7 @@ class Peak:
     """The storages at that moment, with their bytes."""
 
 
-class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Track what is held, and what is done, while it is active.
 
     A number that the host reads off a tensor is 1, and a mask takes all.
@@ -81,7 +81,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phases: dict[str, Phase] = {}
         self._attention_flop, self._copies = attention_flop, copies
         self._events: list[tuple[Held, int, int]] = []
-        """What changes, its bytes before and after."""
+        """The storage that changes, its bytes before and after."""
         self._now: dict[int, tuple[Held, int, Any]] = {}
         self._modules: list[str] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()

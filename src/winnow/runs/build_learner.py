@@ -105,9 +105,8 @@ def make_learner(
     if isinstance(config.sft, Demonstrations):  # what the data has, no sampler has shaped
         readout["temperature"] = 1.0
     checkpointing = config.model.gradient_checkpointing
-    policy = hold(
-        model, gradient_checkpointing=checkpointing, **readout, **_adamw_options(config.optim)
-    )
+    stepped = readout | _adamw_options(config.optim)
+    policy = hold(model, gradient_checkpointing=checkpointing, **stepped)
     if isinstance(config.sft, Demonstrations):
         rate, skips = _rate(config, config.optim), config.optim.max_skipped_updates
         imitator = Imitator(policy, config.trainer.microbatch_tokens, rate, skips)

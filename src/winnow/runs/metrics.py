@@ -257,7 +257,7 @@ class Passes:
 
 
 class Gpu(NamedTuple):
-    """What a GPU can do, and hold."""
+    """Speed and memory of a GPU."""
 
     bfloat16: float
     """Peak without sparsity, TFLOP/s."""

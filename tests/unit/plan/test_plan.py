@@ -21,7 +21,7 @@ from winnow.models.sharded_loading import saved_weights
 from winnow.plan.estimate import GIB, Machine, engine_figures, find_gpu
 from winnow.plan.plan import PlanRequest, changes, make_plan
 from winnow.plan.rank import RankPlan, run_rank
-from winnow.plan.tracker import Tracker
+from winnow.plan.tracker import DeviceTracker
 
 H, M, LAYERS, HEADS, SHARED, V = 64, 128, 2, 8, 2, 1024
 RANKS, PROMPT, ANSWER = 8, 32, 480
@@ -141,7 +141,7 @@ def test_an_adapter_alone_has_gradients(folder: str, plain: RankPlan) -> None:
 
 
 def test_what_is_freed_does_not_count_and_views_count_once() -> None:
-    tracker = Tracker(lambda width: 0.0)
+    tracker = DeviceTracker(lambda width: 0.0)
 
     def program() -> Tensor:
         tracker.begin("first")
