@@ -159,7 +159,8 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and not t.is_meta]
         for tensor in made:
             self._see(tensor, func)
-        if not func.is_view:
+        # Asking for a device, or for memory, moves nothing.
+        if not func.is_view and func.namespace != "prim" and "empty" not in func.__name__:
             self._count(func, args, kwargs or {}, out, made)
         return out
 
