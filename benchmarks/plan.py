@@ -93,10 +93,23 @@ def recipe_of(name: str, folder: str) -> list[str]:
 def planned(name: str, folder: str) -> dict[str, float]:
     """Plan a configuration; returns GiB by phase."""
     from winnow.config.load import load_recipe
-    from winnow.plan.rank import run_rank
+    from winnow.plan.rank import PlannedStrategy, run_rank
+    from winnow.plan.tracker import DeviceTracker, Held
+
+    class OnCpu(PlannedStrategy):
+        kernels = "cpu"
+
+    class GlooTracker(DeviceTracker):
+        """Gloo gathers and scatters by way of a copy of the whole."""
+
+        def _collective(self, name: str, size: int) -> None:
+            super()._collective(name, size)
+            if name.startswith(("allgather", "reduce_scatter")):
+                buffer = Held("buffers of gloo", name, (size,))
+                self._events += [(buffer, 0, size), (buffer, size, 0)]
 
     config = load_recipe("dapo_qwen2.5_32b", recipe_of(name, folder))
-    tracker = run_rank(config, folder, "cpu").tracker
+    tracker = run_rank(config, folder, OnCpu, GlooTracker).tracker
     return {n: tracker.peak(n).bytes / GIB for n in tracker.phases if n != "start"}
 
 
@@ -114,11 +127,10 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
 
     import torch
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
     from winnow.config.load import load_recipe
     from winnow.config.trainer import Fsdp2
-    from winnow.learning.fsdp2 import FSDP2Strategy
+    from winnow.learning.fsdp2 import FSDP2Strategy, make_mesh
     from winnow.learning.strategy import local
     from winnow.plan.rank import full_micro_batches, take_steps
     from winnow.runs.build_learner import make_learner
@@ -137,10 +149,7 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
     assert isinstance(strategy, Fsdp2)
     world = strategy.ranks
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (world,))
-    if strategy.replicas > 1:
-        shape = strategy.replicas, world // strategy.replicas
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    mesh = make_mesh("cpu", world, strategy.replicas)
     warm = torch.randn(64, 64, requires_grad=True)
     (warm @ warm).sum().backward()  # type: ignore[no-untyped-call]
     dist.all_reduce(torch.ones(1 << 10))

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -230,6 +230,14 @@ class FSDP2Strategy(Strategy):
 
     def _units(self) -> list[FSDPModule]:
         return [module for module in self._runner.modules() if isinstance(module, FSDPModule)]
+
+
+def make_mesh(kind: str, ranks: int, replicas: int) -> DeviceMesh:
+    """Make a mesh of all ranks' devices, of two dimensions where replicas hold all weights each."""
+    if replicas == 1:
+        return init_device_mesh(kind, (ranks,))
+    shape = replicas, ranks // replicas
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _shard(

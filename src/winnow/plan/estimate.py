@@ -7,36 +7,40 @@ bounds: each operation at the peak of its GPU, collectives of weights behind the
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from winnow.config.model import NoAdapter
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens, workers_of
 from winnow.config.trainer import Fsdp2, RayCluster
 from winnow.errors import ConfigError
 from winnow.learning.balance import deal, work
 from winnow.learning.batch import cut_updates
+from winnow.learning.fsdp2 import MODEL_FILE_BYTES
 from winnow.models.causal_lm import torch_dtype
 from winnow.plan.rank import RankPlan, micro_lengths
-from winnow.plan.tracker import Phase
+from winnow.plan.tracker import Phase, local_bytes
 from winnow.rollout.slots import cache_bytes
 from winnow.runs.metrics import GPUS, Gpu
 from winnow.types import IntArray
 
 GIB = 2**30
 RESERVED_GIB = 2.0
-"""The part of a CUDA context, NCCL's buffers and kernels' workspace, beside tensors; assumed."""
+"""What a CUDA context, NCCL's buffers and kernels' workspace take beside tensors; not measured."""
 USABLE = 0.95
 """Share of a GPU's memory that tensors fill before what is free is in pieces too small."""
 NETWORK_GB_S, DISK_GB_S = 50.0, 2.0
 """Between nodes, for each GPU (400 Gb/s), and writing of each node."""
-PUBLISH_GB_S, HASH_GB_S = 1.06, 1.77
-"""A publication with checksums at both ends (benchmarks/results/publication.md); sha256 of a
-core."""
+ENGINE_GB_S, HASH_GB_S = 1.06, 1.77
+"""An engine's fetching and checking (benchmarks/results/publication.md); sha256 of a core."""
 VLLM_UTILIZATION = 0.92
 """Share of a GPU that vLLM takes where the recipe does not say (its gpu_memory_utilization)."""
 ON_HOST = "weights", "gradients", "optimizer state"
@@ -57,7 +61,7 @@ class Machine:
 
     @property
     def limit_gib(self) -> float:
-        """Memory that a rank's tensors may take on a GPU."""
+        """What a rank's tensors may take on a GPU."""
         return self.gpu.memory_gib * USABLE - RESERVED_GIB
 
     def seconds(self, phase: Phase) -> float:
@@ -68,24 +72,27 @@ class Machine:
             for (flop, moved, is_half), times in phase.work.items()
         )
 
-    def rate(self, ranks: int) -> float:
-        """Return the bytes a second that a rank exchanges with so many, itself included."""
-        return 1e9 * (self.gpu.link_gb_s if ranks <= self.per_node else NETWORK_GB_S)
+    def rate(self, ranks: int, links: int = 1) -> float:
+        """Return the bytes a second that each of some ranks exchanges with the others.
+
+        Args:
+            links: to the network of a node, that what they send goes over.
+        """
+        within = self.gpu.link_gb_s
+        return 1e9 * (within if ranks <= self.per_node else min(within, NETWORK_GB_S * links))
 
 
 def find_gpu(given: str) -> tuple[str, Gpu]:
-    """Find a GPU by its name, such as `h100-80`, `a100-40` (GiB) or `rtx-4090`.
+    """Find a GPU by its name, such as `h100`, `a100-40` or `rtx-4090`; its GiB may follow.
 
     Raises:
         ConfigError: no such GPU is known.
     """
     known = {name.lower().replace(" ", "-"): gpu for name, gpu in GPUS.items()}
-    name, _, gib = given.lower().rpartition("-")
-    if given.lower() in known:
-        return given, known[given.lower()]
-    if name not in known or not gib.isdecimal() or not int(gib):
+    found = known | {f"{name}-{gpu.memory_gib:g}": gpu for name, gpu in known.items()}
+    if given.lower() not in found:
         raise ConfigError(f"--gpu {given} is not known; choose from {', '.join(known)}")
-    return given, known[name]._replace(memory_gib=float(gib))
+    return given.lower(), found[given.lower()]
 
 
 def drawn_lengths(config: Config, mean: float | None) -> tuple[IntArray, IntArray]:
@@ -109,28 +116,27 @@ def memory_figures(rank: RankPlan, config: Config, machine: Machine) -> Figures:
     peaks = {name: rank.tracker.peak(name, without) for name in rank.tracker.phases}
     del peaks["start"]
     phase = max(peaks, key=lambda name: peaks[name].bytes)
-    roles: Counter[str] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
+    roles, tensors = Counter[str](), Counter[str]()
     for held, size in peaks[phase].held:
         name = re.sub(r"\.\d+(?=[. ]|$)", ".*", held.made_by)
         shape = "" if held.role in ON_HOST else f" {list(held.shape)}"
         roles[held.role] += size
-        sizes[held.role, name + shape] += size
+        tensors[f"{held.role}: {name}{shape}"] += size
     return {
         "peak_gib": peaks[phase].bytes / GIB,
+        "peak_within": phase,
         "limit_gib": machine.limit_gib,
-        "phase": phase,
         "host_gib": rank.tracker.held_at_end(ON_HOST) / GIB if offloads else 0.0,
+        "peaks_gib": {name: peak.bytes / GIB for name, peak in peaks.items()},
         "roles_gib": {role: size / GIB for role, size in roles.most_common()},
-        "tensors_gib": [[role, name, n / GIB] for (role, name), n in sizes.most_common()],
-        "phases_gib": {name: peak.bytes / GIB for name, peak in peaks.items()},
+        "tensors_gib": {name: size / GIB for name, size in tensors.most_common(12)},
     }
 
 
 def learning_figures(
     rank: RankPlan, config: Config, machine: Machine, lengths_B: IntArray
 ) -> Figures:
-    """Deal a step's samples out, and return lockstep, seconds by phase and bytes of collectives."""
+    """Deal a step's samples out; return lockstep, and a rank's FLOP, traffic and seconds a step."""
     strategy, trainer, width = config.trainer.strategy, config.trainer, rank.shape.hidden_size
     assert isinstance(strategy, Fsdp2)
     groups, n = config.sampling.groups_per_step, config.rollout.n
@@ -144,8 +150,9 @@ def learning_figures(
     rounds = each * sum(found.work.shape[1] for found in deals)
     levels = each * sum(int(found.work.max(0).sum()) for found in deals)
     full = work(np.array(micro_lengths(config, trainer.microbatch_tokens)), width).sum()
-    shards, sent, seconds = strategy.ranks // strategy.replicas, Counter[str](), Counter[str]()
-    for name, phase in rank.tracker.phases.items():
+    shards, sent = strategy.ranks // strategy.replicas, Counter[str]()
+    seconds, petaflop = dict[str, float](), 0.0
+    for name, phase in list(rank.tracker.phases.items())[1:]:
         # Two micro-batches were run of an update, and one of a pass.
         times, scale = rounds, levels / full
         if name.endswith("update"):
@@ -153,18 +160,23 @@ def learning_figures(
         elif name.endswith("optimizer"):
             times = scale = len(updates) * trainer.epochs
         apart = beside = 0.0
-        for kind, size in phase.sent.items() if name != "start" else ():
+        for kind, size in phase.sent.items():
             sent[kind] += int(size * times)
             if kind.startswith("alltoall"):
                 apart += size * times / machine.rate(strategy.sequence)
-            else:
-                reach = strategy.ranks if kind.startswith("allreduce") else shards
-                beside += size * times / machine.rate(reach)
+            elif kind.startswith("allreduce"):  # by all ranks of a node, over the replicas of each
+                beside += 2 * size * times / machine.rate(strategy.ranks)
+            else:  # in rings through whole nodes
+                beside += size * times / machine.rate(shards, machine.per_node)
         seconds[name] = max(machine.seconds(phase) * scale, beside) + apart
-    del seconds["start"]
-    lockstep = sum(int(d.work.sum()) for d in deals) / sum(d.capacity for d in deals)
-    sent_gib = {kind: size / GIB for kind, size in sent.items()}
-    return {"lockstep": lockstep, "rounds": rounds, "sent_gib": sent_gib, "seconds": seconds}
+        petaflop += scale * sum(flop * times for (flop, *_), times in phase.work.items()) / 1e15
+    return {
+        "lockstep": sum(int(d.work.sum()) for d in deals) / sum(d.capacity for d in deals),
+        "micro_batches": rounds,
+        "petaflop": petaflop,
+        "sent_gib": {kind: size / GIB for kind, size in sent.items()},
+        "seconds": seconds,
+    }
 
 
 def shares_gpus(config: Config) -> bool:
@@ -174,34 +186,54 @@ def shares_gpus(config: Config) -> bool:
     return is_colocated or not workers_of(config)["rollout"]
 
 
-def engine_figures(
-    rank: RankPlan, config: Config, machine: Machine, beside_gib: float, split: int
-) -> Figures:
-    """Return what an engine holds on each of the `split` GPUs that it is cut over.
+def engine_figures(rank: RankPlan, config: Config, machine: Machine, rank_gib: float) -> Figures:
+    """Return what an engine holds on each of its GPUs.
 
     Args:
-        beside_gib: what a rank takes on the same GPU meanwhile.
+        rank_gib: what a rank takes on the same GPU, if they share one.
     """
     engine, dtype = config.rollout.engine, torch_dtype(config.model.dtype)
     utilization = getattr(engine, "extra", {}).get("gpu_memory_utilization", VLLM_UTILIZATION)
-    room = machine.gpu.memory_gib * float(utilization) - RESERVED_GIB
-    room = min(room, machine.limit_gib - beside_gib)
-    weights = rank.parameters["policy"] * dtype.itemsize / split / GIB
+    alone = machine.gpu.memory_gib * float(utilization) - RESERVED_GIB
+    is_beside = shares_gpus(config) and not getattr(engine, "sleep", False)
+    room = min(alone, machine.limit_gib - rank_gib * is_beside)
     heads = getattr(rank.shape, "num_key_value_heads", None) or rank.shape.num_attention_heads
-    row = cache_bytes(rank.shape, dtype, longest_tokens(config)) / min(split, heads) / GIB
+    whole = rank.parameters["policy"] * dtype.itemsize / GIB
+    row = cache_bytes(rank.shape, dtype, longest_tokens(config)) / GIB
+    enough = (n for n in (1, 2, 4, 8) if whole / n + row / min(n, heads) <= alone)
+    split = getattr(engine, "tensor_parallel", 1)
+    weights, row = whole / split, row / min(split, heads)
     cache = getattr(engine, "cache_gib", None) or max(room - weights, 0.0)
     fits = weights + max(cache, row) <= room
-    slots = int(getattr(engine, "slots", 1))
     return {
         "engines": max(workers_of(config)["rollout"], 1),
-        "tensor_parallel": split,
+        "gpus_each": split,
+        "gpus_needed": next(enough, None),
         "weights_gib": weights,
         "cache_gib": cache,
-        "room_gib": room,
-        "row_gib": row,
+        "room_gib": max(room, 0.0),
+        "longest_row_gib": row,
         "fits": fits,
-        "rows": min(int(cache / row), slots) if fits else 0,
+        "rows": min(int(cache / row), int(getattr(engine, "slots", 1))) if fits else 0,
     }
+
+
+def engine_change(engine: Figures, config: Config, machine: Machine) -> list[str] | None:
+    """Return overrides after which an engine that does not fit does; None if none are known.
+
+    A smaller cache where the longest answer fits in; else engines over several GPUs, of which a run
+    that has none of its own gives them half.
+    """
+    free = engine["room_gib"] - engine["weights_gib"]
+    if free >= engine["longest_row_gib"]:
+        return [f"rollout.engine.cache_gib={math.floor(free * 10) / 10:g}"]
+    if (needed := engine["gpus_needed"]) is None:
+        return None
+    given = ["rollout/engine=vllm", f"rollout.engine.tensor_parallel={needed}"]
+    if shares_gpus(config):
+        half = machine.nodes * machine.per_node // 2
+        given.append(f"rollout.engine.processes={half // needed}")
+    return [*given, "rollout.engine.cache_gib=null"]
 
 
 def rollout_seconds(
@@ -212,29 +244,43 @@ def rollout_seconds(
     As many answers are written at once as the cache holds of this length.
     """
     share = (answers_B.mean() + config.data.max_prompt_tokens / 8) / longest_tokens(config)
-    row = engine["row_gib"] * share
+    row = engine["longest_row_gib"] * share
     rows = min(engine["cache_gib"] / row, getattr(config.rollout.engine, "slots", np.inf))
     read = (engine["weights_gib"] + rows * row / 2) * GIB / (machine.gpu.memory_gb_s * 1e9)
     peak = machine.gpu.float32 if config.model.dtype == "float32" else machine.gpu.bfloat16
-    computed = 2 * rank.parameters["policy"] * rows / engine["tensor_parallel"] / (peak * 1e12)
+    computed = 2 * rank.parameters["policy"] * rows / engine["gpus_each"] / (peak * 1e12)
     ticks = max(answers_B.sum() / engine["engines"] / rows, answers_B.max())
     return float(max(read, computed) * ticks)
 
 
 def transfer_figures(rank: RankPlan, config: Config, machine: Machine) -> Figures:
-    """Return bytes and seconds of a publication and of a checkpoint, as they work today."""
-    strategy = config.trainer.strategy
+    """Return bytes and seconds of a publication and of a checkpoint.
+
+    All ranks gather each tensor together; engines fetch and check all of them, side by side. Of a
+    checkpoint each rank writes and hashes its own rows, those of the model twice, as its files are
+    put together from them: each by one rank. The next step goes on meanwhile.
+    """
+    strategy, learning, adapter = config.trainer.strategy, rank.learning, config.model.adapter
     assert isinstance(strategy, Fsdp2)
-    policy = rank.parameters["policy"] * torch_dtype(config.model.dtype).itemsize
-    own = rank.tracker.held_at_end(("weights", "optimizer state"))
-    shards = strategy.ranks // strategy.replicas
-    state, on_node = own * shards, own * min(shards, machine.per_node)
-    gathered = policy / machine.rate(strategy.ranks)
-    written = (on_node + policy) / (DISK_GB_S * 1e9) + (state + policy) / (HASH_GB_S * 1e9)
+    policy, is_adapter = learning.policy, not isinstance(adapter, NoAdapter)
+    sent = policy.exported_bytes(
+        "adapter" if getattr(adapter, "publish", "") == "adapter" else "all"
+    )
+    model = policy.exported_bytes("adapter" if is_adapter else "all")
+    states = [each.state_dict() for each in (policy, *learning.others.values())]
+    rows = sum(local_bytes(t) for t in tree_leaves(states) if isinstance(t, Tensor))
+    state = rows * strategy.ranks // strategy.replicas
+    own_files = math.ceil(model / MODEL_FILE_BYTES / strategy.ranks)
+    hashed = state / strategy.ranks + min(own_files * MODEL_FILE_BYTES, model)
+    nodes = math.ceil(strategy.ranks / machine.per_node)
     return {
         "publication": {
-            "gib": policy / GIB,
-            "seconds": gathered + policy / (PUBLISH_GB_S * 1e9),
+            "size_gib": sent / GIB,
+            "seconds": sent / machine.rate(strategy.ranks, machine.per_node)
+            + sent / (ENGINE_GB_S * 1e9),
         },
-        "checkpoint": {"gib": (state + policy) / GIB, "seconds": written},
+        "checkpoint": {
+            "size_gib": (state + model) / GIB,
+            "seconds": (state + 2 * model) / (nodes * DISK_GB_S * 1e9) + hashed / (HASH_GB_S * 1e9),
+        },
     }

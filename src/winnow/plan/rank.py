@@ -22,14 +22,14 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2
 from winnow.errors import ConfigError
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
-from winnow.learning.fsdp2 import FSDP2Strategy
+from winnow.learning.fsdp2 import FSDP2Strategy, make_mesh
 from winnow.learning.sequence import SequenceRunner
 from winnow.learning.strategy import ModelRunner, Stats
 from winnow.plan.tracker import DeviceTracker
@@ -51,7 +51,7 @@ class _PlannedRunner(SequenceRunner):
 class PlannedStrategy(FSDP2Strategy):
     """A strategy on a rank whose neighbours are not there."""
 
-    kernels: ClassVar[str | None] = "cuda"
+    kernels: ClassVar[str] = "cuda"
 
     def _make_runner(self, model: Any, *readout: Any) -> ModelRunner:
         if self._sequence is None:
@@ -60,12 +60,6 @@ class PlannedStrategy(FSDP2Strategy):
 
     def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
         return sums | maxima
-
-
-class PlannedOnCpu(PlannedStrategy):
-    """The same for ranks on CPUs."""
-
-    kernels: ClassVar[str | None] = "cpu"
 
 
 @dataclass(frozen=True)
@@ -82,35 +76,40 @@ class RankPlan:
     """Why GPUs could not compute the policy's attention."""
 
 
-def run_rank(config: Config, path: str, kernels: str = "cuda") -> RankPlan:
+def run_rank(
+    config: Config,
+    path: str,
+    strategy: type[PlannedStrategy] = PlannedStrategy,
+    track: type[DeviceTracker] = DeviceTracker,
+) -> RankPlan:
     """Run the passes and an update of a recipe with ranks, as its first rank.
 
     Args:
         path: of the policy's model, a folder with a config.json at least.
-        kernels: type of device that ranks have.
+        strategy: whose `kernels` ranks have.
+        track: sees what they hold.
 
     Raises:
         ConfigError: the recipe's loss cannot be run without numbers.
         ModelError: a model cannot be described by its config.json, or shared by the ranks.
     """
-    planned = PlannedStrategy if kernels == "cuda" else PlannedOnCpu
     cpu, refusal = torch.device("cpu"), None
     model = load_policy_model(config.model, path, cpu, config.run.seed, hollow="shapes")
     try:
-        check_attention(config, model, "model.dtype", kernels)
+        check_attention(config, model, "model.dtype", strategy.kernels)
     except ConfigError as error:
         refusal = str(error)
     lengths = np.array(micro_lengths(config, config.trainer.microbatch_tokens))
     attention = Attention.of(model.config)
     whole = attention.flop(np.zeros_like(lengths), lengths) / max(sum(attention.widths.values()), 1)
-    tracker = DeviceTracker(lambda width: whole * width, copies=kernels == "cpu")
+    tracker = track(lambda width: whole * width)
     fake, full = FakeTensorMode(allow_non_fake_inputs=True), full_micro_batches(config)
     # No kernel of CUDA takes float32 with fewer heads for keys: check_attention refuses the same.
     exact = sdpa_kernel(SDPBackend.MATH) if refusal else contextlib.nullcontext()
 
     def hold(*args: Any, **options: Any) -> FSDP2Strategy:
         with fake, tracker:
-            return planned(*args, **options)
+            return strategy(*args, **options)
 
     try:
         mesh = _fake_mesh(config)
@@ -140,10 +139,7 @@ def _fake_mesh(config: Config) -> DeviceMesh:
     strategy = config.trainer.strategy
     assert isinstance(strategy, Fsdp2)
     dist.init_process_group("fake", rank=0, world_size=strategy.ranks, store=FakeStore())
-    if strategy.replicas == 1:
-        return init_device_mesh("cpu", (strategy.ranks,))
-    shape = strategy.replicas, strategy.ranks // strategy.replicas
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return make_mesh("cpu", strategy.ranks, strategy.replicas)
 
 
 def micro_lengths(config: Config, max_tokens: int) -> list[int]:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +36,8 @@ class Held:
     """A storage: what made it, and what it is for."""
 
     role: str
-    """weights, gradients, optimizer state, gathered weights, buffers of gloo, activations; backward
-    for what a backward pass makes."""
+    """weights, gradients, optimizer state, gathered weights, activations; backward for what
+    a backward pass makes."""
     made_by: str
     """Module and operation; the parameter's name for what belongs to one."""
     shape: tuple[int, ...]
@@ -73,13 +72,12 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         attention_flop: FLOP of a call of packed attention with so many query heads x size of a
             head, which depend on lengths that are on the device.
-        copies: collectives gather and scatter by way of a copy of the whole, as gloo does.
     """
 
-    def __init__(self, attention_flop: Callable[[int], float], copies: bool = False) -> None:
+    def __init__(self, attention_flop: Callable[[int], float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phases: dict[str, Phase] = {}
-        self._attention_flop, self._copies = attention_flop, copies
+        self._attention_flop = attention_flop
         self._events: list[tuple[Held, int, int]] = []
         """The storage that changes, its bytes before and after."""
         self._now: dict[int, tuple[Held, int, Any]] = {}
@@ -140,7 +138,8 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._hooks.callback(register_module_forward_pre_hook(enter).remove)
         self._hooks.callback(register_module_forward_hook(leave, always_call=True).remove)
-        self._hooks.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
+        self._hooks.callback(setattr, torch.UntypedStorage, "resize_", plain)
+        setattr(torch.UntypedStorage, "resize_", resize_)  # noqa: B010
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> Any:
@@ -198,11 +197,7 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._overloadpacket.__name__.strip("_")
         if func.namespace == "c10d":
             # Of what is gathered or scattered a rank has one part, and the other side is the whole.
-            size = max(map(_bytes, given), default=0)
-            self._phase.sent[name] += size
-            if self._copies and name.startswith(("allgather", "reduce_scatter")):
-                buffer = Held("buffers of gloo", name, (size,))
-                self._events += [(buffer, 0, size), (buffer, size, 0)]
+            self._collective(name, max(map(local_bytes, given), default=0))
             return
         flop = 0
         if name.startswith("varlen_attn"):
@@ -211,8 +206,11 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flop = flop * 5 // 2 if "backward" in name else flop
         elif (counted := flop_registry.get(func._overloadpacket)) is not None:
             flop = counted(*args, **kwargs, out_val=out)
-        moved = sum(map(_bytes, {id(t): t for t in (*given, *made)}.values()))
+        moved = sum(map(local_bytes, {id(t): t for t in (*given, *made)}.values()))
         self._phase.work[flop, moved, any(t.dtype in HALF for t in given)] += 1
+
+    def _collective(self, name: str, size: int) -> None:
+        self._phase.sent[name] += size
 
 
 def _all_of(index: Tensor | None) -> Tensor | None:
@@ -221,5 +219,5 @@ def _all_of(index: Tensor | None) -> Tensor | None:
     return torch.arange(len(index)) if is_mask and index is not None else index
 
 
-def _bytes(tensor: Tensor) -> int:
+def local_bytes(tensor: Tensor) -> int:
     return local(tensor).numel() * tensor.element_size()

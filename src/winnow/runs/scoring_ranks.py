@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from winnow.config.judge import SequenceClassifier, sharding_of
 from winnow.config.root import Config
 from winnow.errors import ModelError
-from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, make_mesh
 from winnow.learning.strategy import Strategy, local, score_sequences
 from winnow.models.causal_lm import torch_dtype
 from winnow.models.value import load_reward_model
@@ -128,7 +128,5 @@ def join_ranks(rank: RankInfo, threads: int | None, replicas: int) -> tuple[Devi
         rank=rank.rank,
         world_size=rank.size,
     )
-    shape: tuple[int, ...] = (rank.size,) if replicas == 1 else (replicas, rank.size // replicas)
-    names = None if replicas == 1 else ("replicate", "shard")
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
-    return mesh, mesh if kind == "cpu" else init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = make_mesh(kind, rank.size, replicas)
+    return mesh, mesh if kind == "cpu" else make_mesh("cpu", rank.size, replicas)
