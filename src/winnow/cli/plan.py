@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -35,6 +36,8 @@ def plan_command(
         from winnow.plan.plan import PlanRequest, as_text, make_plan
 
     machine = Machine(*find_gpu(gpu), nodes, gpus)
-    request = PlanRequest(recipe, tuple(overrides or ()), machine, mean_response, price)
-    plan = make_plan(request, lambda line: typer.echo(line, err=True))
+    tell = partial(typer.echo, err=True)
+    plan = make_plan(
+        PlanRequest(recipe, tuple(overrides or ()), machine, mean_response, price, tell)
+    )
     typer.echo(json.dumps(plan, indent=2) if as_json else as_text(plan))

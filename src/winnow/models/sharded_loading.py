@@ -96,11 +96,7 @@ class SavedWeights:
                 misshapen.append(name)
             self.stand_ins[name] = _stand_in(parameter, dtype)
         lacking = self.stand_ins.keys() - self._saved.keys()
-        if any(".experts." in name for name in lacking):
-            raise ModelError(
-                f"{where} is a mixture of experts whose weights have other names in its files than "
-                "in the model, which loading in shards cannot convert; set trainer/strategy=single"
-            )
+        _refuse_experts(where, lacking)
         known = {name for name, _ in blank.named_parameters(remove_duplicate=False)}
         known |= {name for name, _ in blank.named_buffers()} | set(self._saved.values())
         self.misfits = {
@@ -133,10 +129,14 @@ class Shapes(SavedWeights):
     Args:
         blank: the model on no device.
         dtype: of the stand-ins, and of what `rows` gives.
+
+    Raises:
+        ModelError: it has experts.
     """
 
     def __init__(self, where: Source, blank: PreTrainedModel, dtype: torch.dtype) -> None:
         self.stand_ins = {n: _stand_in(p, dtype) for n, p in blank.named_parameters()}
+        _refuse_experts(where, self.stand_ins)
         self.misfits = dict.fromkeys(("missing_keys", "mismatched_keys", "unexpected_keys"), ())
 
     def __contains__(self, name: str) -> bool:
@@ -146,6 +146,15 @@ class Shapes(SavedWeights):
         """Make rows of no particular numbers."""
         given = self.stand_ins[name]
         return torch.empty(rows.stop - rows.start, *given.shape[1:], dtype=given.dtype)
+
+
+def _refuse_experts(where: Source, lacking: Collection[str]) -> None:
+    if any(".experts." in name for name in lacking):
+        raise ModelError(
+            f"{where} is a mixture of experts whose weights have other names in its files than "
+            "in the model, which loading in shards cannot convert; set trainer/strategy=single, which "
+            "cannot be planned"
+        )
 
 
 def _stand_in(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -45,8 +45,6 @@ VLLM_UTILIZATION = 0.92
 """Share of a GPU that vLLM takes where the recipe does not say (its gpu_memory_utilization)."""
 ON_HOST = "weights", "gradients", "optimizer state"
 """Roles of what an offloaded model keeps in the host's memory."""
-_UPDATES = 4
-"""Updates of a step whose dealing is tried."""
 Figures = dict[str, Any]
 
 
@@ -129,7 +127,7 @@ def memory_figures(rank: RankPlan, config: Config, machine: Machine) -> Figures:
         "host_gib": rank.tracker.held_at_end(ON_HOST) / GIB if offloads else 0.0,
         "peaks_gib": {name: peak.bytes / GIB for name, peak in peaks.items()},
         "roles_gib": {role: size / GIB for role, size in roles.most_common()},
-        "tensors_gib": {name: size / GIB for name, size in tensors.most_common(12)},
+        "tensors_gib": {name: size / GIB for name, size in tensors.most_common(8)},
     }
 
 
@@ -141,15 +139,12 @@ def learning_figures(
     assert isinstance(strategy, Fsdp2)
     groups, n = config.sampling.groups_per_step, config.rollout.n
     updates = cut_updates(groups, trainer.mini_batch_groups or groups, (config.run.seed, 1, 0))
-    deals = []
-    for update in updates[:_UPDATES]:
-        own_B = lengths_B.reshape(groups, n)[update].ravel()
-        ranks = strategy.ranks // strategy.sequence
-        deals.append(deal(np.sort(own_B)[::-1], trainer.microbatch_tokens, ranks, width))
-    each = len(updates) / len(deals)
-    rounds = each * sum(found.work.shape[1] for found in deals)
-    levels = each * sum(int(found.work.max(0).sum()) for found in deals)
-    full = work(np.array(micro_lengths(config, trainer.microbatch_tokens)), width).sum()
+    own = (np.sort(lengths_B.reshape(groups, n)[update].ravel())[::-1] for update in updates)
+    ranks, most = strategy.ranks // strategy.sequence, trainer.microbatch_tokens
+    deals = [deal(lengths, most, ranks, width) for lengths in own]
+    rounds = sum(found.work.shape[1] for found in deals)
+    levels = sum(int(found.work.max(0).sum()) for found in deals)
+    full = work(np.array(micro_lengths(config, most)), width).sum()
     shards, sent = strategy.ranks // strategy.replicas, Counter[str]()
     seconds, petaflop = dict[str, float](), 0.0
     for name, phase in list(rank.tracker.phases.items())[1:]:
@@ -213,7 +208,7 @@ def engine_figures(rank: RankPlan, config: Config, machine: Machine, rank_gib: f
         "cache_gib": cache,
         "room_gib": max(room, 0.0),
         "longest_row_gib": row,
-        "fits": fits,
+        "fits": bool(fits),
         "rows": min(int(cache / row), int(getattr(engine, "slots", 1))) if fits else 0,
     }
 
@@ -262,7 +257,7 @@ def transfer_figures(rank: RankPlan, config: Config, machine: Machine) -> Figure
     """
     strategy, learning, adapter = config.trainer.strategy, rank.learning, config.model.adapter
     assert isinstance(strategy, Fsdp2)
-    policy, is_adapter = learning.policy, not isinstance(adapter, NoAdapter)
+    policy, is_adapter = cast(Any, learning.policy), not isinstance(adapter, NoAdapter)
     sent = policy.exported_bytes(
         "adapter" if getattr(adapter, "publish", "") == "adapter" else "all"
     )
@@ -273,14 +268,11 @@ def transfer_figures(rank: RankPlan, config: Config, machine: Machine) -> Figure
     own_files = math.ceil(model / MODEL_FILE_BYTES / strategy.ranks)
     hashed = state / strategy.ranks + min(own_files * MODEL_FILE_BYTES, model)
     nodes = math.ceil(strategy.ranks / machine.per_node)
+    gathered = sent / machine.rate(strategy.ranks, machine.per_node)
+    written = (state + 2 * model) / (nodes * DISK_GB_S * 1e9)
     return {
-        "publication": {
-            "size_gib": sent / GIB,
-            "seconds": sent / machine.rate(strategy.ranks, machine.per_node)
-            + sent / (ENGINE_GB_S * 1e9),
-        },
-        "checkpoint": {
-            "size_gib": (state + model) / GIB,
-            "seconds": (state + 2 * model) / (nodes * DISK_GB_S * 1e9) + hashed / (HASH_GB_S * 1e9),
-        },
+        "publication_gib": sent / GIB,
+        "publication_seconds": gathered + sent / (ENGINE_GB_S * 1e9),
+        "checkpoint_gib": (state + model) / GIB,
+        "checkpoint_seconds": written + hashed / (HASH_GB_S * 1e9),
     }

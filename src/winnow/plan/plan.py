@@ -33,9 +33,11 @@ class PlanRequest:
     """Tokens of an answer in the mean; None takes a quarter of the limit."""
     price: float | None = None
     """Of a GPU for an hour."""
+    tell: Callable[[str], object] = str
+    """Is told what is being run."""
 
 
-def make_plan(request: PlanRequest, tell: Callable[[str], None] = lambda line: None) -> Figures:
+def make_plan(request: PlanRequest) -> Figures:
     """Plan a recipe on a machine.
 
     Raises:
@@ -44,7 +46,7 @@ def make_plan(request: PlanRequest, tell: Callable[[str], None] = lambda line: N
     """
     machine, (given, config) = request.machine, _laid_out(request)
     path = _described(config)
-    tell(f"running one of {workers_of(config)['policy']} ranks on fake tensors")
+    request.tell(f"running one of {workers_of(config)['policy']} ranks on fake tensors")
     rank = run_rank(config, path)
     plan: Figures = {
         "recipe": request.recipe,
@@ -54,7 +56,7 @@ def make_plan(request: PlanRequest, tell: Callable[[str], None] = lambda line: N
         **_figures(request, config, rank),
     }
     if plan["faults"]:
-        plan["change"] = _change(request, config, path, rank, plan, tell)
+        plan["change"] = _change(request, config, path, rank, plan)
     return plan
 
 
@@ -114,7 +116,7 @@ def _figures(request: PlanRequest, config: Config, rank: RankPlan) -> Figures:
         engine["rollout_seconds"] = seconds
         engines = 0 if shares_gpus(config) else engine["engines"] * engine["gpus_each"]
         devices = workers_of(config)["policy"] + engines
-        step = seconds + sum(learning["seconds"].values()) + transfers["publication"]["seconds"]
+        step = seconds + sum(learning["seconds"].values()) + transfers["publication_seconds"]
         tokens = StepTokens(written, packed, prompts.tolist(), answers.tolist())
         peak = machine.gpu.float32 if config.model.dtype == "float32" else machine.gpu.bfloat16
         run["step_seconds"] = step
@@ -128,7 +130,7 @@ def _figures(request: PlanRequest, config: Config, rank: RankPlan) -> Figures:
         "memory": memory,
         "learning": learning,
         "engine": engine,
-        **transfers,
+        "transfers": transfers,
         "run": run,
     }
 
@@ -142,29 +144,21 @@ def _faults(
     if memory["peak_gib"] > machine.limit_gib:
         name, gib = next(iter(memory["tensors_gib"].items()))
         yield (
-            f"a rank holds {memory['peak_gib']:,.1f} GiB in the {memory['peak_within']}, of it "
-            f"{gib:,.1f} of {name}; a GPU of {machine.gpu.memory_gib:g} GiB has room for "
-            f"{machine.limit_gib:.1f}"
+            f"a rank holds {memory['peak_gib']:,.1f} GiB in the {memory['peak_within']}, most for "
+            f"{name} ({gib:,.1f}), and a GPU has room for {machine.limit_gib:.1f}"
         )
     if not engine["fits"]:
         wanted = max(engine["cache_gib"], engine["longest_row_gib"])
         beside = " beside a rank" if shares_gpus(config) else ""
-        change = estimate.engine_change(engine, config, machine)
-        remedy = f"set {' '.join(change)}" if change else "use larger GPUs"
         yield (
-            f"an engine on {engine['gpus_each']} GPU needs {engine['weights_gib']:.1f} GiB for "
+            f"an engine of {engine['gpus_each']} GPU needs {engine['weights_gib']:.1f} GiB for "
             f"weights and {wanted:.1f} for keys and values on each, and has "
-            f"{engine['room_gib']:.1f}{beside}; {remedy}"
+            f"{engine['room_gib']:.1f}{beside}"
         )
 
 
 def _change(
-    request: PlanRequest,
-    config: Config,
-    path: str,
-    rank: RankPlan,
-    plan: Figures,
-    tell: Callable[[str], None],
+    request: PlanRequest, config: Config, path: str, rank: RankPlan, plan: Figures
 ) -> Figures | None:
     """Find the first change after which all fits; None if none is found."""
     machine, is_full = request.machine, plan["memory"]["peak_gib"] > request.machine.limit_gib
@@ -175,7 +169,7 @@ def _change(
             engine = estimate.engine_figures(rank, tried, machine, beside)
             if not engine["fits"]:
                 change = [*change, *(estimate.engine_change(engine, tried, machine) or [])]
-            tell(f"trying {' '.join(change)}")
+            request.tell(f"trying {' '.join(change)}")
             _, tried = _laid_out(request, change)
             is_same = (tried.trainer, tried.model) == (config.trainer, config.model)
             figures = _figures(request, tried, rank if is_same else run_rank(tried, path))
@@ -222,7 +216,6 @@ def _lines(figures: Figures) -> Iterator[str]:
         if isinstance(value, dict) and value:
             yield f"{name}:"
             yield from (f"  {line}" for line in _lines(value))
-        elif isinstance(value, (bool, int, str)):
-            yield f"{value if isinstance(value, (bool, str)) else f'{value:,}':>15}  {name}"
-        elif isinstance(value, float):
-            yield f"{value:15,.3f}  {name}"
+        elif not isinstance(value, dict | list):
+            form = {int: ",", float: ",.3f"}.get(type(value), "")
+            yield f"{format(value, form) or value:>15}  {name}"
