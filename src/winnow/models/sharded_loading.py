@@ -152,8 +152,8 @@ def _refuse_experts(where: Source, lacking: Collection[str]) -> None:
     if any(".experts." in name for name in lacking):
         raise ModelError(
             f"{where} is a mixture of experts whose weights have other names in its files than "
-            "in the model, which loading in shards cannot convert; set trainer/strategy=single, which "
-            "cannot be planned"
+            "in the model, which loading in shards cannot convert; set trainer/strategy=single, "
+            "which cannot be planned"
         )
 
 

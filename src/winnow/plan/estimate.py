@@ -195,7 +195,8 @@ def engine_figures(rank: RankPlan, config: Config, machine: Machine, rank_gib: f
     heads = getattr(rank.shape, "num_key_value_heads", None) or rank.shape.num_attention_heads
     whole = rank.parameters["policy"] * dtype.itemsize / GIB
     row = cache_bytes(rank.shape, dtype, longest_tokens(config)) / GIB
-    enough = (n for n in (1, 2, 4, 8) if whole / n + row / min(n, heads) <= alone)
+    half = alone / 2  # for weights; one answer at a time would fit, but take for ever
+    enough = (n for n in (1, 2, 4, 8) if max(whole / n, row / min(n, heads)) <= half)
     split = getattr(engine, "tensor_parallel", 1)
     weights, row = whole / split, row / min(split, heads)
     cache = getattr(engine, "cache_gib", None) or max(room - weights, 0.0)
@@ -203,7 +204,7 @@ def engine_figures(rank: RankPlan, config: Config, machine: Machine, rank_gib: f
     return {
         "engines": max(workers_of(config)["rollout"], 1),
         "gpus_each": split,
-        "gpus_needed": next(enough, None),
+        "gpus_advised": next(enough, None),
         "weights_gib": weights,
         "cache_gib": cache,
         "room_gib": max(room, 0.0),
@@ -222,12 +223,12 @@ def engine_change(engine: Figures, config: Config, machine: Machine) -> list[str
     free = engine["room_gib"] - engine["weights_gib"]
     if free >= engine["longest_row_gib"]:
         return [f"rollout.engine.cache_gib={math.floor(free * 10) / 10:g}"]
-    if (needed := engine["gpus_needed"]) is None:
+    if (split := engine["gpus_advised"]) is None:
         return None
-    given = ["rollout/engine=vllm", f"rollout.engine.tensor_parallel={needed}"]
+    given = ["rollout/engine=vllm", f"rollout.engine.tensor_parallel={split}"]
     if shares_gpus(config):
         half = machine.nodes * machine.per_node // 2
-        given.append(f"rollout.engine.processes={half // needed}")
+        given.append(f"rollout.engine.processes={half // split}")
     return [*given, "rollout.engine.cache_gib=null"]
 
 

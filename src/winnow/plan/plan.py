@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 
@@ -163,21 +164,25 @@ def _change(
     """Find the first change after which all fits; None if none is found."""
     machine, is_full = request.machine, plan["memory"]["peak_gib"] > request.machine.limit_gib
     for change in changes(config) if is_full or rank.refusal else [[]]:
-        try:
-            _, tried = _laid_out(request, change)
-            beside = 0.0 if change else plan["memory"]["peak_gib"]
-            engine = estimate.engine_figures(rank, tried, machine, beside)
-            if not engine["fits"]:
-                change = [*change, *(estimate.engine_change(engine, tried, machine) or [])]
-            request.tell(f"trying {' '.join(change)}")
-            _, tried = _laid_out(request, change)
-            is_same = (tried.trainer, tried.model) == (config.trainer, config.model)
-            figures = _figures(request, tried, rank if is_same else run_rank(tried, path))
-        except (ConfigError, ModelError):
-            continue  # heads or ranks do not divide
-        if not figures["faults"]:
+        words, ran, found, beside = [*change], config, rank, 0.0
+        for _ in range(2):  # with an engine that would fit alone, then beside what a rank takes
+            try:
+                _, tried = _laid_out(request, words)
+                engine = estimate.engine_figures(rank, tried, machine, beside)
+                if not engine["fits"]:
+                    words += estimate.engine_change(engine, tried, machine) or []
+                    _, tried = _laid_out(request, words)
+                if (tried.trainer, tried.model) != (ran.trainer, ran.model):
+                    request.tell(f"trying {' '.join(words)}")
+                    ran, found = tried, run_rank(tried, path)
+            except (ConfigError, ModelError):
+                break  # heads or ranks do not divide
+            figures = _figures(request, tried, found)
             memory = {name: figures["memory"][name] for name in ("peak_gib", "host_gib")}
-            return {"set": change, **memory, "rows": figures["engine"]["rows"], **figures["run"]}
+            if not figures["faults"]:
+                rows = figures["engine"]["rows"]
+                return {"set": words, **memory, "rows": rows, **figures["run"]}
+            beside = memory["peak_gib"]
     return None
 
 
@@ -206,9 +211,11 @@ def as_text(plan: Figures) -> str:
         told.append(f"FITS with {' '.join(change['set'])}")
     elif plan["faults"]:
         told.append("No change that was tried lets it fit: use more or larger GPUs")
-    lines = [fill(t, 80, subsequent_indent="  ", break_on_hyphens=False) for t in told]
     figures = {name: value for name, value in plan.items() if name not in ("recipe", "machine")}
-    return "\n".join([*lines, *_lines(figures)])
+    wrap = partial(fill, width=80, break_long_words=False, break_on_hyphens=False)
+    lines = [wrap(line, subsequent_indent="  ") for line in told]
+    lines += [wrap(line, subsequent_indent=" " * 21) for line in _lines(figures)]
+    return "\n".join(lines)
 
 
 def _lines(figures: Figures) -> Iterator[str]:
@@ -217,5 +224,5 @@ def _lines(figures: Figures) -> Iterator[str]:
             yield f"{name}:"
             yield from (f"  {line}" for line in _lines(value))
         elif not isinstance(value, dict | list):
-            form = {int: ",", float: ",.3f"}.get(type(value), "")
-            yield f"{format(value, form) or value:>15}  {name}"
+            form = ",.3f" if isinstance(value, float) else "," * (type(value) is int)
+            yield f"{format(value, form):>15}  {name}"

@@ -172,8 +172,7 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_gradient = torch._C._current_graph_task_id() != -1 and not self._modules
             role = "backward" if is_gradient else "activations"
             role = "gathered weights" if func.namespace == "fsdp" else role
-            name = f"{self._modules[-1]} " if self._modules else ""
-            made_by = name + func._overloadpacket.__name__
+            made_by = f"{''.join(self._modules[-1:])} {func._overloadpacket.__name__}".strip()
             held = Held(role, made_by, tuple(tensor.shape))
         self._set(storage, held)
 

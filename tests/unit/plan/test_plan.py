@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,16 @@ from winnow.config.load import load_recipe
 from winnow.errors import ConfigError, ModelError
 from winnow.models.causal_lm import load_causal_lm
 from winnow.models.sharded_loading import saved_weights
-from winnow.plan.estimate import GIB, Machine, engine_figures, find_gpu
-from winnow.plan.plan import PlanRequest, changes, make_plan
+from winnow.plan.estimate import (
+    GIB,
+    Machine,
+    drawn_lengths,
+    engine_change,
+    engine_figures,
+    find_gpu,
+    transfer_figures,
+)
+from winnow.plan.plan import PlanRequest, as_text, changes, make_plan
 from winnow.plan.rank import RankPlan, run_rank
 from winnow.plan.tracker import DeviceTracker
 
@@ -119,10 +126,23 @@ def test_ranks_that_share_sequences_hold_a_part_of_the_activations(
     folder: str, plain: RankPlan
 ) -> None:
     shared = planned(folder, "trainer.strategy.sequence=4")
+    widths = {shape_of(shared, "mlp.gate_proj mm"), shape_of(plain, "mlp.gate_proj mm")}
+    assert widths == {(T // 4, M), (T, M)}
+    attended = shape_of(shared, "self_attn alltoall_base_")
+    assert attended is None or attended[0] == T
     whole, part = roles_of(plain), roles_of(shared)
-    assert part["activations"] < 0.45 * whole["activations"]
+    assert part["activations"] < 0.3 * whole["activations"]
     assert part["weights"] == whole["weights"]
-    assert shared.tracker.phases["policy update"].sent["alltoall_base"] > 0
+    # Queries, keys and values (of a head for each rank) on their way there, what was attended on
+    # its way back; and the same backwards.
+    width = H + 2 * 4 * H // HEADS + H
+    sent = shared.tracker.phases["policy update"].sent["alltoall_base"]
+    assert sent == pytest.approx(2 * 2 * LAYERS * T // 4 * width * 2, rel=0.01)
+
+
+def shape_of(rank: RankPlan, made_by: str) -> tuple[int, ...] | None:
+    held = (h for h, _ in rank.tracker.peak("policy update").held)
+    return next((h.shape for h in held if h.made_by.endswith(made_by)), None)
 
 
 def test_each_role_of_a_recipe_is_run(folder: str) -> None:
@@ -161,42 +181,64 @@ def test_what_is_freed_does_not_count_and_views_count_once() -> None:
     assert tracker.held_at_end({"activations"}) == 2 * 4096 == out.numel() * 4
 
 
-@pytest.fixture(scope="module")
-def float32_plan(folder: str) -> dict[str, Any]:
+def test_float32_attention_and_an_engine_that_is_too_large_are_named(folder: str) -> None:
     overrides = (
         f"model.path={folder}",
         "model.dtype=float32",
         "data.max_prompt_tokens=2048",
         "rollout.max_response_tokens=20480",
+        "rollout.engine.cache_gib=1.67",
     )
-    machine = Machine(*find_gpu("a100-40"), nodes=1, per_node=8)
-    return make_plan(PlanRequest(RECIPE, overrides, machine, price=2.0))
-
-
-def test_float32_attention_and_an_engine_that_is_too_large_are_named(
-    float32_plan: dict[str, Any],
-) -> None:
-    attention, memory, engine = float32_plan["faults"]
+    machine = Machine("small", find_gpu("a100")[1]._replace(memory_gib=4), nodes=1, per_node=8)
+    told: list[str] = []
+    plan = make_plan(PlanRequest(RECIPE, overrides, machine, tell=told.append))
+    attention, memory, engine = plan["faults"]
     assert attention.startswith("model.dtype=float32 on CUDA keeps the scores of 8 heads")
     assert "GiB in the policy update" in memory
     assert "_safe_softmax" in memory
-    assert engine.startswith("an engine on 1 GPU needs")
-    assert "tensor_parallel=" in engine
-    assert float32_plan["change"]["set"] == ["model.dtype=bfloat16"]
-    assert "hours" not in float32_plan  # nothing writes answers
+    assert engine.startswith("an engine of 1 GPU needs 0.0 GiB for weights and 1.7 for keys")
+    assert "hours" not in plan["run"]  # nothing writes answers
+    change = plan["change"]
+    cache, least = change["set"][1].split("="), machine.limit_gib - change["peak_gib"]
+    assert [change["set"][0], cache[0]] == ["model.dtype=bfloat16", "rollout.engine.cache_gib"]
+    assert least - 0.2 < float(cache[1]) <= least
+    assert change["hours"] > 0
+    assert told[1:] == ["trying model.dtype=bfloat16"]  # the cache is no matter of the ranks
+    text = as_text(plan).splitlines()
+    assert text[-1].endswith("gpu_hours")
+    assert f"FITS with {' '.join(change['set'])}" in as_text(plan)
+    assert max(len(line) for line in text if " " in line.strip()) <= 80  # words stay whole
 
 
 def test_an_engine_has_room_for_what_its_weights_leave(plain: RankPlan, folder: str) -> None:
-    vllm = ["rollout/engine=vllm", "model.dtype=bfloat16", f"model.path={folder}"]
-    config = load_recipe(RECIPE, [*SHORT, *vllm, "rollout.engine.slots=100000000"])
+    vllm = [*SHORT, "rollout/engine=vllm", f"model.path={folder}", "rollout.engine.cache_gib=null"]
     machine = Machine(*find_gpu("h100-80"), nodes=1, per_node=8)
     token = 2 * LAYERS * SHARED * (H // HEADS) * 2
     for split in (1, 2, 4):
-        found = engine_figures(plain, config, machine, 0.0, split)
+        given = ["rollout.engine.slots=100000000", f"rollout.engine.tensor_parallel={split}"]
+        found = engine_figures(plain, load_recipe(RECIPE, [*vllm, *given]), machine, 60.0)
         weights = plain.parameters["policy"] * 2 / split / GIB
         assert found["weights_gib"] == pytest.approx(weights)
         room = (80 * 0.92 - 2 - weights) * GIB
         assert found["rows"] == pytest.approx(room * min(split, SHARED) / (token * T), rel=1e-3)
+    beside = engine_figures(plain, load_recipe(RECIPE, SHORT), machine, 60.0)
+    assert beside["room_gib"] == pytest.approx(80 * 0.95 - 2 - 60)
+    assert not beside["fits"]  # 32 GiB of cache
+
+
+def test_an_engine_is_split_until_its_weights_take_half(plain: RankPlan, folder: str) -> None:
+    alone = 0.75 * plain.parameters["policy"] * 2 / GIB
+    small = find_gpu("l4")[1]._replace(memory_gib=(alone + 2) / 0.92)
+    machine = Machine("small", small, nodes=2, per_node=8)
+    config = load_recipe(RECIPE, [*SHORT, "rollout.engine.cache_gib=1", f"model.path={folder}"])
+    engine = engine_figures(plain, config, machine, 0.0)
+    assert (engine["gpus_each"], engine["gpus_advised"], engine["fits"]) == (1, 4, False)
+    change = engine_change(engine, config, machine)
+    assert change is not None
+    assert change[1:3] == ["rollout.engine.tensor_parallel=4", "rollout.engine.processes=2"]
+    tried = load_recipe(RECIPE, [*SHORT, *change, f"model.path={folder}"])
+    assert engine_figures(plain, tried, machine, 0.0)["fits"]
+    assert engine_change(engine | {"gpus_advised": None}, config, machine) is None
 
 
 def test_a_machine_is_filled_and_costs_what_its_hours_do(folder: str) -> None:
@@ -206,11 +248,34 @@ def test_a_machine_is_filled_and_costs_what_its_hours_do(folder: str) -> None:
     assert "trainer.strategy.ranks=8" in plan["overrides"]
     assert plan["faults"] == []
     assert "change" not in plan
-    step = sum(plan["seconds"].values())
-    assert plan["hours"] == pytest.approx(step * 625 / 3600)
-    assert plan["cost"] == pytest.approx(2 * 8 * plan["hours"])
-    assert 0 < plan["lockstep"] <= 1
-    assert 0 < plan["mfu"] < 1
+    step = sum(plan["learning"]["seconds"].values()) + plan["engine"]["rollout_seconds"]
+    run, step = plan["run"], step + plan["transfers"]["publication_seconds"]
+    assert run["hours"] == pytest.approx(step * 625 / 3600)
+    assert run["cost"] == pytest.approx(2 * 8 * run["hours"])
+    assert 0 < plan["learning"]["lockstep"] <= 1
+    assert 0 < run["mfu"] < 1
+    # Of what the slowest ranks compute, lockstep is the mean's share: one pass and an update.
+    done = plan["learning"]["petaflop"] * 1e15 * RANKS * plan["learning"]["lockstep"]
+    prompts, answers = drawn_lengths(load_recipe(RECIPE, [*SHORT, f"model.path={folder}"]), None)
+    lengths = prompts + answers
+    attended = LAYERS * 4 * H * (lengths * (lengths + 1) / 2).sum() * 4.5
+    assert done == pytest.approx(8 * (LINEAR + H * V) * lengths.sum() + attended, rel=0.1)
+
+
+def test_publications_and_checkpoints_go_the_way_of_the_ranks(plain: RankPlan, folder: str) -> None:
+    machine = Machine(*find_gpu("h100"), nodes=2, per_node=4)
+    size = sum(p.numel() for p in plain.learning.policy.model.parameters())
+    layout = [*SHORT, "trainer/strategy=fsdp2", f"trainer.strategy.ranks={RANKS}"]
+    config = load_recipe(RECIPE, [*layout, f"model.path={folder}"])
+    found = transfer_figures(plain, config, machine)
+    assert found["publication_gib"] == 2 * size / GIB
+    # Each engine takes all; all ranks send over the links of four GPUs to the other node.
+    assert found["publication_seconds"] == pytest.approx(2 * size / 1.06e9 + 2 * size / 200e9)
+    # Masters and two moments; two nodes write, a rank hashes its eighth and one file of the model.
+    state = 12 * size
+    assert found["checkpoint_gib"] == pytest.approx((state + 2 * size) / GIB, rel=1e-3)
+    written, hashed = (state + 4 * size) / 2 / 2e9, (state / RANKS + 2 * size) / 1.77e9
+    assert found["checkpoint_seconds"] == pytest.approx(written + hashed, rel=1e-3)
 
 
 def test_changes_begin_with_the_cheapest() -> None:
@@ -227,6 +292,13 @@ def test_what_cannot_be_planned_is_said_in_a_line(tmp_path: Path, folder: str) -
         find_gpu("h1000")
     with pytest.raises(ModelError, match=r"is no folder with a config\.json, which is all that"):
         make_plan(PlanRequest(RECIPE, (f"model.path={tmp_path}",), machine))
+    with pytest.raises(ConfigError, match="imitation is not planned"):
+        make_plan(PlanRequest("sft", (f"model.path={folder}", "sft.train_files=[x]"), machine))
+    experts = json.loads(Path(folder, "config.json").read_text())
+    experts |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    (tmp_path / "config.json").write_text(json.dumps(experts | {"num_experts": 4}))
+    with pytest.raises(ModelError, match=r"is a mixture of experts .* cannot be planned"):
+        load_causal_lm(str(tmp_path), torch.bfloat16, torch.device("cpu"), hollow="shapes")
     apart = (f"model.path={folder}", "rollout.engine.processes=2")
     with pytest.raises(ConfigError, match="leave no GPU for ranks beside 2 of engines"):
         make_plan(PlanRequest(RECIPE, apart, machine))
