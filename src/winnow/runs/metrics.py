@@ -296,7 +296,9 @@ GPUS: Mapping[str, Gpu] = {
     "RTX 4090": Gpu(165.2, 82.6, 24, 1008, 32),
     "RTX 3090": Gpu(71.0, 35.6, 24, 936, 32),
 }
-"""From NVIDIA's data sheets; a GPU goes by the longest name that its own holds."""
+"""From NVIDIA's data sheets of each (those of HGX and GB200 NVL72 by the GPU, of GeForce the white
+papers); H20, H800, A800 and L20, which have none in public, as makers of servers give them. NVLink
+of NVL forms joins two or four GPUs. A GPU goes by the longest name that its own holds."""
 
 
 def device_peak(device: str, dtype: str) -> float | None:
