@@ -57,7 +57,7 @@ class _Whole(Strategy):
 class WholeRank(LearnerWorker):
     """A rank whose exports are those of production, of a model that is not sharded."""
 
-    progress = 0  # type: ignore[assignment]
+    progress = 0
 
     def __init__(self, rank: RankInfo, folder: str) -> None:
         model = load_causal_lm(folder, torch.bfloat16, torch.device("cpu"))

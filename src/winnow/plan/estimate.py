@@ -34,7 +34,7 @@ from winnow.types import IntArray
 
 GIB = 2**30
 RESERVED_GIB = 2.0
-"""What a CUDA context, NCCL's buffers and kernels' workspace take beside tensors; not measured."""
+"""A CUDA context, NCCL's buffers and kernels' workspace, beside tensors; not measured."""
 USABLE = 0.95
 """Share of a GPU's memory that tensors fill before what is free is in pieces too small."""
 NETWORK_GB_S, DISK_GB_S = 50.0, 2.0
@@ -59,7 +59,7 @@ class Machine:
 
     @property
     def limit_gib(self) -> float:
-        """What a rank's tensors may take on a GPU."""
+        """The most that a rank's tensors may take on a GPU."""
         return self.gpu.memory_gib * USABLE - RESERVED_GIB
 
     def seconds(self, phase: Phase) -> float:
@@ -217,13 +217,13 @@ def engine_figures(rank: RankPlan, config: Config, machine: Machine, rank_gib: f
 def engine_change(engine: Figures, config: Config, machine: Machine) -> list[str] | None:
     """Return overrides after which an engine that does not fit does; None if none are known.
 
-    A smaller cache where the longest answer fits in; else engines over several GPUs, of which a run
-    that has none of its own gives them half.
+    A smaller cache where the longest answer fits in, and weights take no more than half; else
+    engines over several GPUs, of which a run that has none of its own gives them half.
     """
-    free = engine["room_gib"] - engine["weights_gib"]
-    if free >= engine["longest_row_gib"]:
+    free, split = engine["room_gib"] - engine["weights_gib"], engine["gpus_advised"]
+    if free >= engine["longest_row_gib"] and engine["gpus_each"] >= (split or 1):
         return [f"rollout.engine.cache_gib={math.floor(free * 10) / 10:g}"]
-    if (split := engine["gpus_advised"]) is None:
+    if split is None:
         return None
     given = ["rollout/engine=vllm", f"rollout.engine.tensor_parallel={split}"]
     if shares_gpus(config):

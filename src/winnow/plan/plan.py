@@ -25,7 +25,7 @@ from winnow.runs.metrics import StepTokens
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan."""
+    """A recipe, and the machine to plan it on."""
 
     recipe: str
     overrides: tuple[str, ...]
@@ -33,7 +33,7 @@ class PlanRequest:
     mean_response: float | None = None
     """Tokens of an answer in the mean; None takes a quarter of the limit."""
     price: float | None = None
-    """Of a GPU for an hour."""
+    """Price of a GPU for an hour."""
     tell: Callable[[str], object] = str
     """Is told what is being run."""
 

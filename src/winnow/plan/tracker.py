@@ -219,4 +219,5 @@ def _all_of(index: Tensor | None) -> Tensor | None:
 
 
 def local_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor on this rank."""
     return local(tensor).numel() * tensor.element_size()

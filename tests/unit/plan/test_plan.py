@@ -226,19 +226,24 @@ def test_an_engine_has_room_for_what_its_weights_leave(plain: RankPlan, folder: 
     assert not beside["fits"]  # 32 GiB of cache
 
 
-def test_an_engine_is_split_until_its_weights_take_half(plain: RankPlan, folder: str) -> None:
-    alone = 0.75 * plain.parameters["policy"] * 2 / GIB
+@pytest.mark.parametrize(("share", "split"), [(0.75, 4), (1.2, 2)])
+def test_an_engine_is_split_until_its_weights_take_half(
+    plain: RankPlan, folder: str, share: float, split: int
+) -> None:
+    alone = share * plain.parameters["policy"] * 2 / GIB
     small = find_gpu("l4")[1]._replace(memory_gib=(alone + 2) / 0.92)
     machine = Machine("small", small, nodes=2, per_node=8)
     config = load_recipe(RECIPE, [*SHORT, "rollout.engine.cache_gib=1", f"model.path={folder}"])
     engine = engine_figures(plain, config, machine, 0.0)
-    assert (engine["gpus_each"], engine["gpus_advised"], engine["fits"]) == (1, 4, False)
+    assert (engine["gpus_each"], engine["gpus_advised"], engine["fits"]) == (1, split, False)
     change = engine_change(engine, config, machine)
     assert change is not None
-    assert change[1:3] == ["rollout.engine.tensor_parallel=4", "rollout.engine.processes=2"]
+    processes = f"rollout.engine.processes={8 // split}"
+    assert change[1:3] == [f"rollout.engine.tensor_parallel={split}", processes]
     tried = load_recipe(RECIPE, [*SHORT, *change, f"model.path={folder}"])
     assert engine_figures(plain, tried, machine, 0.0)["fits"]
-    assert engine_change(engine | {"gpus_advised": None}, config, machine) is None
+    if share < 1:
+        assert engine_change(engine | {"gpus_advised": None}, config, machine) is None
 
 
 def test_a_machine_is_filled_and_costs_what_its_hours_do(folder: str) -> None:
