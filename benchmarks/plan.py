@@ -1,4 +1,4 @@
-"""What `winnow plan` says of a rank's memory, against real ranks over gloo.
+"""What `winnow plan` says of a rank's memory, against real ranks over gloo; what 32B costs it.
 
     python -m benchmarks.plan [--only NAME …] [--out benchmarks/results/plan.md]
 
@@ -195,6 +195,40 @@ def measured(name: str, folder: str) -> dict[str, float]:
     return {phase: max(each[phase] for each in found) for phase in found[0]}
 
 
+LARGE = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
+LARGE |= {"num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064}
+LAYOUT = ("rollout/engine=vllm", "rollout.engine.tensor_parallel=4", "rollout.engine.processes=16")
+
+
+def describe(folder: str, sizes: dict[str, int], positions: int) -> None:
+    """Write a config.json."""
+    told = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    whole = told | sizes | {"max_position_embeddings": positions}
+    Path(folder, "config.json").write_text(json.dumps(whole))
+
+
+def cost_of_32b() -> str:
+    """Plan 32B on 16 nodes of 8 by the command; say what that took, and what it found."""
+    with tempfile.TemporaryDirectory() as folder:
+        describe(folder, LARGE, 131072)
+        words = ["dapo_qwen2.5_32b", f"model.path={folder}", *LAYOUT, "--nodes", "16", "--json"]
+        command = [Path(sys.executable).with_name("winnow"), "plan", *words]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        plan, before = json.loads(process.stdout.read()), os.getloadavg()[0]
+        used = os.wait4(process.pid, 0)[2]
+    memory, run = plan["memory"], plan["run"]
+    return (
+        f"`winnow plan dapo_qwen2.5_32b {' '.join(LAYOUT)} --nodes 16` took "
+        f"{used.ru_utime + used.ru_stime:.1f} s of CPU and {used.ru_maxrss / 2**20:.3f} GiB (load "
+        f"average {before:.1f}). Of its ranks each holds {memory['peak_gib']:.2f} GiB at the peak, "
+        f"in the {memory['peak_within']}, of {memory['limit_gib']:.1f}; lockstep "
+        f"{plan['learning']['lockstep']:.3f}, a step of {run['step_seconds']:.0f} s at least, MFU "
+        f"{run['mfu']:.3f} at most; faults: {len(plan['faults'])}.\n"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="+", default=list(CONFIGURATIONS))
@@ -208,9 +242,7 @@ def main() -> None:
     rows: list[tuple[str, float, float]] = []
     for name in asked.only:
         with tempfile.TemporaryDirectory() as folder:
-            told = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-            sizes = CONFIGURATIONS[name][0] | {"max_position_embeddings": 4096}
-            Path(folder, "config.json").write_text(json.dumps(told | sizes))
+            describe(folder, CONFIGURATIONS[name][0], 4096)
             began = time.monotonic()
             plan, real = planned(name, folder), measured(name, folder)
         phase = max(plan, key=plan.__getitem__)
@@ -225,6 +257,7 @@ def main() -> None:
         error = (least + constant) / most - 1
         lines.append(f"| {name} | {least:.3f} | {most:.3f} | {most - least:+.3f} | {error:+.1%} |")
     text = "\n".join(lines) + f"\n\nThe constant, the median of what is above: {constant:.3f} GiB\n"
+    text += f"\n## 32B on 128 GPUs\n\n{cost_of_32b()}"
     print(text)
     if asked.out is not None:
         heading = (
