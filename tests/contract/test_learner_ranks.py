@@ -7,11 +7,15 @@ against those of the same recipe in one process.
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from tests.ranks import Ranks
 from tests.recorded import VOCABULARY, quickstart_model, recorded_groups
@@ -19,10 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
+from winnow.errors import WorkerError
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.runs.build_learner import Learning, make_learner
 from winnow.runs.loading import load_policy_model
+from winnow.runs.reference_ranks import WithReference
+from winnow.runs.topology import launcher
 from winnow.types import Group
+from winnow.workers.group import WorkerGroups
 
 SMALL = (
     *("trainer.mini_batch_groups=2", "sampling.groups_per_step=4", "optim.warmup_steps=0"),
@@ -83,15 +91,11 @@ def learnt(learning: Learning, steps: int) -> Found:
 
 
 def in_one_process(config: Config, folder: str, steps: int) -> Found:
-    import torch
-
     model = load_policy_model(config.model, folder, torch.device("cpu"), config.run.seed)
     return learnt(make_learner(config, model, VOCABULARY, folder), steps)
 
 
 def on_rank(config: Config, folder: str, layout: tuple[int, int], steps: int) -> Found:
-    import torch
-
     cpu, mesh = torch.device("cpu"), mesh_of(layout)
     model = load_policy_model(config.model, folder, cpu, config.run.seed, hollow=True)
     return learnt(make_learner(config, model, VOCABULARY, folder, mesh), steps)
@@ -151,3 +155,22 @@ def test_what_five_steps_learn_does_not_depend_on_the_number_of_ranks(
     for found, _ in ranks.run(on_rank, config, folder, LAYOUTS[name], 5):
         for one, two in zip(found, wanted, strict=True):
             assert one["actor/loss"] == pytest.approx(two["actor/loss"], abs=1e-4)
+
+
+def test_a_reference_on_ranks_of_its_own_is_the_one_beside_the_policy(folder: str) -> None:
+    beside, apart = REFERENCE, (*REFERENCE, "reference/strategy=fsdp2", "run.threads=1")
+    wanted = in_one_process(recipe(folder, beside), folder, 2)
+    config = recipe(folder, apart)
+    model = load_policy_model(config.model, folder, torch.device("cpu"), config.run.seed)
+    learning = make_learner(config, model, VOCABULARY, folder)
+    assert learning.passes.forwards == 1  # for `old`; it holds no reference
+    with closing(WorkerGroups()) as crew, launcher(config, crew) as launch:
+        given = {"config": config, "start": folder, "vocabulary": VOCABULARY}
+        (ranks,) = crew.start(launch("reference", given, 0))
+        learner: Any = WithReference(learning.learner, ranks)
+        assert_alike(learnt(replace(learning, learner=learner), 2), wanted)
+        assert learner.progress > learning.learner.progress
+        assert wanted[0][1]["actor/kl_loss"] > 1e-4  # what the second step measures
+        os.kill(ranks.processes()[1], signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"^reference\[1\] was killed by SIGKILL [^\n]*$"):
+            learnt(replace(learning, learner=learner), 1)

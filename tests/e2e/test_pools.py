@@ -1,5 +1,5 @@
 """A run whose ranks and engines share slots on Ray is the run that has them apart; so is one whose
-reward model is sharded over ranks of its own, in a pool of its own."""
+reward model and reference are sharded over ranks of their own, in another pool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETTINGS = (
     *("trainer.mini_batch_groups=2", "optim.warmup_steps=1", "evaluation.every=3"),
     *("evaluation.n=1", "run.threads=1", "observe.console=off"),
     *("trainer/strategy=fsdp2", "rollout.engine.processes=2"),
-    "sampling.score_lag_ticks=16",
+    *("sampling.score_lag_ticks=16", "algorithm/kl/loss=fixed", "algorithm.kl.loss.coef=0.1"),
 )
 JUDGED = "reward/model=sequence_classifier", "reward.model.path=judge"
 """In the run's own process."""
@@ -41,8 +41,10 @@ cluster:
   name: ray
   pools:
     all: {nodes: 2}
-    judges: {nodes: 2}
-  roles: {policy: all, rollout: all, reward_model: judges}
+    frozen: {nodes: 2}
+  roles: {policy: all, rollout: all, reward_model: frozen, reference: frozen}
+reference:
+  strategy: {name: fsdp2}
 reward:
   model: {name: sequence_classifier, path: judge, strategy: {name: fsdp2}}
 """
@@ -71,7 +73,7 @@ def test_colocation_changes_no_bit_and_the_driver_opens_no_gpu(
     (tmp_path / "score.py").write_text(SCORER)
     (tmp_path / "pooled.yaml").write_text(POOLS)
     train(tmp_path, "quickstart", "apart", *JUDGED)
-    with ray_nodes({"num_cpus": 3}, {"num_cpus": 3}) as address:
+    with ray_nodes({"num_cpus": 4}, {"num_cpus": 4}) as address:
         # As where this process sees GPUs that it is to leave to others.
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "_lazy_init", opened)
@@ -82,6 +84,8 @@ def test_colocation_changes_no_bit_and_the_driver_opens_no_gpu(
     norms = [line["actor/grad_norm"] for line in read_metrics(apart / "metrics.jsonl")[1:]]
     assert len(norms) == STEPS
     assert min(norms) > 0
-    assert {"reward model[0]", "reward model[1]"} <= {*workers_of(together)} - {*workers_of(apart)}
+    own = {f"{role}[{rank}]" for role in ("reward model", "reference") for rank in (0, 1)}
+    assert {*workers_of(together)} - {*workers_of(apart)} == own
     scored = [line for line in read_metrics(together / "metrics.jsonl") if line["step"]]
     assert all(r["score/parts/model/min"] < r["score/parts/model/max"] for r in scored)
+    assert max(r["actor/kl_loss"] for r in scored) > 0

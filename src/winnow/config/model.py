@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from winnow.config.base import Decay, Dtype, Section
+from winnow.config.trainer import Sharded
 
 
 class NoAdapter(Section):
@@ -80,6 +81,19 @@ class ModelConfig(Section):
             )
 
 
+class WithPolicy(Section):
+    """Beside the policy: on its ranks, or in the run's process."""
+
+    name: Literal["policy"] = "policy"
+
+
+class ShardedReference(Sharded):
+    """The reference sharded over processes that only answer for it (PyTorch's `fully_shard`); see
+    docs/ranks.md."""
+
+    at: ClassVar[str] = "reference.strategy"
+
+
 class ReferenceConfig(Section):
     """The frozen policy that KL terms measure from; unused unless something asks for its log-probs.
 
@@ -91,6 +105,8 @@ class ReferenceConfig(Section):
     """Folder of the model; null is the policy's start."""
     dtype: Dtype | None = None
     """Type of weights and activations; null is model.dtype."""
+    strategy: Annotated[WithPolicy | ShardedReference, Field(discriminator="name")] = WithPolicy()
+    """Placement of the model's weights."""
 
 
 class NoWarmStart(Section):

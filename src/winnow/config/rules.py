@@ -14,11 +14,12 @@ from winnow.config.algorithm import (
     GaeAdvantage,
     GdpoAdvantage,
     GrpoPasskAdvantage,
+    NoKl,
     OptimalTokenBaselineAdvantage,
 )
 from winnow.config.data import Demonstrations, NoTask, SortDigitsTask
 from winnow.config.judge import sharding_of
-from winnow.config.model import LoraAdapter, SftWarmStart
+from winnow.config.model import LoraAdapter, SftWarmStart, ShardedReference
 from winnow.config.rollout import BandFilter, HttpEngineConfig, VarianceFilter, VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.trainer import AsyncMode, Fsdp2, RayCluster, SyncMode
@@ -110,7 +111,21 @@ def workers_of(config: Config) -> dict[str, int]:
         "rollout": _engines(config),
         "reward": config.reward.processes,
         "reward_model": 0 if scorer is None else scorer.ranks,
+        "reference": _reference_ranks(config),
     }
+
+
+def needs_reference(config: Config) -> bool:
+    """Return whether a loss or the rewards have a KL to the reference."""
+    kl = config.algorithm.kl
+    return not (isinstance(kl.reward, NoKl) and isinstance(kl.loss, NoKl))
+
+
+def _reference_ranks(config: Config) -> int:
+    """Return the number of ranks of a reference that has its own and is asked for anything."""
+    strategy, imitates = config.reference.strategy, isinstance(config.sft, Demonstrations)
+    is_asked = isinstance(strategy, ShardedReference) and needs_reference(config) and not imitates
+    return strategy.ranks if isinstance(strategy, ShardedReference) and is_asked else 0
 
 
 def _engines(config: Config) -> int:
@@ -390,6 +405,7 @@ COUNTS = {
     "rollout": "rollout.engine.processes",
     "reward": "reward.processes",
     "reward_model": "reward.model.strategy.ranks",
+    "reference": "reference.strategy.ranks",
 }
 """Key that gives the number of workers of each role."""
 

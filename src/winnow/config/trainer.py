@@ -282,13 +282,16 @@ class RolesConfig(Section):
     """The pool of each role that has workers. Roles of one pool are colocated, slot by slot."""
 
     policy: str | None = None
-    """Pool of the ranks (trainer/strategy=fsdp2), which hold critic and reference, too."""
+    """Pool of the ranks (trainer/strategy=fsdp2), which hold the critic, too, and the reference
+    where that has none of its own."""
     rollout: str | None = None
     """Pool of the engines (rollout.engine.processes)."""
     reward: str | None = None
     """Pool of the processes that score (reward.processes)."""
     reward_model: str | None = None
     """Pool of the reward model's own ranks (reward/model/strategy=fsdp2)."""
+    reference: str | None = None
+    """Pool of the reference's own ranks (reference/strategy=fsdp2)."""
 
 
 Packages = str | tuple[str, ...] | dict[str, Any] | None

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from winnow.errors import TrainingError
@@ -129,9 +130,17 @@ class Learner:
         self._advantage.load_state_dict(state["advantage"])
 
     def learn(
-        self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
+        self,
+        groups: Sequence[Group],
+        step: int,
+        metrics: Metrics,
+        watch: Stopwatch,
+        ref: ArrayLike | None = None,
     ) -> Learned:
         """Train on `groups`; books figures in `metrics` and seconds in `watch`.
+
+        Args:
+            ref: [T] log-probs of a reference that is elsewhere, in the order of `pack`.
 
         Raises:
             TrainingError: too many updates in a row had a non-finite gradient, a number that
@@ -141,6 +150,8 @@ class Learner:
             batch = pack(groups, self._settings.overlong_filtering)
             # The weights after step k have version k.
             batch.columns["age"] = token_ages(groups, batch, step - 1)
+            if ref is not None:
+                batch.columns["ref"] = torch.from_numpy(np.array(ref))
         self._passes(batch, step, metrics, watch)
         with watch.phase("batch"):
             old = batch.columns["old"].numpy() if self._policy.has_pass else None

@@ -25,6 +25,7 @@ from winnow.config.algorithm import (
 from winnow.config.data import Demonstrations
 from winnow.config.model import NoAdapter
 from winnow.config.root import Config
+from winnow.config.rules import needs_reference, workers_of
 from winnow.config.trainer import Fsdp2, OptimConfig
 from winnow.learning.advantage import AdvantageStage, KlPenalty
 from winnow.learning.critic import Critic, ValueObjective
@@ -69,7 +70,7 @@ def needs_start(config: Config) -> bool:
     """Return whether a resumed run needs the model that the run began from."""
     return (
         not isinstance(config.model.adapter, NoAdapter)
-        or (_needs_reference(config) and config.reference.path is None)
+        or (needs_reference(config) and config.reference.path is None)
         or ("values" in needs_of(config) and config.critic.path is None)
     )
 
@@ -101,7 +102,7 @@ def make_learner(
     check_attention(config, model, "model.dtype", on)
     hold = _hold(config, mesh, planned)
     hollow: Hollow = "shapes" if planned else mesh is not None
-    readout = _readout_options(config, vocabulary)
+    readout = readout_options(config, vocabulary)
     if isinstance(config.sft, Demonstrations):  # what the data has, no sampler has shaped
         readout["temperature"] = 1.0
     checkpointing = config.model.gradient_checkpointing
@@ -115,17 +116,17 @@ def make_learner(
     if "values" in needs_of(config):
         from winnow.models.value import load_value_model
 
-        value_model = _load(load_value_model, config, "critic", start, policy.device, hollow)
+        value_model = load_role(load_value_model, config, "critic", start, policy.device, hollow)
         checkpointing = config.critic.gradient_checkpointing
         options = _adamw_options(config.critic.optim)
         others["critic"] = hold(value_model, gradient_checkpointing=checkpointing, **options)
         critic = Critic(others["critic"], make_value_objective(config))
     reference = None
-    if _needs_reference(config):
+    if needs_reference(config) and not workers_of(config)["reference"]:
         # With a new adapter, unless another folder is named, the policy's own model without it.
         reference, own = policy, config.reference.path
         if own is not None or isinstance(config.model.adapter, NoAdapter) or is_adapter(start):
-            frozen = _load(load_causal_lm, config, "reference", start, policy.device, hollow)
+            frozen = load_role(load_causal_lm, config, "reference", start, policy.device, hollow)
             reference = hold(frozen.requires_grad_(False), **readout)
     learner = Learner(
         Policy(policy, make_objective(config)),
@@ -228,12 +229,7 @@ def _rate(config: Config, optim: OptimConfig) -> Any:
     )
 
 
-def _needs_reference(config: Config) -> bool:
-    kl = config.algorithm.kl
-    return not (isinstance(kl.reward, NoKl) and isinstance(kl.loss, NoKl))
-
-
-def _load(
+def load_role(
     load: Callable[..., nn.Module],
     config: Config,
     role: Literal["critic", "reference"],
@@ -272,7 +268,8 @@ def _hold(
     )
 
 
-def _readout_options(config: Config, vocabulary: int) -> dict[str, Any]:
+def readout_options(config: Config, vocabulary: int) -> dict[str, Any]:
+    """Return how log-probs are read off a policy's or a reference's states."""
     return {
         "temperature": config.rollout.temperature,
         "vocab_size": vocabulary,

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Literal, cast
 import numpy as np
 import torch
 
+from winnow.config.judge import NoRewardModel
 from winnow.config.load import resolve_recipe
+from winnow.config.model import ReferenceConfig
 from winnow.config.root import Config
 from winnow.errors import ConfigError, PublicationError
 from winnow.http.client import RemoteError
@@ -126,6 +128,8 @@ def config_to_check(target: str, overrides: Sequence[str], model: str | None) ->
             f"rollout.max_response_tokens={TOKENS}",
         ]
     config = resolve_recipe(None if is_server else target, [*words, *overrides])
+    reward = config.reward.model_copy(update={"model": NoRewardModel()})  # nobody scores
+    config = config.model_copy(update={"reward": reward, "reference": ReferenceConfig()})
     if config.model.path is None:
         raise ConfigError("there is no model to compare with; give its folder in --model FOLDER")
     return config

@@ -29,7 +29,7 @@ from winnow.config.data import DataConfig, NoTask
 from winnow.config.files import evaluation_recipe
 from winnow.config.judge import NoRewardModel
 from winnow.config.load import load_recipe, resolve_recipe
-from winnow.config.model import LoraAdapter, ModelConfig
+from winnow.config.model import LoraAdapter, ModelConfig, WithPolicy
 from winnow.config.reward import RewardConfig
 from winnow.config.rollout import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
 from winnow.config.root import Config
@@ -480,6 +480,7 @@ def _writing(config: Config, is_told: bool) -> tuple[Config, str]:
         "rollout": {"engine": engine},
         "trainer": {"mode": SyncMode(), "strategy": WholeModels()},
         "reward": {"processes": 0},
+        "reference": {"strategy": WithPolicy()},
     }
     if not getattr(config.reward.model, "in_evaluation", True):
         sections["reward"]["model"] = NoRewardModel()

@@ -19,6 +19,7 @@ from typing import Any
 from winnow.config.algorithm import GaeAdvantage, NoKl
 from winnow.config.judge import ShardedScorer
 from winnow.config.load import differing_keys
+from winnow.config.model import ShardedReference
 from winnow.config.root import Config
 from winnow.config.rules import workers_of
 from winnow.config.schema import show
@@ -35,6 +36,7 @@ _MAY_CHANGE: dict[str, set[str]] = {
     "data.task": {"eval_problems"},
     "reward": {"workers", "processes", "memory_mb", "timeout_s"},
     "reward.model.strategy": {*ShardedScorer.model_fields},
+    "reference.strategy": {*ShardedReference.model_fields},
     # Who asks the judge, where, how fast, and where replies are kept.
     "reward.judge": {
         *("base_url", "api_key_env", "cache", "max_concurrent", "retries", "timeout_s"),

@@ -150,7 +150,7 @@ class LearnerWorker:
         machine = this_machine(learning.policy.device)
         return RankFacts(learning.passes, learning.learner.state_dict(), machine)
 
-    def learn(self, groups: Sequence[Group], step: int) -> StepReply | None:
+    def learn(self, groups: Sequence[Group], step: int, **given: Any) -> StepReply | None:
         """Train on a step's groups, as `Learner.learn` does."""
         if self._profiler is not None:
             self._profiler.begin(step)
@@ -158,7 +158,7 @@ class LearnerWorker:
         metrics, watch = Metrics(), Stopwatch()
         with watch.phase("batch"):
             fetch(groups)
-        learned = self._learning.learner.learn(groups, step, metrics, watch)
+        learned = self._learning.learner.learn(groups, step, metrics, watch, **given)
         self._book_memory(metrics)
         if self._profiler is not None:
             self._profiler.end()
@@ -315,20 +315,20 @@ class RemoteLearner:
         """Moves with each step, and with each pass and update of a rank."""
         return self._steps + sum(each or 0 for each in self._group.progress)
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on all ranks; returns rank 0's result."""
-        return self._group.ask(method, *args)[0]
+        return self._group.ask(method, *args, **kwargs)[0]
 
     def learn(
-        self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
+        self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch, **given: Any
     ) -> Learned:
-        """Train on a step's groups.
+        """Train on a step's groups, with what `Learner.learn` may be given besides.
 
         The time that rank 0 books under its phases is booked here, too; `ranks` is what is left,
         the way there and back.
         """
         with watch.phase("ranks"):
-            reply: StepReply = self.call("learn", list(groups), step)
+            reply: StepReply = self.call("learn", list(groups), step, **given)
         watch.rebook("ranks", reply.seconds)
         metrics.merge(reply.metrics)
         self._state = reply.learner

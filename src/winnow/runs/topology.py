@@ -12,15 +12,17 @@ Processes are started on this machine or on a Ray cluster:
 | rollout | of `ENGINES` | one an engine: it may die and leave the others |
 | reward | `PipelineWorker` | one, of whole reward pipelines |
 | reward_model | `RewardModelWorker` | one, of the ranks of the reward model |
+| reference | `ReferenceWorker` | one, of the ranks of a reference apart |
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +71,7 @@ CLASSES = {
     "policy": "winnow.runs.remote_learner:LearnerWorker",
     "reward": "winnow.runs.rewarding:make_pipeline_worker",
     "reward_model": "winnow.runs.scoring_ranks:RewardModelWorker",
+    "reference": "winnow.runs.reference_ranks:ReferenceWorker",
 }
 ENGINES = {
     "torch": "winnow.rollout.remote_engine:TorchEngineWorker",
@@ -118,10 +121,11 @@ def other_processes(
         "policy": common | model,
         "reward": common,
         "reward_model": {"config": config},
+        "reference": {"config": config, "start": start, "vocabulary": policy.vocabulary},
         "rollout": _engine_arguments(config, policy, start) if counts["rollout"] else {},
     }
     roles = ["rollout"] * counts["rollout"]
-    roles += [role for role in ("reward", "reward_model", "policy") if counts[role]]
+    roles += [role for role in ("reward", "reward_model", "reference", "policy") if counts[role]]
     trains = counts["policy"] > 0 or policy.device.type != "cpu"
     with contextlib.closing(WorkerGroups()) as groups, launcher(config, groups, trains) as launch:
 
@@ -218,7 +222,7 @@ def local_devices(config: Config, trains: bool = True) -> dict[str, range]:
     """Choose a GPU of this machine for each process, by role; none on CPUs.
 
     Ranks come first, or the run's own process where it trains, then engines, then what scores with
-    a reward model.
+    a reward model, then a reference apart.
 
     Args:
         trains: False where neither ranks nor the run's own process take a GPU, as in an evaluation.
@@ -233,19 +237,21 @@ def local_devices(config: Config, trains: bool = True) -> dict[str, range]:
     counts, devices = workers_of(config), torch.cuda.device_count()
     ranks = max(counts["policy"], int(trains))
     width, (role, scoring) = devices_each(config), _scorers(config)
-    engines = counts["rollout"] * width
-    needs = ranks + engines + scoring
-    if needs > devices:
-        judging = f" and {scoring} that score ({COUNTS[role]})" if scoring else ""
+    takes = {"policy": ranks, "rollout": counts["rollout"] * width, role: scoring}
+    takes["reference"] = counts["reference"]
+    ends = dict(zip(takes, itertools.accumulate(takes.values()), strict=True))
+    if (needs := ends["reference"]) > devices:
+        words = {role: "that score", "reference": "of the reference"}
+        more = (f" and {takes[r]} {w} ({COUNTS[r]})" for r, w in words.items() if takes[r])
         times = f" x tensor_parallel={width}" if width > 1 else ""
         raise ConfigError(
             f"cluster=local gives each process a GPU of its own: {ranks} that train "
-            f"(trainer.strategy.ranks) and {engines} that write (rollout.engine.processes{times})"
-            f"{judging} need {needs}, this machine has {devices}; have fewer, or share them on "
-            "Ray in one pool (cluster=ray, cluster.pools), or set run.device=cpu"
+            f"(trainer.strategy.ranks) and {takes['rollout']} that write (rollout.engine.processes"
+            f"{times}){''.join(more)} need {needs}, this machine has {devices}; have fewer, or "
+            "share them on Ray in one pool (cluster=ray, cluster.pools), or set run.device=cpu"
         )
-    found = {"policy": range(ranks), "rollout": range(ranks, ranks + engines)}
-    return found | ({role: range(ranks + engines, needs)} if scoring else {})
+    own = [each for each in takes if takes[each] or each in ("policy", "rollout")]
+    return {each: range(ends[each] - takes[each], ends[each]) for each in own}
 
 
 def devices_each(config: Config) -> int:
@@ -358,6 +364,23 @@ def placed_models(
         WinnowError: a model of the recipe cannot be loaded, or a process cannot be started.
     """
     groups = others()
+    placed = _placed(config, policy, start, groups)
+    if "reference" not in groups:
+        return placed
+    from winnow.runs.reference_ranks import WithReference
+
+    (ranks,) = groups["reference"]
+    machine = {**placed.machine, "ranks of the reference": ranks.size}
+    return replace(placed, learner=WithReference(placed.learner, ranks), machine=machine)
+
+
+def _placed(
+    config: Config,
+    policy: Policies,
+    start: str | None,
+    groups: Mapping[str, Sequence[WorkerGroup]],
+) -> Topology:
+    """Build engine and learner, without what the learner is given from elsewhere."""
     is_apart, engine = has_engines_apart(config), engine_of(config, policy, groups)
     if "policy" not in groups:
         return _learning_here(config, policy, start, engine, is_apart)

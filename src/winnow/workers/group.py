@@ -175,9 +175,9 @@ class WorkerGroup:
         """The workers' own, by rank, as last heard."""
         return tuple(rank.listener.progress for rank in self._ranks)
 
-    def ask(self, method: str, *args: Any) -> list[Any]:
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks and wait; results by rank."""
-        return _wait(self._answers(range(self.size), Call(method, args)), self._loop)
+        return _wait(self._answers(range(self.size), Call(method, args, kwargs)), self._loop)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks at once; results by rank.

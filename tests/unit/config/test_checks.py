@@ -161,6 +161,16 @@ CASES = [
         [*SCORED, *POOLED, POOL, "cluster.roles.reward_model=a"],
     ),
     (
+        [*POOLED, POOL, "reference/strategy=fsdp2", "algorithm/kl/loss=fixed"],
+        ["cluster.roles.reference=null has 0 slots", "reference.strategy.ranks asks for 2"],
+        [*POOLED, POOL, "reference/strategy=fsdp2"],
+    ),
+    (
+        ["reference/strategy=fsdp2", "reference.strategy.replicas=4"],
+        ["reference.strategy.ranks=2 cannot", "reference.strategy.replicas=4", "divisor"],
+        ["reference/strategy=fsdp2", "reference.strategy.replicas=2"],
+    ),
+    (
         [*POOLED, POOL, "cluster.pools.b.per_node=2"],
         ["cluster.pools.b has no role", "name it in cluster.roles"],
         [*POOLED, POOL],

@@ -150,6 +150,30 @@ def test_a_sharded_reward_model_has_a_pool_and_devices_of_its_own(
         local_devices(recipe("quickstart", *FOUR, *SHARDED))
 
 
+def test_a_reference_that_is_asked_for_has_devices_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    apart = *FOUR, "rollout.engine.processes=1", "reference/strategy=fsdp2"
+    asked = *apart, "algorithm/kl/loss=fixed"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 9)
+    found = local_devices(recipe("quickstart", *asked, *SHARDED))
+    assert (found["reward_model"], found["reference"]) == (range(5, 7), range(7, 9))
+    assert "reference" not in local_devices(recipe("quickstart", *apart, *SHARDED))
+    imitates = "data/task=none", "sft=demonstrations", "sft.train_files=[a]", "warm_start=none"
+    assert local_devices(recipe("sft", *asked, *imitates, "model.path=m")).keys() == {
+        *("policy", "rollout")
+    }
+    with pytest.raises(ConfigError) as caught:
+        local_devices(recipe("quickstart", *asked, *SHARDED, "rollout.engine.processes=2"))
+    assert (
+        "2 that score (reward.model.strategy.ranks) and 2 of the reference "
+        "(reference.strategy.ranks) need 10, this machine has 9"
+    ) in str(caught.value)
+    pools = [pool.name for pool in pools_of(on_ray(*asked), True)]
+    assert pools == ["policy", "rollout", "reference"]
+
+
 def test_a_gpu_that_is_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^run\.device is cuda, but torch sees no GPU"):
