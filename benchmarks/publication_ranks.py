@@ -1,6 +1,6 @@
 """What a publication from ranks costs the driver, and what each rank sends, by the number of ranks.
 
-    python -m benchmarks.publication_ranks [--ranks 2 4 8 16] [--engines 2] [--layers 64]
+    python -m benchmarks.publication_ranks [--ranks 2 16] [--engines 2] [--layers 64]
                                            [--repeats 7] [--out benchmarks/results/FILE.md]
 
 So many ranks publish a random Qwen3 to engines in processes of their own, as after a step: with as
@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,8 +58,6 @@ class _Whole(Strategy):
 class WholeRank(LearnerWorker):
     """A rank whose exports are those of production, of a model that is not sharded."""
 
-    progress = 0
-
     def __init__(self, rank: RankInfo, folder: str) -> None:
         model = load_causal_lm(folder, torch.bfloat16, torch.device("cpu"))
         self._strategies: Any = {"policy": _Whole(model)}
@@ -66,6 +65,11 @@ class WholeRank(LearnerWorker):
         self._store, self._rank, self._ranks = rank.store, rank.rank, rank.size
         self._exported = 0
         self._bucket_bytes = math.ceil(self._strategies["policy"].exported_bytes("all") / BUCKETS)
+
+    @property
+    def progress(self) -> int:
+        """Moves with each bucket, as in production."""
+        return self._exported
 
     def facts(self) -> Any:
         """Nothing that a publication needs."""
@@ -99,43 +103,51 @@ def count_calls(groups: list[WorkerGroup]) -> int:
     return sum(rank.calls for group in groups for rank in group._ranks)
 
 
-def measure(folder: str, ranks: int, engines: int, repeats: int) -> str:
-    """A row of the table."""
+def measure(folder: str, counts: Sequence[int], engines: int, repeats: int) -> list[str]:
+    """Rows of the table: groups of so many ranks publish in turn, to the same engines."""
     common = {"model": folder, "dtype": "bfloat16", "slots": 4, "prefill_tokens": 512}
     groups = WorkerGroups()
+    took: dict[int, list[float]] = {count: [] for count in counts}
+    walls: dict[int, list[float]] = {count: [] for count in counts}
+    said: dict[int, str] = {}
     try:
         one = {"OMP_NUM_THREADS": "1"}
-        starting = [start_local("learner", RANK, {"folder": folder}, ranks, one)]
-        starting += [start_local(f"engine {i}", ENGINE, common, 1, one) for i in range(engines)]
+        starting = [start_local(f"engine {i}", ENGINE, common, 1, one) for i in range(engines)]
+        own = {"folder": folder}
+        starting += [start_local(f"learner {n}", RANK, own, n, one) for n in counts]
         started = groups.start(*starting)
-        remote = RemoteLearner(started[0])
-        members = [RemoteEngine(each, each.ask("ask", "")[0]) for each in started[1:]]
+        members = [RemoteEngine(each, each.ask("ask", "")[0]) for each in started[:engines]]
         group = EngineGroup(members, True)
-        took, walls, calls, share = [], [], 0, (0, [0])
-        for version in range(1, repeats + 2):
-            before, own, wall = count_calls(started), time.process_time(), time.perf_counter()
-            update = remote.weights(version)
-            asyncio.run(group.load_weights(update))
-            walls.append(time.perf_counter() - wall)
-            took.append(time.process_time() - own)
-            calls = count_calls(started) - before
-            if isinstance(update.buckets, list):
-                share = sizes(update, ranks)
+        learners = [RemoteLearner(each) for each in started[engines:]]
+        for turn in range(repeats + 1):
+            for place, (count, remote) in enumerate(zip(counts, learners, strict=True)):
+                version = 1 + turn * len(counts) + place
+                calls, cpu, wall = count_calls(started), time.process_time(), time.perf_counter()
+                update = remote.weights(version)
+                asyncio.run(group.load_weights(update))
+                if not turn:  # maps memory that is new
+                    continue
+                walls[count].append(time.perf_counter() - wall)
+                took[count].append(1e3 * (time.process_time() - cpu))
+                number, share = sizes(update, count)
+                even = f"{min(share) / 1e6:.2f}, {max(share) / 1e6:.2f}"
+                said[count] = f"{count_calls(started) - calls} | {number} | {even}"
     finally:
         groups.close()
-    cpu = sorted(1e3 * each for each in took[1:])  # the first maps memory that is new
-    even = f"{min(share[1]) / 1e6:.2f}, {max(share[1]) / 1e6:.2f}"
-    middle = f"{statistics.median(cpu):.1f} ({cpu[0]:.1f}, {cpu[-1]:.1f})"
-    wall_s = statistics.median(walls[1:])
-    line = f"| {ranks} | {middle} | {calls} | {share[0]} | {even} | {wall_s:.2f} |"
-    print(line, flush=True)
-    return line
+    rows = []
+    for count in counts:
+        cpus = sorted(took[count])
+        middle = f"{statistics.median(cpus):.1f} ({cpus[0]:.1f}, {cpus[-1]:.1f})"
+        wall_s = statistics.median(walls[count])
+        rows.append(f"| {count} | {middle} | {said[count]} | {wall_s:.2f} |")
+        print(rows[-1], flush=True)
+    return rows
 
 
 def main() -> None:
     """Measure each number of ranks, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 16])
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
@@ -145,7 +157,7 @@ def main() -> None:
     print(HEAD)
     with tempfile.TemporaryDirectory() as name:
         folder = save_model(Path(name), args.layers)
-        rows = [measure(folder, ranks, args.engines, args.repeats) for ranks in args.ranks]
+        rows = measure(folder, args.ranks, args.engines, args.repeats)
         size = (Path(name) / "model.safetensors").stat().st_size / 1e6
     command = " ".join(["python -m benchmarks.publication_ranks", *sys.argv[1:]])
     text = f"# What a publication from ranks costs the driver\n\nMade by `{command}`; "

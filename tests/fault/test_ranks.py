@@ -61,6 +61,14 @@ def test_two_ranks_learn_what_one_process_learns(calm: Path, lab: Lab) -> None:
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=limit), name
 
 
+def test_ranks_send_an_engine_the_adapter_alone(lab: QuickLab) -> None:
+    run, adapter = lab.run("adapter"), ("model/adapter=lora", "model.adapter.publish=adapter")
+    assert lab.start(run.name, *ON_RANKS, *adapter, "trainer.steps=2").wait(240) == 0
+    deltas = [line["publish/max_delta"] for line in figures(run) if line["step"]]
+    assert len(deltas) == 2
+    assert max(deltas) < 1e-4
+
+
 def after_a_step(
     lab: QuickLab, process: Forked, run: Path, step: int
 ) -> tuple[int, dict[str, int]]:
