@@ -155,20 +155,29 @@ class Host:
         self._sender.take_logging(job.log_level)
         self._dump_after_s = _DUMP_AFTER * job.stall_timeout_s
         self._dump_when_still()
-        threading.Thread(target=self._beat, name="winnow-beats", daemon=True).start()
+        # Each beat costs the driver time: a hundred a limit are enough, and one a second.
+        every_s = min(job.stall_timeout_s / 100, 1.0)
+        beating = threading.Thread(target=self._beat, args=[every_s], name="winnow-beats")
+        beating.daemon = True
+        beating.start()
         with heap.growing():
             worker_class = pkgutil.resolve_name(job.path)
         self._worker = worker_class(rank=job.info, **job.kwargs)
         # For those that want to look at it, or to end it.
         log.info("ready: process %d on %s", os.getpid(), platform.node())
 
-    def _beat(self) -> None:
+    def _beat(self, every_s: float) -> None:
         """Send progress while a method computes, and put off the dump of stacks with each."""
         seen: tuple[int | None, int, int] = None, 0, 0
+        since_s = 0.0
         while True:
             time.sleep(_BEAT_S)
             if self._is_orphan():
                 os._exit(1)
+            since_s += _BEAT_S
+            if since_s < every_s:
+                continue
+            since_s = 0.0
             progress = getattr(self._worker, "progress", None)
             now = progress, self._calls_ended, self._calls_under_way
             if now == seen:
