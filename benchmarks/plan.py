@@ -208,11 +208,11 @@ def describe(folder: str, sizes: dict[str, int], positions: int) -> None:
 
 
 def cost_of_32b() -> str:
-    """Plan 32B on 16 nodes of 8 by the command; say what that took, and what it found."""
+    """Plan 32B on 128 ranks, beside engines on 64 GPUs; say what that took, and what it found."""
     with tempfile.TemporaryDirectory() as folder:
         describe(folder, LARGE, 131072)
-        words = ["dapo_qwen2.5_32b", f"model.path={folder}", *LAYOUT, "--nodes", "16", "--json"]
-        command = [Path(sys.executable).with_name("winnow"), "plan", *words]
+        words = ["dapo_qwen2.5_32b", f"model.path={folder}", *LAYOUT, "--nodes", "24", "--json"]
+        command = [str(Path(sys.executable).with_name("winnow")), "plan", *words]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
@@ -220,7 +220,7 @@ def cost_of_32b() -> str:
         used = os.wait4(process.pid, 0)[2]
     memory, run = plan["memory"], plan["run"]
     return (
-        f"`winnow plan dapo_qwen2.5_32b {' '.join(LAYOUT)} --nodes 16` took "
+        f"`winnow plan dapo_qwen2.5_32b {' '.join(LAYOUT)} --nodes 24` (128 ranks) took "
         f"{used.ru_utime + used.ru_stime:.1f} s of CPU and {used.ru_maxrss / 2**20:.3f} GiB (load "
         f"average {before:.1f}). Of its ranks each holds {memory['peak_gib']:.2f} GiB at the peak, "
         f"in the {memory['peak_within']}, of {memory['limit_gib']:.1f}; lockstep "
@@ -257,7 +257,7 @@ def main() -> None:
         error = (least + constant) / most - 1
         lines.append(f"| {name} | {least:.3f} | {most:.3f} | {most - least:+.3f} | {error:+.1%} |")
     text = "\n".join(lines) + f"\n\nThe constant, the median of what is above: {constant:.3f} GiB\n"
-    text += f"\n## 32B on 128 GPUs\n\n{cost_of_32b()}"
+    text += f"\n## 32B on 128 ranks\n\n{cost_of_32b()}"
     print(text)
     if asked.out is not None:
         heading = (
