@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.objectives import policy_objective
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 from winnow.errors import CheckpointError, ModelError
@@ -335,6 +337,20 @@ def test_gradient_checkpointing_gives_the_same_gradients(
         for flag in (False, True)
     )
     assert_close(recomputed, plain, 1e-6)
+
+
+def test_compiled_blocks_are_sharded_as_others_are(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    micro = every(learnable(groups_of(RAGGED)))
+    fsdp2 = IMPLEMENTATIONS["fsdp2"]
+    plain, compiled = (
+        gradients_of(fsdp2, folders["qwen3"], micro, compiles=c, gradient_checkpointing=c)
+        for c in (False, True)
+    )
+    assert_close(compiled, plain, 1e-5)
+    assert counters["stats"]["unique_graphs"] > 1
 
 
 def gradients_of(

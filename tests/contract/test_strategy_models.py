@@ -7,7 +7,8 @@ sequence at a time without packing, and take the gradient of a loss written anew
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.contract.test_strategy import (
     relative,
 )
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -37,14 +39,16 @@ from transformers import (
     Qwen3Config,
 )
 
+from winnow.config.load import load_recipe
 from winnow.config.model import LoraAdapter
 from winnow.data.sort_digits import build_tokenizer
-from winnow.errors import ModelError
+from winnow.errors import ConfigError, ModelError
 from winnow.learning.batch import Batch, MicroBatch, gather_tokens, micro_batches, pack
-from winnow.learning.strategy import LossResult, Output, Outputs, Strategy
+from winnow.learning.strategy import LossResult, Output, Outputs, Strategy, decoder_layers
 from winnow.models.causal_lm import freeze, load_causal_lm, quiet_transformers
 from winnow.models.lora import adapter_weights, adapter_writer, add_lora, load_lora
 from winnow.models.value import load_reward_model, load_value_model
+from winnow.runs.build_learner import _hold
 
 
 @dataclass(frozen=True)
@@ -266,6 +270,79 @@ def test_outputs_and_gradients_are_those_of_hugging_face_for_each_sequence_alone
         assert relative(ours, wanted) <= TOLERANCE[dtype]
         assert torch.equal(ours == 0, wanted == 0)
     assert_close(gradients_of(strategy, micro, case), gradients, TOLERANCE[dtype])
+
+
+@pytest.fixture
+def graphs() -> Iterator[Counter[str]]:
+    """What was compiled in this test."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield counters["stats"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "backend"),
+    [
+        ("policy tied", False, "inductor"),
+        # Traced all the same; code in C++ takes seconds of CPU a time.
+        ("lora tied", True, "eager"),
+        ("value", True, "eager"),
+    ],
+)
+def test_compiled_blocks_learn_the_same_of_any_length_under_the_same_names(
+    name: str,
+    checkpointing: bool,
+    backend: str,
+    families: dict[str, Path],
+    graphs: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    case = CASES[name]
+    made = partial(strategy_of, case, families, torch.float32, gradient_checkpointing=checkpointing)
+    eager, compiled = made(), made(compiles=True)
+    for number, lengths in enumerate((RAGGED, RAGGED[:2], RAGGED[1:])):
+        micro = whole(batch_of(lengths, torch.float32), 40)
+        found, wanted = (gradients_of(each, micro, case) for each in (compiled, eager))
+        assert_close(found, wanted, 1e-5)
+        if not number:
+            traced = graphs["unique_graphs"]
+    assert 1 < traced == graphs["unique_graphs"]  # the probe is one
+    if backend == "eager":
+        ours, theirs = (each.forward(micro, case.outputs) for each in (compiled, eager))
+        for one, other in zip(ours, theirs, strict=True):
+            assert all(relative(one[n], other[n]) <= 1e-5 for n in case.outputs)
+        assert graphs["unique_graphs"] > traced
+    exported, names = (dict(each.export_weights()) for each in (compiled, eager))
+    assert exported.keys() == names.keys()
+    assert compiled.state_dict()["weights"].keys() == eager.state_dict()["weights"].keys()
+    for layer in decoder_layers(compiled.model):  # an engine that shares it has its own code
+        assert "forward" not in vars(layer)
+
+
+@pytest.mark.parametrize("kind", ["single", "fsdp2"])
+def test_the_recipe_says_whether_blocks_are_compiled(kind: str) -> None:
+    mesh: Any = None if kind == "single" else object()
+    for flag in (False, True):
+        strategy = f"trainer.strategy={{name: {kind}, compile: {str(flag).lower()}}}"
+        made: Any = _hold(load_recipe("quickstart", [strategy]), mesh, None)
+        assert made.keywords["compiles"] is flag
+
+
+def test_without_a_compiler_one_line_says_what_is_needed(
+    families: dict[str, Path], graphs: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
+    monkeypatch.setattr(config, "force_disable_caches", True)  # it may have been there before
+    with pytest.raises(ConfigError) as told:
+        strategy_of(CASES["policy tied"], families, torch.float32, compiles=True)
+    line = str(told.value)
+    assert line.startswith("trainer.strategy.compile=true needs a C++ compiler (g++, or CXX) and ")
+    assert line.endswith("; install them, or set it to false")
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize("name", ["policy tied", "policy untied", "lora tied", "lora untied"])

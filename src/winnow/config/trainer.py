@@ -16,6 +16,9 @@ class WholeModels(Section):
     """Whole models, in the process that runs them."""
 
     name: Literal["single"] = "single"
+    compile: bool = False
+    """Run the models' blocks through torch.compile while they learn; starts later, needs a C++
+    compiler (and Triton on GPUs). Bits differ."""
 
 
 class Sharded(Section):
@@ -45,6 +48,9 @@ class Fsdp2(Sharded):
     """Models sharded over several processes (PyTorch's `fully_shard`); see docs/ranks.md."""
 
     at: ClassVar[str] = "trainer.strategy"
+    compile: bool = False
+    """Run the models' blocks through torch.compile while they learn; starts later, needs a C++
+    compiler (and Triton on GPUs). Bits differ."""
     sequence: int = Field(1, ge=1)
     """Neighbouring ranks that run each micro-batch together, a part of its tokens each (Ulysses
     sequence parallelism); a divisor of ranks and of the attention heads."""

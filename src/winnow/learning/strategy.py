@@ -41,6 +41,7 @@ from winnow.models.causal_lm import (
     is_value_model,
     output_head,
 )
+from winnow.models.compiled_layers import CompiledLayers
 from winnow.models.fused_layers import fuse
 from winnow.models.lora import (
     adapter_dropouts,
@@ -168,6 +169,10 @@ class Strategy:
         logprob_chunk_tokens: tokens whose logits exist at once; None chooses by the vocabulary.
         gradient_checkpointing: recompute activations in the backward pass.
         fp32_head: compute a half-precision model's logits in fp32.
+        compiles: compile the model's blocks; nothing is fused then.
+
+    Raises:
+        ConfigError: they cannot be compiled here.
     """
 
     sharder: MicroBatchSharder = NO_SHARDING
@@ -189,6 +194,7 @@ class Strategy:
         logprob_chunk_tokens: int | None = None,
         gradient_checkpointing: bool = False,
         fp32_head: bool = False,
+        compiles: bool = False,
     ) -> None:
         self.model = model
         self.device = device or next(model.parameters()).device
@@ -196,7 +202,10 @@ class Strategy:
         self._grad_clip = grad_clip
         readout = temperature, vocab_size, logprob_chunk_tokens, fp32_head
         self._runner = self._make_runner(model, *readout, self.kernels)
-        if (self.kernels or self.device.type) == "cpu":
+        self._compiled: CompiledLayers | None = None
+        if compiles:
+            self._compiled = CompiledLayers(decoder_layers(model), self.device)
+        elif (self.kernels or self.device.type) == "cpu":
             fuse(model)
         self._training_only = adapter_dropouts(model)
         if gradient_checkpointing:
@@ -227,6 +236,10 @@ class Strategy:
     def _pass(self) -> Iterator[None]:
         """Surround the passes of some micro-batches."""
         yield
+
+    def _code(self) -> contextlib.AbstractContextManager[None]:
+        """Have the model's blocks run compiled, where that is chosen."""
+        return contextlib.nullcontext() if self._compiled is None else self._compiled.used()
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:
         """Add up a loss's gradients; `is_last` for the last micro-batch of a call."""
@@ -260,7 +273,7 @@ class Strategy:
         Ranks that share the model bring the same number of micro-batches.
         """
         found = []
-        with torch.no_grad(), self._pass():
+        with torch.no_grad(), self._pass(), self._code():
             for micro in microbatches:
                 values = self._run(self._here(micro), outputs)
                 found.append(values if micro.lengths else {n: v[:0] for n, v in values.items()})
@@ -275,7 +288,7 @@ class Strategy:
         """
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
-        with self._pass():
+        with self._pass(), self._code():
             for number, micro in enumerate(microbatches, start=1):
                 is_last = number == len(microbatches)
                 here = self._here(micro)

@@ -57,7 +57,7 @@ class AttentionLayout(Protocol):
         ...
 
 
-def _attend(
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -86,7 +86,7 @@ def use_layout_attention(model: PreTrainedModel) -> None:
     """Route every attention layer of `model` to the layout given to each forward call."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION, _attend)
+    AttentionInterface.register(ATTENTION, attend)
     model.config._attn_implementation = ATTENTION
 
 

@@ -254,7 +254,7 @@ def _hold(
 ) -> Callable[..., Strategy]:
     """Return what holds a model whole, or sharded over a mesh."""
     if mesh is None:
-        return Strategy
+        return partial(Strategy, compiles=config.trainer.strategy.compile)
     from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
     from winnow.learning.sequence import sequence_group
 
@@ -262,6 +262,7 @@ def _hold(
     assert isinstance(chosen, Fsdp2)
     return partial(
         planned or FSDP2Strategy,
+        compiles=chosen.compile and planned is None,
         mesh=mesh,
         sharding=Sharding(chosen.reshard_after_forward, chosen.offload),
         sequence=sequence_group(chosen.sequence),

@@ -63,7 +63,7 @@ _MAY_CHANGE: dict[str, set[str]] = {
     "trainer.profile": {*ProfileConfig.model_fields},
     # A difference in ranks, as in threads, warns: `Opened.differences`.
     "trainer.strategy": {
-        *("ranks", "replicas", "sequence"),
+        *("ranks", "replicas", "sequence", "compile"),
         *("reshard_after_forward", "offload", "bucket_mb"),
     },
 }
