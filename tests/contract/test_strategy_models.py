@@ -336,7 +336,8 @@ def test_without_a_compiler_one_line_says_what_is_needed(
     from torch._inductor import config
 
     monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
-    monkeypatch.setattr(config, "force_disable_caches", True)  # it may have been there before
+    # A compiler may have been there before, and have left its code.
+    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
     with pytest.raises(ConfigError) as told:
         strategy_of(CASES["policy tied"], families, torch.float32, compiles=True)
     line = str(told.value)
