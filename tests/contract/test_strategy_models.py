@@ -331,14 +331,14 @@ def test_the_recipe_says_whether_blocks_are_compiled(kind: str) -> None:
 
 
 def test_without_a_compiler_one_line_says_what_is_needed(
-    families: dict[str, Path], graphs: Counter[str], monkeypatch: pytest.MonkeyPatch
+    families: dict[str, Path], graphs: Counter[str]
 ) -> None:
     from torch._inductor import config
+    from torch._inductor.utils import fresh_cache
 
-    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
+    absent = config.patch({"cpp.cxx": ("/nowhere/g++",)})
     # A compiler may have been there before, and have left its code.
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
-    with pytest.raises(ConfigError) as told:
+    with absent, fresh_cache(), pytest.raises(ConfigError) as told:
         strategy_of(CASES["policy tied"], families, torch.float32, compiles=True)
     line = str(told.value)
     assert line.startswith("trainer.strategy.compile=true needs a C++ compiler (g++, or CXX) and ")
