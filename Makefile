@@ -31,11 +31,12 @@ DEV := $(VENV)/.installed-dev
 INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	-c constraints.txt $(PIP_FLAGS)
-# Two processes with one thread each fill two cores. A file is one process's, for what its tests
-# share; files go in the order of tests/conftest.py, not by their number of tests. A test that takes
-# its process down ends the run: pytest-xdist would deal out what is done once more, and wait for ever.
+# Three processes with one thread each fill two cores, as tests often wait for processes that they
+# started. A file is one process's, for what its tests share; files go in the order of
+# tests/conftest.py, not by their number of tests. A test that takes its process down ends the run:
+# pytest-xdist would deal out what is done once more, and wait for ever.
 PYTEST := OMP_NUM_THREADS=1 WINNOW_STRICT=$(if $(filter-out 0,$(STRICT)),1) $(BIN)/python -m pytest \
-	-n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
+	-n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 # vLLM for CPUs lives apart: it is large, and packages that it draws in have to go again.
 VLLM_VENV := .venv-vllm
@@ -64,7 +65,7 @@ test: lint
 	$(PYTEST)
 
 test-vllm: $(VLLM)
-	$(subst $(BIN)/,$(VLLM_VENV)/bin/,$(PYTEST)) tests/vllm tests/contract/test_engine.py
+	$(subst $(BIN)/,$(VLLM_VENV)/bin/,$(PYTEST)) -n 2 tests/vllm tests/contract/test_engine.py
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
