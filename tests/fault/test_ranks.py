@@ -137,6 +137,17 @@ def test_damage_that_a_rank_finds_costs_one_step_and_no_bit(
     check_same(calm, run)
 
 
+def test_damage_of_a_finished_run_is_told_though_no_rank_starts(calm: Path, lab: QuickLab) -> None:
+    run = lab.run("damaged-finished")
+    shutil.copytree(calm, run)
+    *older, newest = checkpoints_in(run / "checkpoints")
+    for checkpoint in older:
+        shutil.rmtree(checkpoint.path)
+    path = newest.path / "model/model.safetensors"
+    path.write_bytes(path.read_bytes()[:-64] + b"\xff" * 64)
+    assert code_of(lab.start(run.name, *ON_RANKS), 240) == 2
+
+
 def test_another_number_of_ranks_takes_a_run_over_and_says_so(calm: Path, lab: QuickLab) -> None:
     run = lab.run("fewer-ranks")
     process = lab.start(run.name, *ON_RANKS, "trainer.strategy.sequence=2", pauses={2: 0.0})

@@ -39,7 +39,7 @@ from winnow.observe.trace import TraceFile
 from winnow.rewards.pipeline import Rewards
 from winnow.runs.build import build, use_machine, with_steps
 from winnow.runs.build_learner import needs_start
-from winnow.runs.checkpoint import checkpoints_in
+from winnow.runs.checkpoint import checkpoints_in, verify
 from winnow.runs.loading import Policies, fetch_models, load_policy, memory_told, start_notes
 from winnow.runs.loop import Run, train
 from winnow.runs.preflight import check_start, starting
@@ -129,6 +129,8 @@ def _run(
         sink = make_console(config.observe.console, console)
         _tell(sink, [*warnings, *(opened.notes or introduction(config, recipe, folder))])
         if opened.is_finished(config.trainer.steps):
+            if opened.checkpoint is not None and opened.may_be_damaged:
+                verify(opened.checkpoint)  # as no ranks will
             sink.note(_finished(config, folder))
             _close(config, recipe, folder, console)
             return 0
