@@ -14,7 +14,8 @@ from tests.recipes import recipe
 
 from winnow.config.root import Config
 from winnow.errors import ConfigError
-from winnow.runs.topology import CLASSES, ENGINES, launcher, pools_of
+from winnow.runs.placement import pools_of
+from winnow.runs.topology import CLASSES, ENGINES, launcher
 from winnow.workers.group import WorkerGroups
 from winnow.workers.ray.session import ray_session, reserve
 

@@ -12,14 +12,9 @@ from tests.recipes import recipe
 from winnow.config.root import Config
 from winnow.errors import ConfigError
 from winnow.runs.build import use_machine
+from winnow.runs.placement import devices_of, local_devices, pools_of, visible_devices
 from winnow.runs.state import _random_states, _set_random_states
-from winnow.runs.topology import (
-    devices_of,
-    local_devices,
-    pools_of,
-    uses_device,
-    visible_devices,
-)
+from winnow.runs.topology import uses_device
 from winnow.workers.ray.session import Pool
 
 FOUR = "trainer/strategy=fsdp2", "trainer.strategy.ranks=4"
