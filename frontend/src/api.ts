@@ -179,14 +179,34 @@ export function useData<T>(url: string | null, runs: string[] | null): Loaded<T>
 }
 
 async function load<T>(url: string, signal: AbortSignal): Promise<T> {
+  const answer = await ask(url, { signal })
+  return (await answer.json()) as T
+}
+
+async function ask(url: string, options: RequestInit): Promise<Response> {
   let answer: Response
   try {
-    answer = await fetch(url, { signal })
+    answer = await fetch(url, options)
   } catch (error) {
     if ((error as Error).name === 'AbortError') throw error
     throw new Error('The dashboard does not answer. Is `winnow dashboard` still running?')
   }
+  if (answer.ok) return answer
   const body = await answer.json().catch(() => null)
-  if (!answer.ok) throw new Error(body?.error ?? `The dashboard failed (${answer.status}).`)
-  return body as T
+  throw new Error(body?.error ?? `The dashboard failed (${answer.status}).`)
+}
+
+/** Posts a body, and hands on each line of JSON of the reply as it comes. */
+export async function stream<T>(url: string, body: unknown, signal: AbortSignal, hear: (line: T) => void): Promise<void> {
+  const headers = { 'Content-Type': 'application/json' }
+  const answer = await ask(url, { method: 'POST', headers, body: JSON.stringify(body), signal })
+  const reader = answer.body!.pipeThrough(new TextDecoderStream()).getReader()
+  let rest = ''
+  for (;;) {
+    const { done, value } = await reader.read()
+    const lines = (rest + (value ?? '')).split('\n')
+    rest = lines.pop()!
+    lines.forEach((line) => hear(JSON.parse(line) as T))
+    if (done) return
+  }
 }

@@ -8,18 +8,19 @@ import { listen, useConnection, useData, type Run } from './api'
 import { themeChanged } from './chart'
 import { Overview } from './overview'
 import { Empty, Problem, useKeys } from './parts'
+import { PlanPage } from './plan'
 import { link, useRoute } from './route'
 import './style.css'
 import { System } from './system'
 import { Time } from './time'
 
-const PAGES = { overview: 'Overview', answers: 'Answers', tokens: 'Tokens', time: 'Time', system: 'System', alarms: 'Alarms' }
+const PAGES = { overview: 'Overview', answers: 'Answers', tokens: 'Tokens', time: 'Time', system: 'System', alarms: 'Alarms', plan: 'Plan' }
 type Page = keyof typeof PAGES
-const VIEWS = { overview: Overview, answers: Answers, tokens: Account, time: Time, system: System, alarms: Alarms }
+const VIEWS = { overview: Overview, answers: Answers, tokens: Account, time: Time, system: System, alarms: Alarms, plan: PlanPage }
 const THEMES = ['system', 'light', 'dark'] as const
 type Theme = (typeof THEMES)[number]
 const HELP: [string, string][] = [
-  ['1 … 6', 'pages'],
+  ['1 … 7', 'pages'],
   ['j k  or  ↓ ↑', 'next prompt, the one before'],
   ['l h  or  → ←', 'next answer, the one before'],
   ['] [', 'next step, the one before'],

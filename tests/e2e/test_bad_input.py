@@ -28,7 +28,7 @@ trainer: {steps: 2, mini_batch_groups: 2}
 evaluation: {before: false}
 run: {threads: 1}
 """
-NEVER_STARTED = {"config.yaml", "log.txt", "metrics.jsonl", ".lock", "tokenizer.json"}
+NEVER_STARTED = {"config.yaml", "log.txt", "metrics.jsonl", ".lock", "tokenizer.json", "model.json"}
 """What a run that failed before its first step may leave, beside a whole checkpoint of step 0."""
 
 

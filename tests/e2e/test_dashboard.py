@@ -38,7 +38,8 @@ FLAGS = [
 ]
 pytestmark = pytest.mark.slow
 PAGES = {"overview": ".panel canvas", "answers": ".tokens", "tokens": ".panel canvas",
-         "time": ".panel canvas", "system": ".panel canvas", "alarms": ".alarms"}  # fmt: skip
+         "time": ".panel canvas", "system": ".panel canvas", "alarms": ".alarms",
+         "plan": ".plan form"}  # fmt: skip
 STEPS = 6
 WIDER = """[...document.querySelectorAll('.panel')].filter(each => each.scrollWidth >
 each.clientWidth).map(each => each.getAttribute('aria-label'))"""
@@ -213,6 +214,7 @@ def test_a_run_is_seen_live_and_its_dashboard_ends_with_it(trained: Trained) -> 
     assert len(steps) >= 2
     assert steps == sorted(steps)
     assert (trained.folder / "tokenizer.json").is_file()
+    assert json.loads((trained.folder / "model.json").read_text())["num_hidden_layers"] > 0
 
 
 def test_the_trainers_log_probs_are_kept_beside_the_samplers(trained: Trained) -> None:
@@ -436,6 +438,27 @@ def test_alarms_are_shown_with_their_remedy_and_lead_to_the_answers(look: Watche
     found.wait_for()
     page.goto("about:blank")
     (folder / "metrics.jsonl").write_bytes(before)
+
+
+def test_a_run_is_planned_on_other_gpus_by_its_page(look: Watched) -> None:
+    page = look.open("plan?run=tiny")
+    page.set_default_timeout(300_000)
+    nodes, start = page.get_by_label("Nodes"), page.get_by_role("button", name="Plan", exact=True)
+    nodes.fill("2")
+    page.get_by_label("Kind of GPU").select_option("l4")
+    page.get_by_label("Price per GPU-hour").fill("2")
+    page.get_by_role("radio", name="The run's lengths").click()
+    start.click()
+    page.get_by_text("running one of 16 ranks on fake tensors").wait_for()
+    page.get_by_role("button", name="Cancel").click()
+    start.click()  # as the one before has ended
+    page.get_by_role("region", name="It fits").wait_for()
+    expect(nodes).to_have_value("2")
+    for name in ("lockstep", "checkpoint_seconds", "rows", "gpu_hours", "cost"):
+        page.get_by_role("cell", name=name, exact=True).wait_for()
+    page.get_by_role("img", name=re.compile(r"policy update .* rollout_seconds")).wait_for()
+    assert page.get_by_role("list", name="roles_gib").get_by_role("listitem").count() > 3
+    assert page.evaluate(WIDER) == []
 
 
 def test_a_torn_run_is_told_and_the_others_are_shown(look: Watched) -> None:

@@ -169,7 +169,7 @@ class Full:
 
 LINE = 1
 """Pages that a line of metrics needs at most, when it does not fit into the last one."""
-START = ("config.yaml", ".lock", "log.txt", "tokenizer.json", "eval/step-0.parquet")
+START = ("config.yaml", ".lock", "log.txt", "tokenizer.json", "model.json", "eval/step-0.parquet")
 MODEL = "checkpoints/step-2/model"
 STATE = (MODEL, "checkpoints/step-2/state.safetensors", "checkpoints/step-2/config.yaml")
 CASES = {

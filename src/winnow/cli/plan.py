@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from winnow import gc_tuning as heap
+from winnow.errors import ConfigError
 
 
 def plan_command(
@@ -21,6 +23,10 @@ def plan_command(
     gpu: Annotated[str, typer.Option(help="Kind of GPU.")] = "h100-80",
     mean_response: Annotated[
         float | None, typer.Option(min=1, help="Mean tokens of an answer; a quarter of the limit.")
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Lengths of this run's answers, instead of drawn ones."),
     ] = None,
     price: Annotated[
         float | None, typer.Option("--price-per-gpu-hour", min=0.0, help="For the run's cost.")
@@ -35,9 +41,10 @@ def plan_command(
         from winnow.plan.estimate import Machine, find_gpu
         from winnow.plan.plan import PlanRequest, as_text, make_plan
 
+    if lengths is not None and mean_response is not None:
+        raise ConfigError("--lengths has a mean of its own; leave out --mean-response")
     machine = Machine(*find_gpu(gpu), nodes, gpus)
     tell = partial(typer.echo, err=True)
-    plan = make_plan(
-        PlanRequest(recipe, tuple(overrides or ()), machine, mean_response, price, tell)
-    )
+    words = tuple(overrides or ())
+    plan = make_plan(PlanRequest(recipe, words, machine, mean_response, lengths, price, tell))
     typer.echo(json.dumps(plan, indent=2) if as_json else as_text(plan))

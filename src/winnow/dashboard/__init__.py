@@ -1,4 +1,4 @@
-"""The local web application behind `winnow dashboard`: read-only pages about runs.
+"""The local web application behind `winnow dashboard`: pages about runs, which they only read.
 
 It reads what runs leave in their folders and nothing else, so it works during a run, after it, on a
 copy, and on a remote URL.
@@ -12,6 +12,7 @@ copy, and on a remote URL.
 | alarms | what the rules of `winnow doctor` find |
 | times | the timeline, the log and the checkpoints |
 | pages | the data of each page |
+| planning | a run's recipe on other GPUs: `winnow plan` as a process |
 | service | routes, guard and events |
 | beside | the server as a process beside a run |
 

@@ -5,8 +5,9 @@
     GET /api/run/PAGE?run=NAME  steps, groups, search, group, prompt, spread, timeline,
                                 system, alarms
     GET /api/events             server-sent events: names of the runs that changed
+    POST /api/run/plan?run=NAME `winnow plan` of the run's recipe, in a process: lines of JSON
 
-All is read-only. Without a token it answers to this machine's own names alone (no DNS rebinding);
+No run is changed. Without a token it answers to this machine's own names alone (no DNS rebinding);
 with one, to a cookie that `/?token=…` sets, or to an `Authorization` header. Pages load nothing
 from elsewhere and run no script but their own (Content-Security-Policy).
 """
@@ -32,9 +33,11 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from winnow.dashboard.pages import Pages, RunPages
+from winnow.dashboard.planning import MOST_BYTES, PlanForm, Planner
 from winnow.dashboard.runs import GoneError, RunSet
 from winnow.errors import WinnowError
 from winnow.http.service import connection_limit, has_token, is_asked_here
+from winnow.observe.gpus import GPU_NAMES
 
 STATIC = Path(__file__).with_name("static")
 _COOKIE = "winnow-token"
@@ -63,7 +66,7 @@ class Dashboard:
 
     def __init__(self, places: list[str], token: str | None = None) -> None:
         self._pages = Pages(RunSet(places))
-        self._closing = asyncio.Event()
+        self._closing, self._planner = asyncio.Event(), Planner()
         self.connections = connection_limit(_RESERVE)
         pages = self._pages
         routes: dict[str, Callable[[_Query], Any]] = {
@@ -72,6 +75,7 @@ class Dashboard:
             "names": lambda ask: sorted(
                 {name for run in pages.of(ask.names("runs")) for name in run.columns().names}
             ),
+            "gpus": lambda ask: GPU_NAMES,
             "difference": lambda ask: pages.difference(ask.text("a"), ask.text("b")),
             "comparison": lambda ask: pages.comparison(
                 ask.text("a"), ask.text("b"), ask.number("step")
@@ -98,6 +102,7 @@ class Dashboard:
             Starlette(
                 routes=[
                     *(Route(f"/api/{name}", _answering(make)) for name, make in routes.items()),
+                    Route("/api/run/plan", self._plan, methods=["POST"]),
                     Route("/api/events", self._events),
                     Mount("/", StaticFiles(directory=STATIC, html=True)),
                 ]
@@ -106,8 +111,23 @@ class Dashboard:
         )
 
     def close(self) -> None:
-        """End the events, so that their connections close."""
+        """End events and the plan that is being made, so that their connections close."""
         self._closing.set()
+        self._planner.close()
+
+    async def _plan(self, request: Request) -> Response:
+        """Stream a plan. A page of another site may neither send this kind nor leave the mark."""
+        site = request.headers.get("sec-fetch-site", "same-origin")
+        kind = request.headers.get("content-type", "")
+        if site != "same-origin" or kind != "application/json":
+            return _json({"error": "a plan is asked for by the dashboard's page, as JSON"}, 403)
+        try:
+            form = PlanForm.read(await _body(request))
+            runs = await anyio.to_thread.run_sync(self._pages.of, [_Query(request).text("run")])
+        except WinnowError as error:
+            return _json({"error": str(error)}, 404 if isinstance(error, GoneError) else 422)
+        lines = self._planner.lines(runs[0].files, form)
+        return StreamingResponse(lines, media_type="application/x-ndjson")
 
     async def _events(self, request: Request) -> Response:
         return StreamingResponse(self._changes(), media_type="text/event-stream")
@@ -136,6 +156,15 @@ class Dashboard:
 
 def _of_run(pages: Pages, page: Callable[[RunPages, _Query], Any], ask: _Query) -> Any:
     return page(pages.of([ask.text("run")])[0], ask)
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise WinnowError(f"the body must be at most {MOST_BYTES:,} bytes")
+    return body
 
 
 class _Query:

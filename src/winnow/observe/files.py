@@ -1,7 +1,7 @@
 """Files of a run: its folder runs/NAME/, its log, and writing that leaves the old or the new whole.
 
-`config.yaml`, `tokenizer.json`, `metrics.jsonl`, `ledger.parquet/`, `rollouts/`, `checkpoints/`,
-`eval/`, `log.txt`, `trace.json`, `findings.jsonl`, `trackers/`, `curve.png`.
+`config.yaml`, `tokenizer.json`, `model.json`, `metrics.jsonl`, `ledger.parquet/`, `rollouts/`,
+`checkpoints/`, `eval/`, `log.txt`, `trace.json`, `findings.jsonl`, `trackers/`, `curve.png`.
 
 The folder may be a stranger's: `require_trust` asks before the model's own Python runs.
 """
@@ -29,6 +29,8 @@ _TOLD = re.compile(r"\(os error (\d+)\)")
 _TRUST = "model.trust_remote_code"
 TOKENIZER = "tokenizer.json"
 """The tokenizer in a run's folder, by which token ids can be read."""
+MODEL = "model.json"
+"""The config.json of the policy's model in a run's folder, by which the run can be planned."""
 PARTIAL = ".partial"
 """Ending of a file that is being written; one left by a crash may be deleted."""
 
@@ -198,6 +200,7 @@ class RunFolder:
         self.path, self.name = path, path.name
         self.config = path / "config.yaml"  # the resolved recipe
         self.tokenizer = path / TOKENIZER  # of a fast one
+        self.model = path / MODEL  # its config.json
         self.metrics = path / "metrics.jsonl"
         self.ledger = path / "ledger.parquet"  # a folder: one part a step
         self.rollouts = path / "rollouts"

@@ -11,9 +11,12 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -26,10 +29,11 @@ from winnow.learning.balance import deal, work
 from winnow.learning.batch import cut_updates
 from winnow.learning.fsdp2 import MODEL_FILE_BYTES
 from winnow.models.causal_lm import torch_dtype
+from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
+from winnow.observe.rollouts import read_rollouts, rollout_files
 from winnow.plan.rank import RankPlan, micro_lengths
 from winnow.plan.tracker import Phase, local_bytes
 from winnow.rollout.slots import cache_bytes
-from winnow.runs.metrics import GPUS, Gpu
 from winnow.types import IntArray
 
 GIB = 2**30
@@ -86,7 +90,7 @@ def find_gpu(given: str) -> tuple[str, Gpu]:
     Raises:
         ConfigError: no such GPU is known.
     """
-    known = {name.lower().replace(" ", "-"): gpu for name, gpu in GPUS.items()}
+    known = dict(zip(GPU_NAMES, GPUS.values(), strict=True))
     found = known | {f"{name}-{gpu.memory_gib:g}": gpu for name, gpu in known.items()}
     if given.lower() not in found:
         raise ConfigError(f"--gpu {given} is not known; choose from {', '.join(known)}")
@@ -105,6 +109,30 @@ def drawn_lengths(config: Config, mean: float | None) -> tuple[IntArray, IntArra
     answers = np.random.default_rng(0).lognormal(mu - deviation**2 / 2, deviation, count)
     prompts = np.full(count, max(config.data.max_prompt_tokens // 8, 1))
     return prompts, np.clip(answers, 1, limit).astype(np.int64)
+
+
+def kept_lengths(config: Config, run: Path) -> tuple[IntArray, IntArray]:
+    """Read tokens of prompts and answers [B] of a run's newest steps, whatever became of them.
+
+    Fewer answers than a step of the recipe takes are repeated, and longer ones than it lets be
+    written are cut.
+
+    Raises:
+        ConfigError: the run kept none.
+        WinnowError: a file is damaged.
+    """
+    count, tables = config.sampling.groups_per_step * config.rollout.n, list[Any]()
+    for _, file in reversed(rollout_files(run / "rollouts")):
+        rows = read_rollouts(file).select(["kind", "prompt_tokens", "response_tokens"])
+        tables.append(rows.filter(pc.equal(rows["kind"], "sampled")))
+        if sum(map(len, tables)) >= count:
+            break
+    if not sum(map(len, tables)):
+        raise ConfigError(f"--lengths {run} has no answers in its rollouts/; name a run's folder")
+    table = pa.concat_tables(tables, promote_options="permissive")
+    prompts, answers = (np.resize(table[name].to_numpy(), count) for name in table.column_names[1:])
+    limits = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    return prompts.clip(1, limits[0]).astype(int), answers.clip(1, limits[1]).astype(int)
 
 
 def memory_figures(rank: RankPlan, config: Config, machine: Machine) -> Figures:
@@ -233,13 +261,18 @@ def engine_change(engine: Figures, config: Config, machine: Machine) -> list[str
 
 
 def rollout_seconds(
-    engine: Figures, rank: RankPlan, config: Config, machine: Machine, answers_B: IntArray
+    engine: Figures,
+    rank: RankPlan,
+    config: Config,
+    machine: Machine,
+    prompts_B: IntArray,
+    answers_B: IntArray,
 ) -> float:
     """Return the least seconds to write answers: weights and half of the rows read at each token.
 
     As many answers are written at once as the cache holds of this length.
     """
-    share = (answers_B.mean() + config.data.max_prompt_tokens / 8) / longest_tokens(config)
+    share = (prompts_B + answers_B).mean() / longest_tokens(config)
     row = engine["longest_row_gib"] * share
     rows = min(engine["cache_gib"] / row, getattr(config.rollout.engine, "slots", np.inf))
     read = (engine["weights_gib"] + rows * row / 2) * GIB / (machine.gpu.memory_gb_s * 1e9)

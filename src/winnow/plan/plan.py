@@ -32,6 +32,8 @@ class PlanRequest:
     machine: Machine
     mean_response: float | None = None
     """Tokens of an answer in the mean; None takes a quarter of the limit."""
+    lengths: Path | None = None
+    """A run's folder, whose answers take the place of drawn ones."""
     price: float | None = None
     """Price of a GPU for an hour."""
     tell: Callable[[str], object] = str
@@ -104,7 +106,10 @@ def _figures(request: PlanRequest, config: Config, rank: RankPlan) -> Figures:
     machine = request.machine
     memory = estimate.memory_figures(rank, config, machine)
     engine = estimate.engine_figures(rank, config, machine, memory["peak_gib"])
-    prompts, answers = estimate.drawn_lengths(config, request.mean_response)
+    if request.lengths is None:
+        prompts, answers = estimate.drawn_lengths(config, request.mean_response)
+    else:
+        prompts, answers = estimate.kept_lengths(config, request.lengths)
     learning = estimate.learning_figures(rank, config, machine, prompts + answers)
     transfers = estimate.transfer_figures(rank, config, machine)
     written, packed = int(answers.sum()), int((prompts + answers).sum())
@@ -113,7 +118,7 @@ def _figures(request: PlanRequest, config: Config, rank: RankPlan) -> Figures:
         "tokens": written * config.trainer.steps,
     }
     if engine["fits"]:
-        seconds = estimate.rollout_seconds(engine, rank, config, machine, answers)
+        seconds = estimate.rollout_seconds(engine, rank, config, machine, prompts, answers)
         engine["rollout_seconds"] = seconds
         engines = 0 if shares_gpus(config) else engine["engines"] * engine["gpus_each"]
         devices = workers_of(config)["policy"] + engines

@@ -42,6 +42,7 @@ from winnow.data.hub import is_on_hub, pinned
 from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.models.fetch import local_folder, may_be_hub_name
 from winnow.observe.files import (
+    MODEL,
     PARTIAL,
     TOKENIZER,
     RunFolder,
@@ -74,7 +75,7 @@ _PYTHON_FILE = re.compile(r"(.+\.py)(:\w+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BEFORE_THE_START = {
     *(LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE, "trackers"),
-    *(TOKENIZER, f"{TOKENIZER}{PARTIAL}"),
+    *(name + end for name in (TOKENIZER, MODEL) for end in ("", PARTIAL)),
 }
 """Files of a run before there is anything to lose."""
 

@@ -188,9 +188,9 @@ def _read_data(
     config: Config, opened: Opened, policy: Policies
 ) -> tuple[PromptSource | Shown, Config, Config]:
     """Read what is learnt from, put the steps that it fills into the recipe and the one that the
-    folder keeps, and keep the tokenizer there."""
+    folder keeps, and keep the tokenizer and the model's config there."""
     begun = opened.config
-    _keep_tokenizer(policy, opened.folder)
+    _keep_descriptions(policy, opened.folder)
     if isinstance(config.sft, Demonstrations):
         from winnow.runs.sft import read_shown
 
@@ -224,11 +224,13 @@ def _watch(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None
     )
 
 
-def _keep_tokenizer(policy: Policies, folder: RunFolder) -> None:
-    """Keep what token ids can be read by later: one file, of a fast tokenizer."""
+def _keep_descriptions(policy: Policies, folder: RunFolder) -> None:
+    """Keep what token ids can be read by later, of a fast tokenizer, and the run be planned by."""
     if policy.tokenizer.is_fast and not folder.tokenizer.exists():
         text = policy.tokenizer.backend_tokenizer.to_str()
         write_atomic(folder.tokenizer, text.encode())
+    if not folder.model.exists():
+        write_atomic(folder.model, policy.model.config.to_json_string().encode())
 
 
 def _own_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Sink]:

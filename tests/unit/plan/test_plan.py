@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from winnow.plan.estimate import (
     engine_change,
     engine_figures,
     find_gpu,
+    kept_lengths,
     transfer_figures,
 )
 from winnow.plan.plan import PlanRequest, as_text, changes, make_plan
@@ -250,6 +253,28 @@ def test_an_engine_is_split_until_its_weights_take_half(
     assert engine_figures(plain, tried, machine, 0.0)["fits"]
     if share < 1:
         assert engine_change(engine | {"gpus_advised": None}, config, machine) is None
+
+
+def test_lengths_of_a_run_are_those_of_its_newest_steps(tmp_path: Path) -> None:
+    def step(number: int, *rows: tuple[str, int, int]) -> None:
+        columns = zip(*rows, strict=True)
+        names = ("kind", "prompt_tokens", "response_tokens")
+        table = pa.table(dict(zip(names, map(list, columns), strict=True)))
+        pq.write_table(table, tmp_path / "rollouts" / f"step-{number}.parquet")
+
+    (tmp_path / "rollouts").mkdir()
+    small = ["sampling.groups_per_step=2", "rollout.n=2", "trainer.mini_batch_groups=null"]
+    config = load_recipe(RECIPE, [*SHORT, *small])
+    with pytest.raises(ConfigError, match=r"--lengths .* has no answers in its rollouts/"):
+        kept_lengths(config, tmp_path)
+    step(9, ("sampled", 5, 50), ("greedy", 9, 90), ("sampled", 40, 500))
+    expected = [5, PROMPT, 5, PROMPT], [50, ANSWER, 50, ANSWER]  # cut, and repeated
+    assert tuple(map(list, kept_lengths(config, tmp_path))) == expected
+    step(10, ("sampled", 1, 0), ("sampled", 2, 20), ("sampled", 3, 30))
+    expected = [1, 2, 3, 5], [1, 20, 30, 50]
+    assert tuple(map(list, kept_lengths(config, tmp_path))) == expected
+    found = CliRunner().invoke(app, ["plan", RECIPE, "--lengths", "x", "--mean-response", "3"])
+    assert "--lengths has a mean of its own" in str(found.exception)
 
 
 def test_a_machine_is_filled_and_costs_what_its_hours_do(folder: str) -> None:
