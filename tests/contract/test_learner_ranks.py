@@ -12,7 +12,7 @@ import signal
 import time
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,13 +20,19 @@ import torch
 from numpy.typing import NDArray
 from tests.ranks import Ranks
 from tests.recorded import VOCABULARY, quickstart_model, recorded_groups
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.errors import WorkerError
+from winnow.learning.batch import pack
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
+from winnow.learning.learner import CriticLearner
+from winnow.learning.strategy import Strategy
 from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.runs.build_learner import Learning, make_learner
+from winnow.runs.build_learner import Learning, make_critic, make_learner, make_settings
+from winnow.runs.critic_ranks import WithCritic
 from winnow.runs.loading import load_policy_model
 from winnow.runs.reference_ranks import WithReference
 from winnow.runs.topology import launcher
@@ -177,4 +183,69 @@ def test_a_reference_on_ranks_of_its_own_is_the_one_beside_the_policy(folder: st
         assert wanted[0][1]["actor/kl_loss"] > 1e-4  # what the second step measures
         os.kill(ranks.processes()[1], signal.SIGKILL)
         with pytest.raises(WorkerError, match=r"^reference\[1\] was killed by SIGKILL [^\n]*$"):
+            learnt(replace(learning, learner=learner), 1)
+
+
+PPO = RECIPES["ppo"]
+NARROWED = (
+    *("algorithm/correction/rejection=k3", "algorithm.overlong_filtering=true"),
+    *("trainer.epochs=2", "critic.warmup_steps=1"),
+)
+"""Some tokens do not learn, and the policy begins with the second step."""
+
+
+def values_of_steps(config: Config, folder: str, hold: Any) -> list[NDArray[Any]]:
+    """The values [T] of three steps in float64, whose returns and masks are made up."""
+    critic = make_critic(config, folder, torch.device("cpu"), False, hold)
+    learner, found = CriticLearner(critic, make_settings(config)), []
+    for step in (1, 2, 3):
+        batch = pack(groups_of_step(1))
+        learner.values(batch, step)
+        found.append(batch.columns["values"].numpy().copy())
+        at = torch.arange(len(batch.token_ids))
+        batch.columns["returns"] = torch.sin(at.double())
+        learner.update(replace(batch, loss_mask=batch.gen_mask & (at % 3 > 0)), step)
+    return found
+
+
+def values_on_rank(config: Config, folder: str, layout: tuple[int, int]) -> list[NDArray[Any]]:
+    def hold(model: nn.Module, **options: Any) -> Strategy:
+        return FSDP2Strategy(model.double(), mesh_of(layout), Sharding(), **options)
+
+    return values_of_steps(config, folder, hold)
+
+
+@pytest.mark.parametrize("layout", ["four", "two by two"])
+def test_a_critic_on_ranks_learns_what_it_learns_whole(
+    layout: str, folder: str, ranks: Ranks
+) -> None:
+    config = recipe(folder, PPO)
+    wanted = values_of_steps(config, folder, lambda model, **o: Strategy(model.double(), **o))
+    assert float(np.abs(wanted[2]).max()) > 1e-3
+    for found in ranks.run(values_on_rank, config, folder, LAYOUTS[layout]):
+        for one, two in zip(found, wanted, strict=True):
+            assert np.abs(one - two).max() < 1e-10
+
+
+def test_a_critic_on_ranks_of_its_own_is_the_one_beside_the_policy(folder: str) -> None:
+    beside = *PPO, *NARROWED
+    wanted, weights = in_one_process(recipe(folder, beside), folder, 3)
+    config = recipe(folder, (*beside, "critic/strategy=fsdp2", "run.threads=1"))
+    model = load_policy_model(config.model, folder, torch.device("cpu"), config.run.seed)
+    learning = make_learner(config, model, VOCABULARY, folder)
+    assert not learning.others
+    with closing(WorkerGroups()) as crew, launcher(config, crew) as launch:
+        (ranks,) = crew.start(launch("critic", {"config": config, "start": folder}, 0))
+        learner: Any = WithCritic(learning.learner, cast(Any, None), ranks)
+        own = {name: array for name, array in weights.items() if name.startswith("policy")}
+        assert_alike(learnt(replace(learning, learner=learner), 3), (wanted, own))
+        assert wanted[1]["correction/rejected_tokens"] > 0.01
+        assert wanted[2]["critic/value/min"] < -0.01
+        assert "actor/loss" not in wanted[0]
+        give_up = time.monotonic() + 30  # ranks tell of their progress once a second
+        while learner.progress == learning.learner.progress:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+        os.kill(ranks.processes()[1], signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"^critic\[1\] was killed by SIGKILL [^\n]*$"):
             learnt(replace(learning, learner=learner), 1)

@@ -1,5 +1,5 @@
 """A run whose ranks and engines share slots on Ray is the run that has them apart; so is one whose
-reward model and reference are sharded over ranks of their own, in another pool."""
+reward model, reference and critic are sharded over ranks of their own, in another pool."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ SETTINGS = (
     *("evaluation.n=1", "run.threads=1", "observe.console=off"),
     *("trainer/strategy=fsdp2", "rollout.engine.processes=2"),
     *("sampling.score_lag_ticks=16", "algorithm/kl/loss=fixed", "algorithm.kl.loss.coef=0.1"),
+    *("algorithm/advantage=gae", "critic.optim.lr=1e-3", "critic.optim.warmup_steps=0"),
 )
 JUDGED = "reward/model=sequence_classifier", "reward.model.path=judge"
 """In the run's own process."""
@@ -41,8 +42,10 @@ cluster:
   name: ray
   pools:
     all: {nodes: 2}
-    frozen: {nodes: 2}
-  roles: {policy: all, rollout: all, reward_model: frozen, reference: frozen}
+    rest: {nodes: 2}
+  roles: {policy: all, rollout: all, reward_model: rest, reference: rest, critic: rest}
+critic:
+  strategy: {name: fsdp2}
 reference:
   strategy: {name: fsdp2}
 reward:
@@ -73,7 +76,7 @@ def test_colocation_changes_no_bit_and_the_driver_opens_no_gpu(
     (tmp_path / "score.py").write_text(SCORER)
     (tmp_path / "pooled.yaml").write_text(POOLS)
     train(tmp_path, "quickstart", "apart", *JUDGED)
-    with ray_nodes({"num_cpus": 4}, {"num_cpus": 4}) as address:
+    with ray_nodes({"num_cpus": 5}, {"num_cpus": 5}) as address:
         # As where this process sees GPUs that it is to leave to others.
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "_lazy_init", opened)
@@ -84,8 +87,9 @@ def test_colocation_changes_no_bit_and_the_driver_opens_no_gpu(
     norms = [line["actor/grad_norm"] for line in read_metrics(apart / "metrics.jsonl")[1:]]
     assert len(norms) == STEPS
     assert min(norms) > 0
-    own = {f"{role}[{rank}]" for role in ("reward model", "reference") for rank in (0, 1)}
+    own = {f"{role}[{rank}]" for role in ("reward model", "reference", "critic") for rank in (0, 1)}
     assert {*workers_of(together)} - {*workers_of(apart)} == own
     scored = [line for line in read_metrics(together / "metrics.jsonl") if line["step"]]
     assert all(r["score/parts/model/min"] < r["score/parts/model/max"] for r in scored)
     assert max(r["actor/kl_loss"] for r in scored) > 0
+    assert scored[-1]["critic/value/min"] < scored[-1]["critic/value/max"]

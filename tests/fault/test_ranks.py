@@ -14,6 +14,7 @@ import pytest
 from benchmarks.kill import (
     LONGEST_S,
     STEPS,
+    VARIANTS,
     Lab,
     code_of,
     contents,
@@ -38,6 +39,8 @@ ON_RANKS = (
     *("trainer/strategy=fsdp2", "rollout.engine.processes=1", "trainer.save_every=1"),
     "trainer.keep_last=3",
 )
+WITH_CRITIC = *VARIANTS["critic"], "trainer.save_every=1"
+CRITIC_APART = ("critic/strategy=fsdp2",)
 SPACE_KB = 5 << 10
 """A checkpoint takes 1.8 MB: the first one fits, of a later one some files."""
 
@@ -109,6 +112,53 @@ def test_whoever_is_killed_costs_nothing_but_time(calm: Path, lab: QuickLab) -> 
     told = (run / "log.txt").read_text()
     assert re.search(r"engine 0\[0\] was killed by SIGKILL", told)
     assert re.search(r"learner\[1\] was killed by SIGKILL", told)
+
+
+@pytest.fixture(scope="module")
+def beside(lab: QuickLab) -> Path:
+    """An undisturbed run on two ranks that hold policy and critic."""
+    assert lab.start("critic-beside", *WITH_CRITIC, "trainer/strategy=fsdp2").wait(240) == 0
+    return lab.run("critic-beside")
+
+
+def test_a_critic_apart_that_is_killed_ends_as_the_one_beside(beside: Path, lab: QuickLab) -> None:
+    run = lab.run("critic-apart")
+    words = *WITH_CRITIC, *CRITIC_APART, "trainer/strategy=fsdp2", "trainer.max_restarts=1"
+    process = lab.start(run.name, *words, pauses={2: 0.05})
+    driver, workers = lab.stands_still(process, run.name, 2), workers_of(run)
+    assert workers.keys() == {"learner[0]", "learner[1]", "critic[0]", "critic[1]"}
+    os.kill(workers["critic[1]"], signal.SIGKILL)
+    go_on(driver)
+    assert gone({driver, *workers.values()})
+    assert code_of(process, 300) == 0
+    assert differences(beside, run) == []
+    lines = [line for line in (run / "log.txt").read_text().splitlines() if "SIGKILL" in line]
+    assert re.search(r"critic\[1\] was killed by SIGKILL", lines[0])
+    saved = checkpoints_in(run / "checkpoints")[-1]
+    assert [*verify(saved).files].count("critic/__1_0.distcp") == 1
+    assert max(line["critic/value/max"] for line in figures(run) if line["step"]) > 0
+
+
+def test_another_number_of_ranks_takes_a_critic_over_and_says_so(
+    beside: Path, lab: QuickLab
+) -> None:
+    run = lab.run("fewer-critics")
+    process = lab.start(run.name, *WITH_CRITIC, *CRITIC_APART, pauses={2: 0.0})
+    driver = lab.stands_still(process, run.name, 2)
+    process.send_signal(signal.SIGTERM)
+    go_on(driver)
+    assert code_of(process, LONGEST_S) == 75
+    assert checkpoints_in(run / "checkpoints")[-1].step < STEPS
+    assert code_of(lab.start(run.name, *WITH_CRITIC), 240) == 2
+    assert re.search(
+        r"another recipe: critic\S* was fsdp2 and is policy", (run / "log.txt").read_text()
+    )
+    fewer = *CRITIC_APART, "critic.strategy.ranks=1"
+    assert lab.start(run.name, *WITH_CRITIC, *fewer).wait(240) == 0
+    assert "Warning: ranks of the critic was 2 and is 1" in (run / "log.txt").read_text()
+    for one, two in zip(figures(beside), figures(run), strict=True):
+        for name in ("actor/loss", "critic/value/mean", "critic/value_loss"):
+            assert two.get(name) == pytest.approx(one.get(name), abs=1e-4), (one["step"], name)
 
 
 def test_a_fork_on_ranks_takes_over_their_shards(calm: Path, lab: Lab) -> None:

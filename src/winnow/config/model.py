@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from winnow.config.base import Decay, Dtype, Section
-from winnow.config.trainer import Sharded
+from winnow.config.trainer import Sharded, WithPolicy
 
 
 class NoAdapter(Section):
@@ -79,12 +79,6 @@ class ModelConfig(Section):
                 f"model.revision={self.revision} is of a model on the hub, and model.path="
                 f"{self.path or 'null'} is none; set model.revision=null, or model.path=OWNER/NAME"
             )
-
-
-class WithPolicy(Section):
-    """Beside the policy: on its ranks, or in the run's process."""
-
-    name: Literal["policy"] = "policy"
 
 
 class ShardedReference(Sharded):

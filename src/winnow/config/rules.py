@@ -19,10 +19,10 @@ from winnow.config.algorithm import (
 )
 from winnow.config.data import Demonstrations, NoTask, SortDigitsTask
 from winnow.config.judge import sharding_of
-from winnow.config.model import LoraAdapter, SftWarmStart, ShardedReference
+from winnow.config.model import LoraAdapter, SftWarmStart
 from winnow.config.rollout import BandFilter, HttpEngineConfig, VarianceFilter, VllmEngineConfig
 from winnow.config.root import Config
-from winnow.config.trainer import AsyncMode, Fsdp2, RayCluster, SyncMode
+from winnow.config.trainer import AsyncMode, Fsdp2, RayCluster, Sharded, SyncMode
 from winnow.errors import ConfigError
 
 
@@ -111,7 +111,7 @@ def workers_of(config: Config) -> dict[str, int]:
         "rollout": _engines(config),
         "reward": config.reward.processes,
         "reward_model": 0 if scorer is None else scorer.ranks,
-        "reference": _reference_ranks(config),
+        **_ranks_apart(config),
     }
 
 
@@ -121,11 +121,19 @@ def needs_reference(config: Config) -> bool:
     return not (isinstance(kl.reward, NoKl) and isinstance(kl.loss, NoKl))
 
 
-def _reference_ranks(config: Config) -> int:
-    """Return the number of ranks of a reference that has its own and is asked for anything."""
-    strategy, imitates = config.reference.strategy, isinstance(config.sft, Demonstrations)
-    is_asked = isinstance(strategy, ShardedReference) and needs_reference(config) and not imitates
-    return strategy.ranks if isinstance(strategy, ShardedReference) and is_asked else 0
+def _ranks_apart(config: Config) -> dict[str, int]:
+    """Return the number of ranks of reference and critic, where they have their own and are asked
+    for anything."""
+    has_values = isinstance(config.algorithm.advantage, GaeAdvantage)
+    wanted = {
+        "reference": (config.reference.strategy, needs_reference(config)),
+        "critic": (config.critic.strategy, has_values),
+    }
+    imitates = isinstance(config.sft, Demonstrations)
+    return {
+        role: strategy.ranks if isinstance(strategy, Sharded) and is_asked and not imitates else 0
+        for role, (strategy, is_asked) in wanted.items()
+    }
 
 
 def _engines(config: Config) -> int:
@@ -406,6 +414,7 @@ COUNTS = {
     "reward": "reward.processes",
     "reward_model": "reward.model.strategy.ranks",
     "reference": "reference.strategy.ranks",
+    "critic": "critic.strategy.ranks",
 }
 """Key that gives the number of workers of each role."""
 

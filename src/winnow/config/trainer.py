@@ -44,6 +44,12 @@ class Sharded(Section):
             )
 
 
+class WithPolicy(Section):
+    """Beside the policy: on its ranks, or in the run's process."""
+
+    name: Literal["policy"] = "policy"
+
+
 class Fsdp2(Sharded):
     """Models sharded over several processes (PyTorch's `fully_shard`); see docs/ranks.md."""
 
@@ -220,6 +226,12 @@ class ValueLossConfig(Section):
     """Meaning of "mean" in the loss."""
 
 
+class ShardedCritic(Sharded):
+    """The critic sharded over processes of its own (PyTorch's `fully_shard`); see docs/ranks.md."""
+
+    at: ClassVar[str] = "critic.strategy"
+
+
 class CriticConfig(Section):
     """A value head on a model of its own; unused unless algorithm/advantage needs values."""
 
@@ -239,6 +251,8 @@ class CriticConfig(Section):
     """Packed tokens run at once; null is trainer.microbatch_tokens."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    strategy: Annotated[WithPolicy | ShardedCritic, Field(discriminator="name")] = WithPolicy()
+    """Placement of the model's weights."""
 
 
 class EvaluationConfig(Section):
@@ -288,8 +302,8 @@ class RolesConfig(Section):
     """The pool of each role that has workers. Roles of one pool are colocated, slot by slot."""
 
     policy: str | None = None
-    """Pool of the ranks (trainer/strategy=fsdp2), which hold the critic, too, and the reference
-    where that has none of its own."""
+    """Pool of the ranks (trainer/strategy=fsdp2), which hold critic and reference, too, where these
+    have none of their own."""
     rollout: str | None = None
     """Pool of the engines (rollout.engine.processes)."""
     reward: str | None = None
@@ -298,6 +312,8 @@ class RolesConfig(Section):
     """Pool of the reward model's own ranks (reward/model/strategy=fsdp2)."""
     reference: str | None = None
     """Pool of the reference's own ranks (reference/strategy=fsdp2)."""
+    critic: str | None = None
+    """Pool of the critic's own ranks (critic/strategy=fsdp2)."""
 
 
 Packages = str | tuple[str, ...] | dict[str, Any] | None

@@ -11,7 +11,7 @@ The parts are chosen when the learner is built: a step computes only what its al
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,6 +50,13 @@ class LearnerSettings:
     critic_warmup_steps: int = 0
     """The number of first steps in which only the critic learns."""
 
+    def updates(self, n_groups: int, step: int) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+        """Yield a seed and the ordinals of its groups for each update of a step."""
+        for epoch in range(self.epochs):
+            seed = self.seed, step, epoch
+            for place, update in enumerate(cut_updates(n_groups, self.groups_per_update, seed)):
+                yield (*seed, place), update
+
 
 @dataclass(frozen=True, eq=False)
 class Learned:
@@ -67,6 +74,8 @@ class Learned:
     """[T] nats, of the same pass."""
     mismatch: FloatArray | None = None
     """[B] nats: mean distance of the sampler's log-probs from those, over a sample's tokens."""
+    targets: tuple[Any, ...] | None = None
+    """[T] returns and loss_mask, for a critic that is elsewhere; arrays, or references to them."""
 
 
 class AnyLearner(Protocol):
@@ -112,21 +121,31 @@ class Learner:
         critic: Critic | None = None,
         correction: Mapping[str, Any] | None = None,
     ) -> None:
-        self._policy, self._reference, self._critic = policy, reference, critic
+        self._policy, self._reference = policy, reference
         self._advantage, self._settings, self._correction = advantage, settings, correction
-        self._skipped_in_a_row = {"actor": 0, "critic": 0}
-        self.progress = 0
+        self._critic = None if critic is None else CriticLearner(critic, settings)
+        self._skips = Skips("actor", "", settings.max_skipped_updates)
+        self._passes_and_updates = 0
+
+    @property
+    def progress(self) -> int:
         """A number that moves with each pass and update."""
+        critic = self._critic
+        return self._passes_and_updates + (0 if critic is None else critic.progress)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that outlives a step; models and optimizers are the strategies'."""
+        critic = self._critic
+        skipped = {"critic": 0 if critic is None else critic.skips.in_a_row}
         return {
-            "skipped_in_a_row": dict(self._skipped_in_a_row),
+            "skipped_in_a_row": {"actor": self._skips.in_a_row, **skipped},
             "advantage": self._advantage.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._skipped_in_a_row = dict(state["skipped_in_a_row"])
+        self._skips.in_a_row = state["skipped_in_a_row"]["actor"]
+        if self._critic is not None:
+            self._critic.skips.in_a_row = state["skipped_in_a_row"]["critic"]
         self._advantage.load_state_dict(state["advantage"])
 
     def learn(
@@ -135,12 +154,13 @@ class Learner:
         step: int,
         metrics: Metrics,
         watch: Stopwatch,
-        ref: ArrayLike | None = None,
+        **given: ArrayLike,
     ) -> Learned:
         """Train on `groups`; books figures in `metrics` and seconds in `watch`.
 
         Args:
-            ref: [T] log-probs of a reference that is elsewhere, in the order of `pack`.
+            given: columns [T] of models that are elsewhere, in the order of `pack`: `ref`, the
+                log-probs of a reference, and `values`, those of a critic, which then gets targets.
 
         Raises:
             TrainingError: too many updates in a row had a non-finite gradient, a number that
@@ -150,8 +170,7 @@ class Learner:
             batch = pack(groups, self._settings.overlong_filtering)
             # The weights after step k have version k.
             batch.columns["age"] = token_ages(groups, batch, step - 1)
-            if ref is not None:
-                batch.columns["ref"] = torch.from_numpy(np.array(ref))
+            batch.columns.update({n: torch.from_numpy(np.array(a)) for n, a in given.items()})
         self._passes(batch, step, metrics, watch)
         with watch.phase("batch"):
             old = batch.columns["old"].numpy() if self._policy.has_pass else None
@@ -160,13 +179,16 @@ class Learner:
             if self._correction is not None:
                 batch = correct_batch(batch, self._correction, metrics)
             advantages = self._advantage(groups, batch, metrics)
-            if self._critic is not None:
+            if "values" in batch.columns:
                 metrics.merge(value_figures(batch))
         with watch.phase("update"):
             self._updates(groups, batch, step, metrics)
         metrics.merge(self._policy.strategy.sharder.figures())
         samples_B = advantages.samples.numpy()
         metrics.spread("score/advantage", samples_B)
+        targets = None
+        if "values" in given:
+            targets = batch.columns["returns"].numpy(), batch.loss_mask.numpy()
         return Learned(
             samples_B.astype(np.float32),
             batch.prompt_lengths.numpy(),
@@ -174,6 +196,7 @@ class Learner:
             old,
             None if entropy is None else entropy.numpy(),
             mismatch,
+            targets,
         )
 
     def _passes(self, batch: Batch, step: int, metrics: Metrics, watch: Stopwatch) -> None:
@@ -182,67 +205,111 @@ class Learner:
         tokens = self._settings.microbatch_tokens
         with watch.phase("old_logprobs" if policy.has_pass else "batch"):
             metrics.merge(policy.old_logprobs(batch, tokens, "prob" in self._advantage.needs))
-        self.progress += 1
+        self._passes_and_updates += 1
         if reference is not None:
             is_policy = reference is policy.strategy
             without = reference.adapter_off() if is_policy else contextlib.nullcontext()
             with watch.phase("reference"), without:
                 found = run_pass(reference, batch, frozenset({"logprob"}), tokens)
             batch.columns["ref"] = found["logprob"]
-            self.progress += 1
+            self._passes_and_updates += 1
         if critic is not None:
             with watch.phase("values"):
-                critic.values(batch, self._settings.critic_microbatch_tokens or tokens)
-            self.progress += 1
-            if not bool(batch.columns["values"].isfinite().all()):
-                raise TrainingError(
-                    f"step {step}: the critic's values are not finite; lower critic.optim.lr, or "
-                    "look for NaN weights in critic.path"
-                )
+                critic.values(batch, step)
 
     def _updates(self, groups: Sequence[Group], batch: Batch, step: int, metrics: Metrics) -> None:
-        settings, policy, critic = self._settings, self._policy, self._critic
-        cut = policy.strategy.sharder.update
-        keys = _sample_keys(groups)
-        has_moved = critic_has_moved = False
-        for epoch in range(settings.epochs):
-            seed = (settings.seed, step, epoch)
-            updates = cut_updates(len(groups), settings.groups_per_update, seed)
-            for place, update in enumerate(updates):
-                policy.choose(batch, update, keys, _draw_seed(*seed, place))
-                micro = cut(batch, update, settings.microbatch_tokens)
-                if critic is not None:
-                    assert settings.critic_lr is not None
-                    own = settings.critic_microbatch_tokens
-                    parts = micro if own is None else cut(batch, update, own)
-                    stats = critic.update(parts, settings.critic_lr(step))
-                    metrics.merge(stats)
-                    critic_has_moved |= self._count_skips("critic", stats, step)
-                    self.progress += 1
-                if step > settings.critic_warmup_steps:
-                    stats = policy.update(micro, settings.lr(step), has_moved)
-                    metrics.merge(stats)
-                    has_moved |= self._count_skips("actor", stats, step)
-                self.progress += 1
+        settings, policy = self._settings, self._policy
+        if self._critic is not None:
+            metrics.merge(self._critic.update(batch, step))
+        if step <= settings.critic_warmup_steps:
+            return
+        keys, has_moved = _sample_keys(groups), False
+        for seed, update in settings.updates(batch.n_groups, step):
+            policy.choose(batch, update, keys, _draw_seed(*seed))
+            micro = policy.strategy.sharder.update(batch, update, settings.microbatch_tokens)
+            stats = policy.update(micro, settings.lr(step), has_moved)
+            metrics.merge(stats)
+            has_moved |= self._skips.count(stats, step)
+            self._passes_and_updates += 1
         if has_moved:
             _check_weights(policy.strategy, "optim.lr", step)
-        if critic is not None and critic_has_moved:
-            _check_weights(critic.strategy, "critic.optim.lr", step)
 
-    def _count_skips(self, role: str, stats: Metrics, step: int) -> bool:
-        """Return whether the update changed the weights; one without a counted token does not."""
-        figures = stats.record()
+
+class CriticLearner:
+    """A critic's part of each step, beside a `Learner`'s policy or elsewhere.
+
+    Args:
+        settings: the policy's, as the cut into updates is the same.
+    """
+
+    def __init__(self, critic: Critic, settings: LearnerSettings) -> None:
+        self._critic, self._settings = critic, settings
+        self._tokens = settings.critic_microbatch_tokens or settings.microbatch_tokens
+        self.skips = Skips("critic", "critic.", settings.critic_max_skipped_updates)
+        self.progress = 0
+        """A number that moves with each pass and update."""
+
+    def values(self, batch: Batch, step: int) -> None:
+        """Fill the column `values` [T], with the weights before the step.
+
+        Raises:
+            TrainingError: they are not finite.
+        """
+        self._critic.values(batch, self._tokens)
+        self.progress += 1
+        if not bool(batch.columns["values"].isfinite().all()):
+            raise TrainingError(
+                f"step {step}: the critic's values are not finite; lower critic.optim.lr, or "
+                "look for NaN weights in critic.path"
+            )
+
+    def update(self, batch: Batch, step: int) -> Metrics:
+        """Take all updates of a step towards the column `returns`; returns `critic/…`.
+
+        Raises:
+            TrainingError: too many in a row had a non-finite gradient, or weights overflow.
+        """
+        metrics, strategy, rate = Metrics(), self._critic.strategy, self._settings.critic_lr
+        assert rate is not None
+        has_moved = False
+        for _, update in self._settings.updates(batch.n_groups, step):
+            micro = strategy.sharder.update(batch, update, self._tokens)
+            stats = self._critic.update(micro, rate(step))
+            metrics.merge(stats)
+            has_moved |= self.skips.count(stats, step)
+            self.progress += 1
+        if has_moved:
+            _check_weights(strategy, "critic.optim.lr", step)
+        metrics.merge(strategy.sharder.figures())
+        return metrics
+
+
+class Skips:
+    """The number of a role's updates in a row that had a non-finite gradient.
+
+    Args:
+        prefix: of the role's settings.
+        limit: number at which learning has failed.
+    """
+
+    def __init__(self, role: str, prefix: str, limit: int) -> None:
+        self._role, self._prefix, self._limit = role, prefix, limit
+        self.in_a_row = 0
+
+    def count(self, stats: Metrics, step: int) -> bool:
+        """Return whether the update changed the weights; one without a counted token does not.
+
+        Raises:
+            TrainingError: the limit is reached.
+        """
+        figures, role, where = stats.record(), self._role, self._prefix
         if not figures.get(f"{role}/updates"):
             return False
         skipped = bool(figures[f"{role}/skipped_updates"])
-        in_a_row = self._skipped_in_a_row[role] + 1 if skipped else 0
-        self._skipped_in_a_row[role] = in_a_row
-        limit, where = self._settings.max_skipped_updates, ""
-        if role == "critic":
-            limit, where = self._settings.critic_max_skipped_updates, "critic."
-        if in_a_row >= limit:
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if self.in_a_row >= self._limit:
             raise TrainingError(
-                f"step {step}: {in_a_row} updates in a row had a gradient that is not finite "
+                f"step {step}: {self.in_a_row} updates in a row had a gradient that is not finite "
                 f"({where}optim.max_skipped_updates); lower {where}optim.lr, or look for NaN "
                 f"weights in {where or 'model.'}path"
             )

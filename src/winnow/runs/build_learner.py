@@ -35,7 +35,7 @@ from winnow.learning.policy import KlTerm, OldSource, Policy, PolicyObjective
 from winnow.learning.strategy import Strategy, lr_at
 from winnow.models.causal_lm import load_causal_lm, torch_dtype
 from winnow.runs.loading import check_attention, is_adapter
-from winnow.runs.metrics import NO_ATTENTION, Attention, Passes
+from winnow.runs.metrics import Attention, Passes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -112,15 +112,9 @@ def make_learner(
         rate, skips = _rate(config, config.optim), config.optim.max_skipped_updates
         imitator = Imitator(policy, config.trainer.microbatch_tokens, rate, skips)
         return Learning(imitator, policy, Passes(policy.parameters, epochs=1, forwards=0))
-    critic, others = None, {}
-    if "values" in needs_of(config):
-        from winnow.models.value import load_value_model
-
-        value_model = load_role(load_value_model, config, "critic", start, policy.device, hollow)
-        checkpointing = config.critic.gradient_checkpointing
-        options = _adamw_options(config.critic.optim)
-        others["critic"] = hold(value_model, gradient_checkpointing=checkpointing, **options)
-        critic = Critic(others["critic"], make_value_objective(config))
+    critic = None
+    if "values" in needs_of(config) and not workers_of(config)["critic"]:
+        critic = make_critic(config, start, policy.device, hollow, hold)
     reference = None
     if needs_reference(config) and not workers_of(config)["reference"]:
         # With a new adapter, unless another folder is named, the policy's own model without it.
@@ -131,7 +125,7 @@ def make_learner(
     learner = Learner(
         Policy(policy, make_objective(config)),
         _advantage_stage(config),
-        _settings(config, critic is not None),
+        make_settings(config),
         reference=reference,
         critic=critic,
         correction=_correction_options(config.algorithm.correction, recomputed=True),
@@ -140,15 +134,45 @@ def make_learner(
         policy.parameters,
         config.trainer.epochs,
         forwards=(old_source(config) == "pass") + (reference is not None),
-        critic_parameters=sum(strategy.parameters for strategy in others.values()),
         attention=Attention.of(model.config),
-        critic_attention=Attention.of(value_model.config) if others else NO_ATTENTION,
+        **(critic_passes(critic.strategy) if critic is not None else {}),
     )
+    others = {} if critic is None else {"critic": critic.strategy}
     return Learning(learner, policy, passes, others, reference)
 
 
-def _settings(config: Config, has_critic: bool) -> LearnerSettings:
+def make_critic(
+    config: Config,
+    start: str | None,
+    device: torch.device,
+    hollow: Hollow,
+    hold: Callable[..., Strategy],
+) -> Critic:
+    """Make a recipe's critic.
+
+    Args:
+        start: as for `make_learner`.
+        hold: makes a strategy of its model and options.
+    """
+    from winnow.models.value import load_value_model
+
+    model = load_role(load_value_model, config, "critic", start, device, hollow)
+    own = config.critic
+    options = _adamw_options(own.optim)
+    strategy = hold(model, gradient_checkpointing=own.gradient_checkpointing, **options)
+    return Critic(strategy, make_value_objective(config))
+
+
+def critic_passes(strategy: Strategy) -> dict[str, Any]:
+    """Return the fields of `Passes` that are a critic's."""
+    attention = Attention.of(strategy.model.config)
+    return {"critic_parameters": strategy.parameters, "critic_attention": attention}
+
+
+def make_settings(config: Config) -> LearnerSettings:
+    """Make the cut of a recipe's steps into updates."""
     trainer, algorithm = config.trainer, config.algorithm
+    has_critic = "values" in needs_of(config)
     return LearnerSettings(
         groups_per_update=trainer.mini_batch_groups or config.sampling.groups_per_step,
         epochs=trainer.epochs,

@@ -28,6 +28,7 @@ from winnow.config.judge import NoRewardModel
 from winnow.config.load import resolve_recipe
 from winnow.config.model import ReferenceConfig
 from winnow.config.root import Config
+from winnow.config.trainer import CriticConfig
 from winnow.errors import ConfigError, PublicationError
 from winnow.http.client import RemoteError
 from winnow.learning.canary import Canary, CanaryScores
@@ -129,7 +130,8 @@ def config_to_check(target: str, overrides: Sequence[str], model: str | None) ->
         ]
     config = resolve_recipe(None if is_server else target, [*words, *overrides])
     reward = config.reward.model_copy(update={"model": NoRewardModel()})  # nobody scores
-    config = config.model_copy(update={"reward": reward, "reference": ReferenceConfig()})
+    unused = {"reference": ReferenceConfig(), "critic": CriticConfig()}
+    config = config.model_copy(update={"reward": reward, **unused})
     if config.model.path is None:
         raise ConfigError("there is no model to compare with; give its folder in --model FOLDER")
     return config

@@ -22,7 +22,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -67,10 +67,13 @@ STATE_CLASSES = (
 """Classes of which a state holds objects."""
 
 CONFIG = "config.yaml"
-RANKS = "ranks"
-"""A checkpoint's folder of the state that ranks hold."""
-_SHARES = re.compile(rf"{RANKS}/[^/]*\.distcp|model/[^/]*\.safetensors")
-"""Files that ranks read."""
+RANKS = {"policy": "ranks", "critic": "critic"}
+"""A checkpoint's folder of the state that the ranks of a role hold."""
+_SHARES = {
+    "policy": re.compile(r"ranks/[^/]*\.distcp|model/[^/]*\.safetensors"),
+    "critic": re.compile(r"critic/[^/]*\.distcp"),
+}
+"""Files that the ranks of a role read."""
 _HASHED_AT_ONCE = min(16, os.cpu_count() or 1)
 FileEntry = Mapping[str, Any]
 """Bytes and sha256 of a file, in a manifest."""
@@ -198,11 +201,13 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     return chosen[-1]
 
 
-def newest_usable(run: Path, ranks_check: bool = False) -> tuple[Checkpoint | None, list[str]]:
+def newest_usable(
+    run: Path, checked_by: Collection[str] = ()
+) -> tuple[Checkpoint | None, list[str]]:
     """Find a run's newest checkpoint whose files are as written; return it with warnings of others.
 
     Args:
-        ranks_check: as for `verify`.
+        checked_by: as for `verify`.
 
     Raises:
         CheckpointError: there are some, and none of them is whole.
@@ -210,7 +215,7 @@ def newest_usable(run: Path, ranks_check: bool = False) -> tuple[Checkpoint | No
     faults: list[str] = []
     for checkpoint in reversed(checkpoints_in(run / "checkpoints")):
         try:
-            verify(checkpoint, ranks_check)
+            verify(checkpoint, checked_by)
         except CheckpointError as error:
             faults.append(str(error).partition(";")[0])
         else:
@@ -264,22 +269,23 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     return Manifest(**entries)
 
 
-def verify(checkpoint: Checkpoint, ranks_check: bool = False) -> Manifest:
+def verify(checkpoint: Checkpoint, checked_by: Collection[str] = ()) -> Manifest:
     """Check that every file is there and is what was written; return the manifest.
 
     Args:
-        ranks_check: leave the content of weights and shards, not their sizes, to `verify_share`.
+        checked_by: roles whose ranks check the content of what they read (`verify_share`), and not
+            this process, which checks its size.
 
     Raises:
         CheckpointError: names the file.
     """
     manifest = read_manifest(checkpoint)
-    _check_files(checkpoint.path, manifest.files, ranks_check)
+    _check_files(checkpoint.path, manifest.files, checked_by)
     return manifest
 
 
-def verify_share(checkpoint: Path, rank: int, ranks: int) -> None:
-    """Check the weights and shards that fall to one of some ranks, as many bytes as to the others.
+def verify_share(checkpoint: Path, rank: int, ranks: int, role: str = "policy") -> None:
+    """Check the weights and shards that fall to one of a role's ranks, as many bytes as to others.
 
     Raises:
         CheckpointError: names a file that is not what was written.
@@ -287,20 +293,24 @@ def verify_share(checkpoint: Path, rank: int, ranks: int) -> None:
     files = read_manifest(Checkpoint(checkpoint, 0)).files
     shares: list[dict[str, FileEntry]] = [{} for _ in range(ranks)]
     loads = [0] * ranks
-    for name in sorted(filter(_SHARES.fullmatch, files), key=lambda n: (-files[n]["bytes"], n)):
+    for name in sorted(
+        filter(_SHARES[role].fullmatch, files), key=lambda n: (-files[n]["bytes"], n)
+    ):
         least = loads.index(min(loads))
         shares[least][name] = files[name]
         loads[least] += files[name]["bytes"]
     _check_files(checkpoint, shares[rank])
 
 
-def _check_files(folder: Path, files: Mapping[str, FileEntry], ranks_check: bool = False) -> None:
+def _check_files(
+    folder: Path, files: Mapping[str, FileEntry], checked_by: Collection[str] = ()
+) -> None:
     def check(name: str) -> None:
         part, entry = folder / name, files[name]
-        is_theirs = ranks_check and _SHARES.fullmatch(name)
+        is_theirs = any(_SHARES[role].fullmatch(name) for role in checked_by)
         try:
             is_whole = part.stat().st_size == entry["bytes"]
-            is_whole = is_whole and (bool(is_theirs) or _sha256(part) == entry["sha256"])
+            is_whole = is_whole and (is_theirs or _sha256(part) == entry["sha256"])
         except OSError as error:
             raise CheckpointError(
                 f"{part} cannot be read: {error.strerror}; use another checkpoint"

@@ -29,11 +29,11 @@ from winnow.config.data import DataConfig, NoTask
 from winnow.config.files import evaluation_recipe
 from winnow.config.judge import NoRewardModel
 from winnow.config.load import load_recipe, resolve_recipe
-from winnow.config.model import LoraAdapter, ModelConfig, WithPolicy
+from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.reward import RewardConfig
 from winnow.config.rollout import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
 from winnow.config.root import Config
-from winnow.config.trainer import LocalCluster, SyncMode, WholeModels
+from winnow.config.trainer import LocalCluster, SyncMode, WholeModels, WithPolicy
 from winnow.data.loader import evaluation_prompts
 from winnow.data.published import without_instruction
 from winnow.data.sources import read_rows
@@ -481,6 +481,7 @@ def _writing(config: Config, is_told: bool) -> tuple[Config, str]:
         "trainer": {"mode": SyncMode(), "strategy": WholeModels()},
         "reward": {"processes": 0},
         "reference": {"strategy": WithPolicy()},
+        "critic": {"strategy": WithPolicy()},
     }
     if not getattr(config.reward.model, "in_evaluation", True):
         sections["reward"]["model"] = NoRewardModel()

@@ -26,7 +26,7 @@ def local_devices(config: Config, trains: bool = True) -> dict[str, range]:
     """Choose a GPU of this machine for each process, by role; none on CPUs.
 
     Ranks come first, or the run's own process where it trains, then engines, then what scores with
-    a reward model, then a reference apart.
+    a reward model, then a reference and a critic apart.
 
     Args:
         trains: False where neither ranks nor the run's own process take a GPU, as in an evaluation.
@@ -42,10 +42,10 @@ def local_devices(config: Config, trains: bool = True) -> dict[str, range]:
     ranks = max(counts["policy"], int(trains))
     width, (role, scoring) = devices_each(config), _scorers(config)
     takes = {"policy": ranks, "rollout": counts["rollout"] * width, role: scoring}
-    takes["reference"] = counts["reference"]
+    takes |= {apart: counts[apart] for apart in ("reference", "critic")}
     ends = dict(zip(takes, itertools.accumulate(takes.values()), strict=True))
-    if (needs := ends["reference"]) > devices:
-        words = {role: "that score", "reference": "of the reference"}
+    if (needs := sum(takes.values())) > devices:
+        words = {role: "that score", "reference": "of the reference", "critic": "of the critic"}
         more = (f" and {takes[r]} {w} ({COUNTS[r]})" for r, w in words.items() if takes[r])
         times = f" x tensor_parallel={width}" if width > 1 else ""
         raise ConfigError(
@@ -65,12 +65,17 @@ def devices_each(config: Config) -> int:
 
 
 def devices_of(config: Config, ranks: int) -> int:
-    """Count the devices of ranks and engines; in one pool on Ray they share them."""
-    engines, cluster = workers_of(config)["rollout"] * devices_each(config), config.cluster
+    """Count the devices of what learns and of engines; in one pool on Ray they share them."""
+    counts, cluster = workers_of(config), config.cluster
+    takes = {"policy": ranks, "rollout": counts["rollout"] * devices_each(config)}
+    takes["critic"] = counts["critic"]
     if isinstance(cluster, LocalCluster) or not cluster.pools:
-        return ranks + engines
-    is_shared = cluster.roles.policy == cluster.roles.rollout
-    return max(ranks, engines) if is_shared else ranks + engines
+        return sum(takes.values())
+    pools: dict[str | None, int] = {}
+    for role, devices in takes.items():
+        pool = getattr(cluster.roles, role)
+        pools[pool] = max(pools.get(pool, 0), devices)
+    return sum(pools.values())
 
 
 def visible_devices(own: Sequence[int]) -> dict[str, str]:

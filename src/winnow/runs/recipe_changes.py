@@ -19,11 +19,10 @@ from typing import Any
 from winnow.config.algorithm import GaeAdvantage, NoKl
 from winnow.config.judge import ShardedScorer
 from winnow.config.load import differing_keys
-from winnow.config.model import ShardedReference
 from winnow.config.root import Config
 from winnow.config.rules import workers_of
 from winnow.config.schema import show
-from winnow.config.trainer import ProfileConfig
+from winnow.config.trainer import ProfileConfig, Sharded
 from winnow.errors import CheckpointError, ConfigError
 
 _SILENT = {"run.name", "run.description", "run.dir", "run.resume", "run.threads", "run.device"}
@@ -36,7 +35,8 @@ _MAY_CHANGE: dict[str, set[str]] = {
     "data.task": {"eval_problems"},
     "reward": {"workers", "processes", "memory_mb", "timeout_s"},
     "reward.model.strategy": {*ShardedScorer.model_fields},
-    "reference.strategy": {*ShardedReference.model_fields},
+    "reference.strategy": {*Sharded.model_fields},
+    "critic.strategy": {*Sharded.model_fields} - {"name"},  # checkpoints have it elsewhere
     # Who asks the judge, where, how fast, and where replies are kept.
     "reward.judge": {
         *("base_url", "api_key_env", "cache", "max_concurrent", "retries", "timeout_s"),
@@ -72,7 +72,7 @@ _FREE = {"cluster", "evaluation", "observe"}
 """Sections whose keys may all change."""
 _FORK_KEEPS = (
     *("model.", "warm_start.", "data.", "critic.dtype", "run.seed"),
-    *("trainer.strategy.name", "sampling.commit"),
+    *("trainer.strategy.name", "critic.strategy.name", "sampling.commit"),
 )
 """Beginnings of the keys that a fork takes over, but for what may always change and these."""
 _OF_NO_WEIGHT = {"model.trust_remote_code", "model.gradient_checkpointing", "model.fp32_head"}

@@ -23,7 +23,7 @@ from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.runs.build_learner import load_role, readout_options
 from winnow.runs.scoring_ranks import join_ranks
 from winnow.types import Group
-from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult, fetch
+from winnow.workers.array_refs import SplitResult, fetch, left_here
 from winnow.workers.group import WorkerGroup
 from winnow.workers.host import RankInfo
 
@@ -58,9 +58,8 @@ class ReferenceWorker:
         self.progress += 1
         if not self._is_first:
             return None
-        values = found["logprob"].numpy()
-        block = ArrayBlock((values,))
-        return SplitResult(ArrayRef(block, 0, 0, len(values), values.dtype), block)
+        (logprobs,), block = left_here(found["logprob"].numpy())
+        return SplitResult(logprobs, block)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -11,11 +11,12 @@ import math
 import os
 import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from winnow.config.root import Config
-from winnow.config.trainer import Fsdp2
+from winnow.config.trainer import Fsdp2, Sharded
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import CheckpointError
 from winnow.learning.canary import Canary, CanaryScores
@@ -60,7 +61,7 @@ from winnow.runs.metrics import Passes
 from winnow.runs.scoring_ranks import join_ranks
 from winnow.runs.state import Save
 from winnow.types import Group
-from winnow.workers.array_refs import fetch
+from winnow.workers.array_refs import SplitResult, fetch, left_here
 from winnow.workers.group import WorkerGroup
 from winnow.workers.host import RankInfo
 
@@ -88,7 +89,90 @@ class StepReply:
     """The learner's state."""
 
 
-class LearnerWorker:
+class SavingRank:
+    """A rank of strategies that learn, which a subclass makes; a worker of a `WorkerGroup`."""
+
+    role: ClassVar[str]
+    """A key of `RANKS`."""
+
+    def __init__(self, rank: RankInfo, config: Config, sharded: Sharded) -> None:
+        self._is_first, self._rank, self._ranks = rank.rank == 0, rank.rank, rank.size
+        joined = join_ranks(rank, config.run.threads, sharded.replicas)
+        self._mesh, self._host_mesh = joined
+        # Of its own, so that saving and the next step do not take each other's messages.
+        self._saving = dist.new_group(backend="gloo")
+        self._strategies: dict[str, FSDP2Strategy] = {}
+        self._copied: State = {}
+
+    def copy(self) -> None:
+        """Copy all that learns, for `write`, so that the next step may change it."""
+        states = {role: s.state_dict() for role, s in self._strategies.items()}
+        self._copied = on_host(states, self._host_mesh)
+
+    async def write(self, checkpoint: str) -> dict[str, FileEntry] | tuple[int, str]:
+        """Write what was copied into a checkpoint's folder, beside whatever else the ranks do.
+
+        Returns:
+            The files that this rank wrote, on disk; or what the system said when it refused a
+            write: its number, and the path.
+        """
+        try:
+            return await asyncio.to_thread(self._write, Path(checkpoint))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            refusal = system_error(error)
+            if refusal is None or refusal.errno is None:
+                raise
+            return refusal.errno, str(refusal.filename or checkpoint)
+
+    def _write(self, checkpoint: Path) -> dict[str, FileEntry]:
+        written = self._written(checkpoint)
+        for path in written:
+            sync(path)
+        return {str(path.relative_to(checkpoint)): file_entry(path) for path in written}
+
+    def _written(self, checkpoint: Path) -> list[Path]:
+        """Write what was copied, and forget it; returns this rank's files."""
+        copied, self._copied = self._copied, {}
+        folder = checkpoint / RANKS[self.role]
+        write_shards(copied, folder, self._saving)
+        metadata = [folder / ".metadata"] if self._is_first else []
+        return [*folder.glob(f"__{self._rank}_*"), *metadata]
+
+    def restore(self, checkpoint: str) -> None:
+        """Check the checkpoint's files and load what `write` wrote, on any number of ranks.
+
+        Raises:
+            CheckpointError: a file is damaged, or of another model.
+        """
+        fault: CheckpointError | None = None
+        try:
+            verify_share(Path(checkpoint), self._rank, self._ranks, self.role)
+        except CheckpointError as error:
+            fault = error
+        faults: list[CheckpointError | None] = [None] * self._ranks
+        dist.all_gather_object(faults, fault, group=self._saving)
+        if found := next(filter(None, faults), None):
+            raise found
+        mesh, strategies = self._host_mesh, self._strategies
+        blank = {role: on_host(s.blank_state(), mesh) for role, s in strategies.items()}
+        read_shards(blank, Path(checkpoint) / RANKS[self.role])
+        for role, strategy in strategies.items():
+            strategy.load_state_dict(blank[role])
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+    def _book_memory(self, metrics: Metrics) -> None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if self._mesh.device_type == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+        peaks: list[int] = [0] * self._ranks
+        dist.all_gather_object(peaks, peak)
+        metrics.max("ranks/peak_gib", max(peaks) / 2**30)
+
+
+class LearnerWorker(SavingRank):
     """One rank of the learning side; a worker of a `WorkerGroup`.
 
     Args:
@@ -104,6 +188,8 @@ class LearnerWorker:
         ModelError: a model of the recipe cannot be loaded.
     """
 
+    role: ClassVar[str] = "policy"
+
     def __init__(
         self,
         rank: RankInfo,
@@ -115,22 +201,18 @@ class LearnerWorker:
     ) -> None:
         strategy = config.trainer.strategy
         assert isinstance(strategy, Fsdp2)
-        self._is_first = rank.rank == 0
+        super().__init__(rank, config, strategy)
         self._profiler = profiler_of(config, "learner", rank.rank)
-        mesh, self._host_mesh = join_ranks(rank, config.run.threads, strategy.replicas)
-        # Of its own, so that saving and the next step do not take each other's messages.
-        self._saving = dist.new_group(backend="gloo")
         model = load_policy_model(
             config.model, path, torch.device("cpu"), config.run.seed, start, hollow=True
         )
-        self._learning = make_learner(config, model, vocabulary, start, mesh)
+        self._learning = make_learner(config, model, vocabulary, start, self._mesh)
         check_finite(path, ((n, local(weight)) for n, weight in model.named_parameters()))
         strategies = {"policy": self._learning.policy, **self._learning.others}
         self._strategies = cast("dict[str, FSDP2Strategy]", strategies)
         assert rank.store is not None
-        self._store, self._rank, self._ranks = rank.store, rank.rank, rank.size
+        self._store = rank.store
         self._bucket_bytes, self._exported = min(strategy.bucket_mb << 20, BUCKET_BYTES), 0
-        self._copied: State = {}
         self._model: dict[str, Tensor] = {}
         self._save_model: Save | None = None
         if self._is_first:
@@ -150,8 +232,11 @@ class LearnerWorker:
         machine = this_machine(learning.policy.device)
         return RankFacts(learning.passes, learning.learner.state_dict(), machine)
 
-    def learn(self, groups: Sequence[Group], step: int, **given: Any) -> StepReply | None:
-        """Train on a step's groups, as `Learner.learn` does."""
+    def learn(
+        self, groups: Sequence[Group], step: int, **given: Any
+    ) -> StepReply | SplitResult | None:
+        """Train on a step's groups, as `Learner.learn` does; what a critic elsewhere is to learn
+        stays here."""
         if self._profiler is not None:
             self._profiler.begin(step)
         self._store.clear()  # engines have the weights
@@ -164,7 +249,11 @@ class LearnerWorker:
             self._profiler.end()
         if not self._is_first:
             return None
-        return StepReply(learned, metrics, watch.seconds(), self._learning.learner.state_dict())
+        rest = metrics, watch.seconds(), self._learning.learner.state_dict()
+        if learned.targets is None:
+            return StepReply(learned, *rest)
+        targets, block = left_here(*learned.targets)
+        return SplitResult(StepReply(replace(learned, targets=targets), *rest), block)
 
     def held_out(self, groups: Sequence[Group]) -> float:
         """Return the loss of demonstrations, as `Imitator.held_out` does."""
@@ -205,8 +294,7 @@ class LearnerWorker:
     def copy(self) -> None:
         """Copy all that learns, for `write`, so that the next step may change it."""
         self._store.clear()
-        states = {role: s.state_dict() for role, s in self._strategies.items()}
-        self._copied = on_host(states, self._host_mesh)
+        super().copy()
         policy = self._strategies["policy"]
         if not policy.has_adapter:
             self._model = on_host(policy.export_shards(), self._host_mesh)
@@ -215,73 +303,22 @@ class LearnerWorker:
             if self._is_first:
                 self._model[name] = tensor.detach().to("cpu", copy=True)
 
-    async def write(self, checkpoint: str) -> dict[str, FileEntry] | tuple[int, str]:
-        """Write what was copied into a checkpoint's folder, beside whatever else the ranks do.
-
-        Returns:
-            The files that this rank wrote, on disk; or what the system said when it refused a
-            write: its number, and the path.
-        """
-        (copied, self._copied), (model, self._model) = (self._copied, {}), (self._model, {})
-        try:
-            return await asyncio.to_thread(self._write, Path(checkpoint), copied, model)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            refusal = system_error(error)
-            if refusal is None or refusal.errno is None:
-                raise
-            return refusal.errno, str(refusal.filename or checkpoint)
-
-    def _write(
-        self, checkpoint: Path, copied: State, model: dict[str, Tensor]
-    ) -> dict[str, FileEntry]:
+    def _written(self, checkpoint: Path) -> list[Path]:
         # First what all ranks do together: one that failed before would leave the others waiting.
-        write_shards(copied, checkpoint / RANKS, self._saving)
-        copied.clear()
-        written = [*(checkpoint / RANKS).glob(f"__{self._rank}_*")]
+        model, self._model = self._model, {}
+        written = super()._written(checkpoint)
         if not self._strategies["policy"].has_adapter:
             written += write_model(model, checkpoint / "model", self._saving)
             model = {}  # what is left to write is not weights
         if self._save_model is not None:
             written += _written_beside(self._save_model, model, checkpoint / "model")
-            written.append(checkpoint / RANKS / ".metadata")
-        for path in written:
-            sync(path)
-        return {str(path.relative_to(checkpoint)): file_entry(path) for path in written}
-
-    def restore(self, checkpoint: str) -> None:
-        """Check the checkpoint's files and load what `write` wrote, on any number of ranks.
-
-        Raises:
-            CheckpointError: a file is damaged, or of another model.
-        """
-        fault: CheckpointError | None = None
-        try:
-            verify_share(Path(checkpoint), self._rank, self._ranks)
-        except CheckpointError as error:
-            fault = error
-        faults: list[CheckpointError | None] = [None] * self._ranks
-        dist.all_gather_object(faults, fault, group=self._saving)
-        if found := next(filter(None, faults), None):
-            raise found
-        mesh, strategies = self._host_mesh, self._strategies
-        blank = {role: on_host(s.blank_state(), mesh) for role, s in strategies.items()}
-        read_shards(blank, Path(checkpoint) / RANKS)
-        for role, strategy in strategies.items():
-            strategy.load_state_dict(blank[role])
+        return written
 
     def close(self) -> None:
         """Leave the process group."""
         if self._profiler is not None:
             self._profiler.close()
-        dist.destroy_process_group()
-
-    def _book_memory(self, metrics: Metrics) -> None:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if self._learning.policy.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated()
-        peaks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(peaks, peak)
-        metrics.max("ranks/peak_gib", max(peaks) / 2**30)
+        super().close()
 
 
 def _written_beside(save: Save, weights: dict[str, Tensor], folder: Path) -> list[Path]:
@@ -328,7 +365,8 @@ class RemoteLearner:
         the way there and back.
         """
         with watch.phase("ranks"):
-            reply: StepReply = self.call("learn", list(groups), step, **given)
+            said = self.call("learn", list(groups), step, **given)
+        reply: StepReply = said.told if isinstance(said, SplitResult) else said
         watch.rebook("ranks", reply.seconds)
         metrics.merge(reply.metrics)
         self._state = reply.learner
@@ -371,21 +409,29 @@ class RemoteLearner:
 
     def copy(self) -> Snapshot:
         self.call("copy")
-        return Snapshot({}, save_model=lambda folder: None, save_ranks=self._write)
+        write = partial(write_on_ranks, self._group)
+        return Snapshot({}, save_model=lambda folder: None, save_ranks=write)
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        if not (checkpoint / RANKS).is_dir():
+        if not (checkpoint / RANKS["policy"]).is_dir():
             raise CheckpointError(
-                f"{checkpoint} has no {RANKS}: it was saved by trainer/strategy=single; "
+                f"{checkpoint} has no {RANKS['policy']}: it was saved by trainer/strategy=single; "
                 "use that, or another checkpoint"
             )
         self.call("restore", str(checkpoint))
 
-    def _write(self, checkpoint: Path) -> dict[str, FileEntry]:
-        entries: dict[str, FileEntry] = {}
-        for said in self._group.ask("write", str(checkpoint)):
-            if isinstance(said, tuple):
-                number, path = said
-                raise OSError(number, os.strerror(number), path)
-            entries |= said
-        return entries
+
+def write_on_ranks(group: WorkerGroup, checkpoint: Path) -> dict[str, FileEntry]:
+    """Have a group of `SavingRank`s write; returns the entries of their files.
+
+    Raises:
+        OSError: the disk is full, or not writable.
+        WinnowError: as calls of `WorkerGroup`.
+    """
+    entries: dict[str, FileEntry] = {}
+    for said in group.ask("write", str(checkpoint)):
+        if isinstance(said, tuple):
+            number, path = said
+            raise OSError(number, os.strerror(number), path)
+        entries |= said
+    return entries

@@ -54,6 +54,7 @@ from winnow.observe.jsonl import METRICS_FILE, MetricsLog
 from winnow.observe.rollouts import drop_rollouts_after, rollout_files
 from winnow.runs.checkpoint import (
     CONFIG,
+    RANKS,
     Checkpoint,
     Manifest,
     checkpoints_in,
@@ -396,12 +397,13 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     clean(folder.checkpoints)
     for partial in folder.path.glob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
-    ranks_check = workers_of(config)["policy"] > 0
+    workers = workers_of(config)
+    checked_by = [role for role in RANKS if workers[role]]
     checkpoint = wanted
     if checkpoint is not None:
-        verify(checkpoint, ranks_check)
+        verify(checkpoint, checked_by)
     else:
-        checkpoint, faults = newest_usable(folder.path, ranks_check)
+        checkpoint, faults = newest_usable(folder.path, checked_by)
         notes += faults
     if checkpoint is None:
         notes.append(f"{folder.path} has no checkpoint yet: starting at the beginning")
@@ -421,7 +423,7 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     knows_steps = epochs is None or not _fills_others(config, made_with)
     continuing = f"Continuing {folder.path} after step {checkpoint.step}"
     notes += [f"{continuing} of {steps}" if knows_steps else continuing, *changes]
-    may_be_damaged = ranks_check and wanted is None
+    may_be_damaged = bool(checked_by) and wanted is None
     state = checkpoint, manifest, forked, False, knows_steps, may_be_damaged
     return Opened(folder, kept, tuple(notes), *state)
 

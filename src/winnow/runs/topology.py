@@ -13,6 +13,7 @@ Processes are started on this machine or on a Ray cluster:
 | reward | `PipelineWorker` | one, of whole reward pipelines |
 | reward_model | `RewardModelWorker` | one, of the ranks of the reward model |
 | reference | `ReferenceWorker` | one, of the ranks of a reference apart |
+| critic | `CriticWorker` | one, of the ranks of a critic apart |
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ CLASSES = {
     "reward": "winnow.runs.rewarding:make_pipeline_worker",
     "reward_model": "winnow.runs.scoring_ranks:RewardModelWorker",
     "reference": "winnow.runs.reference_ranks:ReferenceWorker",
+    "critic": "winnow.runs.critic_ranks:CriticWorker",
 }
 ENGINES = {
     "torch": "winnow.rollout.remote_engine:TorchEngineWorker",
@@ -124,10 +126,12 @@ def other_processes(
         "reward": common,
         "reward_model": {"config": config},
         "reference": {"config": config, "start": start, "vocabulary": policy.vocabulary},
+        "critic": {"config": config, "start": start},
         "rollout": _engine_arguments(config, policy, start) if counts["rollout"] else {},
     }
     roles = ["rollout"] * counts["rollout"]
-    roles += [role for role in ("reward", "reward_model", "reference", "policy") if counts[role]]
+    last = "reward", "reward_model", "reference", "critic", "policy"
+    roles += [role for role in last if counts[role]]
     trains = counts["policy"] > 0 or policy.device.type != "cpu"
     with contextlib.closing(WorkerGroups()) as groups, launcher(config, groups, trains) as launch:
 
@@ -268,6 +272,14 @@ def placed_models(
     """
     groups = others()
     placed = _placed(config, policy, start, groups)
+    if "critic" in groups:
+        from winnow.runs.critic_ranks import WithCritic
+
+        (ranks,) = groups["critic"]
+        both = WithCritic(placed.learner, placed.tensors, ranks)
+        machine = {**placed.machine, "ranks of the critic": ranks.size}
+        passes = replace(placed.passes, **ranks.ask("passes")[0])
+        placed = replace(placed, learner=both, tensors=both, machine=machine, passes=passes)
     if "reference" not in groups:
         return placed
     from winnow.runs.reference_ranks import WithReference

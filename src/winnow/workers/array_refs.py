@@ -141,6 +141,13 @@ class SplitResult:
     block: ArrayBlock
 
 
+def left_here(*arrays: NDArray[Any]) -> tuple[tuple[ArrayRef, ...], ArrayBlock]:
+    """Put arrays into a block of their own; returns references to them whole, and the block."""
+    block = ArrayBlock(arrays)
+    refs = (ArrayRef(block, i, 0, len(each), each.dtype) for i, each in enumerate(arrays))
+    return tuple(refs), block
+
+
 def begin_fetching(trajectories: Iterable[Trajectory]) -> list[ArrayBlock]:
     """Start fetching all that is stored of these answers; returns the blocks it is in."""
     segments = (segment for trajectory in trajectories for segment in trajectory.segments)

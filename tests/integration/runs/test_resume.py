@@ -334,7 +334,7 @@ def test_ranks_check_what_they_read_as_many_bytes_each(
     assert max(loads) - min(loads) <= 1004
     shard = saved.path / "ranks/__3_0.distcp"
     shard.write_bytes(b"?" * 1003)
-    assert newest_usable(tmp_path, ranks_check=True)[0] == saved
+    assert newest_usable(tmp_path, checked_by=["policy"])[0] == saved
     (owner,) = (rank for rank, names in read.items() if "ranks/__3_0.distcp" in names)
     with pytest.raises(CheckpointError, match=r"__3_0\.distcp is damaged"):
         verify_share(saved.path, owner, 3)
@@ -342,7 +342,7 @@ def test_ranks_check_what_they_read_as_many_bytes_each(
         verify(saved)
     shard.write_bytes(b"?" * 1002)
     with pytest.raises(CheckpointError, match=r"__3_0\.distcp is damaged"):
-        newest_usable(tmp_path, ranks_check=True)
+        newest_usable(tmp_path, checked_by=["policy"])
 
 
 def _none(folder: Path) -> None:

@@ -171,6 +171,16 @@ CASES = [
         ["reference/strategy=fsdp2", "reference.strategy.replicas=2"],
     ),
     (
+        [*POOLED, POOL, "critic/strategy=fsdp2", "algorithm/advantage=gae"],
+        ["cluster.roles.critic=null has 0 slots", "critic.strategy.ranks asks for 2"],
+        [*POOLED, POOL, "critic/strategy=fsdp2"],
+    ),
+    (
+        ["critic/strategy=fsdp2", "critic.strategy.replicas=4"],
+        ["critic.strategy.ranks=2 cannot", "critic.strategy.replicas=4", "divisor"],
+        ["critic/strategy=fsdp2", "critic.strategy.replicas=2"],
+    ),
+    (
         [*POOLED, POOL, "cluster.pools.b.per_node=2"],
         ["cluster.pools.b has no role", "name it in cluster.roles"],
         [*POOLED, POOL],

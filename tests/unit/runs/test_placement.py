@@ -169,6 +169,27 @@ def test_a_reference_that_is_asked_for_has_devices_of_its_own(
     assert pools == ["policy", "rollout", "reference"]
 
 
+def test_a_critic_that_is_asked_for_has_devices_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    apart = *FOUR, "rollout.engine.processes=1", "critic/strategy=fsdp2"
+    asked = *apart, "algorithm/advantage=gae"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
+    assert local_devices(recipe("quickstart", *asked))["critic"] == range(5, 7)
+    assert "critic" not in local_devices(recipe("quickstart", *apart))
+    with pytest.raises(ConfigError, match=r"2 of the critic \(critic\.strategy\.ranks\) need 8, t"):
+        local_devices(recipe("quickstart", *asked, "rollout.engine.processes=2"))
+    assert devices_of(recipe("quickstart", *asked), 4) == 7
+    pools = "cluster.pools={a:{per_node:4},b:{per_node:1},c:{per_node:2}}"
+    roles = "cluster.roles={policy:a,rollout:b,critic:c}"
+    assert devices_of(on_ray(*asked, pools, roles), 4) == 7
+    shared = "cluster.pools={a:{per_node:4},b:{per_node:1}}", "critic.strategy.ranks=4"
+    assert (
+        devices_of(on_ray(*asked, *shared, "cluster.roles={policy:a,rollout:b,critic:a}"), 4) == 5
+    )
+
+
 def test_a_gpu_that_is_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^run\.device is cuda, but torch sees no GPU"):
