@@ -159,6 +159,8 @@ def test_each_role_of_a_recipe_is_run(folder: str) -> None:
     phases = ["old log-probs", "reference", "values", "critic update", "policy update"]
     assert [name for name in rank.tracker.phases if name in phases] == phases
     assert rank.tracker.phases["policy update"].sent["allreduce"] > 0  # over the replicas
+    apart = "algorithm/advantage=gae", "critic/strategy=fsdp2"
+    assert set(planned(folder, *apart).parameters) == {"policy"}
 
 
 def test_an_adapter_alone_has_gradients(folder: str) -> None:
