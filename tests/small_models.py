@@ -15,6 +15,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from winnow.data.sort_digits import build_tokenizer
@@ -28,8 +30,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def digits_model(**changes: Any) -> PreTrainedModel:
-    """A Qwen3 of 2,000 weights for the 29 characters of `sort_digits`."""
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def digits_model(experts: bool = False, **changes: Any) -> PreTrainedModel:
+    """A Qwen3 of 2,000 weights for the 29 characters of `sort_digits`, or one with 5 experts."""
     shape = {
         "vocab_size": 29,
         "hidden_size": 16,
@@ -45,6 +50,8 @@ def digits_model(**changes: Any) -> PreTrainedModel:
         "bos_token_id": None,
     }
     torch.manual_seed(0)
+    if experts:
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape | _EXPERTS | changes))
     return Qwen3ForCausalLM(Qwen3Config(**shape | changes))
 
 

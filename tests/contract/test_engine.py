@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from winnow.errors import ModelError
@@ -56,6 +56,14 @@ CONFIGS = {
         **SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
     "llama": LlamaConfig(**SHAPE),
+    "qwen3-experts": Qwen3MoeConfig(
+        **SHAPE,
+        head_dim=HEAD,
+        moe_intermediate_size=48,
+        num_experts=4,
+        num_experts_per_tok=2,
+        experts_implementation="eager",  # torch's grouped products know no float64
+    ),
 }
 
 

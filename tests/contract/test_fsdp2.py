@@ -64,7 +64,7 @@ OUTPUTS: dict[str, frozenset[Output]] = {
     "critic": frozenset({"value"}),
     "reward model": frozenset({"score"}),
 }
-TRAINED = ("tied", "untied", "lora", "frozen", "critic", "reward model")
+TRAINED = ("tied", "untied", "lora", "frozen", "critic", "reward model", "experts")
 KINDS = (*TRAINED, "reference")
 TARGETS = ("q_proj", "o_proj", "down_proj")
 SHAPE = {
@@ -103,10 +103,13 @@ class Learnt:
 
 def model_of(kind: str, dtype: torch.dtype) -> nn.Module:
     """The same weights in every process; norms and heads are random too."""
-    model: Any = digits_model(**SHAPE, tie_word_embeddings=kind != "untied")
+    tied = kind != "untied"
+    model: Any = digits_model(kind == "experts", **SHAPE, tie_word_embeddings=tied)
     if kind in OUTPUTS:
         model = _with_number(kind, model)
     use_layout_attention(model)
+    if kind == "experts" and dtype == torch.float64:
+        model.set_experts_implementation("eager")  # torch's grouped products know no float64
     model = model.to(dtype).eval()
     if kind == "frozen":
         freeze(model, ["*.layers.0.*", "*embed_tokens*", "*q_norm*"])

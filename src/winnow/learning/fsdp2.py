@@ -67,7 +67,12 @@ from winnow.learning.strategy import (
 )
 from winnow.models.causal_lm import is_reward_model, is_value_model
 from winnow.models.lora import is_adapters, plain_name
-from winnow.models.sharded_loading import SavedWeights, replace_parameters, saved_weights
+from winnow.models.sharded_loading import (
+    SavedWeights,
+    as_saved,
+    replace_parameters,
+    saved_weights,
+)
 from winnow.models.value import scalar_head
 from winnow.observe.files import system_error
 
@@ -387,11 +392,14 @@ def write_shards(state: State, folder: Path, group: dist.ProcessGroup) -> None:
 
 
 def write_model(
-    weights: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup
+    model: nn.Module, weights: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup
 ) -> list[Path]:
     """Write a sharded model that is on the host into a Hugging Face folder, as `write_shards` does.
 
-    No rank holds more than its rows and one file.
+    No rank holds more than its rows and one file, of which experts are there twice.
+
+    Args:
+        model: names the tensors in the files; its weights are not read.
 
     Returns:
         The files that this rank wrote.
@@ -410,7 +418,7 @@ def write_model(
     try:
         for file in own:
             inside = {name: t for name, t in weights.items() if file_of[name] == file}
-            _put_together(inside, parts, folder / file)
+            _put_together(model, inside, parts, folder / file)
     except (OSError, RuntimeError, SafetensorError) as error:
         if (fault := system_error(error)) is None:
             raise
@@ -423,20 +431,23 @@ def write_model(
     written = [folder / name for name in own]
     if group.rank() == 0 and len(files) > 1:
         total = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        saved = {name: as_saved(model, {name: t.to("meta")}) for name, t in weights.items()}
+        names = {own: file_of[name] for name, found in saved.items() for own in found}
+        index = {"metadata": {"total_size": total}, "weight_map": names}
         written.append(folder / "model.safetensors.index.json")
         written[-1].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return written
 
 
-def _put_together(weights: Mapping[str, Tensor], parts: Path, file: Path) -> None:
+def _put_together(model: nn.Module, weights: Mapping[str, Tensor], parts: Path, file: Path) -> None:
     """Write a file of whole tensors from the rows of all ranks, as transformers would."""
     whole = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in weights.items()}
     try:
         load(whole, storage_reader=HuggingFaceStorageReader(str(parts)), no_dist=True)
     except CheckpointException as error:
         raise _first(error) from error
-    save_file(whole, file, metadata={"format": "pt"})
+    saved = {name: tensor.contiguous() for name, tensor in as_saved(model, whole).items()}
+    save_file(saved, file, metadata={"format": "pt"})
     # The library lets only their owner read its files.
     file.chmod(stat.S_IMODE(next(parts.iterdir()).stat().st_mode))
 

@@ -383,6 +383,17 @@ class Strategy:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
+    def active_parameters(self) -> int:
+        """The number of weights that a token meets: of a layer's experts those that it goes to."""
+        config = cast(Any, self.model).config.get_text_config()
+        experts = getattr(config, "num_experts", getattr(config, "num_local_experts", None))
+        if not experts:
+            return self.parameters
+        named = [(".experts." in name, p.numel()) for name, p in self.model.named_parameters()]
+        stacked = sum(number for is_expert, number in named if is_expert)
+        return self.parameters - stacked + stacked * config.num_experts_per_tok // experts
+
+    @property
     def has_adapter(self) -> bool:
         """True if an adapter is trained in the place of the model's own weights."""
         return has_adapter(self.model)

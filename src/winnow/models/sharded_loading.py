@@ -8,7 +8,7 @@ folder's safetensors. The loaders of `winnow.models` make one when they are aske
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -58,6 +58,7 @@ def load_hollow(
     if (Path(where.path) / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(where.path)
     model.saved_weights = weights
+    model._weight_conversions = None  # of stand-ins, which had the names of the model
     return model, weights.misfits
 
 
@@ -92,22 +93,33 @@ class SavedWeights:
             for saved in (name.removeprefix(f"{blank.base_model_prefix}."), name):
                 if saved in self._files:
                     self._saved[name] = saved
-            if name in self and self._slice(name).get_shape() != [*parameter.shape]:
+            if name in self._saved and self._slice(name).get_shape() != [*parameter.shape]:
                 misshapen.append(name)
             self.stand_ins[name] = _stand_in(parameter, dtype)
-        lacking = self.stand_ins.keys() - self._saved.keys()
+        self._stacked = _stacked_rows(blank, self.stand_ins.keys() - self._saved.keys())
+        absent: set[str] = set()
+        for name, rows in list(self._stacked.items()):
+            parts = {part for row in rows for part in row}
+            if not parts & self._files.keys():
+                del self._stacked[name]
+            elif parts - self._files.keys():
+                absent |= parts - self._files.keys()
+            elif not all(self._fits(row, self.stand_ins[name].shape[1:]) for row in rows):
+                misshapen.append(name)
+        lacking = self.stand_ins.keys() - self._saved.keys() - self._stacked.keys()
         _refuse_experts(where, lacking)
         known = {name for name, _ in blank.named_parameters(remove_duplicate=False)}
         known |= {name for name, _ in blank.named_buffers()} | set(self._saved.values())
+        known |= {part for rows in self._stacked.values() for row in rows for part in row}
         self.misfits = {
-            "missing_keys": lacking,
+            "missing_keys": lacking | absent,
             "mismatched_keys": misshapen,
             "unexpected_keys": self._files.keys() - known,
         }
 
     def __contains__(self, name: str) -> bool:
         """Return whether the parameter of this name is read from the folder."""
-        return name in self._saved
+        return name in self._saved or name in self._stacked
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Read some rows of a weight, at least one, in the dtype of the file.
@@ -115,8 +127,19 @@ class SavedWeights:
         Raises:
             ModelError: the file cannot be read.
         """
-        with failures_told(f"{self._where}: cannot read {self._saved[name]}"):
-            return cast(Tensor, self._slice(name)[rows.start : rows.stop])
+        with failures_told(f"{self._where}: cannot read {self._saved.get(name, name)}"):
+            if name in self._saved:
+                return cast(Tensor, self._slice(name)[rows.start : rows.stop])
+            parts = self._stacked[name][rows]
+            return torch.stack(
+                [torch.cat([self._files[part].get_tensor(part) for part in row]) for row in parts]
+            )
+
+    def _fits(self, row: Sequence[str], shape: Sequence[int]) -> bool:
+        """Return whether these tensors of the files, one below the other, have a shape."""
+        shapes = [self._files[part].get_slice(part).get_shape() for part in row]
+        rest = all(each[1:] == [*shape[1:]] for each in shapes)
+        return rest and sum(each[0] for each in shapes) == shape[0]
 
     def _slice(self, name: str) -> Any:
         saved = self._saved[name]
@@ -129,14 +152,10 @@ class Shapes(SavedWeights):
     Args:
         blank: the model on no device.
         dtype: of the stand-ins, and of what `rows` gives.
-
-    Raises:
-        ModelError: it has experts.
     """
 
     def __init__(self, where: Source, blank: PreTrainedModel, dtype: torch.dtype) -> None:
         self.stand_ins = {n: _stand_in(p, dtype) for n, p in blank.named_parameters()}
-        _refuse_experts(where, self.stand_ins)
         self.misfits = dict.fromkeys(("missing_keys", "mismatched_keys", "unexpected_keys"), ())
 
     def __contains__(self, name: str) -> bool:
@@ -151,10 +170,41 @@ class Shapes(SavedWeights):
 def _refuse_experts(where: Source, lacking: Collection[str]) -> None:
     if any(".experts." in name for name in lacking):
         raise ModelError(
-            f"{where} is a mixture of experts whose weights have other names in its files than "
-            "in the model, which loading in shards cannot convert; set trainer/strategy=single, "
-            "which cannot be planned"
+            f"{where} is a mixture of experts whose weights are neither in its files as in the "
+            "model, nor expert by expert, so that they cannot be loaded in shards; set "
+            "trainer/strategy=single"
         )
+
+
+def _stacked_rows(blank: PreTrainedModel, names: Collection[str]) -> dict[str, list[list[str]]]:
+    """Find the weights that the files have expert by expert, and the model as one stack of rows.
+
+    Args:
+        names: parameters of the model on no device that its files do not have.
+
+    Returns:
+        For each row (an expert) the names of the tensors in the files that make it, one below the
+        other: gate and up projection are one row.
+    """
+    found = {}
+    for name in names:
+        weight = blank.get_parameter(name).detach()
+        apart = [*as_saved(blank, {name: weight})]
+        if weight.ndim == 3 and len(apart) > 1 and len(apart) % len(weight) == 0:
+            # All experts of the first projection come before those of the second.
+            found[name] = [apart[row :: len(weight)] for row in range(len(weight))]
+    return found
+
+
+def as_saved(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights under the names, and in the pieces, that a folder's files have.
+
+    They differ from the model's where transformers joins what belongs together, such as the experts
+    of a layer; what it joined must come whole.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return cast("dict[str, Tensor]", revert_weight_conversion(cast(Any, model), dict(weights)))
 
 
 def _stand_in(parameter: Tensor, dtype: torch.dtype) -> Tensor:

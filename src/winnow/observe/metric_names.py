@@ -253,8 +253,8 @@ training. [Trackers](trackers.md) get the same names (MLflow has `_at_` for `@`)
 not have is absent: no critic, no `critic/…`. In a name `{a,b}` stands for either, `SOURCE` for a
 data source, `NAME` for a name, `N` and `K` for numbers, `SPREAD` for `mean`, `max` and `min`.
 Shares are of 1, log-probs in nats. A loss of your own adds `actor/NAME`, the mean over tokens of
-its sum NAME. FLOP are counted by all parameters: also those of experts that did not run, and of
-frozen weights. The last column has the nearest figure of verl, where there is one."""
+its sum NAME. FLOP are counted by all parameters, frozen ones too, but of a mixture by those of the
+experts that a token goes to. The last column has the nearest figure of verl, where there is one."""
 _WORDS = {"SOURCE": r".+", "NAME": r"[^/]+", "SPREAD": "(?:mean|max|min)", "N": r"\d+", "K": r"\d+"}
 
 

@@ -277,7 +277,7 @@ def rollout_seconds(
     rows = min(engine["cache_gib"] / row, getattr(config.rollout.engine, "slots", np.inf))
     read = (engine["weights_gib"] + rows * row / 2) * GIB / (machine.gpu.memory_gb_s * 1e9)
     peak = machine.gpu.float32 if config.model.dtype == "float32" else machine.gpu.bfloat16
-    computed = 2 * rank.parameters["policy"] * rows / engine["gpus_each"] / (peak * 1e12)
+    computed = 2 * rank.learning.passes.parameters * rows / engine["gpus_each"] / (peak * 1e12)
     ticks = max(answers_B.sum() / engine["engines"] / rows, answers_B.max())
     return float(max(read, computed) * ticks)
 

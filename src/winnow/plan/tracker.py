@@ -203,6 +203,8 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             query = next(t for t in given if t.ndim == 3)
             flop = int(self._attention_flop(query.shape[1] * query.shape[2]))
             flop = flop * 5 // 2 if "backward" in name else flop
+        elif name == "grouped_mm":  # of experts; torch counts none
+            flop = 2 * args[0].numel() * args[1].shape[-1]
         elif (counted := flop_registry.get(func._overloadpacket)) is not None:
             flop = counted(*args, **kwargs, out_val=out)
         moved = sum(map(local_bytes, {id(t): t for t in (*given, *made)}.values()))

@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor.interface import (
     BatchUpdate,
     LogitsProcessor,
@@ -201,6 +202,7 @@ class TensorTransfer(WeightTransferEngine[NoInit, NamedTensors]):  # type: ignor
             die_with(os.getppid())
 
     def start_weight_update(self) -> None:
+        forget_experts_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: NamedTensors) -> None:
@@ -223,6 +225,18 @@ def repack_head(model: nn.Module) -> None:
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)
+
+
+def forget_experts_kernels(model: nn.Module) -> None:
+    """Have vLLM pack the experts of an update for its CPU kernels, as it does when it starts.
+
+    With a kernel at hand it takes the weights for those of a GPU, which are copied as they are.
+    """
+    if current_platform.is_cpu():
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
 
 class WorkerExtension:

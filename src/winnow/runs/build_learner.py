@@ -111,7 +111,7 @@ def make_learner(
     if isinstance(config.sft, Demonstrations):
         rate, skips = _rate(config, config.optim), config.optim.max_skipped_updates
         imitator = Imitator(policy, config.trainer.microbatch_tokens, rate, skips)
-        return Learning(imitator, policy, Passes(policy.parameters, epochs=1, forwards=0))
+        return Learning(imitator, policy, Passes(policy.active_parameters, epochs=1, forwards=0))
     critic = None
     if "values" in needs_of(config) and not workers_of(config)["critic"]:
         critic = make_critic(config, start, policy.device, hollow, hold)
@@ -131,7 +131,7 @@ def make_learner(
         correction=_correction_options(config.algorithm.correction, recomputed=True),
     )
     passes = Passes(
-        policy.parameters,
+        policy.active_parameters,
         config.trainer.epochs,
         forwards=(old_source(config) == "pass") + (reference is not None),
         attention=Attention.of(model.config),
@@ -166,7 +166,7 @@ def make_critic(
 def critic_passes(strategy: Strategy) -> dict[str, Any]:
     """Return the fields of `Passes` that are a critic's."""
     attention = Attention.of(strategy.model.config)
-    return {"critic_parameters": strategy.parameters, "critic_attention": attention}
+    return {"critic_parameters": strategy.active_parameters, "critic_attention": attention}
 
 
 def make_settings(config: Config) -> LearnerSettings:

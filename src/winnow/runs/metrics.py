@@ -226,12 +226,12 @@ class Passes:
 
     Counts 2 FLOP a parameter and token forwards, 4 backwards (arXiv 2001.08361, section 2.1), and
     attention by the lengths of the answers learnt from. The embedding counts once, as the output
-    layer. All parameters count alike: of a mixture also the experts that do not run, and frozen
-    ones (LoRA), whose own gradient is not computed.
+    layer. Frozen parameters (LoRA), whose own gradient is not computed, count as the others do; of
+    a mixture of experts those that a token goes to count, not all.
     """
 
     parameters: int
-    """Parameters of the policy."""
+    """Parameters of the policy that a token meets."""
     epochs: int
     """Updates that see a token."""
     forwards: int = 1

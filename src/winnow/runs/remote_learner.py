@@ -307,8 +307,9 @@ class LearnerWorker(SavingRank):
         # First what all ranks do together: one that failed before would leave the others waiting.
         model, self._model = self._model, {}
         written = super()._written(checkpoint)
-        if not self._strategies["policy"].has_adapter:
-            written += write_model(model, checkpoint / "model", self._saving)
+        policy = self._strategies["policy"]
+        if not policy.has_adapter:
+            written += write_model(policy.model, model, checkpoint / "model", self._saving)
             model = {}  # what is left to write is not weights
         if self._save_model is not None:
             written += _written_beside(self._save_model, model, checkpoint / "model")

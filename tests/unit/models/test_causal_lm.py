@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.small_models import digits_model
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoTokenizer
 
 from winnow.config.model import LoraAdapter
 from winnow.data.sort_digits import build_tokenizer
@@ -128,11 +128,19 @@ def test_a_full_folder_for_temporary_files_is_one_line_and_nothing_stays_there(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mixture_of_experts_is_said_to_be_none_for_shards(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 32}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).save_pretrained(tmp_path)
+def test_experts_that_no_name_leads_to_are_told(tmp_path: Path) -> None:
+    digits_model(experts=True).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    gate = "model.layers.0.mlp.experts.3.gate_proj.weight"
+    less = {name: tensor for name, tensor in weights.items() if name != gate}
+    save_file(less, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"weights are missing \(1, such as {gate}\)"):
+        load_causal_lm(str(tmp_path), torch.float32, torch.device("cpu"), hollow=True)
+    save_file(less | {gate: weights[gate][:3]}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"of another shape \(1, such as .*experts.gate_up_proj"):
+        load_causal_lm(str(tmp_path), torch.float32, torch.device("cpu"), hollow=True)
+    others = {name.replace("_proj.weight", ".w"): tensor for name, tensor in weights.items()}
+    save_file(others, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(
         ModelError, match=r"is a mixture of experts .*; set trainer/strategy=single"
     ):

@@ -109,6 +109,23 @@ def test_flop_are_those_of_the_products(plain: RankPlan) -> None:
     assert found == pytest.approx(expected, rel=0.01)
 
 
+def test_of_experts_those_that_a_token_goes_to_are_computed(folder: str, tmp_path: Path) -> None:
+    told = json.loads(Path(folder, "config.json").read_text())
+    told |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    told |= {"num_experts": 8, "moe_intermediate_size": M // 2}
+    flop, active = [], []
+    for chosen in (2, 4):
+        shape = json.dumps(told | {"num_experts_per_tok": chosen})
+        (tmp_path / "config.json").write_text(shape)
+        rank = planned(str(tmp_path))
+        work = rank.tracker.phases["policy update"].work
+        flop.append(sum(flop * times for (flop, _, _), times in work.items()))
+        active.append(rank.learning.passes.parameters)
+        assert rank.parameters["policy"] - active[-1] == LAYERS * (8 - chosen) * 3 * H * M // 2
+    # Two micro-batches, each forwards and twice backwards through two experts more.
+    assert flop[1] - flop[0] == pytest.approx(2 * 6 * T * (active[1] - active[0]), rel=0.01)
+
+
 def test_collectives_gather_each_weight_for_each_pass(plain: RankPlan) -> None:
     sent = plain.tracker.phases["policy update"].sent
     size = sum(p.numel() for p in plain.learning.policy.model.parameters())
@@ -332,11 +349,6 @@ def test_what_cannot_be_planned_is_said_in_a_line(tmp_path: Path, folder: str) -
         make_plan(PlanRequest(RECIPE, (f"model.path={tmp_path}",), machine))
     with pytest.raises(ConfigError, match="imitation is not planned"):
         make_plan(PlanRequest("sft", (f"model.path={folder}", "sft.train_files=[x]"), machine))
-    experts = json.loads(Path(folder, "config.json").read_text())
-    experts |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    (tmp_path / "config.json").write_text(json.dumps(experts | {"num_experts": 4}))
-    with pytest.raises(ModelError, match=r"is a mixture of experts .* cannot be planned"):
-        load_causal_lm(str(tmp_path), torch.bfloat16, torch.device("cpu"), hollow="shapes")
     apart = (f"model.path={folder}", "rollout.engine.processes=2")
     with pytest.raises(ConfigError, match="leave no GPU for ranks beside 2 of engines"):
         make_plan(PlanRequest(RECIPE, apart, machine))
