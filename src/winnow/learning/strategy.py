@@ -391,7 +391,8 @@ class Strategy:
             return self.parameters
         named = [(".experts." in name, p.numel()) for name, p in self.model.named_parameters()]
         stacked = sum(number for is_expert, number in named if is_expert)
-        return self.parameters - stacked + stacked * config.num_experts_per_tok // experts
+        chosen: int = config.num_experts_per_tok
+        return self.parameters - stacked + stacked * chosen // int(experts)
 
     @property
     def has_adapter(self) -> bool:

@@ -234,7 +234,7 @@ def forget_experts_kernels(model: nn.Module) -> None:
     """
     if current_platform.is_cpu():
         for module in model.modules():
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
 
