@@ -17,6 +17,7 @@ interface Plan {
   memory: { peak_gib: number; peak_within: string; limit_gib: number; host_gib: number; roles_gib: Numbers; tensors_gib: Numbers }
   learning: { lockstep: number; micro_batches: number; petaflop: number; sent_gib: Numbers; seconds: Numbers }
   engine: { engines: number; gpus_each: number; weights_gib: number; cache_gib: number; room_gib: number; longest_row_gib: number; fits: boolean; rows: number; rollout_seconds?: number }
+  apart?: Record<string, { ranks: number; peak_gib: number; beside_policy: boolean; seconds: number }>
   transfers: { publication_gib: number; publication_seconds: number; checkpoint_gib: number; checkpoint_seconds: number }
   run: Totals
 }
@@ -127,6 +128,11 @@ function Result({ plan }: { plan: Plan }) {
             ...(['weights_gib', 'cache_gib', 'room_gib', 'longest_row_gib'] as const).map((name): [string, string] => [name, number(engine[name], 'gib')]),
           ]} />
         </Panel>
+        {plan.apart && (
+          <Panel title="Frozen models" unit="on ranks of their own">
+            <Facts rows={Object.entries(plan.apart).flatMap(([role, each]): [string, string][] => [[`${role} ranks`, `${each.ranks}${each.beside_policy ? ', on GPUs of the policy' : ''}`], ['peak_gib', number(each.peak_gib, 'gib')], ['seconds', duration(each.seconds)]])} />
+          </Panel>
+        )}
         <Panel title="The run" unit="at least">
           <Facts rows={totals(plan.run)} />
           <Facts rows={Object.entries(plan.parameters).map(([role, count]) => [`parameters ${role}`, number(count, 'count')])} />

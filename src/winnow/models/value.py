@@ -79,7 +79,7 @@ def load_reward_model(
     device: torch.device,
     trust_remote_code: bool = False,
     field: str = "reward.model.path",
-    hollow: bool = False,
+    hollow: Hollow = False,
 ) -> PreTrainedModel:
     """Load a sequence classifier with one label, frozen, with Winnow's attention.
 

@@ -31,7 +31,7 @@ from winnow.learning.fsdp2 import MODEL_FILE_BYTES
 from winnow.models.causal_lm import torch_dtype
 from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
 from winnow.observe.rollouts import read_rollouts, rollout_files
-from winnow.plan.rank import RankPlan, micro_lengths
+from winnow.plan.rank import RankPlan, micro_lengths, sharding_apart, tokens_apart
 from winnow.plan.tracker import Phase, local_bytes
 from winnow.rollout.slots import cache_bytes
 from winnow.types import IntArray
@@ -202,11 +202,47 @@ def learning_figures(
     }
 
 
+def apart_figures(
+    role: str, rank: RankPlan, config: Config, machine: Machine, lengths_B: IntArray
+) -> Figures:
+    """Return what a rank of a frozen model apart holds in its pass, and its seconds a step."""
+    tracker, strategy = rank.apart[role], sharding_apart(config, role)
+    without = ON_HOST if strategy.offload else ()
+    peak, phase = tracker.peak(role, without), tracker.phases[role]
+    width, most = rank.shape.hidden_size, tokens_apart(config, role)
+    dealt = deal(np.sort(lengths_B)[::-1], most, strategy.ranks, width)
+    levels = int(dealt.work.max(0).sum()) / work(np.array(micro_lengths(config, most)), width).sum()
+    sent = sum(phase.sent.values()) * dealt.work.shape[1]
+    shards = strategy.ranks // strategy.replicas
+    seconds = sent / machine.rate(shards, machine.per_node)
+    return {
+        "ranks": strategy.ranks,
+        "peak_gib": peak.bytes / GIB,
+        "beside_policy": pool_of(config, role) == pool_of(config, "policy"),
+        "seconds": max(machine.seconds(phase) * levels, seconds),
+    }
+
+
+def pool_of(config: Config, role: str) -> str:
+    """Return the pool that a role's processes have GPUs of; each has its own unless they share."""
+    roles = config.cluster.roles if isinstance(config.cluster, RayCluster) else None
+    return getattr(roles, role, None) or role
+
+
 def shares_gpus(config: Config) -> bool:
     """Return whether an engine's GPU holds a rank as well."""
-    roles = config.cluster.roles if isinstance(config.cluster, RayCluster) else None
-    is_colocated = roles is not None and roles.policy is not None and roles.policy == roles.rollout
+    is_colocated = pool_of(config, "policy") == pool_of(config, "rollout")
     return is_colocated or not workers_of(config)["rollout"]
+
+
+def gpus_beside(config: Config) -> dict[str, int]:
+    """Return the GPUs that ranks of the policy leave to others, by pool; most of its roles."""
+    counts, found = workers_of(config), dict[str, int]()
+    split = getattr(config.rollout.engine, "tensor_parallel", 1)
+    for role, width in {"rollout": split, "reference": 1, "reward_model": 1}.items():
+        if counts[role] and (pool := pool_of(config, role)) != pool_of(config, "policy"):
+            found[pool] = max(found.get(pool, 0), counts[role] * width)
+    return found
 
 
 def engine_figures(rank: RankPlan, config: Config, machine: Machine, rank_gib: float) -> Figures:

@@ -5,6 +5,7 @@ recipe ─► ranks of the machine ─► run_rank (fake tensors) ─► figures
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +15,16 @@ from textwrap import fill
 from winnow.config.data import Demonstrations
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
-from winnow.config.rules import longest_tokens, workers_of
+from winnow.config.rules import COUNTS, longest_tokens, workers_of
 from winnow.config.trainer import Fsdp2
 from winnow.errors import ConfigError, ModelError
 from winnow.plan import estimate
-from winnow.plan.estimate import Figures, Machine, shares_gpus
+from winnow.plan.estimate import Figures, Machine, gpus_beside, shares_gpus
 from winnow.plan.rank import RankPlan, run_rank
 from winnow.runs.metrics import StepTokens
+from winnow.types import IntArray
+
+_WORDS = {"rollout": "engines", "reference": "the reference", "reward_model": "the reward model"}
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,13 @@ def _laid_out(request: PlanRequest, change: Sequence[str] = ()) -> tuple[list[st
     config = load_recipe(request.recipe, given)
     if isinstance(config.sft, Demonstrations):
         raise ConfigError("sft.train_files: imitation is not planned; plan a recipe that samples")
-    split = getattr(config.rollout.engine, "tensor_parallel", 1)
-    engines = 0 if shares_gpus(config) else workers_of(config)["rollout"] * split
-    ranks = machine.nodes * machine.per_node - engines
+    beside = gpus_beside(config)
+    ranks = machine.nodes * machine.per_node - sum(beside.values())
     if ranks < 1:
+        others = " and ".join(f"{count} of {_WORDS.get(p, p)}" for p, count in beside.items())
         raise ConfigError(
             f"--nodes {machine.nodes} --gpus {machine.per_node} leave no GPU for ranks beside "
-            f"{engines} of engines; give more, or lower rollout.engine.processes"
+            f"{others}; give more, or lower {', '.join(COUNTS.get(p, p) for p in beside)}"
         )
     if not isinstance(config.trainer.strategy, Fsdp2):
         given.append("trainer/strategy=fsdp2")
@@ -89,8 +93,10 @@ def _laid_out(request: PlanRequest, change: Sequence[str] = ()) -> tuple[list[st
 
 def _described(config: Config) -> str:
     """Return the folder of the policy's model; all models have a config.json at least."""
-    for role in ("model", "critic", "reference"):
-        path = getattr(config, role).path
+    paths = {role: getattr(config, role).path for role in ("model", "critic", "reference")}
+    if workers_of(config)["reward_model"]:
+        paths["reward.model"] = getattr(config.reward.model, "path", None)
+    for role, path in paths.items():
         is_needed = path is not None or role == "model"
         if is_needed and not Path(path or "", "config.json").expanduser().is_file():
             own_start = "" if path else " warm_start=none"
@@ -105,11 +111,12 @@ def _figures(request: PlanRequest, config: Config, rank: RankPlan) -> Figures:
     """Return all figures of a recipe whose rank was run, and what is wrong with them."""
     machine = request.machine
     memory = estimate.memory_figures(rank, config, machine)
+    prompts, answers = _lengths(request, config)
+    apart = {
+        role: estimate.apart_figures(role, rank, config, machine, prompts + answers)
+        for role in rank.apart
+    }
     engine = estimate.engine_figures(rank, config, machine, memory["peak_gib"])
-    if request.lengths is None:
-        prompts, answers = estimate.drawn_lengths(config, request.mean_response)
-    else:
-        prompts, answers = estimate.kept_lengths(config, request.lengths)
     learning = estimate.learning_figures(rank, config, machine, prompts + answers)
     transfers = estimate.transfer_figures(rank, config, machine)
     written, packed = int(answers.sum()), int((prompts + answers).sum())
@@ -120,9 +127,11 @@ def _figures(request: PlanRequest, config: Config, rank: RankPlan) -> Figures:
     if engine["fits"]:
         seconds = estimate.rollout_seconds(engine, rank, config, machine, prompts, answers)
         engine["rollout_seconds"] = seconds
-        engines = 0 if shares_gpus(config) else engine["engines"] * engine["gpus_each"]
-        devices = workers_of(config)["policy"] + engines
-        step = seconds + sum(learning["seconds"].values()) + transfers["publication_seconds"]
+        devices = workers_of(config)["policy"] + sum(gpus_beside(config).values())
+        asked = Counter({role: each["seconds"] for role, each in apart.items()})
+        step = sum(learning["seconds"].values()) + transfers["publication_seconds"]
+        # Answers are scored while others are written, and the reference waits for all of them.
+        step += max(seconds, asked["reward_model"]) + asked["reference"]
         tokens = StepTokens(written, packed, prompts.tolist(), answers.tolist())
         peak = machine.gpu.float32 if config.model.dtype == "float32" else machine.gpu.bfloat16
         run["step_seconds"] = step
@@ -132,8 +141,9 @@ def _figures(request: PlanRequest, config: Config, rank: RankPlan) -> Figures:
         if request.price is not None:
             run["cost"] = run["gpu_hours"] * request.price
     return {
-        "faults": list(_faults(rank, config, machine, memory, engine)),
+        "faults": list(_faults(rank, config, machine, memory, engine, apart)),
         "memory": memory,
+        **({"apart": apart} if apart else {}),
         "learning": learning,
         "engine": engine,
         "transfers": transfers,
@@ -141,8 +151,19 @@ def _figures(request: PlanRequest, config: Config, rank: RankPlan) -> Figures:
     }
 
 
+def _lengths(request: PlanRequest, config: Config) -> tuple[IntArray, IntArray]:
+    if request.lengths is None:
+        return estimate.drawn_lengths(config, request.mean_response)
+    return estimate.kept_lengths(config, request.lengths)
+
+
 def _faults(
-    rank: RankPlan, config: Config, machine: Machine, memory: Figures, engine: Figures
+    rank: RankPlan,
+    config: Config,
+    machine: Machine,
+    memory: Figures,
+    engine: Figures,
+    apart: Figures,
 ) -> Iterator[str]:
     """Yield a line for each reason why the recipe would fail on these GPUs."""
     if rank.refusal is not None:
@@ -153,6 +174,17 @@ def _faults(
             f"a rank holds {memory['peak_gib']:,.1f} GiB in the {memory['peak_within']}, most for "
             f"{name} ({gib:,.1f}), and a GPU has room for {machine.limit_gib:.1f}"
         )
+    for role, each in apart.items():
+        # Processes that share a GPU keep what each took at its peak.
+        shared = memory["peak_gib"] * each["beside_policy"]
+        if each["peak_gib"] + shared > machine.limit_gib:
+            key = "reward.model" if role == "reward_model" else role
+            yield (
+                f"a rank of the {role} holds {each['peak_gib']:,.1f} GiB"
+                f"{f' beside {shared:,.1f} of the policy' if shared else ''}, and a GPU has room "
+                f"for {machine.limit_gib:.1f}; raise {key}.strategy.ranks, or set "
+                f"{key}.strategy.offload=true"
+            )
     if not engine["fits"]:
         wanted = max(engine["cache_gib"], engine["longest_row_gib"])
         beside = " beside a rank" if shares_gpus(config) else ""

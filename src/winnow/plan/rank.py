@@ -25,15 +25,26 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from winnow.config.judge import SequenceClassifier, sharding_of
 from winnow.config.root import Config
-from winnow.config.trainer import Fsdp2
+from winnow.config.rules import workers_of
+from winnow.config.trainer import Sharded
 from winnow.errors import ConfigError
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
-from winnow.learning.fsdp2 import FSDP2Strategy, make_mesh
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, make_mesh
 from winnow.learning.sequence import SequenceRunner
-from winnow.learning.strategy import ModelRunner, Stats
+from winnow.learning.strategy import ModelRunner, Output, Stats
+from winnow.models.causal_lm import load_causal_lm, torch_dtype
+from winnow.models.value import load_reward_model
 from winnow.plan.tracker import DeviceTracker
-from winnow.runs.build_learner import Learning, make_learner, make_objective, make_value_objective
+from winnow.runs.build_learner import (
+    Learning,
+    load_role,
+    make_learner,
+    make_objective,
+    make_value_objective,
+    readout_options,
+)
 from winnow.runs.loading import check_attention, load_policy_model
 from winnow.runs.metrics import Attention
 
@@ -74,6 +85,8 @@ class RankPlan:
     """Hugging Face's configuration of the policy."""
     refusal: str | None
     """Why GPUs could not compute the policy's attention."""
+    apart: dict[str, DeviceTracker]
+    """By role, a rank of each frozen model on ranks of its own, in a pass: its only phase."""
 
 
 def run_rank(
@@ -99,10 +112,7 @@ def run_rank(
         check_attention(config, model, "model.dtype", strategy.kernels)
     except ConfigError as error:
         refusal = str(error)
-    lengths = np.array(micro_lengths(config, config.trainer.microbatch_tokens))
-    attention = Attention.of(model.config)
-    whole = attention.flop(np.zeros_like(lengths), lengths) / max(sum(attention.widths.values()), 1)
-    tracker = track(lambda width: whole * width)
+    tracker = track(_attention_flop(config, model, config.trainer.microbatch_tokens))
     fake, full = FakeTensorMode(allow_non_fake_inputs=True), full_micro_batches(config)
     # No kernel of CUDA takes float32 with fewer heads for keys: check_attention refuses the same.
     exact = sdpa_kernel(SDPBackend.MATH) if refusal else contextlib.nullcontext()
@@ -112,7 +122,7 @@ def run_rank(
             return strategy(*args, **options)
 
     try:
-        mesh = _fake_mesh(config)
+        mesh = _fake_mesh(cast(Sharded, config.trainer.strategy))
         learning = make_learner(config, model, model.config.vocab_size, path, mesh, hold)
         roles = {"reference": learning.reference, "policy": learning.policy, **learning.others}
         parameters = {role: each.parameters for role, each in roles.items() if each is not None}
@@ -129,15 +139,69 @@ def run_rank(
         ) from error
     finally:
         dist.destroy_process_group()
-    return RankPlan(tracker, learning, parameters, model.config, refusal)
+    apart = {}
+    for role in ("reference", "reward_model"):
+        if workers_of(config)[role]:
+            apart[role], parameters[role] = _run_frozen(config, role, path)
+    return RankPlan(tracker, learning, parameters, model.config, refusal, apart)
 
 
-def _fake_mesh(config: Config) -> DeviceMesh:
+def _run_frozen(config: Config, role: str, path: str) -> tuple[DeviceTracker, int]:
+    """Run a pass of a model that only answers, as the first of its own ranks.
+
+    Returns:
+        What the rank held and did, and the model's parameters.
+    """
+    cpu, scorer, readout = torch.device("cpu"), config.reward.model, dict[str, Any]()
+    most, outputs = tokens_apart(config, role), frozenset[Output]({"logprob"})
+    if role == "reference":
+        model = load_role(load_causal_lm, config, "reference", path, cpu, "shapes")
+        readout = readout_options(config, cast(Any, model).config.vocab_size)
+    else:
+        assert isinstance(scorer, SequenceClassifier)
+        dtype = torch_dtype(scorer.dtype or config.model.dtype)
+        model = load_reward_model(scorer.path, dtype, cpu, hollow="shapes")
+        outputs = frozenset({"score"})
+    sharding, fake = sharding_apart(config, role), FakeTensorMode(allow_non_fake_inputs=True)
+    tracker = DeviceTracker(_attention_flop(config, model, most))
+    micro = full_micro_batch(config, most)
+    try:
+        mesh = _fake_mesh(sharding)
+        with fake, tracker:
+            held = Sharding(offload=sharding.offload)
+            strategy = PlannedStrategy(model.requires_grad_(False), mesh, held, **readout)
+            tracker.know(strategy.model, role)
+            tracker.begin(role)
+            strategy.forward([micro], outputs)
+    finally:
+        dist.destroy_process_group()
+    return tracker, strategy.parameters
+
+
+def sharding_apart(config: Config, role: str) -> Sharded:
+    """Return how a frozen model with ranks of its own is sharded over them."""
+    found = config.reference.strategy if role == "reference" else sharding_of(config.reward.model)
+    assert isinstance(found, Sharded)
+    return found
+
+
+def tokens_apart(config: Config, role: str) -> int:
+    """Return the most tokens that ranks of a frozen model run at once."""
+    own = getattr(config.reward.model, "microbatch_tokens", None) if role != "reference" else None
+    return own or config.trainer.microbatch_tokens
+
+
+def _attention_flop(config: Config, model: Any, max_tokens: int) -> Callable[[int], float]:
+    """Return the FLOP of packed attention over a full micro-batch, by heads x size of a head."""
+    lengths, attention = np.array(micro_lengths(config, max_tokens)), Attention.of(model.config)
+    whole = attention.flop(np.zeros_like(lengths), lengths) / max(sum(attention.widths.values()), 1)
+    return lambda width: whole * width
+
+
+def _fake_mesh(strategy: Sharded) -> DeviceMesh:
     """Become the first of many ranks that are not there."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    strategy = config.trainer.strategy
-    assert isinstance(strategy, Fsdp2)
     dist.init_process_group("fake", rank=0, world_size=strategy.ranks, store=FakeStore())
     return make_mesh("cpu", strategy.ranks, strategy.replicas)
 
@@ -152,17 +216,19 @@ def micro_lengths(config: Config, max_tokens: int) -> list[int]:
 
 def full_micro_batches(config: Config) -> tuple[MicroBatch, MicroBatch]:
     """Make micro-batches of policy and critic, of as many tokens as one may have."""
-
-    def full(max_tokens: int) -> MicroBatch:
-        ids = [np.zeros(length, np.int64) for length in micro_lengths(config, max_tokens)]
-        batch = pack_sequences(ids, last=config.rollout.max_response_tokens)
-        T = len(batch.token_ids)
-        batch.columns.update({name: torch.zeros(T) for name in _COLUMNS})
-        batch.columns["selected"] = torch.zeros(T, dtype=torch.bool)
-        return all_micro_batches(batch, T)[0]
-
     tokens = config.trainer.microbatch_tokens
-    return full(tokens), full(config.critic.microbatch_tokens or tokens)
+    most = tokens, config.critic.microbatch_tokens or tokens
+    return full_micro_batch(config, most[0]), full_micro_batch(config, most[1])
+
+
+def full_micro_batch(config: Config, max_tokens: int) -> MicroBatch:
+    """Make a micro-batch of as many tokens as one may have, of the longest samples."""
+    ids = [np.zeros(length, np.int64) for length in micro_lengths(config, max_tokens)]
+    batch = pack_sequences(ids, last=config.rollout.max_response_tokens)
+    T = len(batch.token_ids)
+    batch.columns.update({name: torch.zeros(T) for name in _COLUMNS})
+    batch.columns["selected"] = torch.zeros(T, dtype=torch.bool)
+    return all_micro_batches(batch, T)[0]
 
 
 def take_steps(

@@ -53,6 +53,13 @@ def client(runs: Path, token: str | None = None) -> TestClient:
     return TestClient(Dashboard([str(runs)], token).app, base_url="http://127.0.0.1")
 
 
+@pytest.fixture
+def long_runs(runs: Path) -> Path:
+    """A copy whose plan takes longer than a test waits for an end."""
+    (runs / "copy" / "model.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 4000}))
+    return runs
+
+
 def made(answer: httpx.Response) -> list[dict[str, Any]]:
     assert answer.status_code == 200, answer.text
     return [json.loads(line) for line in answer.text.splitlines()]
@@ -140,8 +147,10 @@ def ask(url: str) -> Any:
     return httpx.Client(trust_env=False).stream("POST", url + PLAN, **options)
 
 
-def test_one_plan_at_a_time_which_ends_with_its_client_and_with_the_dashboard(runs: Path) -> None:
-    dashboard = Dashboard([str(runs)])
+def test_one_plan_at_a_time_which_ends_with_its_client_and_with_the_dashboard(
+    long_runs: Path,
+) -> None:
+    dashboard = Dashboard([str(long_runs)])
     with listening(dashboard) as url:
         with ask(url):
             until(lambda: planning(os.getpid()))
@@ -159,10 +168,10 @@ def test_one_plan_at_a_time_which_ends_with_its_client_and_with_the_dashboard(ru
 
 
 @pytest.fixture
-def apart(runs: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def apart(long_runs: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A dashboard in a process of its own, and its address."""
-    words = [sys.executable, "-u", "-m", "winnow.cli.main", "dashboard", str(runs), "--port", "0"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    words = [sys.executable, "-u", "-m", "winnow.cli.main", "dashboard", str(long_runs)]
+    process = subprocess.Popen([*words, "--port", "0"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     yield process, process.stdout.readline().split()[1].rstrip("/")
     process.kill()

@@ -26,10 +26,11 @@ from winnow.plan.estimate import (
     engine_change,
     engine_figures,
     find_gpu,
+    gpus_beside,
     kept_lengths,
     transfer_figures,
 )
-from winnow.plan.plan import PlanRequest, as_text, changes, make_plan
+from winnow.plan.plan import PlanRequest, _faults, as_text, changes, make_plan
 from winnow.plan.rank import RankPlan, run_rank
 from winnow.plan.tracker import DeviceTracker
 
@@ -178,6 +179,54 @@ def test_each_role_of_a_recipe_is_run(folder: str) -> None:
     assert rank.tracker.phases["policy update"].sent["allreduce"] > 0  # over the replicas
     apart = "algorithm/advantage=gae", "critic/strategy=fsdp2"
     assert set(planned(folder, *apart).parameters) == {"policy"}
+
+
+def test_frozen_models_have_ranks_and_gpus_of_their_own(tmp_path: Path, folder: str) -> None:
+    told = json.loads(Path(folder, "config.json").read_text())
+    told |= {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
+    (tmp_path / "config.json").write_text(json.dumps(told | {"pad_token_id": 0}))
+    own = (f"model.path={folder}", *SHORT, "algorithm/kl/loss=fixed", "reference/strategy=fsdp2")
+    scorer = ("reward/model=sequence_classifier", f"reward.model.path={tmp_path}")
+    own += (*scorer, "reward/model/strategy=fsdp2", "reward.model.strategy.ranks=1")
+    machine = Machine(*find_gpu("h100"), nodes=1, per_node=8)
+    plan = make_plan(PlanRequest(RECIPE, own, machine))
+    assert "trainer.strategy.ranks=5" in plan["overrides"]  # beside two and one
+    apart, whole = plan["apart"], plan["parameters"]
+    assert {role: each["ranks"] for role, each in apart.items()} == {
+        "reference": 2, "reward_model": 1,
+    }  # fmt: skip
+    # The classifier has no head over the vocabulary but one number's.
+    assert whole["reward_model"] == whole["policy"] - H * V + H
+    least = 2 * whole["reward_model"]  # in bfloat16, beside a pass
+    assert least < apart["reward_model"]["peak_gib"] * GIB < 2 * least + 12 * T * M * 2
+    run, step = plan["run"], sum(plan["learning"]["seconds"].values())
+    sampling = max(plan["engine"]["rollout_seconds"], apart["reward_model"]["seconds"])
+    step += sampling + apart["reference"]["seconds"] + plan["transfers"]["publication_seconds"]
+    assert run["step_seconds"] == pytest.approx(step)
+    assert run["gpu_hours"] == pytest.approx(8 * run["hours"])
+    with pytest.raises(ConfigError, match=r"beside 2 of the reference and 1 of the reward model; "):
+        make_plan(PlanRequest(RECIPE, own, Machine(*find_gpu("h100"), 1, 3)))
+    with pytest.raises(ModelError, match=r"reward\.model\.path=x is no folder with a config"):
+        make_plan(PlanRequest(RECIPE, (*own, "reward.model.path=x"), machine))
+
+
+def test_roles_of_the_policys_pool_must_fit_in_beside_it(plain: RankPlan, folder: str) -> None:
+    own = (f"model.path={folder}", *SHORT, "algorithm/kl/loss=fixed", "reference/strategy=fsdp2")
+    ranks = ("trainer/strategy=fsdp2", "trainer.strategy.ranks=2", "rollout.engine.processes=2")
+    pool = ("cluster=ray", "cluster.pools={all:{nodes:1,per_node:2},b:{nodes:1,per_node:2}}")
+    for reference, beside in (("all", {}), ("b", {"b": 2})):
+        roles = f"cluster.roles={{policy:all,rollout:all,reference:{reference}}}"
+        config = load_recipe(RECIPE, [*own, *ranks, pool[0], roles, *(
+            [pool[1]] if beside else ["cluster.pools={all:{nodes:1,per_node:2}}"])])  # fmt: skip
+        assert gpus_beside(config) == beside
+    machine = Machine(*find_gpu("h100"), nodes=1, per_node=8)
+    memory, engine = {"peak_gib": 40.0}, {"fits": True}
+    apart = {"reference": {"peak_gib": 35.0, "beside_policy": False}}
+    assert list(_faults(plain, config, machine, memory, engine, apart)) == []
+    apart["reference"]["beside_policy"] = True
+    (fault,) = _faults(plain, config, machine, memory, engine, apart)
+    assert fault.startswith("a rank of the reference holds 35.0 GiB beside 40.0 of the policy")
+    assert fault.endswith("or set reference.strategy.offload=true")
 
 
 def test_an_adapter_alone_has_gradients(folder: str) -> None:
