@@ -90,12 +90,11 @@ def save_model(folder: Path, layers: int) -> str:
     return str(folder)
 
 
-def sizes(update: Any, ranks: int) -> tuple[int, list[int]]:
-    """Buckets of an update, and megabytes by rank."""
-    own = [0] * ranks
-    for bucket in update.buckets:
-        own[bucket.index % ranks] += sum(len(p.array) * 2 for p in bucket.pieces)
-    return len(update.buckets), own
+def sizes(update: Any) -> tuple[int, list[int]]:
+    """Buckets of an update, and bytes by rank."""
+    shares = [share.get() for share in update.shares]
+    own = [sum(len(p.array) * 2 for b in share for p in b.pieces) for share in shares]
+    return sum(map(len, shares)), own
 
 
 def count_calls(groups: list[WorkerGroup]) -> int:
@@ -129,7 +128,7 @@ def measure(folder: str, counts: Sequence[int], engines: int, repeats: int) -> l
                     continue
                 walls[count].append(time.perf_counter() - wall)
                 took[count].append(1e3 * (time.process_time() - cpu))
-                number, share = sizes(update, count)
+                number, share = sizes(update)
                 even = f"{min(share) / 1e6:.2f}, {max(share) / 1e6:.2f}"
                 said[count] = f"{count_calls(started) - calls} | {number} | {even}"
     finally:

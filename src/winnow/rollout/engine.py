@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from winnow.rollout.weights import Bucket
+    from winnow.workers.array_refs import Handle
 
 EMPTY = Segment(np.zeros(0, np.int64), np.zeros(0, np.float32), ())
 _SEED_KEY = Struct("<qqq")
@@ -124,8 +125,9 @@ class WeightUpdate:
 
     version: int
     tensors: Iterable[tuple[str, Tensor]] | None = None
-    buckets: Sequence[Bucket] | None = None
-    """The same, packed already by the ranks that hold them, and left in their stores."""
+    shares: Sequence[Handle] | None = None
+    """The same, packed already by the ranks that hold them, and left in their stores: a handle a
+    rank, of the list of its buckets (`weights.store_bucket`)."""
 
 
 class Engine(Protocol):

@@ -183,10 +183,10 @@ class HttpEngine(QueueEngine[_Writing]):
             WorkerError: no server answers.
         """
         self._check_may_change()
-        if update.tensors is None and update.buckets is None:
+        if update.tensors is None and update.shares is None:
             self._version = update.version
             return
-        named = tensors(update.buckets) if update.buckets is not None else update.tensors
+        named = tensors(update.shares) if update.shares is not None else update.tensors
         assert named is not None
         folder = await self._write_weights(named, update.version)
         self._is_open = False

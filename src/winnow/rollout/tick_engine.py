@@ -259,7 +259,7 @@ class TickEngine(QueueEngine[Answer]):
         self._check_may_change()
         if update.tensors is not None:
             await self._take_tensors(update)
-        if update.buckets is not None:
+        if update.shares is not None:
             from winnow.rollout.weights import take_stored
 
             await take_stored(update, self.take_bucket)

@@ -8,10 +8,11 @@ after copying, so that one reading covers transport and copy; the engine counts 
 that did not come. A bucket's arrays are views of the trainer's tensors where those lie on the host;
 two buckets are alive at a time.
 
-    ranks ─► each packs every n-th bucket ─► its store (`winnow.workers.array_refs`)
-    driver   names, checksums, handles  ─► one call an engine ─► it fetches bucket after bucket
+    ranks ─► each packs every n-th bucket, and a list of them ─► its store (`workers.array_refs`)
+    driver   a handle a rank ─► one call an engine ─► it fetches the lists, then bucket after bucket
 
-Ranks leave all buckets in their stores, as many bytes each, and the engine compares checksums.
+Ranks leave all buckets in their stores, as many bytes each, and the engine compares checksums. The
+driver never sees names, checksums or handles of buckets, which only the lists have.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import asyncio
 import math
 import warnings
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,7 +34,7 @@ from torch import Tensor, nn
 
 from winnow.errors import PublicationError
 from winnow.rollout.engine import WeightUpdate
-from winnow.workers.array_refs import ArrayBlock, ArrayRef, Store
+from winnow.workers.array_refs import ArrayBlock, ArrayRef, Handle, Store
 from winnow.workers.threads import in_thread
 
 BUCKET_BYTES = 64 << 20
@@ -98,9 +101,16 @@ def store_bucket(bucket: Bucket, store: Store) -> Bucket:
     return replace(bucket, pieces=pieces, known=bucket.checksum())
 
 
-def fetched(stored: Iterable[Bucket]) -> Iterator[Bucket]:
-    """Yield stored buckets, of which one is in this process and the next one on its way."""
-    waiting = list(stored)[::-1]
+def fetched(shares: Sequence[Handle]) -> Iterator[Bucket]:
+    """Yield stored buckets in order; one is in this process, and the next one on its way.
+
+    Args:
+        shares: handles of lists of what `store_bucket` returned, as in `WeightUpdate.shares`.
+    """
+    for share in shares:
+        share.begin()
+    listed: Iterable[Bucket] = chain.from_iterable(share.get() for share in shares)
+    waiting = sorted(listed, key=attrgetter("index"), reverse=True)
     while waiting:
         bucket, blocks = waiting.pop(), [_block(each) for each in waiting[-1:]]
         for block in blocks:
@@ -174,10 +184,10 @@ def buckets(
         yield Bucket(update.version, index, tuple(pieces))
 
 
-def tensors(packed: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
-    """Unpack the tensors of buckets, put together where they were cut."""
+def tensors(shares: Sequence[Handle]) -> Iterator[tuple[str, Tensor]]:
+    """Unpack the tensors of stored buckets (`fetched`), put together where they were cut."""
     parts: list[Array] = []
-    for piece in (piece for bucket in fetched(packed) for piece in bucket.pieces):
+    for piece in (piece for bucket in fetched(shares) for piece in bucket.pieces):
         parts.append(np.asarray(piece.array))
         if piece.start + len(parts[-1]) == math.prod(piece.shape):
             whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -237,13 +247,14 @@ async def take_stored(update: WeightUpdate, take: Callable[[Bucket], Awaitable[i
     Raises:
         PublicationError: it holds other bytes than were sent, or there is nothing to send.
     """
-    if not update.buckets:
-        raise _empty(update)
-    for bucket in fetched(update.buckets):
+    bucket = None
+    for bucket in fetched(update.shares or ()):
         held = await take(bucket)
         if held != bucket.checksum():
             raise _damaged("the engine", bucket, held)
         await asyncio.sleep(0)
+    if bucket is None:
+        raise _empty(update)
 
 
 def _empty(update: WeightUpdate) -> PublicationError:

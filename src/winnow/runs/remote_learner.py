@@ -13,8 +13,6 @@ import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -46,7 +44,7 @@ from winnow.observe.files import sync, system_error
 from winnow.observe.metrics import Metrics, Number, Stopwatch
 from winnow.observe.profile import profiler_of
 from winnow.rollout.engine import WeightUpdate
-from winnow.rollout.weights import BUCKET_BYTES, Bucket, buckets, store_bucket, tensors
+from winnow.rollout.weights import BUCKET_BYTES, buckets, store_bucket, tensors
 from winnow.runs.build_learner import make_learner
 from winnow.runs.checkpoint import (
     RANKS,
@@ -61,7 +59,7 @@ from winnow.runs.metrics import Passes
 from winnow.runs.scoring_ranks import join_ranks
 from winnow.runs.state import Save
 from winnow.types import Group
-from winnow.workers.array_refs import SplitResult, fetch, left_here
+from winnow.workers.array_refs import Handle, SplitResult, fetch, left_here
 from winnow.workers.group import WorkerGroup
 from winnow.workers.host import RankInfo
 
@@ -269,11 +267,11 @@ class LearnerWorker(SavingRank):
         """Compute the policy's log-probs of fixed sequences, shared out over the ranks."""
         return canary.expected(self._learning.policy)
 
-    def export(self, version: int, what: Exported) -> list[Bucket]:
+    def export(self, version: int, what: Exported) -> Handle:
         """Leave this rank's share of the policy's weights, or of some of them, in its store.
 
         Returns:
-            Every n-th bucket, as large as those of the other ranks.
+            A handle of the list of them: every n-th bucket, as large as those of the other ranks.
         """
         policy = self._strategies["policy"]
         weights = policy.export_weights(adapter_only=what == "adapter")
@@ -289,7 +287,7 @@ class LearnerWorker(SavingRank):
         for bucket in buckets(WeightUpdate(version, weights), size, self._rank, self._ranks):
             stored.append(store_bucket(bucket, self._store))
             self._exported += 1
-        return stored
+        return self._store.put(stored)
 
     def copy(self) -> None:
         """Copy all that learns, for `write`, so that the next step may change it."""
@@ -387,22 +385,21 @@ class RemoteLearner:
 
     def trained(self, version: int) -> WeightUpdate:
         """Export the tensors that are trained, by names of parameters, for an engine over them."""
-        return WeightUpdate(version, tensors=tensors(self._buckets(version, "trained")))
+        return WeightUpdate(version, tensors=tensors(self._shares(version, "trained")))
 
     def weights(self, version: int) -> WeightUpdate:
         """Export all weights, by Hugging Face names, an adapter merged, in the model's type.
 
         In buckets that lie with the ranks: they need not come to this process.
         """
-        return WeightUpdate(version, buckets=self._buckets(version, "all"))
+        return WeightUpdate(version, shares=self._shares(version, "all"))
 
     def adapter(self, version: int) -> WeightUpdate:
         """Export the adapter by PEFT's names, in buckets that lie with the ranks."""
-        return WeightUpdate(version, buckets=self._buckets(version, "adapter"))
+        return WeightUpdate(version, shares=self._shares(version, "adapter"))
 
-    def _buckets(self, version: int, what: Exported) -> list[Bucket]:
-        shares: list[list[Bucket]] = self._group.ask("export", version, what)
-        return sorted(chain(*shares), key=attrgetter("index"))
+    def _shares(self, version: int, what: Exported) -> list[Handle]:
+        return self._group.ask("export", version, what)
 
     def canary(self, canary: Canary) -> CanaryScores:
         found: CanaryScores = self.call("canary", canary)

@@ -39,10 +39,10 @@ class Handle(Protocol):
 
 
 class Store(Protocol):
-    """Holds arrays of a worker where the other workers of its run can fetch them."""
+    """Holds what a worker has, such as arrays, where other workers of its run can fetch it."""
 
-    def put(self, arrays: Arrays) -> Handle:
-        """Take in a copy of arrays."""
+    def put(self, value: Any) -> Handle:
+        """Take in a copy of something that can be pickled; handles may be in it."""
         ...
 
     def clear(self) -> None:

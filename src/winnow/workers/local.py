@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from winnow.errors import WorkerError
-from winnow.workers.array_refs import Arrays
 from winnow.workers.host import failure_of
 
 PACKET_BYTES = 1 << 15
@@ -93,7 +92,7 @@ def unpack(data: Bytes | mmap.mmap) -> Any:
 
 @dataclass(frozen=True)
 class SharedHandle:
-    """A `Handle` of arrays in the anonymous memory of another process of this machine."""
+    """A `Handle` of what lies in the anonymous memory of another process of this machine."""
 
     role: str
     rank: int
@@ -134,13 +133,13 @@ class SharedStore:
         self._role, self._rank = role, rank
         self._descriptor, self._end = -1, 0
 
-    def put(self, arrays: Arrays) -> SharedHandle:
+    def put(self, value: Any) -> SharedHandle:
         if self._descriptor < 0:
             self._descriptor = os.memfd_create("winnow", os.MFD_CLOEXEC)
         start = self._end + -self._end % mmap.ALLOCATIONGRANULARITY
         with open(self._descriptor, "wb", closefd=False) as file:
             file.seek(start)
-            file.writelines(_laid_out(arrays))
+            file.writelines(_laid_out(value))
             self._end = file.tell()
         place = self._descriptor, start, self._end - start
         return SharedHandle(self._role, self._rank, os.getpid(), *place)

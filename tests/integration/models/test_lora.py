@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.small_models import digits_folder
+from tests.stored import Elsewhere
 
 from winnow.config.model import LoraAdapter
 from winnow.errors import PublicationError
@@ -76,10 +77,10 @@ def test_an_engine_apart_takes_the_adapter_alone(dtype: Any, tmp_path: Path) -> 
         alone = list(buckets(WeightUpdate(1, policy.export_weights(adapter_only=True))))
         sent = sum(piece.array.nbytes for bucket in alone for piece in bucket.pieces)
         assert sent == sum(w.nbytes for n, w in model.named_parameters() if ".lora_" in n)
-        await inner.load_weights(WeightUpdate(1, buckets=alone))
+        await inner.load_weights(WeightUpdate(1, shares=[Elsewhere(alone)]))
         assert await canary.check(expected, 1, {"engine": inner}) >= 0
         whole = list(buckets(WeightUpdate(2, policy.export_weights())))
         with pytest.raises(PublicationError, match="none of that name"):
-            await inner.load_weights(WeightUpdate(2, buckets=whole))
+            await inner.load_weights(WeightUpdate(2, shares=[Elsewhere(whole)]))
 
     asyncio.run(run())

@@ -33,6 +33,7 @@ from winnow.rollout.engine_group import QUANTUM_TICKS, EngineGroup, quantum_for
 from winnow.rollout.weights import Bucket, send
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Segment, Trajectory
+from winnow.workers.local import SharedHandle
 
 T = TypeVar("T")
 LIMIT = 40
@@ -437,21 +438,21 @@ def test_weights_that_reach_every_engine_damaged_end_the_run() -> None:
 def test_stored_weights_go_to_each_engine_in_one_call_and_a_damaged_one_is_named() -> None:
     class Refusing(Mortal):
         async def load_weights(self, update: WeightUpdate) -> None:
-            assert update.buckets == [bucket]
+            assert update.shares == [share]
             raise PublicationError("other bytes")
 
     class Counting(Mortal):
         loaded: Sequence[Any] = ()
 
         async def load_weights(self, update: WeightUpdate) -> None:
-            self.loaded = [*self.loaded, update.buckets]
+            self.loaded = [*self.loaded, update.shares]
             await super().load_weights(WeightUpdate(update.version))
 
-    bucket, healthy = Bucket(7, 0, ()), Counting()
-    update = WeightUpdate(7, buckets=[bucket])
+    share, healthy = SharedHandle("learner", 0, 0, 0, 0, 0), Counting()
+    update = WeightUpdate(7, shares=[share])
     group = EngineGroup([Refusing(), healthy], False)
     asyncio.run(group.load_weights(update))
-    assert (group.dead, healthy.loaded) == (["engine 0"], [[bucket]])
+    assert (group.dead, healthy.loaded) == (["engine 0"], [[share]])
     with pytest.raises(PublicationError, match="engine 1: other bytes"):
         asyncio.run(EngineGroup([Mortal(), Refusing()], True).load_weights(update))
 

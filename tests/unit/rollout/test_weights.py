@@ -151,7 +151,7 @@ def test_an_update_of_nothing_is_refused() -> None:
     model = Model(Holder([], 1))
     for work in (
         publish(WeightUpdate(1, []), a=model),
-        take_stored(WeightUpdate(1, buckets=[]), model.take_bucket),
+        take_stored(WeightUpdate(1, shares=[Elsewhere([])]), model.take_bucket),
     ):
         with pytest.raises(PublicationError, match="version 1: the update has no tensors"):
             asyncio.run(work)
@@ -258,8 +258,9 @@ class Shelf:
     def __init__(self) -> None:
         self.handles: list[Elsewhere] = []
 
-    def put(self, arrays: Any) -> Elsewhere:
-        self.handles.append(Elsewhere(tuple(array.copy() for array in arrays)))
+    def put(self, value: Any) -> Elsewhere:
+        copied = tuple(map(np.copy, value)) if isinstance(value, tuple) else value
+        self.handles.append(Elsewhere(copied))
         return self.handles[-1]
 
     def clear(self) -> None:
@@ -271,8 +272,14 @@ def shared(source: Holder, ranks: int, size: int, store: Any) -> WeightUpdate:
     shares = []
     for rank in range(ranks):
         named = WeightUpdate(4, source.tensors().items())
-        shares += [store_bucket(b, store) for b in buckets(named, size, rank, ranks)]
-    return WeightUpdate(4, buckets=sorted(shares, key=attrgetter("index")))
+        shares.append([store_bucket(b, store) for b in buckets(named, size, rank, ranks)])
+    return WeightUpdate(4, shares=[Elsewhere(share) for share in shares])
+
+
+def listed(update: WeightUpdate) -> list[Bucket]:
+    """The buckets of all shares, in order."""
+    shares: list[Any] = [share.get() for share in update.shares or ()]
+    return sorted((bucket for share in shares for bucket in share), key=attrgetter("index"))
 
 
 @given(
@@ -286,7 +293,7 @@ def test_what_ranks_share_out_is_what_one_packs(
     source, target, shelf = Holder(shapes, 0), Holder(shapes, 1), Shelf()
     update = shared(source, ranks, size, shelf)
     whole = list(buckets(WeightUpdate(4, source.tensors().items()), size))
-    assert [b.checksum() for b in update.buckets or ()] == [b.checksum() for b in whole]
+    assert [b.checksum() for b in listed(update)] == [b.checksum() for b in whole]
     assert not any(handle.fetched for handle in shelf.handles), "a checksum needs no bytes"
     model = Model(target)
     asyncio.run(take_stored(update, model.take_bucket))
@@ -300,9 +307,9 @@ def test_one_stored_bucket_is_here_and_the_next_on_its_way() -> None:
     shelf = Shelf()
     update = shared(Holder([(8, 8), (5,)], 3), 1, 64, shelf)
     assert len(shelf.handles) > 3
-    for index, bucket in enumerate(fetched(update.buckets or ())):
+    for index, bucket in enumerate(fetched(update.shares or ())):
         np.asarray(bucket.pieces[0].array)
-        blocks = [b.pieces[0].array.block for b in update.buckets or ()]  # type: ignore[attr-defined]
+        blocks = [b.pieces[0].array.block for b in listed(update)]  # type: ignore[attr-defined]
         assert [block.is_fetched for block in blocks] == [i == index for i in range(len(blocks))]
         begun = [handle.begun for handle in shelf.handles]
         assert begun == [int(0 < i <= index + 1) for i in range(len(begun))]
@@ -324,7 +331,8 @@ def test_an_engine_takes_stored_buckets_and_counts_them() -> None:
         named = WeightUpdate(2, source.named_parameters())
         store = SharedStore("learner", 0)
         packed = [store_bucket(bucket, store) for bucket in buckets(named, 1024)]
-        await engine.load_weights(WeightUpdate(2, buckets=pickle.loads(pickle.dumps(packed))))
+        share = pickle.loads(pickle.dumps(store.put(packed)))
+        await engine.load_weights(WeightUpdate(2, shares=[share]))
         assert engine.status().weight_version == 2
         assert engine.status().buckets == len(packed) > 3
         for one, two in zip(engine._model.parameters(), source.parameters(), strict=True):

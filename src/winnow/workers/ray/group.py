@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from winnow.errors import WorkerError
-from winnow.workers.array_refs import Arrays, SplitResult
+from winnow.workers.array_refs import SplitResult
 from winnow.workers.group import START_TIMEOUT_S, WorkerGroup
 from winnow.workers.host import (
     Call,
@@ -375,8 +375,8 @@ class RayStore:
     rank: int
     """The worker's."""
 
-    def put(self, arrays: Arrays) -> RayHandle:
-        return RayHandle(ray_module().put(arrays), self.role, self.rank)
+    def put(self, value: Any) -> RayHandle:
+        return RayHandle(ray_module().put(value), self.role, self.rank)
 
     def clear(self) -> None:
         """Do nothing: Ray frees the memory with the last reference to it."""
