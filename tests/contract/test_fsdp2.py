@@ -395,6 +395,24 @@ def test_weights_that_are_kept_on_a_part_of_the_ranks_change_nothing(ranks: Rank
     assert_learn_alike(ranks, "tied", [(torch.float64, layout)], TOLERANCE)
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_layers_that_are_gathered_ahead_leave_the_bits_as_they_are(
+    ranks: Ranks, recomputed: bool
+) -> None:
+    options = {"gradient_checkpointing": recomputed}
+    held = Sharding(prefetch=0), Sharding(prefetch=1), Sharding(prefetch=5)
+    cases = [(torch.float32, Layout((1, 4), each, options)) for each in held]
+    for answers in ranks.run(learn_on_rank, "untied", cases):
+        plain, *ahead = (answers[number] for number in range(len(cases)))
+        for each in ahead:
+            assert each.stats == plain.stats
+            for name in ("start", "outputs", "weights"):
+                wanted, found = getattr(plain, name), getattr(each, name)
+                assert {n: a.tobytes() for n, a in found.items()} == {
+                    n: a.tobytes() for n, a in wanted.items()
+                }
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_differs_by_its_rounding_alone(ranks: Ranks, kind: str) -> None:
     # One process computes an adapter in fp32, sharded it is computed in bf16.

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_LOGITS = 1 << 25
-"""Logits (128 MiB in fp32, held twice) that a chunk has where no number of tokens is given."""
+CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
+"""Logits that a chunk has where no number of tokens is given, by the type of device: 128 MiB in
+fp32 on a CPU, 512 on a GPU, held twice. Each chunk reads the head and adds to all of its gradient,
+which takes a GPU longer than the products of few tokens; its figure is reckoned, not measured."""
 MIN_CHUNK_TOKENS = 32
 """Below this a product re-reads the head more than it computes."""
 ROWS_AT_ONCE = 8192
@@ -37,9 +39,14 @@ class TokenLogprobs(NamedTuple):
     not asked for."""
 
 
-def chunk_size(vocab_size: int, chunk_tokens: int | None = None) -> int:
-    """Return the tokens of a chunk: those given, else as many as have `CHUNK_LOGITS` logits."""
-    return chunk_tokens or max(CHUNK_LOGITS // vocab_size, MIN_CHUNK_TOKENS)
+def chunk_size(vocab_size: int, chunk_tokens: int | None = None, device_type: str = "cpu") -> int:
+    """Return the tokens of a chunk: those given, else as many as have `CHUNK_LOGITS` logits.
+
+    Args:
+        device_type: whose number of logits counts; of one that is not named there, the CPU's.
+    """
+    logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
+    return chunk_tokens or max(logits // vocab_size, MIN_CHUNK_TOKENS)
 
 
 def token_logprobs(
@@ -78,7 +85,7 @@ def token_logprobs(
     size, product = vocab_size or len(weight), head_dtype or hidden.dtype
     assert 1 <= size <= len(weight), "the head has a row for each id"
     assert weight.dtype in (hidden.dtype, product)
-    chunk = chunk_size(size, chunk_tokens)
+    chunk = chunk_size(size, chunk_tokens, hidden.device.type)
     settings = _Settings(temperature, size, chunk, product, with_entropy, with_prob_square_sum)
     return TokenLogprobs(*cast(Any, _TokenLogprobs).apply(hidden, weight, bias, labels, settings))
 

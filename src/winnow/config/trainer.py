@@ -63,6 +63,9 @@ class Fsdp2(Sharded):
     reshard_after_forward: bool = True
     """Drop a layer's gathered weights after its forward pass and gather them again for the backward
     pass; false keeps them: faster, more memory."""
+    prefetch: int = Field(0, ge=0)
+    """Layers whose weights are gathered ahead while one runs, which takes their memory; 0 leaves it
+    to PyTorch, which gathers the next one in the backward pass."""
     bucket_mb: int = Field(64, ge=1)
     """MiB of weights that are whole at once while they are sent to the engine; at most 64 are."""
 
@@ -153,7 +156,8 @@ class TrainerConfig(Section):
     """Packed tokens run at once, by one rank or by those that share sequences; bounds memory, never
     changes what is learnt."""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
-    """Tokens whose logits exist at once; null chooses by the vocabulary, 128 MiB of them."""
+    """Tokens whose logits exist at once; null chooses by the vocabulary, 128 MiB of them, 512 on a
+    GPU."""
     profile: ProfileConfig = ProfileConfig()
     """Profiles of chosen steps."""
     save_every: int | None = Field(10, ge=1)

@@ -93,6 +93,9 @@ class Sharding:
     pass; false keeps them (faster, more memory), a number keeps them on so many ranks."""
     offload: bool = False
     """Keep weights, gradients and optimizer state in the host's memory, and step there."""
+    prefetch: int = 0
+    """Layers to gather ahead of the one that runs, forward and backward; 0 leaves the order to
+    PyTorch, which gathers the next one beside a backward pass."""
 
 
 class FSDP2Strategy(Strategy):
@@ -263,6 +266,7 @@ def _shard(
             mp_policy=mixed,
             offload_policy=offload,
         )
+    _prefetch(decoder_layers(model), sharding.prefetch)
     if is_value_model(model) or is_reward_model(model):
         exact = MixedPrecisionPolicy(cast_forward_inputs=False)
         fully_shard(scalar_head(model), mesh=mesh, mp_policy=exact, offload_policy=offload)
@@ -273,6 +277,14 @@ def _shard(
             # as gloo has no other.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _prefetch(layers: Sequence[nn.Module], ahead: int) -> None:
+    """Have each layer gather the weights of those that come `ahead` of it, in either direction."""
+    units = cast("list[FSDPModule]", list(layers))
+    for at, unit in enumerate(units if ahead else ()):
+        unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(units[max(at - ahead, 0) : at][::-1])
 
 
 def _empty(model: nn.Module, weights: SavedWeights) -> None:

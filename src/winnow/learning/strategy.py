@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from winnow.algorithms.logprobs import token_logprobs
+from winnow.algorithms.logprobs import chunk_size, token_logprobs
 from winnow.errors import CheckpointError, ModelError
 from winnow.learning.batch import (
     NO_SHARDING,
@@ -129,7 +129,9 @@ class ModelRunner(nn.Module):
     def _logprobs(
         self, states: Tensor, token_ids: Tensor, outputs: frozenset[Output]
     ) -> dict[Output, Tensor]:
-        head = output_head(self.model)
+        head, chunk = output_head(self.model), self._chunk_tokens
+        if self._kernels is not None:
+            chunk = chunk_size(self._vocab_size or len(head.weight), chunk, self._kernels)
         exact = torch.promote_types(states.dtype, torch.float32)
         logprob, entropy, squares = token_logprobs(
             states,
@@ -139,7 +141,7 @@ class ModelRunner(nn.Module):
             head.bias,
             self._vocab_size,
             with_entropy="entropy" in outputs,
-            chunk_tokens=self._chunk_tokens,
+            chunk_tokens=chunk,
             with_prob_square_sum="prob_square_sum" in outputs,
             head_dtype=exact if self._fp32_head else None,
         )
@@ -166,7 +168,7 @@ class Strategy:
         betas, eps, weight_decay: AdamW's; every trained parameter decays, as in torch.
         grad_clip: bound on the norm of the whole gradient; None leaves it.
         vocab_size: ids the tokenizer has, the rest of the head gets no probability; None means all.
-        logprob_chunk_tokens: tokens whose logits exist at once; None chooses by the vocabulary.
+        logprob_chunk_tokens: tokens whose logits exist at once; None chooses by both.
         gradient_checkpointing: recompute activations in the backward pass.
         fp32_head: compute a half-precision model's logits in fp32.
         compiles: compile the model's blocks; nothing is fused then.

@@ -288,7 +288,7 @@ def _hold(
         planned or FSDP2Strategy,
         compiles=chosen.compile and planned is None,
         mesh=mesh,
-        sharding=Sharding(chosen.reshard_after_forward, chosen.offload),
+        sharding=Sharding(chosen.reshard_after_forward, chosen.offload, chosen.prefetch),
         sequence=sequence_group(chosen.sequence),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,10 @@ from winnow.errors import ConfigError
 
 if TYPE_CHECKING:
     from winnow.workers.ray.session import Pool
+
+_RANKS = frozenset({"policy", "reference", "reward_model"})
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+"""Variables of PyTorch's allocator, the one that every version knows first."""
 
 
 def local_devices(config: Config, trains: bool = True) -> dict[str, range]:
@@ -84,6 +88,21 @@ def visible_devices(own: Sequence[int]) -> dict[str, str]:
     names = seen.split(",") if seen else None
     shown = (str(index) if names is None else names[index].strip() for index in own)
     return {"CUDA_VISIBLE_DEVICES": ",".join(shown)}
+
+
+def allocator_variables(role: str, on_device: bool, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with which the memory of ranks on GPUs is mapped piece by piece.
+
+    Micro-batches have many lengths, and memory that they free is else cut up until none fits.
+    Engines have none: the sleep of vLLM, whose memory is mapped by itself, cannot do with it.
+
+    Args:
+        given: variables that the recipe sets; one of the allocator stands, as in this process.
+    """
+    is_set = any(name in os.environ or name in given for name in _ALLOCATOR)
+    if role not in _RANKS or not on_device or is_set:
+        return {}
+    return {_ALLOCATOR[0]: "expandable_segments:True"}
 
 
 def pools_of(config: Config, has_devices: bool) -> list[Pool]:

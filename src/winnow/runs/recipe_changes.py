@@ -64,7 +64,7 @@ _MAY_CHANGE: dict[str, set[str]] = {
     # A difference in ranks, as in threads, warns: `Opened.differences`.
     "trainer.strategy": {
         *("ranks", "replicas", "sequence", "compile"),
-        *("reshard_after_forward", "offload", "bucket_mb"),
+        *("reshard_after_forward", "offload", "prefetch", "bucket_mb"),
     },
 }
 """Keys by section, beside those of `_FREE`, on which no figure of a step depends but times."""

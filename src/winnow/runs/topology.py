@@ -50,6 +50,7 @@ from winnow.runs.loading import Policies
 from winnow.runs.loop import Sending, Sharing
 from winnow.runs.metrics import Passes
 from winnow.runs.placement import (
+    allocator_variables,
     devices_each,
     devices_of,
     local_devices,
@@ -170,7 +171,7 @@ def launcher(config: Config, groups: WorkerGroups, trains: bool = True) -> Itera
 
         def start_here(role: str, arguments: Mapping[str, Any], number: int) -> Starting:
             size, own = counts[role], devices.get(role)
-            variables = environment
+            variables = environment | allocator_variables(role, bool(devices.get(role)), {})
             if role == "rollout":
                 size, own = 1, own and own[number * width : (number + 1) * width]
                 if own and isinstance(config.rollout.engine, VllmEngineConfig):
@@ -203,7 +204,9 @@ def launcher(config: Config, groups: WorkerGroups, trains: bool = True) -> Itera
         def start_there(role: str, arguments: Mapping[str, Any], number: int) -> Starting:
             place = reserved.placement(role, number if role == "rollout" else None)
             made = group_name(role, number), worker_class(config, role), arguments, place
-            return start_ray(*made, variables, stall_timeout_s, nsight_of(config, role))
+            on_device = place.share.get("GPU", 0) > 0
+            own = variables | allocator_variables(role, on_device, variables)
+            return start_ray(*made, own, stall_timeout_s, nsight_of(config, role))
 
         try:
             yield start_there

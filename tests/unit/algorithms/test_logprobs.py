@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -242,7 +243,7 @@ def test_never_more_logits_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -
     token_logprobs(hidden, weight, labels, chunk_tokens=4)[0].sum().backward()
     assert sizes == [4, 4, 3] * 2
     sizes.clear()
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", V * 6 + 1)
+    monkeypatch.setitem(logprobs.CHUNK_LOGITS, "cpu", V * 6 + 1)
     monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
     token_logprobs(hidden, weight, labels)
     assert sizes == [6, 5]
@@ -253,6 +254,30 @@ def test_a_chunk_is_chosen_by_the_vocabulary_unless_it_is_given() -> None:
     assert chunk_size(151_936) == 220
     assert chunk_size(10**9) == 32
     assert chunk_size(151_936, 7) == 7
+
+
+def test_a_chunk_on_a_gpu_has_four_times_as_many_tokens() -> None:
+    assert chunk_size(151_936, None, "cuda") == 883  # 2^27 / 151,936
+    assert chunk_size(151_936, 7, "cuda") == 7
+    assert chunk_size(151_936, None, "meta") == 220
+
+
+def test_the_kernel_asks_for_the_chunk_of_its_inputs_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(logprobs.CHUNK_LOGITS, "meta", V * 5)
+    monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
+    chunks: list[int] = []
+    parts = logprobs._Head.parts
+
+    def spy(self: logprobs._Head) -> Iterator[slice]:
+        chunks.append(self._chunk)
+        return parts(self)
+
+    monkeypatch.setattr(logprobs._Head, "parts", spy)
+    hidden, weight, _, labels = (t if t is None else t.to("meta") for t in make())
+    token_logprobs(hidden, weight, labels)
+    assert chunks == [5]
 
 
 @pytest.mark.parametrize("with_entropy", [True, False])

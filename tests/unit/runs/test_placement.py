@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -11,10 +12,19 @@ from tests.recipes import recipe
 
 from winnow.config.root import Config
 from winnow.errors import ConfigError
+from winnow.runs import topology
 from winnow.runs.build import use_machine
-from winnow.runs.placement import devices_of, local_devices, pools_of, visible_devices
+from winnow.runs.placement import (
+    allocator_variables,
+    devices_of,
+    local_devices,
+    pools_of,
+    visible_devices,
+)
 from winnow.runs.state import _random_states, _set_random_states
-from winnow.runs.topology import uses_device
+from winnow.runs.topology import launcher, uses_device
+from winnow.workers import group
+from winnow.workers.group import WorkerGroups
 from winnow.workers.ray.session import Pool
 
 FOUR = "trainer/strategy=fsdp2", "trainer.strategy.ranks=4"
@@ -238,3 +248,46 @@ def test_random_states_open_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         _random_states()
     with pytest.raises(AssertionError, match="opened"):
         _set_random_states(states)
+
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_ranks_on_gpus_alone_have_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for role in ("policy", "reference", "reward_model"):
+        assert allocator_variables(role, True, {}) == EXPANDABLE
+        assert allocator_variables(role, False, {}) == {}
+    for role in ("rollout", "reward"):
+        assert allocator_variables(role, True, {}) == {}
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_users_own_allocator_stands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert allocator_variables("policy", True, {name: "max_split_size_mb:64"}) == {}
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    assert allocator_variables("policy", True, {}) == {}
+
+
+@pytest.mark.parametrize("on_gpus", [True, False])
+def test_processes_here_get_their_variables_by_role(
+    on_gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def record(role: str, path: str, kwargs: Any, size: int, variables: Any, *_: Any) -> None:
+        given[role] = variables
+
+    devices = {"policy": range(2), "rollout": range(2, 3)} if on_gpus else {}
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(topology, "local_devices", lambda *_: devices)
+    monkeypatch.setattr(group, "start_local", record)
+    config = recipe("quickstart", "trainer/strategy=fsdp2", "rollout.engine.processes=1")
+    with closing(WorkerGroups()) as crew, launcher(config, crew) as launch:
+        launch("policy", {}, 0)
+        launch("rollout", {}, 0)
+    assert given["learner"].items() >= (EXPANDABLE.items() if on_gpus else set())
+    assert ("PYTORCH_CUDA_ALLOC_CONF" in given["learner"]) == on_gpus
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in given["engine 0"]
