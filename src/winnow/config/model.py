@@ -35,8 +35,8 @@ class LoraAdapter(Section):
     """Scale by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
     publish: Literal["merged", "adapter"] = "merged"
     """Weights that engines in processes of their own get after each step: all, with the adapter
-    merged into them, or the adapter's alone, which rollout/engine=torch applies to the base model
-    it has loaded."""
+    merged into them, or the adapter's alone, which the engine (torch or vllm) applies to the base
+    model it has loaded."""
 
 
 Adapter = Annotated[NoAdapter | LoraAdapter, Field(discriminator="name")]

@@ -43,6 +43,8 @@ _OWN_KEYS = {
     "trust_remote_code": "model.trust_remote_code",
 }
 """Keys of a recipe that set an option of vLLM's."""
+VLLM_ADAPTER_RANK = 512
+"""The largest rank of an adapter that vLLM applies by itself."""
 _FIXED = {
     *("additional_config", "async_scheduling", "logits_processors", "logprobs_mode"),
     *("max_logprobs", "scheduling_policy", "skip_tokenizer_init", "tokenizer"),
@@ -52,6 +54,8 @@ _FIXED = {
         "data_parallel_size",
         "distributed_executor_backend",
     ),
+    *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
+    *("lora_dtype", "lora_target_modules"),
     # They name Python code, which the run of a stranger could bring along.
     *("worker_cls", "scheduler_cls", "reasoning_parser_plugin", "io_processor_plugin"),
     *("structured_outputs_config", "kv_transfer_config", "ec_transfer_config"),

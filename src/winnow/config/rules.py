@@ -20,7 +20,13 @@ from winnow.config.algorithm import (
 from winnow.config.data import Demonstrations, NoTask, SortDigitsTask
 from winnow.config.judge import sharding_of
 from winnow.config.model import LoraAdapter, SftWarmStart
-from winnow.config.rollout import BandFilter, HttpEngineConfig, VarianceFilter, VllmEngineConfig
+from winnow.config.rollout import (
+    VLLM_ADAPTER_RANK,
+    BandFilter,
+    HttpEngineConfig,
+    VarianceFilter,
+    VllmEngineConfig,
+)
 from winnow.config.root import Config
 from winnow.config.trainer import AsyncMode, Fsdp2, RayCluster, Sharded, SyncMode
 from winnow.errors import ConfigError
@@ -375,12 +381,18 @@ _OVERLAPPED = "trainer/mode=one_step_off", "trainer/mode=async"
 
 def _engine(c: Config) -> Iterator[str]:
     engine, adapter = c.rollout.engine, c.model.adapter
+    rank = adapter.rank if isinstance(adapter, LoraAdapter) else 0
     is_alone = isinstance(adapter, LoraAdapter) and adapter.publish == "adapter"
-    if is_alone and isinstance(engine, VllmEngineConfig | HttpEngineConfig):
+    if is_alone and isinstance(engine, HttpEngineConfig):
         yield (
             f"model.adapter.publish=adapter and {_given(c, 'rollout/engine')} exclude each other: "
-            "that engine gets whole weights; set model.adapter.publish=merged or "
-            "rollout/engine=torch"
+            "servers get whole weights; set model.adapter.publish=merged or rollout/engine=torch"
+        )
+    most = VLLM_ADAPTER_RANK
+    if is_alone and isinstance(engine, VllmEngineConfig) and rank > most:
+        yield (
+            f"{_given(c, 'model.adapter.rank')} is more than the {most} that vLLM takes; lower it, "
+            "or set model.adapter.publish=merged"
         )
     longest = longest_tokens(c)
     if (

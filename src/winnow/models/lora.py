@@ -254,9 +254,18 @@ def merge(model: PreTrainedModel) -> None:
     del model.peft_config
 
 
-def adapter_writer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Writer:
-    """Make a writer of PEFT folders, as `model_writer`, for the tensors of `adapter_weights`."""
-    files = tokenizer_files(tokenizer)
+def adapted_layers(model: nn.Module) -> list[str]:
+    """Return the names of the layers that have the adapter."""
+    return [name for _, name in _layers(model)]
+
+
+def adapter_writer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Writer:
+    """Make a writer of PEFT folders, as `model_writer`, for the tensors of `adapter_weights`.
+
+    Args:
+        tokenizer: to be saved beside it, if any.
+    """
+    files = {} if tokenizer is None else tokenizer_files(tokenizer)
     config = copy.copy(cast(Any, model).peft_config[_NAME])
     if not isinstance(config.target_modules, str):
         # peft would write a set, whose order is another one in each process.

@@ -21,12 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import count
 from operator import attrgetter
-from typing import Any, Literal
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 # Read when vLLM is imported. The scheduler stays in this process, where a step is a call: in one of
 # its own it would run on between them.
@@ -43,12 +45,16 @@ for _name, _value in {
 from vllm import EngineArgs, envs  # noqa: E402
 from vllm import SamplingParams as RequestParams  # noqa: E402
 from vllm.config import WeightTransferConfig  # noqa: E402
+from vllm.config.lora import MaxLoRARanks  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
+from winnow.config.model import LoraAdapter  # noqa: E402
 from winnow.errors import PublicationError, WorkerError  # noqa: E402
-from winnow.models.causal_lm import find_model  # noqa: E402
+from winnow.models.causal_lm import find_model, has_adapter  # noqa: E402
+from winnow.models.lora import adapted_layers, adapter_weights, adapter_writer, add_lora  # noqa: E402
 from winnow.observe.profile import StepProfiler  # noqa: E402
 from winnow.rollout import vllm_plugin  # noqa: E402
 from winnow.rollout.draw import draw_arguments  # noqa: E402
@@ -60,7 +66,7 @@ from winnow.rollout.engine import (  # noqa: E402
 )
 from winnow.rollout.remote_engine import EngineWorker, decode_of  # noqa: E402
 from winnow.rollout.tick_engine import TickEngine, WrittenAnswer  # noqa: E402
-from winnow.rollout.vllm_start import check_extra, check_head_size, refusal  # noqa: E402
+from winnow.rollout.vllm_start import check_adapted, check_extra, check_head_size, refusal  # noqa: E402
 from winnow.rollout.weights import Bucket, Piece, WeightReceiver, buckets  # noqa: E402
 from winnow.types import FinishReason, FloatArray, IntArray, Segment  # noqa: E402
 
@@ -72,6 +78,8 @@ _LONGEST_SCORED = 512
 _SCORED_AT_ONCE = 4
 """Places in vLLM's batch beyond the slots: sequences are scored beside answers in all slots."""
 _SALTS = count()
+_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""Where an adapter lies for the moment in which vLLM's workers read it; None: with other files."""
 
 
 @dataclass(eq=False)
@@ -91,6 +99,7 @@ class StagedReceiver(WeightReceiver):
         model: says which tensors must come; on the meta device.
         load: hands tensors over.
         finish: has vLLM use them.
+        only: as `WeightReceiver` takes it.
     """
 
     def __init__(
@@ -99,8 +108,9 @@ class StagedReceiver(WeightReceiver):
         version: int,
         load: Callable[[Named], None],
         finish: Callable[[], None],
+        only: Mapping[str, Tensor] | None = None,
     ) -> None:
-        super().__init__(model, version)
+        super().__init__(model, version, only)
         self._load, self._finish = load, finish
         self._part: Tensor | None = None  # a tensor of which not all has come
         self._whole: Named = []
@@ -135,11 +145,14 @@ class VllmEngine(TickEngine[RunningAnswer]):
 
     Args:
         llm: made by `start_vllm`.
-        model: of the same shapes, on the meta device.
+        model: of the same shapes, on the meta device; where it has an adapter, that alone comes.
         slots: answers written at once; fewer while the cache holds no more.
         vocab_size: ids at or beyond it are never drawn (padding of the embedding).
         decode: token ids to text; needed only where requests carry stop strings.
         live_updates: take new weights while answers run.
+
+    Raises:
+        ConfigError: vLLM does not apply an adapter to all layers that have one.
     """
 
     def __init__(
@@ -158,6 +171,16 @@ class VllmEngine(TickEngine[RunningAnswer]):
         self._scored: dict[str, FloatArray | None] = {}
         self._numbers = count()
         self._broken: str | None = None
+        self._expected: dict[str, Tensor] | None = None  # of an adapter
+        self._lora: LoRARequest | None = None
+        if has_adapter(model):
+            self._expected = dict(adapter_weights(model))
+            for taken in llm.collective_rpc("adapted_layers"):
+                check_adapted(adapted_layers(model), taken)
+            # Before the first publication it answers as the base does.
+            self._load_adapter(
+                [(n, torch.zeros_like(t, device="cpu")) for n, t in self._expected.items()]
+            )
         self._renew()
 
     @property
@@ -190,6 +213,9 @@ class VllmEngine(TickEngine[RunningAnswer]):
         super()._check_may_change()
 
     def _receiver(self, version: int) -> WeightReceiver:
+        if self._expected is not None:
+            return self._adapter_receiver(version)
+
         def load(named: Named) -> None:
             self._call_workers("update_weights", update_info={"named": named})
 
@@ -197,10 +223,31 @@ class VllmEngine(TickEngine[RunningAnswer]):
         finish = "finish_weight_update"
         return StagedReceiver(self._model, version, load, lambda: self._call_workers(finish))
 
+    def _adapter_receiver(self, version: int) -> WeightReceiver:
+        """Gather an adapter, which vLLM takes as a whole."""
+        named: Named = []
+
+        def finish() -> None:
+            with self._broken_by("add_lora"):
+                self._load_adapter(named)
+
+        return StagedReceiver(self._model, version, named.extend, finish, self._expected)
+
+    def _load_adapter(self, named: Named) -> None:
+        """Have vLLM apply an adapter from its next step on, in the place of the one before."""
+        write = adapter_writer(cast(PreTrainedModel, self._model), None)
+        with TemporaryDirectory(prefix="winnow-adapter-", dir=_MEMORY) as folder:
+            write(dict(named), Path(folder))
+            # Requests name the adapter by its number; those of a new version find the new one.
+            self._llm.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
+        self._lora = LoRARequest("policy", 1, folder)
+
     async def _take_tensors(self, update: WeightUpdate) -> None:
         dtype = next(self._model.parameters()).dtype
-        cast = ((name, tensor.to(dtype)) for name, tensor in update.tensors or ())
-        for bucket in buckets(WeightUpdate(update.version, cast)):
+        if self._expected is not None:
+            dtype = next(iter(self._expected.values())).dtype
+        rounded = ((name, tensor.to(dtype)) for name, tensor in update.tensors or ())
+        for bucket in buckets(WeightUpdate(update.version, rounded)):
             await self.take_bucket(bucket)
 
     async def take_bucket(self, bucket: Bucket) -> int:
@@ -220,8 +267,13 @@ class VllmEngine(TickEngine[RunningAnswer]):
             raise
 
     def _call_workers(self, method: str, **kwargs: Any) -> None:
-        try:
+        with self._broken_by(method):
             self._llm.collective_rpc(method, kwargs=kwargs)
+
+    @contextmanager
+    def _broken_by(self, method: str) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             self._break(f"vLLM's {method} failed with {reason}")
@@ -287,7 +339,7 @@ class VllmEngine(TickEngine[RunningAnswer]):
         number = next(self._numbers)
         prompt = {"prompt_token_ids": context.tolist(), "cache_salt": self._salt}
         # Of the same priority the older goes first, by numbers: a clock may be set back.
-        kwargs = {"priority": priority, "arrival_time": float(number)}
+        kwargs = {"priority": priority, "arrival_time": float(number), "lora_request": self._lora}
         self._llm.add_request(str(number), prompt, params, **kwargs)
         return str(number)
 
@@ -412,6 +464,7 @@ def start_vllm(
     chunked_prefill: bool = True,
     sleep: bool = False,
     trust_remote_code: bool = False,
+    lora: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> LLMEngine:
     """Start a vLLM in this process as `VllmEngine` needs it.
@@ -421,6 +474,7 @@ def start_vllm(
         longest: most tokens of a prompt and its answer; None is what the model has positions for.
         cache_gib: GiB of keys and values; None is what vLLM finds free.
         sleep: allocate memory so that `VllmEngine.sleep` gives it back; takes a GPU.
+        lora: `lora_options` of an adapter that is published alone.
         extra: further options of vLLM's `EngineArgs`.
 
     Raises:
@@ -453,6 +507,7 @@ def start_vllm(
         "enforce_eager": not torch.cuda.is_available(),
         "logits_processors": [sampler],
         "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
+        **(lora or {}),
     }
     own = dict(extra or {})
     check_extra(own, {field.name for field in fields(EngineArgs)})
@@ -469,12 +524,26 @@ def start_vllm(
     return llm
 
 
-def meta_model(model: str, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
+def lora_options(model: nn.Module, rank: int) -> dict[str, Any]:
+    """Return vLLM's options for the adapter of a model (`meta_model`), whose rank it pads."""
+    names = sorted({name.rpartition(".")[2] for name in adapted_layers(model)})
+    room = min(each for each in get_args(MaxLoRARanks) if each >= rank)
+    return {"enable_lora": True, "max_lora_rank": room, "lora_target_modules": names}
+
+
+def meta_model(
+    model: str,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    adapter: LoraAdapter | None = None,
+) -> nn.Module:
     """Return the model of a folder without memory: it names the tensors of a publication."""
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     found: nn.Module = made.to(dtype)
+    if adapter is not None:
+        add_lora(found, adapter, seed=0)
     return found
 
 
@@ -487,6 +556,7 @@ class VllmEngineWorker(EngineWorker):
         dtype: of the weights; must be that of published ones.
         tokenizer: its folder, where requests carry stop strings.
         vocab_size, live_updates: of `VllmEngine`.
+        adapter: to be put beside the model's weights; publications then are of it alone.
         profiler: of this process; vLLM's own processes, which tensor_parallel has, are not in it.
         options: of `start_vllm`.
 
@@ -505,13 +575,16 @@ class VllmEngineWorker(EngineWorker):
         slots: int,
         vocab_size: int,
         live_updates: bool = False,
+        adapter: LoraAdapter | None = None,
         profiler: StepProfiler | None = None,
         **options: Any,
     ) -> None:
         code = trust_remote_code
         model = find_model(model, "model.path", getattr(torch, dtype), code).path
+        shapes = meta_model(model, getattr(torch, dtype), code, adapter)
+        if adapter is not None:
+            options["lora"] = lora_options(shapes, adapter.rank)
         llm = start_vllm(model, dtype=dtype, slots=slots, trust_remote_code=code, **options)
-        shapes = meta_model(model, getattr(torch, dtype), code)
         decode = None if tokenizer is None else decode_of(tokenizer, code)
         engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates)
         super().__init__(engine, profiler)

@@ -242,6 +242,12 @@ def forget_experts_kernels(model: nn.Module) -> None:
 class WorkerExtension:
     """Has vLLM import this module in each of its workers, before it looks for `BACKEND`."""
 
+    def adapted_layers(self) -> list[str]:
+        """Name the layers to which this worker applies an adapter, as Hugging Face names them."""
+        manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+        packed = manager.packed_modules
+        return [part for name in manager.modules for part in packed.get(name, [name])]
+
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, TensorTransfer)

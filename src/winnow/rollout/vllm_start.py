@@ -127,6 +127,25 @@ def check_head_size(model: str, size: int, taken: Collection[int]) -> None:
         )
 
 
+def check_adapted(layers: Collection[str], taken: Collection[str]) -> None:
+    """Refuse an adapter of layers to which vLLM applies none, which it would leave out silently.
+
+    Args:
+        layers: those that the adapter has.
+        taken: those to which vLLM applies one.
+
+    Raises:
+        ConfigError: one is missing there.
+    """
+    left_out = sorted({*layers} - {*taken})
+    if left_out:
+        raise ConfigError(
+            f"model.adapter.publish=adapter: vLLM applies no adapter to {left_out[0]} "
+            f"({len(left_out)} of {len(layers)} layers); choose other "
+            "model.adapter.target_modules, or set model.adapter.publish=merged"
+        )
+
+
 _NEEDED = re.compile(r"max seq len \((\d+)\), \(([\d.]+) GiB KV cache is needed")
 _FREE = re.compile(r"Available memory on .*?\(([\d.]+)/[\d.]+ GiB\).*?kv cache")
 _POSITIONS = re.compile(r"max_model_len \((\d+)\) is greater than the derived .*?=(\d+)")
@@ -161,6 +180,11 @@ def refusal(error: Exception, model: str, cache_gib: float | None) -> WinnowErro
             f"data.max_prompt_tokens and rollout.max_response_tokens (or evaluation's) allow "
             f"{found[1]} tokens, but {model} has {found[2]} positions, at which vLLM ends; lower "
             "them"
+        )
+    if "support LoRA" in said or "LoRA target module" in said:
+        return ConfigError(
+            f"model.adapter.publish=adapter: vLLM applies no adapter to {model}: {said}; set "
+            "model.adapter.publish=merged"
         )
     if found := _HEADS.search(said):
         return ConfigError(

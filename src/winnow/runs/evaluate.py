@@ -74,6 +74,7 @@ from winnow.runs.checkpoint import (
 from winnow.runs.loading import Policies, load_policy
 from winnow.runs.process import ShutdownSignal, Stopped
 from winnow.runs.topology import (
+    adapter_alone,
     check_engine,
     engine_of,
     has_engines_apart,
@@ -236,7 +237,8 @@ async def _settle_weights(subject: Subject, policy: Policies, engine: Engine) ->
         return
     is_http = isinstance(config.rollout.engine, HttpEngineConfig)
     witness = Witness.of(config, policy, policy.model)
-    tensors = None if is_http else witness.strategy.export_weights()
+    is_alone = adapter_alone(config) is not None
+    tensors = None if is_http else witness.strategy.export_weights(adapter_only=is_alone)
     await engine.load_weights(WeightUpdate(step, tensors))
     try:
         await witness.canary.check(witness.expected, step, members_of(engine))

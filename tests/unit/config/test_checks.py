@@ -21,6 +21,8 @@ POOL = "cluster.pools.a.per_node=2"
 SCORED = [
     *("reward/model=sequence_classifier", "reward.model.path=R", "reward/model/strategy=fsdp2")
 ]
+ALONE = "model/adapter=lora", "model.adapter.publish=adapter"
+SERVED = "rollout/engine=http", "rollout.engine.url=[http://a]", "run.deterministic=false"
 # Overrides of the quickstart that contradict each other, what the line must say, and a way out.
 CASES = [
     (
@@ -513,9 +515,14 @@ CASES = [
         [*ASKED, "reward.processes=3", "reward.judge.requests_per_minute=3"],
     ),
     (
-        ["model/adapter=lora", "model.adapter.publish=adapter", "rollout/engine=vllm"],
-        ["model.adapter.publish=adapter and rollout/engine=vllm", "publish=merged"],
-        ["model/adapter=lora", "model.adapter.publish=adapter", "rollout.engine.processes=1"],
+        [*ALONE, *SERVED],
+        ["model.adapter.publish=adapter and rollout/engine=http", "publish=merged"],
+        [*ALONE, "rollout.engine.processes=1"],
+    ),
+    (
+        [*ALONE, "rollout/engine=vllm", "model.adapter.rank=513"],
+        ["model.adapter.rank=513 is more than the 512 that vLLM takes", "publish=merged"],
+        [*ALONE, "rollout/engine=vllm", "model.adapter.rank=512"],
     ),
 ]
 
