@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from winnow.errors import ConfigError, ModelError
-from winnow.rollout.vllm_start import check_extra, check_head_size, check_installed, refusal
+from winnow.rollout.vllm_start import (
+    check_adapted,
+    check_extra,
+    check_head_size,
+    check_installed,
+    refusal,
+)
 
 NEEDED = (
     "To serve at least one request with the model's max seq len (1152), (2.25 GiB KV cache is "
@@ -88,6 +94,12 @@ def test_heads_that_no_kernel_takes_are_told_with_those_that_fit() -> None:
         check_head_size("M", 16, [64, 32])
 
 
+def test_a_layer_that_vllm_leaves_out_is_named() -> None:
+    check_adapted(["a.q_proj"], ["a.q_proj", "a.k_proj"])
+    with pytest.raises(ConfigError, match=r"no adapter to b\.gate \(1 of 2 layers\).*=merged"):
+        check_adapted(["a.q_proj", "b.gate"], ["a.q_proj"])
+
+
 @pytest.mark.parametrize(
     ("said", "cache_gib", "line"),
     [
@@ -110,6 +122,12 @@ def test_heads_that_no_kernel_takes_are_told_with_those_that_fit() -> None:
             1.0,
             "model.path M: vLLM 0 (of unknown version) does not start with it: Sliding window for "
             "some but all layers is not supported; choose rollout/engine=torch, or another model",
+        ),
+        (
+            "GPT2 does not support LoRA yet.",
+            1.0,
+            "model.adapter.publish=adapter: vLLM applies no adapter to M: GPT2 does not support "
+            "LoRA yet; set model.adapter.publish=merged",
         ),
         ("", 1.0, "does not start with it: ValueError; choose"),
         ("x" * 999, 1.0, f"{'x' * 300}…; choose"),
