@@ -518,10 +518,14 @@ def start_vllm(
         llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
     except Exception as error:
         raise refusal(error, model, cache_gib) from error
+    _check_kernels(llm, model)
+    return llm
+
+
+def _check_kernels(llm: LLMEngine, model: str) -> None:
     if llm.vllm_config.device_config.device_type == "cpu" and not llm.model_config.use_mla:
         taken = CPUAttentionBackend.get_supported_head_sizes()
         check_head_size(model, llm.model_config.get_head_size(), taken)
-    return llm
 
 
 def lora_options(model: nn.Module, rank: int) -> dict[str, Any]:
