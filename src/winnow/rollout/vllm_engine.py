@@ -79,7 +79,7 @@ _SCORED_AT_ONCE = 4
 """Places in vLLM's batch beyond the slots: sequences are scored beside answers in all slots."""
 _SALTS = count()
 _MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
-"""Where an adapter lies for the moment in which vLLM's workers read it; None: with other files."""
+"""Folder of an adapter's files while vLLM's workers read them; None: the system's own choice."""
 
 
 @dataclass(eq=False)
