@@ -1,4 +1,4 @@
-"""Models that score answers beside the rules or in their place: a classifier, a judge over HTTP."""
+"""Models that score answers beside the rules or in their place: a classifier, a judge."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from winnow.config.base import Dtype, EnvironmentName, Section, web_address
+from winnow.config.rollout import TorchEngineConfig, VllmEngineConfig
 from winnow.config.trainer import Sharded, WholeModels
 
 BUILT_IN = ("correctness", "quality")
@@ -154,17 +155,10 @@ class NoJudge(Section):
     name: Literal["none"] = "none"
 
 
-class OpenAiJudge(Section):
-    """A model behind an OpenAI-compatible endpoint; each answer is a chat completion there."""
+class LanguageModelJudge(Section):
+    """What all judges have: the question, the rule that reads the reply, and what its number is."""
 
-    name: Literal["openai"] = "openai"
-    base_url: str
-    """Address up to the version, such as http://127.0.0.1:8000/v1; /chat/completions is put behind
-    it."""
-    model: str
-    """Name that the endpoint knows the model by."""
-    api_key_env: EnvironmentName = None
-    """Name of the environment variable that holds the key; null sends none."""
+    name: str
     template: str = "correctness"
     """correctness asks whether the answer means the same as ground_truth, quality for 1 to 10;
     anything else is the user's message itself, in Jinja: question, messages, answer, ground_truth,
@@ -177,20 +171,6 @@ class OpenAiJudge(Section):
     """Sampling temperature of the judge."""
     max_tokens: int = Field(1024, ge=1)
     """Longest reply, in tokens."""
-    seed: int | None = 0
-    """Sampling seed of the judge, where the endpoint takes one; null sends none."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of the request, over those above; null takes a field out."""
-    requests_per_minute: int | None = Field(None, ge=1)
-    """Most requests in any minute, tries after failures included; null is no limit."""
-    tokens_per_minute: int | None = Field(None, ge=1)
-    """Most tokens of prompts and replies in any minute; null is no limit."""
-    max_concurrent: int = Field(32, ge=1)
-    """Requests under way at once."""
-    retries: int = Field(5, ge=0)
-    """Further tries after 429, 5xx and broken connections."""
-    timeout_s: float = Field(120.0, gt=0)
-    """Seconds that a reply may take."""
     cache: str = "auto"
     """File of replies that need not be asked for again: auto is judge.sqlite in WINNOW_CACHE or
     ~/.cache/winnow, none keeps no replies, anything else is a path."""
@@ -207,14 +187,6 @@ class OpenAiJudge(Section):
     threshold: float = 0.5
     """Lowest score that is right, with as_accuracy."""
 
-    @field_validator("base_url")
-    @classmethod
-    def _is_address(cls, value: str) -> str:
-        url = web_address(value, "reward.judge.api_key_env is for keys")
-        if url.query or url.fragment:
-            raise ValueError("must end with its path: no ? and no #")
-        return value
-
     @field_validator("template", "system")
     @classmethod
     def _is_template(cls, value: str | None, info: Any) -> str | None:
@@ -228,13 +200,6 @@ class OpenAiJudge(Section):
             raise ValueError(f"must use {', '.join(VARIABLES)} only, and uses {', '.join(unknown)}")
         if not is_system and not used & {"answer"}:
             raise ValueError("must show the judge the answer: {{ answer }}")
-        return value
-
-    @field_validator("options")
-    @classmethod
-    def _are_further(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(value.keys() & {"model", "messages", "stream", "n"}):
-            raise ValueError(f"must leave {', '.join(taken)} alone")
         return value
 
     def conflicts(self) -> Iterator[str]:
@@ -254,7 +219,116 @@ class OpenAiJudge(Section):
             )
 
 
-Judge = Annotated[NoJudge | OpenAiJudge, Field(discriminator="name")]
+class OpenAiJudge(LanguageModelJudge):
+    """A model behind an OpenAI-compatible endpoint; each answer is a chat completion there."""
+
+    name: Literal["openai"] = "openai"
+    base_url: str
+    """Address up to the version, such as http://127.0.0.1:8000/v1; /chat/completions is put behind
+    it."""
+    model: str
+    """Name that the endpoint knows the model by."""
+    api_key_env: EnvironmentName = None
+    """Name of the environment variable that holds the key; null sends none."""
+    seed: int | None = 0
+    """Sampling seed of the judge, where the endpoint takes one; null sends none."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of the request, over those above; null takes a field out."""
+    requests_per_minute: int | None = Field(None, ge=1)
+    """Most requests in any minute, tries after failures included; null is no limit."""
+    tokens_per_minute: int | None = Field(None, ge=1)
+    """Most tokens of prompts and replies in any minute; null is no limit."""
+    max_concurrent: int = Field(32, ge=1)
+    """Requests under way at once."""
+    retries: int = Field(5, ge=0)
+    """Further tries after 429, 5xx and broken connections."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Seconds that a reply may take."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        url = web_address(value, "reward.judge.api_key_env is for keys")
+        if url.query or url.fragment:
+            raise ValueError("must end with its path: no ? and no #")
+        return value
+
+    @field_validator("options")
+    @classmethod
+    def _are_further(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(value.keys() & {"model", "messages", "stream", "n"}):
+            raise ValueError(f"must leave {', '.join(taken)} alone")
+        return value
+
+
+_OF_JUDGES = {
+    "rollout.engine": "reward.judge.engine",
+    "rollout/engine": "reward/judge/engine",
+    "model.path": "reward.judge.path",
+    "model.dtype": "reward.judge.dtype",
+    "data.max_prompt_tokens": "reward.judge.max_prompt_tokens",
+    "rollout.max_response_tokens": "reward.judge.max_tokens",
+    " (or evaluation's)": "",
+}
+
+
+def told_of_judge(line: str) -> str:
+    """Return what an engine of the policy's says of its settings, with the keys of a judge's."""
+    pattern = "|".join(map(re.escape, _OF_JUDGES))
+    return re.sub(pattern, lambda found: _OF_JUDGES[found[0]], line)
+
+
+class JudgeTorchEngine(TorchEngineConfig):
+    """The embedded engine, in processes of its own."""
+
+    processes: int = Field(1, ge=1)
+    """Engines, each with the whole model; on a GPU each where there are any."""
+
+
+class JudgeVllmEngine(VllmEngineConfig):
+    """vLLM in processes of its own (winnow-rl[vllm])."""
+
+    processes: int = Field(1, ge=1)
+    """Engines, each with the whole model, on tensor_parallel GPUs where there are any."""
+
+    def conflicts(self) -> Iterator[str]:
+        yield from map(told_of_judge, super().conflicts())
+        if self.sleep:
+            yield (
+                "reward.judge.engine.sleep=true leaves a judge no time to be asked, as answers are "
+                "judged while others are written; set reward.judge.engine.sleep=false"
+            )
+
+
+class EngineJudge(LanguageModelJudge):
+    """A model on engines of the run's own, in processes that do nothing but judge; each answer is
+    put before it in its chat template."""
+
+    name: Literal["engine"] = "engine"
+    path: str
+    """Folder, URL or hub name of the model; its tokenizer must have a chat template."""
+    dtype: Dtype | None = None
+    """Type of weights and activations; null is model.dtype."""
+    engine: Annotated[JudgeTorchEngine | JudgeVllmEngine, Field(discriminator="name")] = (
+        JudgeTorchEngine()
+    )
+    """Engine that writes the judgements, and its processes."""
+    one_by_one: bool | None = None
+    """An engine writes one judgement at a time, whose bits then follow from question, seed and
+    settings alone; false writes as many at once as there are slots, in another order of sums. null
+    is run.deterministic."""
+    max_prompt_tokens: int = Field(8192, ge=1)
+    """Longest question in its tokens, the answer included; a longer one fails to be scored."""
+    seed: int = 0
+    """Seed of the judge's draws, with the question."""
+
+
+Judge = Annotated[NoJudge | OpenAiJudge | EngineJudge, Field(discriminator="name")]
+
+
+def engines_of(judge: Judge) -> JudgeTorchEngine | JudgeVllmEngine | None:
+    """Return the engines of the run's own that judge; None where there are none."""
+    return judge.engine if isinstance(judge, EngineJudge) else None
 
 
 def template_variables(text: str) -> set[str]:

@@ -10,12 +10,13 @@ from pydantic import Field, field_validator
 from winnow.config.base import EnvironmentName, Section, UserObject, web_address
 from winnow.config.judge import (
     Judge,
+    LanguageModelJudge,
     NoJudge,
     NoRewardModel,
-    OpenAiJudge,
     PartName,
     RewardModel,
     SequenceClassifier,
+    engines_of,
     sharding_of,
 )
 
@@ -235,7 +236,7 @@ class RewardConfig(Section):
     model: RewardModel = NoRewardModel()
     """Model that scores, too."""
     judge: Judge = NoJudge()
-    """Language model that is asked over HTTP, too."""
+    """Language model that is asked, too."""
     weights: PartWeights = PartWeights()
     """Weights of the parts of the reward; reward.model.weight and reward.judge.weight are
     the models'."""
@@ -272,6 +273,12 @@ class RewardConfig(Section):
                 "process asks; set reward.processes=0 (reward.workers takes your function apart), "
                 "or reward/model/strategy=single"
             )
+        if self.processes and engines_of(self.judge) is not None:
+            yield (
+                f"reward.processes={self.processes} and reward/judge=engine exclude each other, as "
+                "the run's process asks the judge's engines; set reward.processes=0 "
+                "(reward.workers takes your function apart), or reward/judge=openai"
+            )
         for (section, key), limit in shared_limits(self).items():
             if limit < self.processes:
                 yield (
@@ -286,7 +293,7 @@ class RewardConfig(Section):
             yield (
                 f"reward.scorers.{sources[0]}=none leaves a source to the reward model or the "
                 "judge, but reward/model=none and reward/judge=none; name a scorer, or set "
-                "reward/model=sequence_classifier or reward/judge=openai"
+                "reward/model=sequence_classifier or reward/judge=openai or engine"
             )
         if self.function.path is not None and self.scorers:
             yield (
@@ -344,7 +351,7 @@ class RewardConfig(Section):
         found = {f"reward.parts.{name}.weight": part.weight for name, part in self.parts.items()}
         if isinstance(self.model, SequenceClassifier):
             found["reward.model.weight"] = self.model.weight
-        if isinstance(self.judge, OpenAiJudge):
+        if isinstance(self.judge, LanguageModelJudge):
             found["reward.judge.weight"] = self.judge.weight
         if self.cosine.enabled:
             found["reward.cosine.weight"] = self.cosine.weight

@@ -18,7 +18,7 @@ from winnow.config.algorithm import (
     OptimalTokenBaselineAdvantage,
 )
 from winnow.config.data import Demonstrations, NoTask, SortDigitsTask
-from winnow.config.judge import sharding_of
+from winnow.config.judge import engines_of, sharding_of
 from winnow.config.model import LoraAdapter, SftWarmStart
 from winnow.config.rollout import (
     VLLM_ADAPTER_RANK,
@@ -112,11 +112,13 @@ def _uncorrected(config: Config) -> Iterator[str]:
 def workers_of(config: Config) -> dict[str, int]:
     """Return the number of processes of each role; 0: the run's own process does its work."""
     strategy, scorer = config.trainer.strategy, sharding_of(config.reward.model)
+    judges = engines_of(config.reward.judge)
     return {
         "policy": strategy.ranks if isinstance(strategy, Fsdp2) else 0,
         "rollout": _engines(config),
         "reward": config.reward.processes,
         "reward_model": 0 if scorer is None else scorer.ranks,
+        "judge": 0 if judges is None else judges.processes,
         **_ranks_apart(config),
     }
 
@@ -425,6 +427,7 @@ COUNTS = {
     "rollout": "rollout.engine.processes",
     "reward": "reward.processes",
     "reward_model": "reward.model.strategy.ranks",
+    "judge": "reward.judge.engine.processes",
     "reference": "reference.strategy.ranks",
     "critic": "critic.strategy.ranks",
 }
@@ -461,12 +464,15 @@ def _placement(c: Config) -> Iterator[str]:
                 f"({names}), and {COUNTS[role]} asks for {workers[role]}; name a pool whose nodes "
                 f"x per_node is {workers[role]} (null for 0), or change {COUNTS[role]}"
             )
-    engine, shared = c.rollout.engine, roles["rollout"]
-    if isinstance(engine, VllmEngineConfig) and engine.tensor_parallel > 1 and shared:
-        for role in [r for r, name in roles.items() if name == shared and r != "rollout"]:
-            yield (
-                f"{_given(c, 'rollout.engine.tensor_parallel')} takes several GPUs a slot, which "
-                f"cluster.roles.rollout={shared} shares with {role}; give it a pool of its own"
-            )
+    engines = {"rollout": c.rollout.engine, "judge": engines_of(c.reward.judge)}
+    for own, engine in engines.items():
+        split, shared = getattr(engine, "tensor_parallel", 1), roles[own]
+        for role in [r for r, name in roles.items() if name == shared and r != own]:
+            if split > 1 and shared:
+                key = COUNTS[own].replace("processes", "tensor_parallel")
+                yield (
+                    f"{key}={split} takes several GPUs a slot, which cluster.roles.{own}={shared} "
+                    f"shares with {role}; give it a pool of its own"
+                )
     for name in [name for name in pools if name not in roles.values()]:
         yield f"cluster.pools.{name} has no role; name it in cluster.roles, or leave it out"

@@ -314,6 +314,8 @@ class RolesConfig(Section):
     """Pool of the processes that score (reward.processes)."""
     reward_model: str | None = None
     """Pool of the reward model's own ranks (reward/model/strategy=fsdp2)."""
+    judge: str | None = None
+    """Pool of a judge's engines (reward/judge=engine)."""
     reference: str | None = None
     """Pool of the reference's own ranks (reference/strategy=fsdp2)."""
     critic: str | None = None

@@ -1,10 +1,11 @@
-"""A language model behind an OpenAI-compatible endpoint as a scorer (`reward/judge=openai`).
+"""A language model as a scorer: behind an OpenAI-compatible endpoint, or on engines of the run's.
 
     answer -> messages -> cache? -> slot -> rate limit -> request, tried again -> cache -> number
 
 Two equal questions are one: a second caller waits for the same reply. A reply is kept as it came,
 and read each time, so that another parse rule asks for nothing anew. All of this runs on the event
-loop of the judge's HTTP client, whichever loop the answers are scored on.
+loop of the judge's client, whichever loop the answers are scored on. The client is that of
+`reward/judge=openai`, which this module has, or of `reward/judge=engine`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from winnow.config.judge import BUILT_IN, OpenAiJudge
+from winnow.config.judge import BUILT_IN, LanguageModelJudge, OpenAiJudge
 from winnow.errors import RewardError
 from winnow.http.client import LONGEST_RETRY_AFTER_S, HttpJson, RemoteError, token_of
 from winnow.rewards.judge_cache import JudgeReply, ReplyCache, cache_path
@@ -28,6 +29,7 @@ from winnow.rewards.task import Failure, Verdict
 from winnow.types import Prompt
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _PATH = "chat/completions"
 _NEVER = {401: "api_key_env", 403: "api_key_env", 404: "base_url and reward.judge.model"}
@@ -115,7 +117,47 @@ class RateLimit:
         self._paused_until = max(self._paused_until, self._clock() + seconds)
 
 
-class _JudgeClient(HttpJson):
+class JudgeClient(Protocol):
+    """The way to a judge's model, on an event loop of its own."""
+
+    counts: Counter[str]
+    has_answered: bool
+
+    @property
+    def place(self) -> object:
+        """Plain data: replies from here are kept apart from others."""
+        ...
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return the fields of a request beside its messages; None leaves one out."""
+        ...
+
+    def check(self, messages: list[dict[str, str]]) -> None:
+        """Raise a ValueError of one line where these cannot be put to the model."""
+        ...
+
+    async def reply(self, body: Mapping[str, Any]) -> JudgeReply:
+        """Ask, on the client's loop; what came to nothing for this question is a RemoteError."""
+        ...
+
+    def progress(self) -> int:
+        """Return a count that moves while the model writes, if it is seen."""
+        ...
+
+    def without_token(self, text: str) -> str:
+        """Return the text without secrets."""
+        ...
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the client's loop."""
+        ...
+
+    def close(self) -> None:
+        """End what is under way."""
+        ...
+
+
+class _HttpClient(HttpJson):
     """Chat completions: each try passes the rate limit, and counts.
 
     `counts` are by name: `requests` sent, tries after failures included; `tokens` of prompts and
@@ -125,10 +167,26 @@ class _JudgeClient(HttpJson):
     def __init__(self, config: OpenAiJudge, key: str | None, backoff_s: float) -> None:
         super().__init__(config.base_url, key, config.max_concurrent, config.retries + 1, backoff_s)
         self._config = config
+        self.place = f"{config.base_url.rstrip('/')}/{_PATH}"
         self._limit = RateLimit(config.requests_per_minute, config.tokens_per_minute)
         self._turn = asyncio.Lock()
-        self.counts = Counter(dict.fromkeys(_COUNTS, 0))
+        self.counts = no_counts()
         self.has_answered = False
+
+    def settings(self) -> dict[str, Any]:
+        config = self._config
+        own = {name: getattr(config, name) for name in ("model", "temperature", "max_tokens")}
+        return {**own, "seed": config.seed, **config.options}
+
+    def check(self, messages: list[dict[str, str]]) -> None:
+        """Do nothing: the service knows how much it takes."""
+
+    async def reply(self, body: Mapping[str, Any]) -> JudgeReply:
+        found: JudgeReply = await self.request(_PATH, body, self._config.timeout_s)
+        return found
+
+    def progress(self) -> int:
+        return 0
 
     async def attempt(self, path: str, body: Any, timeout_s: float, number: int) -> JudgeReply:
         """Send a request once its turn comes."""
@@ -174,12 +232,24 @@ class _JudgeClient(HttpJson):
         return JudgeReply(text, tokens, choice.get("finish_reason") == "length")
 
 
+def _http_client(config: LanguageModelJudge, backoff_s: float) -> JudgeClient:
+    assert isinstance(config, OpenAiJudge)
+    key = token_of(config.api_key_env, "reward.judge.api_key_env")
+    return _HttpClient(config, key, backoff_s)
+
+
+def no_counts() -> Counter[str]:
+    """Return a judge's counts, by name, at its start."""
+    return Counter(dict.fromkeys(_COUNTS, 0))
+
+
 class Judge:
-    """Scores answers by one endpoint; safe to use from any event loop.
+    """Scores answers by one model; safe to use from any event loop.
 
     Args:
         config: says how the number is made, what it is called and what it counts for.
         backoff_s: pause after a first failure; it doubles with each.
+        client: asks the model; None asks the endpoint of an `OpenAiJudge`.
 
     Raises:
         RewardError: the key is missing, or the cache cannot be used. Nothing is connected yet.
@@ -188,30 +258,38 @@ class Judge:
     takes_time = True
     """Scores come later."""
 
-    def __init__(self, config: OpenAiJudge, backoff_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        config: LanguageModelJudge,
+        backoff_s: float = 1.0,
+        client: JudgeClient | None = None,
+    ) -> None:
         self.config = config
         self._prompt = JudgePrompt(config)
-        key = token_of(config.api_key_env, "reward.judge.api_key_env")
-        self._http = _JudgeClient(config, key, backoff_s)
+        self._client = client or _http_client(config, backoff_s)
         path = cache_path(config.cache)
         self._cache = None if path is None else ReplyCache(path)
         if self._cache is not None:
             replies, size = self._cache.size()
             log.info("judge: %s holds %s replies, %s KiB", path, f"{replies:,}", f"{size >> 10:,}")
-        self._counts = self._http.counts
+        self._counts = self._client.counts
         self._told: Counter[str] = Counter()
         self._under_way: dict[str, Future[float | Failure]] = {}
-        self.scored = 0
-        """Answers so far."""
+        self._scored = 0
+
+    @property
+    def scored(self) -> int:
+        """Moves with each answer, and while one is judged where that is seen."""
+        return self._scored + self._client.progress()
 
     def check(self, prompt: Prompt) -> None:
         """Check before training that an answer to a prompt can be put to the judge.
 
         Raises:
-            RewardError: a template fails.
+            RewardError: a template fails, or the question is too long.
         """
         try:
-            self._prompt.messages(prompt, "")
+            self._client.check(self._prompt.messages(prompt, ""))
         except ValueError as error:
             raise RewardError(f"{error} on prompt {prompt.uid}; mend it") from error
 
@@ -223,14 +301,14 @@ class Judge:
         try:
             messages = self._prompt.messages(prompt, text)
         except ValueError as error:
-            self.scored += 1
+            self._scored += 1
             refused: Verdict = asyncio.get_running_loop().create_future()
             refused.set_result(Failure(f"the judge: {error}", ""))
             return refused
         key = json.dumps(messages)
         work = self._under_way.get(key)
         if work is None:
-            work = self._under_way[key] = self._http.submit(self._judged(messages))
+            work = self._under_way[key] = self._client.submit(self._judged(messages))
             work.add_done_callback(lambda _: self._under_way.pop(key, None))
         # Shielded, because others may wait for it, too, and what was paid for should be kept.
         verdict = asyncio.shield(asyncio.wrap_future(work))
@@ -245,8 +323,8 @@ class Judge:
         return {f"judge/{name}": counts[name] - before[name] for name in _COUNTS}
 
     def close(self) -> None:
-        """End the connections, and close the cache."""
-        self._http.close()
+        """End what is under way, and close the cache."""
+        self._client.close()
         if self._cache is not None:
             self._cache.close()
 
@@ -259,7 +337,7 @@ class Judge:
                     return value
                 self._counts["unparsed"] += 1
         except RemoteError as error:
-            is_one_question = error.status == 403 and self._http.has_answered
+            is_one_question = error.status == 403 and self._client.has_answered
             if error.status in _NEVER and not is_one_question:
                 raise RewardError(
                     f"the judge answers nothing: {error.line}; see to reward.judge."
@@ -267,8 +345,8 @@ class Judge:
                 ) from None
             return Failure(f"the judge: {error.line}", "")
         finally:
-            self.scored += 1
-        said = self._http.without_token(reply.text)
+            self._scored += 1
+        said = self._client.without_token(reply.text)
         end = f"it ends with {said[-_SHOWN:]!r}" if said else "it is empty"
         return Failure(
             f"the judge: no number was read from its reply by reward.judge.parse, twice over; {end}"
@@ -277,15 +355,14 @@ class Judge:
         )
 
     async def _reply(self, body: Mapping[str, Any], attempt: int) -> JudgeReply:
-        place = f"{self.config.base_url.rstrip('/')}/{_PATH}"
-        asked = json.dumps([place, body, attempt], sort_keys=True)
+        asked = json.dumps([self._client.place, body, attempt], sort_keys=True)
         question = hashlib.sha256(asked.encode()).digest()
         if self._cache is not None:
             kept = await asyncio.to_thread(self._cache.get, question)
             if kept is not None:
                 self._counts["cache_hits"] += 1
                 return kept
-        reply: JudgeReply = await self._http.request(_PATH, body, self.config.timeout_s)
+        reply = await self._client.reply(body)
         # Cut off, it is no reply to a built-in template; one of the user's own may want it short.
         if self._cache is None or (reply.is_cut and self.config.template in BUILT_IN):
             return reply
@@ -293,15 +370,7 @@ class Judge:
 
     def _body(self, messages: list[dict[str, str]], attempt: int) -> dict[str, Any]:
         """The request; a second one would get the first one's reply at the same sampling."""
-        config = self.config
-        body: dict[str, Any] = {
-            "model": config.model,
-            "messages": messages,
-            "temperature": config.temperature,
-            "max_tokens": config.max_tokens,
-            "seed": config.seed,
-            **config.options,
-        }
+        body: dict[str, Any] = {"messages": messages, **self._client.settings()}
         if attempt > 0:
             if isinstance(body["temperature"], int | float):
                 body["temperature"] = max(body["temperature"], _SECOND_TEMPERATURE)

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from winnow.config.judge import BuiltInParse, LabelsParse, NumberParse, OpenAiJudge, Parse
+from winnow.config.judge import BuiltInParse, LabelsParse, LanguageModelJudge, NumberParse, Parse
 from winnow.types import Prompt
 
 _MATERIAL = """\
@@ -61,7 +61,7 @@ _BUILT_IN: dict[str, tuple[str, Parse]] = {
 class JudgePrompt:
     """Writes the messages for one judge, and reads its replies."""
 
-    def __init__(self, config: OpenAiJudge) -> None:
+    def __init__(self, config: LanguageModelJudge) -> None:
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
         text, rule = _BUILT_IN.get(config.template, (config.template, config.parse))
         self._is_built_in = isinstance(config.parse, BuiltInParse)

@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self, SupportsFloat
 
-from winnow.config.judge import OpenAiJudge, SequenceClassifier
+from winnow.config.judge import LanguageModelJudge, SequenceClassifier
 from winnow.config.reward import (
     CosineConfig,
     CustomManager,
@@ -58,7 +58,7 @@ ANSWERS, FAILED = "scoring/answers", "scoring/failed"
 WRONG_REWARD = -1.0
 """Reward of an answer whose scoring failed. A user's scale is unknown; the lower end of the
 usual ones keeps a policy from living on answers that break the scorer."""
-Section = SequenceClassifier | OpenAiJudge
+Section = SequenceClassifier | LanguageModelJudge
 Decode = Callable[[IntArray], str]
 
 
@@ -249,7 +249,7 @@ class ScoreNames:
 
     def __init__(self, config: RewardConfig, models: Sequence[Section]) -> None:
         self._config, self._models = config, models
-        self._judge = next((each for each in models if isinstance(each, OpenAiJudge)), None)
+        self._judge = next((each for each in models if isinstance(each, LanguageModelJudge)), None)
         is_theirs = isinstance(config.manager, RemoteManager | CustomManager)
         is_rules = config.function.path is None and not is_theirs
         self._router = Router(config.scorers) if is_rules else None

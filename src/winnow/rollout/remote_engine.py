@@ -71,6 +71,8 @@ class EngineWorker:
         self._calls = self._replies = 0
         self._turn = asyncio.Lock()  # serves first who came first
         self._patience: asyncio.Timeout | None = None  # of the wait under way
+        self._wanted: dict[int, asyncio.Future[CompletionEvent]] = {}  # by `write`, by group
+        self._writing: asyncio.Task[None] | None = None
 
     @property
     def progress(self) -> int:
@@ -110,6 +112,27 @@ class EngineWorker:
             return reply
         detached, block = _detach(events)
         return SplitResult(replace(reply, events=detached), block)
+
+    async def write(self, group: GroupRequest) -> CompletionEvent:
+        """Write the one answer of a group, beside those of other calls; `ask` is not used then."""
+        await self._engine.submit([group])
+        wanted: asyncio.Future[CompletionEvent] = asyncio.get_running_loop().create_future()
+        self._wanted[group.group_id] = wanted
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write_on())
+        return await wanted
+
+    async def _write_on(self) -> None:
+        try:
+            while self._wanted:
+                events = await self._engine.events()
+                assert events, "the engine lost an answer"
+                for event in events:
+                    self._wanted.pop(event.group_id).set_result(event)
+        except Exception as error:  # belongs to those that wait
+            for wanted in self._wanted.values():
+                wanted.set_exception(error)
+            self._wanted.clear()
 
     def close(self) -> None:
         """Write the profile that is open."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import numpy as np
 import torch
 
-from winnow.config.judge import NoRewardModel
+from winnow.config.judge import NoJudge, NoRewardModel
 from winnow.config.load import resolve_recipe
 from winnow.config.model import ReferenceConfig
 from winnow.config.root import Config
@@ -129,7 +129,8 @@ def config_to_check(target: str, overrides: Sequence[str], model: str | None) ->
             f"rollout.max_response_tokens={TOKENS}",
         ]
     config = resolve_recipe(None if is_server else target, [*words, *overrides])
-    reward = config.reward.model_copy(update={"model": NoRewardModel()})  # nobody scores
+    nothing = {"model": NoRewardModel(), "judge": NoJudge()}
+    reward = config.reward.model_copy(update=nothing)  # nobody scores
     unused = {"reference": ReferenceConfig(), "critic": CriticConfig()}
     config = config.model_copy(update={"reward": reward, **unused})
     if config.model.path is None:

@@ -27,7 +27,7 @@ from rich.text import Text
 import winnow
 from winnow.config.data import DataConfig, NoTask
 from winnow.config.files import evaluation_recipe
-from winnow.config.judge import NoRewardModel
+from winnow.config.judge import EngineJudge, NoJudge, NoRewardModel
 from winnow.config.load import load_recipe, resolve_recipe
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.reward import RewardConfig
@@ -487,6 +487,9 @@ def _writing(config: Config, is_told: bool) -> tuple[Config, str]:
     }
     if not getattr(config.reward.model, "in_evaluation", True):
         sections["reward"]["model"] = NoRewardModel()
+    judge = config.reward.judge
+    if isinstance(judge, EngineJudge) and not judge.in_evaluation:
+        sections["reward"]["judge"] = NoJudge()
     settled = {
         name: getattr(config, name).model_copy(update=update) for name, update in sections.items()
     }

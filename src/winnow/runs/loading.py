@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from winnow.config.data import Demonstrations, NoTask
-from winnow.config.judge import SequenceClassifier
+from winnow.config.judge import EngineJudge, SequenceClassifier
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens
@@ -53,6 +53,8 @@ def fetch_models(config: Config, tell: Callable[[str], None]) -> None:
     if isinstance(config.reward.model, SequenceClassifier):
         named["reward.model.path"] = config.reward.model.path
         named["reward.model.tokenizer"] = config.reward.model.tokenizer
+    if isinstance(config.reward.judge, EngineJudge):
+        named["reward.judge.path"] = config.reward.judge.path
     for field, path in named.items():
         if path is not None:
             local_folder(path, field, tell)

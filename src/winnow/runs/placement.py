@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from winnow.config.judge import NoRewardModel, sharding_of
+from winnow.config.base import Section
+from winnow.config.judge import NoRewardModel, engines_of, sharding_of
 from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.rules import COUNTS, workers_of
@@ -30,7 +31,7 @@ def local_devices(config: Config, trains: bool = True) -> dict[str, range]:
     """Choose a GPU of this machine for each process, by role; none on CPUs.
 
     Ranks come first, or the run's own process where it trains, then engines, then what scores with
-    a reward model, then a reference and a critic apart.
+    a reward model, then a judge's engines, then a reference and a critic apart.
 
     Args:
         trains: False where neither ranks nor the run's own process take a GPU, as in an evaluation.
@@ -46,10 +47,12 @@ def local_devices(config: Config, trains: bool = True) -> dict[str, range]:
     ranks = max(counts["policy"], int(trains))
     width, (role, scoring) = devices_each(config), _scorers(config)
     takes = {"policy": ranks, "rollout": counts["rollout"] * width, role: scoring}
+    takes["judge"] = counts["judge"] * devices_each(config, "judge")
     takes |= {apart: counts[apart] for apart in ("reference", "critic")}
     ends = dict(zip(takes, itertools.accumulate(takes.values()), strict=True))
     if (needs := sum(takes.values())) > devices:
-        words = {role: "that score", "reference": "of the reference", "critic": "of the critic"}
+        words = {role: "that score", "judge": "that judge"}
+        words |= {"reference": "of the reference", "critic": "of the critic"}
         more = (f" and {takes[r]} {w} ({COUNTS[r]})" for r, w in words.items() if takes[r])
         times = f" x tensor_parallel={width}" if width > 1 else ""
         raise ConfigError(
@@ -62,9 +65,15 @@ def local_devices(config: Config, trains: bool = True) -> dict[str, range]:
     return {each: range(ends[each] - takes[each], ends[each]) for each in own}
 
 
-def devices_each(config: Config) -> int:
-    """Return the number of GPUs of an engine, or of its processes on a CPU."""
-    engine = config.rollout.engine
+def engine_of_role(config: Config, role: str) -> Section | None:
+    """Return the settings of the engines of a role, each of which is a group; None of ranks."""
+    found = {"rollout": config.rollout.engine, "judge": engines_of(config.reward.judge)}
+    return found.get(role)
+
+
+def devices_each(config: Config, role: str = "rollout") -> int:
+    """Return the number of GPUs of an engine, or of its processes on a CPU; of ranks 1."""
+    engine = engine_of_role(config, role)
     return engine.tensor_parallel if isinstance(engine, VllmEngineConfig) else 1
 
 
@@ -118,10 +127,11 @@ def pools_of(config: Config, has_devices: bool) -> list[Pool]:
         nodes = counts | {"policy": cluster.nodes}  # engines and scorers: wherever there is room
         pools = {r: PoolConfig(nodes=nodes[r], per_node=n // nodes[r]) for r, n in counts.items()}
         chosen = {role: role for role in counts}
-    found, widths = [], {"rollout": devices_each(config)}
+    found = []
     for name, pool in pools.items():
         roles = tuple(role for role, own in chosen.items() if own == name)
-        devices = max((widths.get(role, 1) for role in roles if role in hold_models), default=0)
+        with_model = hold_models.intersection(roles)
+        devices = max((devices_each(config, role) for role in with_model), default=0)
         cpus = pool.cpus or cluster.cpus
         size = pool.nodes, pool.per_node
         found.append(Pool(name, roles, *size, devices if has_devices else 0, cpus))

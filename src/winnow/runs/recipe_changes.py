@@ -42,6 +42,7 @@ _MAY_CHANGE: dict[str, set[str]] = {
         *("base_url", "api_key_env", "cache", "max_concurrent", "retries", "timeout_s"),
         *("requests_per_minute", "tokens_per_minute"),
     },
+    "reward.judge.engine": {"processes"},
     "rollout.engine": {
         *("url", "token_env", "weights_folder"),
         *("timeout_s", "reload_timeout_s", "restart_timeout_s"),

@@ -6,10 +6,10 @@ there is a reward model only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from winnow.config.judge import NoRewardModel, OpenAiJudge, SequenceClassifier
+from winnow.config.judge import EngineJudge, NoRewardModel, OpenAiJudge, SequenceClassifier
 from winnow.config.model import ModelConfig
 from winnow.config.reward import RewardConfig, share_of
 from winnow.config.root import Config
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from winnow.workers.group import WorkerGroup
     from winnow.workers.host import RankInfo
 
+Engines = Callable[[], Sequence["WorkerGroup"]]
+"""Starts a judge's engines, unless they have been, each a group."""
+
 
 def make_rewards(
     config: Config,
@@ -32,6 +35,7 @@ def make_rewards(
     decode: Decode | None = None,
     training: bool = True,
     ranks: WorkerGroup | None = None,
+    judges: Engines | None = None,
 ) -> Rewards:
     """Make the scorers, with workers where they run apart, and the models that judge; close it.
 
@@ -39,12 +43,13 @@ def make_rewards(
         decode: reads the tokens of answers that come without a text.
         training: else a model that scores only in training is left out.
         ranks: hold the reward model (`RewardModelWorker`); None loads it here.
+        judges: None starts a judge's engines for these rewards alone.
 
     Raises:
         RewardError: a scorer's name, the user's file, or the judge's key or cache is wrong.
-        ModelError: the reward model is not usable.
+        ModelError: the reward model is not usable, or a judge's own.
     """
-    pipeline = make_pipeline(config, device, decode, training, ranks)
+    pipeline = make_pipeline(config, device, decode, training, ranks, judges)
     return Rewards(config.reward, pipeline, asked_models(config.reward, training))
 
 
@@ -54,6 +59,7 @@ def make_pipeline(
     decode: Decode | None,
     training: bool = True,
     ranks: WorkerGroup | None = None,
+    judges: Engines | None = None,
 ) -> RewardPipeline:
     """Make a reward pipeline; arguments and errors are those of `make_rewards`."""
     model, judge = None, None
@@ -62,7 +68,12 @@ def make_pipeline(
             from winnow.rewards.judge import Judge
 
             judge = Judge(section)
+        elif isinstance(section, EngineJudge):
+            from winnow.runs.judge_engines import make_judge
+
+            judge = make_judge(config, judges)
         else:
+            assert isinstance(section, SequenceClassifier)
             budget = section.microbatch_tokens or config.trainer.microbatch_tokens
             deterministic = config.run.deterministic
             model = make_model_scorer(section, config.model, device, budget, deterministic, ranks)

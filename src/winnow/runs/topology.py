@@ -12,6 +12,7 @@ Processes are started on this machine or on a Ray cluster:
 | rollout | of `ENGINES` | one an engine: it may die and leave the others |
 | reward | `PipelineWorker` | one, of whole reward pipelines |
 | reward_model | `RewardModelWorker` | one, of the ranks of the reward model |
+| judge | an engine's, by `make_judge_worker` | one an engine |
 | reference | `ReferenceWorker` | one, of the ranks of a reference apart |
 | critic | `CriticWorker` | one, of the ranks of a critic apart |
 """
@@ -25,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from winnow.config.judge import SequenceClassifier, sharding_of
+from winnow.config.judge import SequenceClassifier, engines_of, sharding_of
 from winnow.config.model import LoraAdapter
 from winnow.config.rollout import (
     CustomEngine,
@@ -53,6 +54,7 @@ from winnow.runs.placement import (
     allocator_variables,
     devices_each,
     devices_of,
+    engine_of_role,
     local_devices,
     pools_of,
     runtime_env_of,
@@ -75,6 +77,7 @@ CLASSES = {
     "policy": "winnow.runs.remote_learner:LearnerWorker",
     "reward": "winnow.runs.rewarding:make_pipeline_worker",
     "reward_model": "winnow.runs.scoring_ranks:RewardModelWorker",
+    "judge": "winnow.runs.judge_engines:make_judge_worker",
     "reference": "winnow.runs.reference_ranks:ReferenceWorker",
     "critic": "winnow.runs.critic_ranks:CriticWorker",
 }
@@ -126,13 +129,14 @@ def other_processes(
         "policy": common | model,
         "reward": common,
         "reward_model": {"config": config},
+        "judge": {"config": config},
         "reference": {"config": config, "start": start, "vocabulary": policy.vocabulary},
         "critic": {"config": config, "start": start},
         "rollout": _engine_arguments(config, policy, start) if counts["rollout"] else {},
     }
-    roles = ["rollout"] * counts["rollout"]
+    roles = [(role, i) for role in ("rollout", "judge") for i in range(counts[role])]
     last = "reward", "reward_model", "reference", "critic", "policy"
-    roles += [role for role in last if counts[role]]
+    roles += [(role, 0) for role in last if counts[role]]
     trains = counts["policy"] > 0 or policy.device.type != "cpu"
     with contextlib.closing(WorkerGroups()) as groups, launcher(config, groups, trains) as launch:
 
@@ -142,9 +146,9 @@ def other_processes(
 
         @functools.cache
         def started() -> dict[str, list[WorkerGroup]]:
-            starting = (launch(role, own(role, i), i) for i, role in enumerate(roles))
+            starting = (launch(role, own(role, number), number) for role, number in roles)
             found = list(zip(roles, groups.start(*starting), strict=True))
-            return {role: [group for of, group in found if of == role] for role in roles}
+            return {role: [group for (of, _), group in found if of == role] for role, _ in roles}
 
         yield started
 
@@ -167,14 +171,14 @@ def launcher(config: Config, groups: WorkerGroups, trains: bool = True) -> Itera
         from winnow.workers.group import start_local
 
         devices, counts = local_devices(config, trains), workers_of(config)
-        width = devices_each(config)
 
         def start_here(role: str, arguments: Mapping[str, Any], number: int) -> Starting:
             size, own = counts[role], devices.get(role)
             variables = environment | allocator_variables(role, bool(devices.get(role)), {})
-            if role == "rollout":
+            if (engine := engine_of_role(config, role)) is not None:
+                width = devices_each(config, role)
                 size, own = 1, own and own[number * width : (number + 1) * width]
-                if own and isinstance(config.rollout.engine, VllmEngineConfig):
+                if own and isinstance(engine, VllmEngineConfig):
                     # It takes the first ones that it sees.
                     variables, own = environment | visible_devices(own), range(1)
             made = group_name(role, number), worker_class(config, role), arguments, size
@@ -202,7 +206,8 @@ def launcher(config: Config, groups: WorkerGroups, trains: bool = True) -> Itera
         reserved = groups.wait(reserve(pools_of(config, has_devices)))
 
         def start_there(role: str, arguments: Mapping[str, Any], number: int) -> Starting:
-            place = reserved.placement(role, number if role == "rollout" else None)
+            is_engine = engine_of_role(config, role) is not None
+            place = reserved.placement(role, number if is_engine else None)
             made = group_name(role, number), worker_class(config, role), arguments, place
             on_device = place.share.get("GPU", 0) > 0
             own = variables | allocator_variables(role, on_device, variables)
@@ -223,11 +228,16 @@ def check_engine(config: Config) -> None:
     Raises:
         ConfigError: vLLM is absent, or too old.
     """
-    is_here = isinstance(config.cluster, LocalCluster)
-    if is_here and isinstance(config.rollout.engine, VllmEngineConfig):
+    if not isinstance(config.cluster, LocalCluster):
+        return
+    if isinstance(config.rollout.engine, VllmEngineConfig):
         from winnow.rollout.vllm_start import check_installed
 
         check_installed()
+    if isinstance(engines_of(config.reward.judge), VllmEngineConfig):
+        from winnow.runs.judge_engines import check_judge_engine
+
+        check_judge_engine()
 
 
 def worker_class(config: Config, role: str) -> str:
@@ -238,6 +248,7 @@ def worker_class(config: Config, role: str) -> str:
 def group_name(role: str, number: int) -> str:
     """Name a group in logs and errors."""
     named = {"policy": "learner", "rollout": f"engine {number}", "reward_model": "reward model"}
+    named["judge"] = f"judge {number}"
     return named.get(role, role)
 
 
@@ -254,8 +265,10 @@ def placed_rewards(
         WinnowError: a process cannot be started.
     """
     if not config.reward.processes:  # what is wrong with them is told before others start
-        (ranks,) = others()["reward_model"] if workers_of(config)["reward_model"] else (None,)
-        return make_rewards(config, policy.device, policy.decode, training, ranks)
+        counts = workers_of(config)
+        (ranks,) = others()["reward_model"] if counts["reward_model"] else (None,)
+        judges = (lambda: others()["judge"]) if counts["judge"] else None
+        return make_rewards(config, policy.device, policy.decode, training, ranks, judges)
     from winnow.rewards.remote_pipeline import RemotePipeline
 
     (group,) = others()["reward"]

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -192,6 +193,10 @@ class WorkerGroup:
         """Call a method on one rank."""
         asked = Call(method, args, kwargs)
         return (await _elsewhere(self._answers([rank], asked), self._loop))[0]
+
+    def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Have the group's loop do some work; from any thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def processes(self) -> list[int]:
         """Return process ids by rank."""
