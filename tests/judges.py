@@ -1,4 +1,5 @@
-"""A judge behind a real socket: compares answer and reference in the message, or does as told."""
+"""Judges: behind a real socket, where one compares answer and reference in the message, or does as
+told; and a model's folder, for engines of the run's own."""
 
 from __future__ import annotations
 
@@ -7,9 +8,32 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.faulty_http import Request, Step, ok
+from tests.small_models import digits_model, save
+
+from winnow.data.sort_digits import build_tokenizer
+
+DIGITS = (
+    *("reward.judge.max_tokens=24", "reward.judge.temperature=1"),
+    *("reward.judge.template='{{ question }}{{ answer }}'", "reward/judge/parse=number"),
+    *(r"reward.judge.parse.pattern='(\d)'", "reward.judge.parse.lowest=0"),
+    *("reward.judge.parse.highest=9", "reward.judge.cache=none"),
+)
+"""Settings of a judge whose number is the last digit that `judge_folder`'s model writes."""
+
+
+def judge_folder(
+    folder: Path,
+    template: str = "{% for m in messages %}{{ m.content }}{% endfor %}:",
+    **changes: Any,
+) -> Path:
+    """A model of 2,000 random weights that writes digits and letters, with a chat template."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template or None
+    return save(digits_model(**{"initializer_range": 0.3, **changes}), tokenizer, folder)
 
 
 def completion(

@@ -14,6 +14,7 @@ from tests.pauses import ask, wait_for_pause
 STARTERS = (
     *("trainer/strategy=", "trainer/mode=", "trainer.max_restarts=", "rollout/engine=vllm"),
     *("rollout.engine.processes=", "reward.processes=", "critic/strategy=", "--multirun"),
+    "reward/judge=engine",
 )
 """Settings of a run that starts processes with models."""
 SPARES = 6

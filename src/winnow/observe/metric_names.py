@@ -186,7 +186,7 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("scoring/{answers,failed}", "answers", "of training, scored; those that failed"),
         ("scoring/busy_s", "s", "at least one training answer was scored", "timing_s/reward"),
         ("scoring/{mean,max}_s", "s", "an answer's score took, waiting included"),
-        ("judge/requests", "", "to a judge over HTTP, since the line before"),
+        ("judge/requests", "", "to a judge, since the line before"),
         ("judge/{retries,cache_hits,unparsed}", "", "tries again; from the cache; unreadable"),
         ("judge/tokens", "tokens", "sent and written, cached replies not counted"),
     ),

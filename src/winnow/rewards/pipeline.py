@@ -9,7 +9,7 @@ A score is a list of parts. Each has a scorer, a weight, and a place where it ru
 |---|---|---|
 | task | the manager: a rule by data source, or code of the user's | here, a worker, or over HTTP |
 | those of `reward.parts` | built-in rules | here, or a worker |
-| a reward model's, a judge's | `ModelScorer`, `Judge` | here, or over HTTP |
+| a reward model's, a judge's | `ModelScorer`, `Judge` | here, apart, or over HTTP |
 | overlong, cosine | `overlong_penalty`, `cosine_reward`, in training only | here |
 
 A scorer that raises, exits, hangs, dies, or returns NaN or the wrong type marks its own sample as

@@ -18,6 +18,8 @@ UNCHUNKED = ["rollout/engine=vllm", "rollout.engine.chunked_prefill=false"]
 SPLIT = ["rollout/engine=vllm", "rollout.engine.tensor_parallel=2"]
 ASLEEP = ["rollout/engine=vllm", "rollout.engine.sleep=true", "run.device=auto"]
 POOL = "cluster.pools.a.per_node=2"
+JUDGING = ["reward/judge=engine", "reward.judge.path=J"]
+JUDGING_SPLIT = [*JUDGING, "reward/judge/engine=vllm", "reward.judge.engine.tensor_parallel=2"]
 SCORED = [
     *("reward/model=sequence_classifier", "reward.model.path=R", "reward/model/strategy=fsdp2")
 ]
@@ -161,6 +163,21 @@ CASES = [
             "per_node is 2",
         ],
         [*SCORED, *POOLED, POOL, "cluster.roles.reward_model=a"],
+    ),
+    (
+        [*JUDGING, "reward.processes=2"],
+        ["reward.processes=2 and reward/judge=engine exclude", "set reward.processes=0"],
+        JUDGING,
+    ),
+    (
+        [*JUDGING, *POOLED, POOL],
+        ["cluster.roles.judge=null has 0 slots", "reward.judge.engine.processes asks for 1"],
+        [*JUDGING, *POOLED, POOL, "cluster.pools.b.cpus=1", "cluster.roles.judge=b"],
+    ),
+    (
+        [*JUDGING_SPLIT, "reward.judge.engine.processes=2", *POOLED, POOL, "cluster.roles.judge=a"],
+        ["reward.judge.engine.tensor_parallel=2", "cluster.roles.judge=a shares with policy"],
+        [*JUDGING_SPLIT, *POOLED, POOL, "cluster.pools.b.cpus=1", "cluster.roles.judge=b"],
     ),
     (
         [*POOLED, POOL, "reference/strategy=fsdp2", "algorithm/kl/loss=fixed"],

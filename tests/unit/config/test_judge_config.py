@@ -45,6 +45,32 @@ def test_what_cannot_work_is_said_in_one_line(overrides: list[str], line: str) -
 
 
 @pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ([], "reward.judge.path has no default; add reward.judge.path=VALUE"),
+        (["reward.judge.path=J", "reward.judge.engine.processes=0"], "must be a whole number of"),
+        (["reward.judge.path=J", "reward.judge.model=m"], "is no key of reward/judge=engine"),
+        (["reward.judge.path=J", "reward/judge/engine=http"], "must be one of torch, vllm"),
+        (["reward.judge.path=J", "reward/judge/engine=vllm", "reward.judge.engine.sleep=true"],
+         "reward.judge.engine.sleep=true leaves a judge no time to be asked"),
+        (["reward.judge.path=J", "reward/judge/engine=vllm",
+          "+reward.judge.engine.extra={model: x}"],
+         "reward.judge.engine.extra.model has a key of its own: set reward.judge.path"),
+        (["reward.judge.path=J", "reward/judge/engine=vllm",
+          "+reward.judge.engine.extra={max_model_len: 9}"],
+         "set reward.judge.max_prompt_tokens and reward.judge.max_tokens"),
+    ],
+)  # fmt: skip
+def test_a_judge_on_engines_is_refused_in_the_words_of_its_own_section(
+    overrides: list[str], line: str
+) -> None:
+    with pytest.raises(ConfigError) as told:
+        load_recipe("quickstart", ["reward/judge=engine", *overrides])
+    assert line in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
     "override",
     [
         f"reward.judge.api_key_env={SECRET}",

@@ -200,6 +200,21 @@ def test_a_critic_that_is_asked_for_has_devices_of_its_own(
     )
 
 
+def test_a_judges_engines_have_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = "reward/judge=engine", "reward.judge.path=J", "reward.judge.engine.processes=2"
+    split = *two, "reward/judge/engine=vllm", "reward.judge.engine.tensor_parallel=2"
+    apart = *FOUR, "rollout.engine.processes=1"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 9)
+    assert local_devices(recipe("quickstart", *apart, *two))["judge"] == range(5, 7)
+    assert local_devices(recipe("quickstart", *apart, *split))["judge"] == range(5, 9)
+    with pytest.raises(ConfigError, match=r"4 that judge \(reward\.judge\.eng.* need 11, this"):
+        local_devices(recipe("quickstart", *apart, *SHARDED, *split))
+    *_, judge = pools_of(on_ray(*apart, *split), True)
+    assert judge == Pool("judge", ("judge",), 2, 1, 2)
+    assert devices_of(recipe("quickstart", *apart, *split), 4) == 5
+
+
 def test_a_gpu_that_is_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^run\.device is cuda, but torch sees no GPU"):
