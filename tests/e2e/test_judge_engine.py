@@ -7,8 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from benchmarks.kill import STEPS, Lab, code_of, differences
+from benchmarks.kill import STEPS, code_of, differences
 from tests.fault.quick_lab import QuickLab
+from tests.forked import Server
 from tests.judges import DIGITS, judge_folder
 from tests.pauses import go_on
 from tests.processes import gone, workers_of
@@ -22,6 +23,13 @@ KEPT = "trainer.save_every=1", "trainer.keep_last=null"
 
 
 @pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory, server: Server, warm_starts: Path) -> QuickLab:
+    folder = tmp_path_factory.mktemp("lab")
+    (folder / "cache").symlink_to(warm_starts)
+    return QuickLab(folder, server=server)
+
+
+@pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Settings of a judge without a cache: only what follows from the recipe can be the same."""
     folder = judge_folder(tmp_path_factory.mktemp("judge") / "judge")
@@ -32,7 +40,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def calm(lab: Lab, judged: tuple[str, ...]) -> Path:
+def calm(lab: QuickLab, judged: tuple[str, ...]) -> Path:
     """An undisturbed run of one engine."""
     assert lab.start("judged-calm", *judged).wait(240) == 0
     return lab.run("judged-calm")
