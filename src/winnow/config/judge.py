@@ -156,7 +156,7 @@ class NoJudge(Section):
 
 
 class LanguageModelJudge(Section):
-    """What all judges have: the question, the rule that reads the reply, and what its number is."""
+    """The question to a judge, the rule that reads its reply, and the part that its number is."""
 
     name: str
     template: str = "correctness"

@@ -15,10 +15,11 @@ import hashlib
 import json
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from winnow.config.judge import BUILT_IN, LanguageModelJudge, OpenAiJudge
 from winnow.errors import RewardError
@@ -117,47 +118,43 @@ class RateLimit:
         self._paused_until = max(self._paused_until, self._clock() + seconds)
 
 
-class JudgeClient(Protocol):
+class JudgeClient(ABC):
     """The way to a judge's model, on an event loop of its own."""
 
+    place: object
+    """Plain data: replies from here are kept apart from others."""
     counts: Counter[str]
-    has_answered: bool
+    has_answered = False
 
-    @property
-    def place(self) -> object:
-        """Plain data: replies from here are kept apart from others."""
-        ...
-
+    @abstractmethod
     def settings(self) -> Mapping[str, Any]:
         """Return the fields of a request beside its messages; None leaves one out."""
-        ...
 
-    def check(self, messages: list[dict[str, str]]) -> None:
+    def check(self, messages: list[dict[str, str]]) -> None:  # noqa: B027
         """Raise a ValueError of one line where these cannot be put to the model."""
-        ...
 
+    @abstractmethod
     async def reply(self, body: Mapping[str, Any]) -> JudgeReply:
         """Ask, on the client's loop; what came to nothing for this question is a RemoteError."""
-        ...
 
     def progress(self) -> int:
-        """Return a count that moves while the model writes, if it is seen."""
-        ...
+        """Return a count that moves while the model writes, if that is seen."""
+        return 0
 
     def without_token(self, text: str) -> str:
         """Return the text without secrets."""
-        ...
+        return text
 
+    @abstractmethod
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the client's loop."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
-        """End what is under way."""
-        ...
+        """Leave the model alone."""
 
 
-class _HttpClient(HttpJson):
+class _HttpClient(HttpJson, JudgeClient):
     """Chat completions: each try passes the rate limit, and counts.
 
     `counts` are by name: `requests` sent, tries after failures included; `tokens` of prompts and
@@ -171,22 +168,15 @@ class _HttpClient(HttpJson):
         self._limit = RateLimit(config.requests_per_minute, config.tokens_per_minute)
         self._turn = asyncio.Lock()
         self.counts = no_counts()
-        self.has_answered = False
 
     def settings(self) -> dict[str, Any]:
         config = self._config
         own = {name: getattr(config, name) for name in ("model", "temperature", "max_tokens")}
         return {**own, "seed": config.seed, **config.options}
 
-    def check(self, messages: list[dict[str, str]]) -> None:
-        """Do nothing: the service knows how much it takes."""
-
     async def reply(self, body: Mapping[str, Any]) -> JudgeReply:
         found: JudgeReply = await self.request(_PATH, body, self._config.timeout_s)
         return found
-
-    def progress(self) -> int:
-        return 0
 
     async def attempt(self, path: str, body: Any, timeout_s: float, number: int) -> JudgeReply:
         """Send a request once its turn comes."""

@@ -33,7 +33,7 @@ from winnow.http.client import RemoteError
 from winnow.models.causal_lm import find_model, read_config, torch_dtype
 from winnow.models.fetch import local_folder
 from winnow.observe.files import one_line
-from winnow.rewards.judge import Judge, no_counts
+from winnow.rewards.judge import Judge, JudgeClient, no_counts
 from winnow.rewards.judge_cache import JudgeReply
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.runs.rewarding import Engines
@@ -157,14 +157,12 @@ def _told() -> Iterator[None]:
         raise type(error)(told_of_judge(str(error))) from error
 
 
-class EngineClient:
-    """Asks a judge's engines; implements `JudgeClient`, on the loop of their groups.
+class JudgeEngines(JudgeClient):
+    """Asks a judge's engines, on the loop of their groups.
 
     Args:
         groups: the engines, each a group.
     """
-
-    has_answered = False
 
     def __init__(self, model: JudgeModel, groups: Sequence[WorkerGroup]) -> None:
         self._model, self._groups = model, groups
@@ -174,14 +172,13 @@ class EngineClient:
         files = sorted(file for file in folder.glob("*") if file.is_file())
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         alone = model.slots == 1
-        self.place: object = [section.path, model.dtype, section.engine.name, alone, stats]
+        self.place = [section.path, model.dtype, section.engine.name, alone, stats]
         self.counts = no_counts()
         self._decode = decoder(model.tokenizer)
         self._numbers = itertools.count()
         self._room: Queue[WorkerGroup] = Queue()  # each engine as often as it takes a judgement
         for group in [*groups] * model.slots:
             self._room.put_nowait(group)
-        self._under_way: set[Future[Any]] = set()
         self.release: Callable[[], None] = lambda: None
         """Ends engines that were started for this client alone."""
 
@@ -217,18 +214,10 @@ class EngineClient:
     def progress(self) -> int:
         return sum(each or 0 for group in self._groups for each in group.progress)
 
-    def without_token(self, text: str) -> str:
-        return text
-
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        future = self._groups[0].submit(work)
-        self._under_way.add(future)
-        future.add_done_callback(self._under_way.discard)
-        return future
+        return self._groups[0].submit(work)
 
     def close(self) -> None:
-        for future in tuple(self._under_way):
-            future.cancel()
         self.release()
 
     def _encode(self, messages: list[dict[str, str]]) -> IntArray:
@@ -270,7 +259,7 @@ def make_judge(config: Config, engines: Engines | None) -> Judge:
     model = read_judge(config)
     with contextlib.ExitStack() as own:
         groups = own.enter_context(_own_engines(config, model)) if engines is None else engines()
-        client = EngineClient(model, groups)
+        client = JudgeEngines(model, groups)
         judge = Judge(model.section, client=client)
         client.release = own.pop_all().close
     return judge

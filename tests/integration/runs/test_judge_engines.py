@@ -19,7 +19,7 @@ from winnow.config.root import Config
 from winnow.errors import ConfigError, ModelError, RewardError
 from winnow.rewards.judge import Judge
 from winnow.rewards.task import Failure
-from winnow.runs.judge_engines import EngineClient, make_judge, make_judge_worker, read_judge
+from winnow.runs.judge_engines import JudgeEngines, make_judge, make_judge_worker, read_judge
 from winnow.workers.host import RankInfo
 
 ASKED = [f"{number}|{number % 7}#" * (1 + number % 3) for number in range(12)]
@@ -150,7 +150,7 @@ def test_a_question_that_is_too_long_without_an_answer_is_told_before_training(
     few = config_of(folder, "reward.judge.max_prompt_tokens=4")
     model = read_judge(few)
     with pytest.raises(RewardError, match=r"longer than the 4 of .* on prompt sort_digits:5391"):
-        Judge(model.section, client=EngineClient(model, [])).check(PROMPT)
+        Judge(model.section, client=JudgeEngines(model, [])).check(PROMPT)
 
 
 def test_a_reply_at_the_limit_is_told_to_be_cut_off(judge: Judge) -> None:
