@@ -219,7 +219,7 @@ def test_a_pause_that_the_service_asks_for_is_kept_by_all_requests() -> None:
         async def two() -> None:
             first = judge.begin(PROMPT, "a")
             async with asyncio.timeout(20):
-                while not judge._http._limit.ask(0):  # until the refusal is there
+                while not judge._client._limit.ask(0):  # until the refusal is there
                     await asyncio.sleep(0.001)
             await asyncio.gather(first, judge.begin(PROMPT, "b"))
 
