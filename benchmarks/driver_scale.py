@@ -153,9 +153,11 @@ class Rank:
     def facts(self) -> RankFacts:
         return RankFacts(Passes(8, 1), {}, {})
 
-    def learn(self, groups: Sequence[Group], step: int) -> StepReply:
-        fetch(groups)
+    def learn(
+        self, groups: Sequence[Group], step: int
+    ) -> tuple[dict[str, Any], StepReply, tuple[Any, ...]]:
         answers = [answer.trajectory for group in groups for answer in group.answers]
+        fetch(answers)
         for answer in answers:
             assert len(answer.token_ids) == answer.generated_tokens
             assert answer.token_ids.max() < 64
@@ -163,7 +165,7 @@ class Rank:
         lengths = [len(group.prompt.token_ids) for group in groups for _ in group.answers]
         tokens = sum(answer.generated_tokens for answer in answers)
         learned = Learned(np.zeros(len(answers), np.float32), np.array(lengths), tokens)
-        return StepReply(learned, Metrics(), {"update": 0.0}, {})
+        return {}, StepReply(learned, Metrics(), {"update": 0.0}, {}), ()
 
     def copy(self) -> None:
         pass

@@ -67,6 +67,9 @@ class AdvantageInputs:
     """[T]: sum over the vocabulary of squared probabilities there (a need)."""
     weights: Tensor | None = None
     """[T]: importance weight of each token's loss; None where the loss is not weighed."""
+    total: Callable[[Tensor], Tensor] = lambda sums: sums
+    """Brings sums over tokens together where other processes have the tokens of other samples,
+    which are empty here. Where `Estimator.takes_all`, none has."""
 
     @property
     def sample_index(self) -> Tensor:
@@ -76,7 +79,7 @@ class AdvantageInputs:
 
     def token_counts(self, mask: Tensor) -> Tensor:
         """[B] int64: tokens of each sample in `mask` [T]."""
-        return torch.bincount(self.sample_index[mask], minlength=len(self.offsets) - 1)
+        return self.total(torch.bincount(self.sample_index[mask], minlength=len(self.offsets) - 1))
 
 
 def grpo(inputs: AdvantageInputs, *, std_normalization: str) -> Tensor:
@@ -233,17 +236,19 @@ def spread(values: Tensor, inputs: AdvantageInputs, mask: Tensor) -> Tensor:
 
 def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float) -> Tensor:
     """whiten(G) over loss_mask (REINFORCE++, arXiv 2501.03262)."""
-    return whiten(reward_to_go(inputs, gamma), inputs.loss_mask)
+    return whiten(reward_to_go(inputs, gamma), inputs.loss_mask, inputs.total)
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
     """R - mean_g, spread over tokens and whitened over loss_mask (arXiv 2501.03262)."""
-    return whiten(spread(centred(inputs), inputs, inputs.loss_mask), inputs.loss_mask)
+    values = spread(centred(inputs), inputs, inputs.loss_mask)
+    return whiten(values, inputs.loss_mask, inputs.total)
 
 
 def gdpo(inputs: AdvantageInputs, *, weights: Mapping[str, float]) -> Tensor:
     """The blend of the components, spread over tokens and whitened (GDPO, arXiv 2601.05242)."""
-    return whiten(spread(blend(inputs, weights), inputs, inputs.loss_mask), inputs.loss_mask)
+    values = spread(blend(inputs, weights), inputs, inputs.loss_mask)
+    return whiten(values, inputs.loss_mask, inputs.total)
 
 
 def remax(inputs: AdvantageInputs, *, gamma: float) -> Tensor:
@@ -295,7 +300,8 @@ def gae(inputs: AdvantageInputs, *, gamma: float, lam: float) -> tuple[Tensor, T
     V_S = inputs.values[inputs.gen_mask].double()
     r_S = inputs.token_rewards[inputs.gen_mask]
     A_S = written.discounted(r_S + gamma * written.after(V_S, 1) - V_S, gamma * lam)
-    return whiten(written.to_tokens(A_S), inputs.loss_mask), written.to_tokens(A_S + V_S)
+    advantages = whiten(written.to_tokens(A_S), inputs.loss_mask, inputs.total)
+    return advantages, written.to_tokens(A_S + V_S)
 
 
 def reward_to_go(inputs: AdvantageInputs, gamma: float) -> Tensor:
@@ -304,17 +310,23 @@ def reward_to_go(inputs: AdvantageInputs, gamma: float) -> Tensor:
     return written.to_tokens(written.discounted(inputs.token_rewards[inputs.gen_mask], gamma))
 
 
-def whiten(x: Tensor, mask: Tensor) -> Tensor:
+def whiten(
+    x: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> Tensor:
     """(x - mean) / sqrt(variance + 1e-8) in the mask [T], 0 outside it.
 
     The variance takes Bessel's correction. Numbers that are equal but for float noise
     (`FLAT_TOLERANCE`) become exactly 0, one alone too. What stands outside the mask is not read.
+
+    Args:
+        total: brings sums together where other processes have the rest of the tokens.
     """
     chosen = x[mask]
-    if len(chosen) < 2:
+    count = int(total(mask.sum()))
+    if count < 2:
         return torch.zeros_like(x)
-    mean = float(chosen.mean())
-    variance = float((chosen - chosen.mean()).square().sum()) / (len(chosen) - 1)
+    mean = float(total(chosen.sum())) / count
+    variance = float(total((chosen - mean).square().sum())) / (count - 1)
     if variance <= (FLAT_TOLERANCE * max(abs(mean), LEAST_MEAN)) ** 2:
         return torch.zeros_like(x)
     return torch.where(mask, (x - mean) / (variance + VAR_EPS) ** 0.5, 0.0)
@@ -381,6 +393,10 @@ class Estimator:
     """Fewest answers a prompt may have."""
     whitens: bool = False
     """True if advantages are over loss_mask, not gen_mask."""
+    takes_all: bool = False
+    """True if it reads tokens of other samples than the one it is about, other than by `total`."""
+    per_sample: bool = True
+    """False if it always returns [T]."""
 
     @property
     def takes_components(self) -> bool:
@@ -407,7 +423,7 @@ _ALL = (
     Estimator("opo", opo),
     Estimator("reinforce_plus_plus", reinforce_plus_plus, whitens=True),
     Estimator("reinforce_plus_plus_baseline", reinforce_plus_plus_baseline, whitens=True),
-    Estimator("remax", remax, frozenset({"greedy_rewards"})),
+    Estimator("remax", remax, frozenset({"greedy_rewards"}), per_sample=False),
     Estimator("gpg", gpg),
     Estimator("gdpo", gdpo, frozenset({"components"}), whitens=True),
     Estimator(
@@ -415,6 +431,7 @@ _ALL = (
         optimal_token_baseline,
         frozenset({"prob", "prob_square_sum"}),
         min_group=2,
+        takes_all=True,
     ),
     Estimator("gae", gae, frozenset({"values"}), whitens=True),
 )
@@ -436,12 +453,14 @@ def estimate(
     _check(estimator, inputs)
     found = estimator.function(inputs, **options)
     values, returns = found if isinstance(found, tuple) else (found, None)
-    if returns is None and values.shape == inputs.rewards.shape:
+    # Tokens at hand may be as many as samples.
+    gives_samples = estimator.per_sample and not estimator.whitens
+    if gives_samples and values.shape == inputs.rewards.shape:
         return Advantages(spread(values, inputs, inputs.gen_mask).float(), values.double())
     mask = inputs.loss_mask if estimator.whitens else inputs.gen_mask
     sums_B = torch.zeros(len(inputs.rewards), dtype=torch.float64, device=values.device)
     sums_B.index_add_(0, inputs.sample_index[mask], values[mask].double())
-    mean_B = sums_B / inputs.token_counts(mask).clamp(min=1)
+    mean_B = inputs.total(sums_B) / inputs.token_counts(mask).clamp(min=1)
     return Advantages(values.float(), mean_B, None if returns is None else returns.float())
 
 

@@ -16,7 +16,7 @@ Shapes: `T` packed tokens, `B` samples. Log-probs are in nats.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -59,6 +59,7 @@ def correct(
     rejection: str | None = None,
     rejection_options: Mapping[str, Any] = MappingProxyType({}),
     normalize: bool = False,
+    total: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Corrected:
     """Reject, then weigh whole samples: a batch's or a micro-batch's.
 
@@ -73,6 +74,7 @@ def correct(
         rejection: one of `REJECTIONS`; None rejects nothing.
         rejection_options: of `rejected`, by keyword.
         normalize: divide the weights by their mean over what is given here.
+        total: brings sums of that mean together where other processes have the rest of it.
     """
     l_T = log_ratio(old, behav, gen_mask)
     left = loss_mask
@@ -97,7 +99,7 @@ def correct(
     # 1, not 0 or NaN, off the mask: 0 times a weight that is not finite would be a NaN gradient.
     weights = torch.where(left, values, 1.0)
     if normalize:
-        weights = divided_by_mean(weights, left, offsets, level)
+        weights = divided_by_mean(weights, left, offsets, level, total)
     return Corrected(left, weights, sums)
 
 
@@ -125,20 +127,27 @@ def importance_ratio(log_ratio: Tensor, offsets: Tensor, level: str) -> Tensor:
     return l_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def divided_by_mean(weights: Tensor, mask: Tensor, offsets: Tensor, level: str) -> Tensor:
+def divided_by_mean(
+    weights: Tensor,
+    mask: Tensor,
+    offsets: Tensor,
+    level: str,
+    total: Callable[[Tensor], Tensor] = lambda sums: sums,
+) -> Tensor:
     """Return `weights` [T] over their mean; as they are where the mean is 0 or nothing counts.
 
     The mean is over the tokens in `mask` [T], or at level "sequence", where a sample's weights
     are one number, over the samples with such a token.
     """
     weights_T = torch.where(mask, weights, 0.0).double()
-    total, count = weights_T.sum(), mask.sum().double()
+    sums = weights_T.sum(), mask.sum().double()
     if level == "sequence":
         samples = _Samples(offsets, len(mask))
         tokens_B = samples.sums(mask)
-        total = (samples.sums(weights_T) / tokens_B.clamp(min=1)).sum()
-        count = (tokens_B > 0).sum().double()
-    return weights * torch.where(total > 0, count / total, 1.0).to(weights.dtype)
+        of_samples = (samples.sums(weights_T) / tokens_B.clamp(min=1)).sum()
+        sums = of_samples, (tokens_B > 0).sum().double()
+    whole, count = total(torch.stack(sums))
+    return weights * torch.where(whole > 0, count / whole, 1.0).to(weights.dtype)
 
 
 REJECTIONS = ("k1", "k2", "k3")

@@ -382,27 +382,37 @@ def value_loss(
     return 0.5 * torch.maximum(plain, clipped), {"clip_share": clip_share}
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+def explained_variance(
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    total: Callable[[Tensor], Tensor] = lambda sums: sums,
+) -> float:
     """Return 1 - Var(ret - V) / Var(ret) over the tokens in `mask` [T], in float64.
 
     1 for perfect values, 0 for a constant, negative for worse than that. Where returns do not
     vary (`FLAT_TOLERANCE`) it is 1 if the errors do not vary either, else 0; 0 for no tokens.
+
+    Args:
+        total: brings sums together where other processes have the rest of the tokens.
     """
-    tokens = int(mask.sum())
+    tokens = int(total(mask.sum()))
     if tokens == 0:
         return 0.0
     # Masked before the difference: what stands outside the mask may be infinite.
     returns_T = torch.where(mask, returns, 0.0).double()
     errors_T = returns_T - torch.where(mask, values, 0.0).double()
-    spread, left = _variance(returns_T, tokens), _variance(errors_T, tokens)
+    sums = [each.sum() for x in (returns_T, errors_T) for each in (x.square(), x)]
+    square, plain, error_square, error = total(torch.stack(sums)).tolist()
+    spread, left = _variance(square, plain, tokens), _variance(error_square, error, tokens)
     if spread == 0.0:
         # A constant error is noise beside the returns that it was taken from.
-        return float(left <= FLAT_TOLERANCE * float(returns_T.square().sum()) / tokens)
+        return float(left <= FLAT_TOLERANCE * square / tokens)
     return 1 - left / spread
 
 
-def _variance(values: Tensor, n: int) -> float:
-    """The population's variance of n numbers [T], 0 elsewhere; 0 where it is float noise."""
-    mean_square = float(values.square().sum()) / n
-    variance = mean_square - (float(values.sum()) / n) ** 2
+def _variance(square: float, plain: float, n: int) -> float:
+    """The population's variance of n numbers by their sums; 0 where it is float noise."""
+    mean_square = square / n
+    variance = mean_square - (plain / n) ** 2
     return variance if variance > FLAT_TOLERANCE * mean_square else 0.0

@@ -19,6 +19,7 @@ from winnow.algorithms.correction import correct
 from winnow.algorithms.kl import KL_ESTIMATORS, adapted_coef
 from winnow.errors import TrainingError
 from winnow.learning.batch import Batch, sample_tokens
+from winnow.learning.peers import ALONE
 from winnow.observe.metrics import Metrics
 from winnow.types import Group
 
@@ -39,13 +40,16 @@ def correct_batch(batch: Batch, options: Mapping[str, Any], metrics: Metrics) ->
         batch.loss_mask,
         batch.offsets,
         **options,
+        total=batch.peers.total,
     )
-    book_correction(
-        metrics,
-        {name: float(total) for name, total in found.sums.items()},
-        tokens=int(batch.loss_mask.sum()),
-        samples=int((sample_tokens(batch, np.arange(batch.n_samples)) > 0).sum()),
-    )
+    sums = {
+        "tokens": float(batch.loss_mask.sum()),
+        "samples": float((sample_tokens(batch, np.arange(batch.n_samples)) > 0).sum()),
+    }
+    sums |= {name: float(total) for name, total in found.sums.items()}
+    sums = batch.peers.sums(sums)
+    counts = {name: int(sums.pop(name)) for name in ("tokens", "samples")}
+    book_correction(metrics, sums, **counts)
     if found.weights is not None:
         batch.columns["weight"] = found.weights
     return replace(batch, loss_mask=found.loss_mask)
@@ -112,10 +116,11 @@ class KlPenalty:
 
 
 def sum_samples(values: Tensor, batch: Batch) -> Tensor:
-    """Return the sum [B] of values [T] over each sample's tokens."""
+    """Return the sum [B] of values [T] over each sample's tokens, wherever they are."""
     lengths = batch.offsets.diff()
     index = torch.repeat_interleave(torch.arange(batch.n_samples), lengths)
-    return torch.zeros(batch.n_samples, dtype=values.dtype).index_add_(0, index, values)
+    own = torch.zeros(batch.n_samples, dtype=values.dtype).index_add_(0, index, values)
+    return batch.peers.total(own)
 
 
 class AdvantageStage:
@@ -166,8 +171,13 @@ class AdvantageStage:
             prob=columns["old"].exp() if "prob" in needs else None,
             prob_square_sum=columns.get("prob_square_sum"),
             weights=columns.get("weight"),
+            total=batch.peers.total,
         )
-        found = estimate(self._estimator, inputs, self._options)
+        if self._estimator.takes_all:
+            found = estimate(self._estimator, _whole(inputs, batch), self._options)
+            found = replace(found, tokens=batch.own(found.tokens))
+        else:
+            found = estimate(self._estimator, inputs, self._options)
         columns["advantages"] = found.tokens
         if found.returns is not None:
             columns["returns"] = found.returns
@@ -181,6 +191,16 @@ class AdvantageStage:
         """Take back what `state_dict` gave."""
         if self._penalty is not None:
             self._penalty.coef = state["penalty"]["coef"]
+
+
+def _whole(inputs: AdvantageInputs, batch: Batch) -> AdvantageInputs:
+    """Return the inputs with the tokens of all samples."""
+    names = "gen_mask", "loss_mask", "token_rewards", "prob", "prob_square_sum", "weights"
+    columns = {name: getattr(inputs, name) for name in names}
+    whole: dict[str, Any]
+    whole = {name: batch.whole(each) for name, each in columns.items() if each is not None}
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(batch.lengths)]))
+    return replace(inputs, offsets=offsets, total=ALONE.total, **whole)
 
 
 def outcome_rewards(batch: Batch) -> Tensor:

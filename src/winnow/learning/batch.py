@@ -7,7 +7,8 @@
 Samples are packed end to end, never padded. Everything per token is aligned with `token_ids`:
 entry t is about token t given those before it, so the log-prob of token t comes from the hidden
 state at t - 1, and the first token of a sample, which nothing precedes, is never in a mask.
-The divisors of a loss are counted once an update, so that micro-batches just add up.
+The divisors of a loss are counted once an update, so that micro-batches just add up. On ranks each
+has the tokens of its own samples (`MicroBatchSharder.pack`); an update's go to those that run them.
 
 Shapes: `T` packed tokens, `B` samples of the object at hand (the whole batch or a micro-batch),
 `S` scored tokens (gen_mask true) of a micro-batch. A token is one int64 id; log-probs
@@ -18,18 +19,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from winnow.learning.balance import Deal, deal
+from winnow.learning.peers import ALONE, Peers, token_places
 from winnow.observe.metrics import Metrics
-from winnow.types import Answer, Group, IntArray, Prompt, Score, Segment, Trajectory
+from winnow.types import (
+    Answer,
+    BoolArray,
+    FloatArray,
+    Group,
+    IntArray,
+    Prompt,
+    Score,
+    Segment,
+    Trajectory,
+)
+from winnow.workers.array_refs import fetch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +50,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class Batch:
     """The groups of one step, packed on the CPU; samples of a group are neighbours.
+
+    On ranks each holds the tokens of its own samples (`holders`): T are these, every other sample
+    is empty here, and what is summed up over tokens is a part, of which `peers` know the total.
 
     Example: a prompt of 3 tokens with answers of 2 and 1 gives `offsets` [0, 5, 9], `groups`
     [0, 0] and `gen_mask` [F F F T T  F F F T].
@@ -63,6 +78,47 @@ class Batch:
     """[B] float64."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """[T] each: results that stay with the batch (`old`, `advantages`, …); put in by the loop."""
+    peers: Peers = ALONE
+    """The ranks that have the other samples' tokens."""
+    holders: IntArray | None = None
+    """[B] the share that has a sample's tokens; None where all are here."""
+    all_lengths: IntArray | None = None
+    """[B] tokens of each sample, wherever they are; None where all are here."""
+
+    @property
+    def lengths(self) -> IntArray:
+        """[B] tokens of each sample, wherever they are."""
+        here: IntArray = np.diff(self.offsets.numpy())
+        return here if self.all_lengths is None else self.all_lengths
+
+    @property
+    def samples(self) -> IntArray:
+        """[b] the samples whose tokens are here."""
+        return np.flatnonzero(np.diff(self.offsets.numpy()))
+
+    @property
+    def _places(self) -> Tensor:
+        """[T] the tokens' places in the whole step."""
+        starts, own = np.cumsum(self.lengths) - self.lengths, self.samples
+        return torch.from_numpy(token_places(starts[own], self.lengths[own]))
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Return numbers [T] of all samples' tokens, on every rank: for what truly needs them."""
+        if self.holders is None:
+            return values
+        # As sums of one number and zeros, which are exact; of bytes where they are true or false.
+        own = values.to(torch.uint8) if values.dtype == torch.bool else values
+        found = torch.zeros(int(self.lengths.sum()), dtype=own.dtype)
+        found[self._places] = own
+        return self.peers.total(found).to(values.dtype)
+
+    def own(self, values: Tensor) -> Tensor:
+        """Return of numbers of all samples' tokens those of the tokens here [T]."""
+        return values if self.holders is None else values[self._places]
+
+    def taken(self, column: Column) -> Tensor:
+        """Return of a column that lies in parts what is about the tokens here [T]."""
+        return torch.from_numpy(column.of(self.samples, self.lengths))
 
     @property
     def n_samples(self) -> int:
@@ -73,6 +129,34 @@ class Batch:
     def n_groups(self) -> int:
         """The number of groups that were packed."""
         return int(self.groups[-1]) + 1 if self.n_samples else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """Numbers [T] about a step's tokens that lie in parts."""
+
+    holders: IntArray
+    """[B] the part that each sample is in."""
+    parts: Sequence[ArrayLike]
+    """Each those of its samples, in the step's order; read where they are asked for."""
+
+    def of(self, samples: IntArray, lengths: IntArray) -> FloatArray:
+        """Return the numbers of some samples, from the parts that have them.
+
+        Args:
+            samples: in the step's order.
+            lengths: [B] tokens of each sample of the step.
+        """
+        found = np.zeros(lengths[samples].sum(), dtype=np.float32)
+        starts = np.cumsum(lengths[samples]) - lengths[samples]
+        for share in np.unique(self.holders[samples]).tolist():
+            theirs, wanted = np.flatnonzero(self.holders == share), self.holders[samples] == share
+            places = np.cumsum(lengths[theirs]) - lengths[theirs]
+            places = places[np.searchsorted(theirs, samples[wanted])]
+            own = lengths[samples[wanted]]
+            part = np.asarray(self.parts[share])
+            found[token_places(starts[wanted], own)] = part[token_places(places, own)]
+        return found
 
 
 @dataclass(frozen=True)
@@ -135,13 +219,16 @@ class MicroBatch:
         return MicroBatch(**values)
 
 
-def pack(groups: Sequence[Group], overlong_filtering: bool = False) -> Batch:
+def pack(
+    groups: Sequence[Group], overlong_filtering: bool = False, held: BoolArray | None = None
+) -> Batch:
     """Lay all answers of all groups end to end, each behind a copy of its prompt.
 
     Args:
         groups: in the order that `Batch.groups` will count.
         overlong_filtering: take truncated answers out of loss_mask (DAPO, arXiv 2503.14476,
             section 3.4); they keep their reward, and so their part in the group's statistics.
+        held: [B] the samples to be laid out, and to be read at all; the others stay empty.
 
     Raises:
         ValueError: a prompt without a token, whose answer's first token has no context.
@@ -151,9 +238,12 @@ def pack(groups: Sequence[Group], overlong_filtering: bool = False) -> Batch:
     written: list[bool] = []
     behav: list[NDArray[np.float32]] = []
     pieces_per_sample: list[int] = []
-    for _, prompt, answer in rows:
+    for place, (_, prompt, answer) in enumerate(rows):
         if not len(prompt.token_ids):
             raise ValueError(f"prompt {prompt.uid} has no tokens; a prompt needs at least one")
+        if held is not None and not held[place]:
+            pieces_per_sample.append(0)
+            continue
         segments = answer.trajectory.segments
         pieces.append(prompt.token_ids)
         written.append(False)
@@ -182,13 +272,20 @@ def pack(groups: Sequence[Group], overlong_filtering: bool = False) -> Batch:
         ),
         positions=torch.from_numpy(np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)),
         offsets=torch.from_numpy(offsets),
-        prompt_lengths=torch.from_numpy(piece_lengths[first_piece[:-1]]),
+        prompt_lengths=torch.tensor([len(p.token_ids) for _, p, _ in rows], dtype=torch.int64),
         groups=torch.tensor([g for g, _, _ in rows], dtype=torch.int64),
         gen_mask=torch.from_numpy(gen_mask),
         loss_mask=torch.from_numpy(loss_mask),
         behav=torch.from_numpy(behav_T),
         rewards=torch.tensor([a.score.reward for _, _, a in rows], dtype=torch.float64),
     )
+
+
+def sample_lengths(groups: Sequence[Group]) -> IntArray:
+    """Count the tokens [B] of each answer with its prompt, without a look at them."""
+    answers = ((g.prompt, answer.trajectory) for g in groups for answer in g.answers)
+    lengths = [len(p.token_ids) + sum(map(len, t.segments)) for p, t in answers]
+    return np.array(lengths, dtype=np.int64)
 
 
 def token_ages(groups: Sequence[Group], batch: Batch, version: int) -> Tensor:
@@ -203,13 +300,13 @@ def token_ages(groups: Sequence[Group], batch: Batch, version: int) -> Tensor:
     """
     versions: list[int] = []
     stops: list[int] = [0]
-    for group in groups:
-        for answer in group.answers:
-            for segment in answer.trajectory.segments:
-                start = stops[-1]
-                for span in segment.spans:
-                    versions.append(span.version)
-                    stops.append(start + span.stop)
+    answers = [answer for group in groups for answer in group.answers]
+    for place in batch.samples.tolist():
+        for segment in answers[place].trajectory.segments:
+            start = stops[-1]
+            for span in segment.spans:
+                versions.append(span.version)
+                stops.append(start + span.stop)
     ages_T = torch.zeros(len(batch.token_ids), dtype=torch.int64)
     ages_T[batch.gen_mask] = torch.from_numpy(
         version - np.repeat(np.array(versions, dtype=np.int64), np.diff(stops))
@@ -275,7 +372,14 @@ class Shares:
         per_rank = self.deal.work.shape[1]
         own = range(rank * per_rank, (rank + 1) * per_rank)
         parts = (self._samples[self.deal.places == place] for place in own)
-        return [_slice(self._batch, part, self._group_tokens, self._counts) for part in parts]
+        batch = self._batch if self._batch.holders is None else _moved(self._batch, self.runs())
+        return [_slice(batch, part, self._group_tokens, self._counts) for part in parts]
+
+    def runs(self) -> IntArray:
+        """[B] the rank that runs each sample; -1 for those of other updates."""
+        runs = np.full(self._batch.n_samples, -1)
+        runs[self._samples] = self.deal.places // max(self.deal.work.shape[1], 1)
+        return runs
 
 
 def share(
@@ -290,10 +394,10 @@ def share(
     """
     wanted = np.zeros(batch.n_groups, dtype=bool)
     wanted[list(groups)] = True
-    groups_B, lengths_B = batch.groups.numpy(), np.diff(batch.offsets.numpy())
+    groups_B, lengths_B = batch.groups.numpy(), batch.lengths
     samples = np.flatnonzero(wanted[groups_B])
     samples = samples[np.argsort(-lengths_B[samples], kind="stable")]
-    tokens = sample_tokens(batch, samples)
+    tokens = batch.peers.total(torch.from_numpy(sample_tokens(batch, samples))).numpy()
     group_tokens = np.zeros(batch.n_groups, dtype=np.int64)
     np.add.at(group_tokens, groups_B[samples], tokens)
     counts = Counts(
@@ -330,23 +434,27 @@ def gather_tokens(
     """Bring values [T] of each micro-batch back into the batch's order.
 
     Returns:
-        [T] of the batch on the CPU, in the values' dtype; 0 where no micro-batch reaches.
+        [T] of the batch on the CPU, in the values' dtype; 0 where no micro-batch reaches. Of a
+        batch that lies with several ranks, of the samples that this one has run.
     """
     assert len(microbatches) == len(values), "one tensor a micro-batch"
     dtype = values[0].dtype if values else torch.float32
-    out = torch.zeros(len(batch.token_ids), dtype=dtype)
+    size = len(batch.token_ids)
+    if batch.holders is not None:
+        size = sum(sum(micro.lengths) for micro in microbatches)
+    out = torch.zeros(size, dtype=dtype)
     for micro, value in zip(microbatches, values, strict=True):
         out[micro.source.cpu()] = value.detach().cpu()
     return out
 
 
 class MicroBatchSharder:
-    """Cut a batch's micro-batches, and gather what was computed of them.
+    """Pack what a rank holds of a step, cut its micro-batches, and bring back what they give.
 
-    Every rank has the whole batch on its host. What is computed of all of it (advantages,
-    selections, corrections) is computed alike everywhere without communication; what a model
-    computes is shared out, and its values [T] are brought together again. The split changes nothing
-    in what is learnt.
+    A rank holds the samples that it runs when a model passes over the whole step (`pack`). An
+    update deals its samples anew, to be even by itself, and they go with all their columns to the
+    ranks that run them. The split changes nothing in what is learnt. A batch that was packed whole
+    stays whole: each rank cuts its share of it, and what is gathered is gathered everywhere.
 
     On a mesh each rank gets its share of the samples, and all ranks call all methods but `figures`;
     without one this process gets everything. With sequence parallelism the shares are those of
@@ -359,46 +467,62 @@ class MicroBatchSharder:
     """
 
     def __init__(self, mesh: DeviceMesh | None = None, width: int = 1, sequence: int = 1) -> None:
-        self._mesh, self._width = mesh, width
-        self._ranks = 1 if mesh is None else mesh.size() // sequence
-        self._rank, self._is_first = 0, True
-        if mesh is not None:
-            coordinate = mesh.get_coordinate()
-            assert coordinate is not None, "this rank is on the mesh"
-            place = int(np.ravel_multi_index(coordinate, mesh.shape))
-            self._rank, self._is_first = place // sequence, place % sequence == 0
-        self._figures = Metrics()
+        self.peers, self._width = Peers(mesh, sequence), width
+        self._figures, self._ran = Metrics(), np.empty(0, np.int64)
+
+    def pack(
+        self, groups: Sequence[Group], max_tokens: int, overlong_filtering: bool = False
+    ) -> Batch:
+        """Pack the samples of a step that this process holds, and fetch no others.
+
+        Args:
+            max_tokens: of a micro-batch of the passes: those with this budget need no exchange.
+            overlong_filtering: as the function `pack` takes it.
+
+        Raises:
+            WorkerError: tokens of an answer are lost.
+        """
+        if self.peers.mesh is None:
+            return pack(groups, overlong_filtering)
+        empty = pack(groups, held=np.zeros(sum(len(g.answers) for g in groups), dtype=bool))
+        lengths_B = sample_lengths(groups)
+        spread = replace(empty, all_lengths=lengths_B)
+        holders = self._share(spread, range(spread.n_groups), max_tokens).runs()
+        held = holders == self.peers.share
+        places = iter(held.tolist())
+        fetch(a.trajectory for g in groups for a in g.answers if next(places))
+        own = pack(groups, overlong_filtering, held)
+        return replace(own, peers=self.peers, holders=holders, all_lengths=lengths_B)
 
     def update(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
         """Cut this process's micro-batches of an update; counts are those of the whole update."""
-        shares = share(batch, groups, max_tokens, self._ranks, self._width)
-        if self._mesh is not None:
+        shares = self._share(batch, groups, max_tokens)
+        if self.peers.mesh is not None:
             dealt = shares.deal
             self._figures.mean("ranks/spread", dealt.spread)
             self._figures.mean("ranks/lockstep", dealt.lockstep, dealt.capacity)
             self._figures.mean("ranks/idle", dealt.idle_share)
-        return shares.micro_batches(self._rank)
+        return shares.micro_batches(self.peers.share)
 
     def everything(self, batch: Batch, max_tokens: int) -> list[MicroBatch]:
-        """Cut this process's micro-batches of the whole batch, for passes that learn nothing."""
-        every = range(batch.n_groups)
-        shares = share(batch, every, max_tokens, self._ranks, self._width)
-        return shares.micro_batches(self._rank)
+        """Cut this process's micro-batches of the whole step, for passes that learn nothing."""
+        shares = self._share(batch, range(batch.n_groups), max_tokens)
+        self._ran = shares.runs()
+        return shares.micro_batches(self.peers.share)
 
     def gather(
         self, batch: Batch, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]
     ) -> Tensor:
-        """Return [T] on the CPU: the values of every process's micro-batches in batch order."""
+        """Return [T] on the CPU: what all ranks' micro-batches give for the batch's tokens here.
+
+        Args:
+            microbatches: those that `everything` cut last.
+        """
         own = gather_tokens(batch, microbatches, values)
-        if self._mesh is None or not microbatches:  # nor has any other rank one
-            return own
-        # As sums of one number and zeros, which are exact: the same bits on every rank.
-        if not self._is_first:
-            own.zero_()
-        meeting = own.to(device_of(self._mesh))
-        for axis in range(self._mesh.ndim):
-            dist.all_reduce(meeting, group=self._mesh.get_group(axis))
-        return meeting.cpu()
+        if batch.holders is None:
+            # As sums of one number and zeros, which are exact: the same bits on every rank.
+            return self.peers.total(own) if microbatches else own
+        return self.peers.moved([own], batch.lengths, self._ran, batch.holders)[0]
 
     def figures(self) -> Metrics:
         """Report how even the shares of the updates were since the last call.
@@ -410,15 +534,11 @@ class MicroBatchSharder:
         found, self._figures = self._figures, Metrics()
         return found
 
+    def _share(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> Shares:
+        return share(batch, groups, max_tokens, self.peers.shares, self._width)
+
 
 NO_SHARDING = MicroBatchSharder()
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device that this rank of a mesh computes on."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def sample_tokens(batch: Batch, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -430,13 +550,28 @@ def sample_tokens(batch: Batch, samples: NDArray[np.int64]) -> NDArray[np.int64]
     return np.fromiter(counted, np.int64, len(samples))
 
 
-def _tokens_of(
-    batch: Batch, samples: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return [T] the places of these samples' tokens in the batch, and [B+1] their own offsets."""
+def _moved(batch: Batch, runs: IntArray) -> Batch:
+    """Return the samples that this rank is to run [B], with their columns; others are empty."""
+    assert batch.holders is not None
+    names = list(batch.columns)
+    own = [batch.token_ids, batch.gen_mask, batch.loss_mask, batch.behav]
+    own += [batch.columns[name] for name in names]
+    found = batch.peers.moved(own, batch.lengths, batch.holders, runs)
+    token_ids, gen_mask, loss_mask, behav, *columns = found
+    lengths = np.where(runs == batch.peers.share, batch.lengths, 0)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    starts = batch.offsets.numpy()[samples]
-    return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths), offsets
+    positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    return replace(
+        batch,
+        token_ids=token_ids,
+        positions=torch.from_numpy(positions),
+        offsets=torch.from_numpy(offsets),
+        gen_mask=gen_mask,
+        loss_mask=loss_mask,
+        behav=behav,
+        columns=dict(zip(names, columns, strict=True)),
+        holders=runs,
+    )
 
 
 def _slice(
@@ -444,8 +579,8 @@ def _slice(
 ) -> MicroBatch:
     starts = batch.offsets.numpy()
     lengths = starts[samples + 1] - starts[samples]
-    source_T, offsets = _tokens_of(batch, samples, lengths)
-    source = torch.from_numpy(source_T)
+    source = torch.from_numpy(token_places(starts[samples], lengths))
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
     gen_mask = batch.gen_mask[source]
     return MicroBatch(
         token_ids=batch.token_ids[source],

@@ -79,12 +79,15 @@ def value_figures(batch: Batch) -> Metrics:
         `critic/value` and `critic/return` as spreads, `critic/explained_variance`; nothing for no
         tokens.
     """
-    metrics, tokens = Metrics(), int(batch.loss_mask.sum())
+    own, metrics, mask, peers = Metrics(), Metrics(), batch.loss_mask, batch.peers
+    tokens = int(peers.total(mask.sum()))
     if tokens == 0:
         return metrics
     values, returns = batch.columns["values"], batch.columns["returns"]
-    metrics.spread("critic/value", values[batch.loss_mask].numpy())
-    metrics.spread("critic/return", returns[batch.loss_mask].numpy())
-    explained = explained_variance(values, returns, batch.loss_mask)
+    own.spread("critic/value", values[mask].numpy())
+    own.spread("critic/return", returns[mask].numpy())
+    for each in peers.every(own):
+        metrics.merge(each)
+    explained = explained_variance(values, returns, mask, peers.total)
     metrics.mean("critic/explained_variance", explained, tokens)
     return metrics

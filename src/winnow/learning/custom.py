@@ -56,7 +56,7 @@ def load_estimator(section: CustomAdvantage) -> Estimator:
     """
     field = "algorithm.advantage.path"
     function, where = load_user_object(section.path, field, ConfigError), f"{field} {section.path}"
-    estimator = Estimator("custom", partial(_call_estimator, function, where))
+    estimator = Estimator("custom", partial(_call_estimator, function, where), takes_all=True)
     with _refused_before_the_start():
         _try_estimator(estimator, where, section.options)
     return estimator

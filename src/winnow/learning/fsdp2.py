@@ -54,7 +54,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from winnow.errors import CheckpointError
-from winnow.learning.batch import MicroBatchSharder, device_of
+from winnow.learning.batch import MicroBatchSharder
+from winnow.learning.peers import device_of
 from winnow.learning.sequence import SequenceRunner
 from winnow.learning.strategy import (
     HALF,
@@ -184,10 +185,8 @@ class FSDP2Strategy(Strategy):
 
     def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
         stats: Stats = {}
-        if self._sequence is not None and self._sequence.rank():
-            sums = {}  # the same as those of the group's first rank
         # A rank of empty micro-batches knows no names.
-        for added, largest in gather_values((sums, maxima), self.mesh):
+        for added, largest in self.sharder.peers.every((sums, maxima)):
             for name, value in added.items():
                 stats[name] = stats.get(name, 0.0) + value
             for name, value in largest.items():
@@ -335,17 +334,6 @@ def global_norm(tensors: Sequence[Tensor], mesh: DeviceMesh, device: torch.devic
         dist.all_reduce(square, group=mesh.get_group(axis))
     replicas = mesh.size() // mesh.size(mesh.ndim - 1)
     return math.sqrt(float(square) / replicas)
-
-
-def gather_values(value: Any, mesh: DeviceMesh) -> list[Any]:
-    """Gather a plain value of each rank, in the same order on all of them."""
-    values = [value]
-    for axis in reversed(range(mesh.ndim)):
-        group = mesh.get_group(axis)
-        parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, values, group=group)
-        values = [each for part in parts for each in part]
-    return values
 
 
 def on_host(state: Mapping[str, Any], mesh: DeviceMesh) -> State:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from winnow.errors import TrainingError
-from winnow.learning.batch import MicroBatch, pack
+from winnow.learning.batch import MicroBatch
 from winnow.learning.learner import Learned
 from winnow.learning.policy import run_update
 from winnow.learning.strategy import LossResult, Output, Outputs, Strategy, run_pass
@@ -59,15 +59,14 @@ class Imitator:
             TrainingError: too many updates in a row had a gradient that is not finite.
         """
         with watch.phase("batch"):
-            batch = pack(groups)
-            micro = self.strategy.sharder.update(
-                batch, range(batch.n_groups), self.microbatch_tokens
-            )
+            sharder = self.strategy.sharder
+            batch = sharder.pack(groups, self.microbatch_tokens)
+            micro = sharder.update(batch, range(batch.n_groups), self.microbatch_tokens)
         with watch.phase("update"):
             rate = self.lr(step)
             found, sums = run_update(self.strategy, _OUTPUTS, imitation_loss, micro, rate, "sft")
         metrics.merge(found)
-        metrics.sum(SFT_TOKENS, int(batch.loss_mask.sum()))
+        metrics.sum(SFT_TOKENS, int(batch.peers.total(batch.loss_mask.sum())))
         self.progress += 1
         self.skipped_in_a_row = 0 if sums is not None else self.skipped_in_a_row + 1
         if sums is not None:
@@ -79,11 +78,12 @@ class Imitator:
                 "model.path"
             )
         lengths = batch.prompt_lengths.numpy()
-        return Learned(np.zeros(len(lengths), np.float32), lengths, len(batch.token_ids))
+        return Learned(np.zeros(len(lengths), np.float32), lengths, int(batch.lengths.sum()))
 
     def held_out(self, groups: Sequence[Group]) -> float:
         """Return the mean negative log-likelihood of demonstrations in nats, without learning."""
-        batch = pack(groups)
+        batch = self.strategy.sharder.pack(groups, self.microbatch_tokens)
         found = run_pass(self.strategy, batch, _OUTPUTS, self.microbatch_tokens)["logprob"]
         self.progress += 1
-        return -float(found[batch.loss_mask].double().mean())
+        counted = found[batch.loss_mask].double()
+        return -float(batch.peers.total(counted.sum()) / batch.peers.total(batch.loss_mask.sum()))

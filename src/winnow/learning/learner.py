@@ -17,12 +17,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from winnow.errors import TrainingError
 from winnow.learning.advantage import AdvantageStage, correct_batch
-from winnow.learning.batch import Batch, cut_updates, pack, token_ages
+from winnow.learning.batch import Batch, Column, cut_updates, token_ages
 from winnow.learning.critic import Critic, value_figures
 from winnow.learning.policy import Policy
 from winnow.learning.strategy import Strategy, run_pass
@@ -74,8 +73,12 @@ class Learned:
     """[T] nats, of the same pass."""
     mismatch: FloatArray | None = None
     """[B] nats: mean distance of the sampler's log-probs from those, over a sample's tokens."""
-    targets: tuple[Any, ...] | None = None
-    """[T] returns and loss_mask, for a critic that is elsewhere; arrays, or references to them."""
+    targets: tuple[Sequence[Any], Sequence[Any]] | None = None
+    """[T] returns and loss_mask, for a critic that is elsewhere: arrays or references to them, by
+    share."""
+    holders: IntArray | None = None
+    """[B] the ranks' shares that have a sample's part of what is [T], on ranks: here is that of
+    this one's."""
 
 
 class AnyLearner(Protocol):
@@ -154,23 +157,24 @@ class Learner:
         step: int,
         metrics: Metrics,
         watch: Stopwatch,
-        **given: ArrayLike,
+        **given: Column,
     ) -> Learned:
         """Train on `groups`; books figures in `metrics` and seconds in `watch`.
 
         Args:
-            given: columns [T] of models that are elsewhere, in the order of `pack`: `ref`, the
-                log-probs of a reference, and `values`, those of a critic, which then gets targets.
+            given: columns of models that are elsewhere: `ref`, the log-probs of a reference, and
+                `values`, those of a critic, which then gets targets.
 
         Raises:
             TrainingError: too many updates in a row had a non-finite gradient, a number that
                 rewards are made of is not finite, or rewards or weights overflow.
         """
         with watch.phase("batch"):
-            batch = pack(groups, self._settings.overlong_filtering)
+            settings, sharder = self._settings, self._policy.strategy.sharder
+            batch = sharder.pack(groups, settings.microbatch_tokens, settings.overlong_filtering)
             # The weights after step k have version k.
             batch.columns["age"] = token_ages(groups, batch, step - 1)
-            batch.columns.update({n: torch.from_numpy(np.array(a)) for n, a in given.items()})
+            batch.columns.update({name: batch.taken(each) for name, each in given.items()})
         self._passes(batch, step, metrics, watch)
         with watch.phase("batch"):
             old = batch.columns["old"].numpy() if self._policy.has_pass else None
@@ -188,15 +192,16 @@ class Learner:
         metrics.spread("score/advantage", samples_B)
         targets = None
         if "values" in given:
-            targets = batch.columns["returns"].numpy(), batch.loss_mask.numpy()
+            targets = [batch.columns["returns"].numpy()], [batch.loss_mask.numpy()]
         return Learned(
             samples_B.astype(np.float32),
             batch.prompt_lengths.numpy(),
-            len(batch.token_ids),
+            int(batch.lengths.sum()),
             old,
             None if entropy is None else entropy.numpy(),
             mismatch,
             targets,
+            batch.holders,
         )
 
     def _passes(self, batch: Batch, step: int, metrics: Metrics, watch: Stopwatch) -> None:
@@ -244,7 +249,7 @@ class CriticLearner:
 
     def __init__(self, critic: Critic, settings: LearnerSettings) -> None:
         self._critic, self._settings = critic, settings
-        self._tokens = settings.critic_microbatch_tokens or settings.microbatch_tokens
+        self.microbatch_tokens = settings.critic_microbatch_tokens or settings.microbatch_tokens
         self.skips = Skips("critic", "critic.", settings.critic_max_skipped_updates)
         self.progress = 0
         """A number that moves with each pass and update."""
@@ -255,9 +260,9 @@ class CriticLearner:
         Raises:
             TrainingError: they are not finite.
         """
-        self._critic.values(batch, self._tokens)
+        self._critic.values(batch, self.microbatch_tokens)
         self.progress += 1
-        if not bool(batch.columns["values"].isfinite().all()):
+        if not all(batch.peers.every(bool(batch.columns["values"].isfinite().all()))):
             raise TrainingError(
                 f"step {step}: the critic's values are not finite; lower critic.optim.lr, or "
                 "look for NaN weights in critic.path"
@@ -273,7 +278,7 @@ class CriticLearner:
         assert rate is not None
         has_moved = False
         for _, update in self._settings.updates(batch.n_groups, step):
-            micro = strategy.sharder.update(batch, update, self._tokens)
+            micro = strategy.sharder.update(batch, update, self.microbatch_tokens)
             stats = self._critic.update(micro, rate(step))
             metrics.merge(stats)
             has_moved |= self.skips.count(stats, step)
@@ -341,7 +346,10 @@ def _draw_seed(*parts: int) -> int:
 
 def _mismatch(batch: Batch, old: FloatArray) -> FloatArray:
     """Return [B] mean |old - behav| over the tokens that the policy wrote."""
-    mask, starts = batch.gen_mask.numpy(), batch.offsets[:-1].numpy()
+    own, found = batch.samples, torch.zeros(batch.n_samples)
+    mask, starts = batch.gen_mask.numpy(), batch.offsets.numpy()[own]
     distances = np.where(mask, np.abs(old - batch.behav.numpy()), 0.0)
-    counts = np.maximum(np.add.reduceat(mask.astype(np.int64), starts), 1)
-    return np.asarray(np.add.reduceat(distances, starts) / counts, np.float32)
+    counts = np.maximum(np.add.reduceat(mask.astype(np.int64), starts), 1) if len(own) else 1
+    means = np.add.reduceat(distances, starts) / counts if len(own) else distances
+    found[torch.from_numpy(own)] = torch.from_numpy(np.asarray(means, np.float32))
+    return batch.peers.total(found).numpy()

@@ -212,10 +212,10 @@ class Policy:
         found = run_pass(self.strategy, batch, outputs, microbatch_tokens)
         old = batch.columns["old"] = found.pop("logprob")
         batch.columns.update({str(name): values for name, values in found.items()})
-        pair = (old, batch.behav, batch.gen_mask)
+        pair, peers = (old, batch.behav, batch.gen_mask), batch.peers
         found_sums = _mismatch_sums(*pair, batch.columns.get("age"))
-        sums = {name: float(total) for name, total in found_sums.items()}
-        _book_mismatch(metrics, sums, float(max_delta(*pair)))
+        sums = peers.sums({name: float(total) for name, total in found_sums.items()})
+        _book_mismatch(metrics, sums, float(torch.tensor(peers.every(max_delta(*pair))).max()))
         return metrics
 
     def choose(self, batch: Batch, groups: Sequence[int], sample_keys: Tensor, seed: int) -> None:
@@ -238,10 +238,14 @@ class Policy:
             return
         select = objective.loss.select
         assert select is not None
-        columns = batch.columns
-        columns["selected"] = select(
-            columns["old"], columns["advantages"], mask_T, draws_T, **objective.options
-        )
+        # A token is chosen among all of the update: their numbers go to every rank.
+        columns, peers = batch.columns, batch.peers
+        numbers = (columns["old"], columns["advantages"], draws_T)
+        parts = peers.every(tuple(each[mask_T] for each in numbers))
+        old, advantages, draws = (torch.cat(each) for each in zip(*parts, strict=True))
+        found = select(old, advantages, torch.ones_like(old).bool(), draws, **objective.options)
+        own = torch.split(found, [len(each) for each, _, _ in parts])[peers.share]
+        columns["selected"] = torch.zeros_like(mask_T).masked_scatter_(mask_T, own)
 
     def update(
         self, microbatches: Sequence[MicroBatch], lr: float, has_moved: bool = False

@@ -1,10 +1,10 @@
 """A critic on ranks of its own (`critic/strategy=fsdp2`), before and after the policy's learn.
 
-    groups ─► `CriticWorker`s ─► values [T], left on rank 0's node ─► the policy's side
-                    ▲                                                       │
-                    └────────────── returns and loss_mask [T] ◄─────────────┘
+    groups ─► `CriticWorker`s ─► values of each one's samples, left on its node ─► the policy's side
+                    ▲                                                                    │
+                    └───── returns and loss_mask of each one's, left on its node ◄───────┘
 
-Each rank packs the step's groups as the policy's do, and cuts them into the same updates.
+Each rank packs its own samples of the step, and cuts them into the same updates.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
-import torch
-from numpy.typing import ArrayLike
 
 from winnow.config.root import Config
 from winnow.config.trainer import ShardedCritic
-from winnow.learning.batch import Batch, device_of, pack
+from winnow.learning.batch import Batch, Column
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
 from winnow.learning.learner import AnyLearner, CriticLearner, Learned
+from winnow.learning.peers import device_of
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.runs.build_learner import critic_passes, make_critic, make_settings
 from winnow.runs.checkpoint import FileEntry, Snapshot
 from winnow.runs.remote_learner import SavingRank, write_on_ranks
 from winnow.runs.state import Tensors
 from winnow.types import Group
-from winnow.workers.array_refs import SplitResult, fetch, left_here
+from winnow.workers.array_refs import SplitResult, left_here
 from winnow.workers.group import WorkerGroup
 from winnow.workers.host import RankInfo
 
@@ -67,25 +66,23 @@ class CriticWorker(SavingRank):
         """Return the fields of `Passes` that are a critic's."""
         return critic_passes(self._strategies["critic"])
 
-    def values(self, groups: Sequence[Group], step: int) -> SplitResult | None:
-        """Return the values [T] of a step's answers in batch order; on rank 0 alone.
+    def values(self, groups: Sequence[Group], step: int) -> SplitResult:
+        """Return who holds each sample, and values [T] of this rank's, in the step's order.
 
         Raises:
             TrainingError: they are not finite.
         """
-        fetch(groups)
-        batch = self._batch = pack(groups)
+        sharder = self._strategies["critic"].sharder
+        batch = self._batch = sharder.pack(groups, self._learner.microbatch_tokens)
         self._learner.values(batch, step)
-        if not self._is_first:
-            return None
         (values,), block = left_here(batch.columns["values"].numpy())
-        return SplitResult(values, block)
+        return SplitResult((batch.holders, values), block)
 
-    def learn(self, step: int, returns: ArrayLike, loss_mask: ArrayLike) -> tuple[Metrics, int]:
+    def learn(self, step: int, returns: Column, loss_mask: Column) -> tuple[Metrics, int]:
         """Take the updates of a step whose values were asked for.
 
         Args:
-            returns, loss_mask: [T] in batch order.
+            returns, loss_mask: of the step's tokens.
 
         Returns:
             Figures, and the number of updates that were skipped in a row.
@@ -95,8 +92,8 @@ class CriticWorker(SavingRank):
         """
         assert self._batch is not None, "values come first"
         batch, self._batch = self._batch, None
-        batch.columns["returns"] = torch.from_numpy(np.array(returns))
-        batch = replace(batch, loss_mask=torch.from_numpy(np.array(loss_mask)))
+        batch.columns["returns"] = batch.taken(returns)
+        batch = replace(batch, loss_mask=batch.taken(loss_mask).bool())
         metrics = self._learner.update(batch, step)
         self._book_memory(metrics)
         return metrics, self._learner.skips.in_a_row
@@ -127,12 +124,16 @@ class WithCritic:
     ) -> Learned:
         """Train on the groups of a step, with what `Learner.learn` may be given besides."""
         with watch.phase("values"):
-            said: SplitResult = self._ranks.ask("values", list(groups), step)[0]
-        given["values"] = said.told
+            said: list[SplitResult] = self._ranks.ask("values", list(groups), step)
+        given["values"] = Column(said[0].told[0], [each.told[1] for each in said])
         learned = self._learner.learn(groups, step, metrics, watch, **given)
         assert learned.targets is not None
+        holders = learned.holders
+        if holders is None:
+            holders = np.zeros(len(learned.advantages), np.int64)
+        targets = [Column(holders, parts) for parts in learned.targets]
         with watch.phase("update"):
-            own, self._skipped = self._ranks.ask("learn", step, *learned.targets)[0]
+            own, self._skipped = self._ranks.ask("learn", step, *targets)[0]
         metrics.merge(own)
         return learned
 

@@ -1,8 +1,7 @@
 """A reference on ranks of its own (`reference/strategy=fsdp2`), asked before the policy's learn.
 
-    groups ─► `ReferenceWorker`s ─► log-probs [T], left on rank 0's node ─► the policy's ranks
-
-Each rank packs the step's groups as the policy's do, so that the log-probs are in the same order.
+groups ─► `ReferenceWorker`s ─► log-probs of each one's samples, left on its node
+                                 └─► the policy's ranks, each what is about its own samples
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ import torch.distributed as dist
 
 from winnow.config.model import ShardedReference
 from winnow.config.root import Config
-from winnow.learning.batch import device_of, pack
+from winnow.learning.batch import Column
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
 from winnow.learning.learner import AnyLearner, Learned
+from winnow.learning.peers import device_of
 from winnow.learning.strategy import run_pass
 from winnow.models.causal_lm import load_causal_lm
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.runs.build_learner import load_role, readout_options
 from winnow.runs.scoring_ranks import join_ranks
 from winnow.types import Group
-from winnow.workers.array_refs import SplitResult, fetch, left_here
+from winnow.workers.array_refs import SplitResult, left_here
 from winnow.workers.group import WorkerGroup
 from winnow.workers.host import RankInfo
 
@@ -47,19 +47,16 @@ class ReferenceWorker:
         held = Sharding(offload=sharding.offload)
         self._strategy = FSDP2Strategy(model.requires_grad_(False), mesh, held, **readout)
         self._max_tokens = config.trainer.microbatch_tokens
-        self._is_first = rank.rank == 0
         self.progress = 0
         """Moves with each pass."""
 
-    def logprobs(self, groups: Sequence[Group]) -> SplitResult | None:
-        """Return the log-probs [T] of a step's answers in batch order; on rank 0 alone."""
-        fetch(groups)
-        found = run_pass(self._strategy, pack(groups), frozenset({"logprob"}), self._max_tokens)
+    def logprobs(self, groups: Sequence[Group]) -> SplitResult:
+        """Return who holds each sample, and log-probs [T] of this rank's, in the step's order."""
+        batch = self._strategy.sharder.pack(groups, self._max_tokens)
+        found = run_pass(self._strategy, batch, frozenset({"logprob"}), self._max_tokens)
         self.progress += 1
-        if not self._is_first:
-            return None
         (logprobs,), block = left_here(found["logprob"].numpy())
-        return SplitResult(logprobs, block)
+        return SplitResult((batch.holders, logprobs), block)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -87,6 +84,7 @@ class WithReference:
     ) -> Learned:
         """Train on the groups of a step."""
         with watch.phase("reference"):
-            said: SplitResult = self._ranks.ask("logprobs", list(groups))[0]
-        given: Mapping[str, Any] = {"ref": said.told}
+            said: list[SplitResult] = self._ranks.ask("logprobs", list(groups))
+        ref = Column(said[0].told[0], [each.told[1] for each in said])
+        given: Mapping[str, Any] = {"ref": ref}
         return self._learner.learn(groups, step, metrics, watch, **given)

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -25,6 +26,7 @@ from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2, Sharded
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import CheckpointError
+from winnow.learning.batch import Column, sample_lengths
 from winnow.learning.canary import Canary, CanaryScores
 from winnow.learning.fsdp2 import (
     Exported,
@@ -58,10 +60,12 @@ from winnow.runs.loading import check_finite, load_policy_model
 from winnow.runs.metrics import Passes
 from winnow.runs.scoring_ranks import join_ranks
 from winnow.runs.state import Save
-from winnow.types import Group
-from winnow.workers.array_refs import Handle, SplitResult, fetch, left_here
+from winnow.types import FloatArray, Group
+from winnow.workers.array_refs import Handle, SplitResult, left_here
 from winnow.workers.group import WorkerGroup
 from winnow.workers.host import RankInfo
+
+_OF_TOKENS = "old_logprobs", "entropies"
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class StepReply:
     """The results of a step."""
 
     learned: Learned
+    """Without what is [T]."""
     metrics: Metrics
     seconds: Mapping[str, Number]
     """By phase, on rank 0."""
@@ -232,26 +237,37 @@ class LearnerWorker(SavingRank):
 
     def learn(
         self, groups: Sequence[Group], step: int, **given: Any
-    ) -> StepReply | SplitResult | None:
-        """Train on a step's groups, as `Learner.learn` does; what a critic elsewhere is to learn
-        stays here."""
+    ) -> SplitResult | tuple[dict[str, FloatArray], StepReply | None, tuple[Any, ...]]:
+        """Train on a step's groups, as `Learner.learn` does.
+
+        Returns:
+            The numbers [T] of `Learned` that there are, of this rank's samples (nothing where a
+            rank before it has the same samples); on rank 0 all else; and what a critic elsewhere is
+            to learn of these samples, which stays here.
+        """
         if self._profiler is not None:
             self._profiler.begin(step)
         self._store.clear()  # engines have the weights
         metrics, watch = Metrics(), Stopwatch()
-        with watch.phase("batch"):
-            fetch(groups)
         learned = self._learning.learner.learn(groups, step, metrics, watch, **given)
         self._book_memory(metrics)
         if self._profiler is not None:
             self._profiler.end()
+        own: dict[str, FloatArray] = {}
+        peers = self._learning.policy.sharder.peers
+        if peers.is_first:
+            numbers = {name: getattr(learned, name) for name in _OF_TOKENS}
+            own = {name: values for name, values in numbers.items() if values is not None}
         if not self._is_first:
-            return None
-        rest = metrics, watch.seconds(), self._learning.learner.state_dict()
-        if learned.targets is None:
-            return StepReply(learned, *rest)
-        targets, block = left_here(*learned.targets)
-        return SplitResult(StepReply(replace(learned, targets=targets), *rest), block)
+            reply = None
+        else:
+            learned_here = replace(learned, old_logprobs=None, entropies=None, targets=None)
+            state = self._learning.learner.state_dict()
+            reply = StepReply(learned_here, metrics, watch.seconds(), state)
+        if learned.targets is None or not peers.is_first:
+            return own, reply, ()
+        targets, block = left_here(*(part for (part,) in learned.targets))
+        return SplitResult((own, reply, targets), block)
 
     def held_out(self, groups: Sequence[Group]) -> float:
         """Return the loss of demonstrations, as `Imitator.held_out` does."""
@@ -333,6 +349,18 @@ def _written_beside(save: Save, weights: dict[str, Tensor], folder: Path) -> lis
     return [folder / name for name in names]
 
 
+def joined(
+    groups: Sequence[Group], learned: Learned, parts: Sequence[Mapping[str, FloatArray]]
+) -> Learned:
+    """Bring in the numbers [T] that ranks have of their samples, by share of the batch."""
+    found: dict[str, Any] = {}
+    for name in parts[0] if parts else ():
+        assert learned.holders is not None
+        column = Column(learned.holders, [part[name] for part in parts])
+        found[name] = column.of(np.arange(len(learned.holders)), sample_lengths(groups))
+    return replace(learned, **found)
+
+
 class RemoteLearner:
     """A `Learner`, and the `Tensors` of a run, over the ranks of a group of `LearnerWorker`s.
 
@@ -364,13 +392,18 @@ class RemoteLearner:
         the way there and back.
         """
         with watch.phase("ranks"):
-            said = self.call("learn", list(groups), step, **given)
-        reply: StepReply = said.told if isinstance(said, SplitResult) else said
+            found = self._group.ask("learn", list(groups), step, **given)
+        said = [each.told if isinstance(each, SplitResult) else each for each in found]
+        reply: StepReply = said[0][1]
         watch.rebook("ranks", reply.seconds)
         metrics.merge(reply.metrics)
         self._state = reply.learner
         self._steps += 1
-        return reply.learned
+        learned = joined(groups, reply.learned, [own for own, _, _ in said if own])
+        if targets := [each for _, _, each in said if each]:
+            returns, masks = zip(*targets, strict=True)
+            learned = replace(learned, targets=(returns, masks))
+        return learned
 
     def held_out(self, groups: Sequence[Group]) -> float:
         """Return the loss of demonstrations, as `Imitator.held_out` does."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from winnow.types import Group, Trajectory
+from winnow.types import Trajectory
 
 Arrays = tuple[NDArray[Any], ...]
 
@@ -160,11 +160,11 @@ def begin_fetching(trajectories: Iterable[Trajectory]) -> list[ArrayBlock]:
     return list(blocks.values())
 
 
-def fetch(groups: Iterable[Group]) -> None:
+def fetch(trajectories: Iterable[Trajectory]) -> None:
     """Fetch all that is stored of these answers, side by side.
 
     Raises:
         WorkerError: some of it is lost.
     """
-    for block in begin_fetching(answer.trajectory for g in groups for answer in g.scored):
+    for block in begin_fetching(trajectories):
         block.array(0)

@@ -113,9 +113,10 @@ def test_all_that_a_step_needs_is_asked_for_before_anything_is_waited_for() -> N
         events, handle = far_events(events_of(lengths))
         handles.append(handle)
         groups += groups_of(events)
-    fetch([*groups, *groups_of(events_of([3]))])
+    every = [*groups, *groups_of(events_of([3]))]
+    fetch(answer.trajectory for group in every for answer in group.answers)
     assert [(far.begun, far.fetched) for far in handles] == [(1, 1)] * 3
-    fetch(groups)
+    fetch(answer.trajectory for group in groups for answer in group.answers)
     packed = pack(groups)
     assert [(far.begun, far.fetched) for far in handles] == [(1, 1)] * 3
     whole = pack(groups_of(events_of([3, 4]) + events_of([5]) + events_of([2, 2, 1])))
