@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from winnow.algorithms.advantages import ESTIMATORS, AdvantageInputs, Estimator
 from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.learning.advantage import AdvantageStage, KlPenalty
-from winnow.learning.batch import Column, MicroBatch, MicroBatchSharder, sample_lengths
+from winnow.learning.batch import MicroBatch, MicroBatchSharder, TokenColumn, sample_lengths
 from winnow.learning.critic import Critic, ValueObjective
 from winnow.learning.imitation import Imitator
 from winnow.learning.learner import Learned, Learner, LearnerSettings
@@ -295,7 +295,7 @@ def test_a_columns_parts_are_read_where_they_are_asked_for() -> None:
             return np.array(self.values, np.float32)
 
     parts = cast(Any, [Part(0, [5.0]), Part(1, [1.0, 2.0, 6.0, 7.0, 8.0]), Part(2, [9.0])])
-    column = Column(holders, parts)
+    column = TokenColumn(holders, parts)
     assert column.of(np.array([1, 2]), lengths).tolist() == [5.0, 6.0, 7.0, 8.0]
     assert read == [0, 1]
     assert column.of(np.arange(4), lengths).tolist() == [1, 2, 5, 6, 7, 8, 9]

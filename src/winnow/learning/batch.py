@@ -116,7 +116,7 @@ class Batch:
         """Return of numbers of all samples' tokens those of the tokens here [T]."""
         return values if self.holders is None else values[self._places]
 
-    def taken(self, column: Column) -> Tensor:
+    def taken(self, column: TokenColumn) -> Tensor:
         """Return of a column that lies in parts what is about the tokens here [T]."""
         return torch.from_numpy(column.of(self.samples, self.lengths))
 
@@ -132,7 +132,7 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class Column:
+class TokenColumn:
     """Numbers [T] about a step's tokens that lie in parts."""
 
     holders: IntArray

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from winnow.errors import TrainingError
 from winnow.learning.advantage import AdvantageStage, correct_batch
-from winnow.learning.batch import Batch, Column, cut_updates, token_ages
+from winnow.learning.batch import Batch, TokenColumn, cut_updates, token_ages
 from winnow.learning.critic import Critic, value_figures
 from winnow.learning.policy import Policy
 from winnow.learning.strategy import Strategy, run_pass
@@ -157,7 +157,7 @@ class Learner:
         step: int,
         metrics: Metrics,
         watch: Stopwatch,
-        **given: Column,
+        **given: TokenColumn,
     ) -> Learned:
         """Train on `groups`; books figures in `metrics` and seconds in `watch`.
 

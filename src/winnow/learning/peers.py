@@ -41,7 +41,7 @@ class Peers:
     def __init__(self, mesh: DeviceMesh | None = None, sequence: int = 1) -> None:
         self.mesh, self._sequence = mesh, sequence
         self.shares = 1 if mesh is None else mesh.size() // sequence
-        """How many there are."""
+        """The number of shares."""
         self.share = self._place = 0
         if mesh is not None:
             coordinate = mesh.get_coordinate()

@@ -19,7 +19,7 @@ import numpy as np
 
 from winnow.config.root import Config
 from winnow.config.trainer import ShardedCritic
-from winnow.learning.batch import Batch, Column
+from winnow.learning.batch import Batch, TokenColumn
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
 from winnow.learning.learner import AnyLearner, CriticLearner, Learned
 from winnow.learning.peers import device_of
@@ -78,7 +78,7 @@ class CriticWorker(SavingRank):
         (values,), block = left_here(batch.columns["values"].numpy())
         return SplitResult((batch.holders, values), block)
 
-    def learn(self, step: int, returns: Column, loss_mask: Column) -> tuple[Metrics, int]:
+    def learn(self, step: int, returns: TokenColumn, loss_mask: TokenColumn) -> tuple[Metrics, int]:
         """Take the updates of a step whose values were asked for.
 
         Args:
@@ -125,13 +125,13 @@ class WithCritic:
         """Train on the groups of a step, with what `Learner.learn` may be given besides."""
         with watch.phase("values"):
             said: list[SplitResult] = self._ranks.ask("values", list(groups), step)
-        given["values"] = Column(said[0].told[0], [each.told[1] for each in said])
+        given["values"] = TokenColumn(said[0].told[0], [each.told[1] for each in said])
         learned = self._learner.learn(groups, step, metrics, watch, **given)
         assert learned.targets is not None
         holders = learned.holders
         if holders is None:
             holders = np.zeros(len(learned.advantages), np.int64)
-        targets = [Column(holders, parts) for parts in learned.targets]
+        targets = [TokenColumn(holders, parts) for parts in learned.targets]
         with watch.phase("update"):
             own, self._skipped = self._ranks.ask("learn", step, *targets)[0]
         metrics.merge(own)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from winnow.config.model import ShardedReference
 from winnow.config.root import Config
-from winnow.learning.batch import Column
+from winnow.learning.batch import TokenColumn
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
 from winnow.learning.learner import AnyLearner, Learned
 from winnow.learning.peers import device_of
@@ -85,6 +85,6 @@ class WithReference:
         """Train on the groups of a step."""
         with watch.phase("reference"):
             said: list[SplitResult] = self._ranks.ask("logprobs", list(groups))
-        ref = Column(said[0].told[0], [each.told[1] for each in said])
+        ref = TokenColumn(said[0].told[0], [each.told[1] for each in said])
         given: Mapping[str, Any] = {"ref": ref}
         return self._learner.learn(groups, step, metrics, watch, **given)

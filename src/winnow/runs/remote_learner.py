@@ -26,7 +26,7 @@ from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2, Sharded
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import CheckpointError
-from winnow.learning.batch import Column, sample_lengths
+from winnow.learning.batch import TokenColumn, sample_lengths
 from winnow.learning.canary import Canary, CanaryScores
 from winnow.learning.fsdp2 import (
     Exported,
@@ -356,7 +356,7 @@ def joined(
     found: dict[str, Any] = {}
     for name in parts[0] if parts else ():
         assert learned.holders is not None
-        column = Column(learned.holders, [part[name] for part in parts])
+        column = TokenColumn(learned.holders, [part[name] for part in parts])
         found[name] = column.of(np.arange(len(learned.holders)), sample_lengths(groups))
     return replace(learned, **found)
 
