@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from vllm.distributed import parallel_state as state
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from winnow.rollout.engine import WeightUpdate
@@ -30,6 +31,9 @@ def started(config: str, dtype: str, extra: str, **options: Any) -> tuple[LLMEng
         config: the text of a `config.json`.
         extra: further options of vLLM's, as JSON.
     """
+    if state.model_parallel_is_initialized() and state._EP is None:
+        # A mixture wants a group that vLLM makes where the first model of a process is one.
+        state._EP = state.init_model_parallel_group([[0]], 0, "gloo", group_name="ep")
     folder = tempfile.mkdtemp(prefix="winnow-vllm-")
     Path(folder, "config.json").write_text(config)
     given: dict[str, Any] = {"prefill_tokens": 1024, "cache_gib": 1 / 32} | options

@@ -19,6 +19,19 @@ from typing import Any
 
 from winnow.errors import WinnowError
 
+_refused = ""
+"""The reason why this process runs no code of users; empty where it does."""
+
+
+def refuse_user_code(reason: str) -> None:
+    """Have this process import no code that a recipe names, from now on.
+
+    Args:
+        reason: and remedy, as the end of a message.
+    """
+    global _refused
+    _refused = reason
+
 
 def load_user_object(
     place: str, field: str, error: type[WinnowError], name: str | None = None
@@ -35,6 +48,8 @@ def load_user_object(
             such callable. The message has the field, the place and a remedy.
     """
     where = f"{field} {place}"
+    if _refused:
+        raise error(f"{where} {_refused}")
     if name is None:
         place, _, name = place.rpartition(":")
         if not place:

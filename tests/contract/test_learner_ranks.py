@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.errors import WorkerError
-from winnow.learning.batch import pack
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
 from winnow.learning.learner import CriticLearner
 from winnow.learning.strategy import Strategy
@@ -199,10 +198,11 @@ def values_of_steps(config: Config, folder: str, hold: Any) -> list[NDArray[Any]
     critic = make_critic(config, folder, torch.device("cpu"), False, hold)
     learner, found = CriticLearner(critic, make_settings(config)), []
     for step in (1, 2, 3):
-        batch = pack(groups_of_step(1))
+        sharder = critic.strategy.sharder
+        batch = sharder.pack(groups_of_step(1), learner.microbatch_tokens)
         learner.values(batch, step)
-        found.append(batch.columns["values"].numpy().copy())
-        at = torch.arange(len(batch.token_ids))
+        found.append(batch.whole(batch.columns["values"]).numpy())
+        at = batch.own(torch.arange(int(batch.lengths.sum())))
         batch.columns["returns"] = torch.sin(at.double())
         learner.update(replace(batch, loss_mask=batch.gen_mask & (at % 3 > 0)), step)
     return found

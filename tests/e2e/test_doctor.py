@@ -28,6 +28,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, fail
     return 0.1 + 0.1 * (solution_str.rpartition("#")[2] == ground_truth)
 """
 ENGINES = """
+import asyncio
 from pathlib import Path
 
 import torch
@@ -35,8 +36,8 @@ from winnow.rollout.torch_engine import TorchEngine
 
 
 class Greedy(TorchEngine):
-    def __init__(self, *, model, once, **given):
-        self.once = Path(once)
+    def __init__(self, *, model, once, pause_s, **given):
+        self.once, self.pause_s = Path(once), pause_s
         super().__init__(model, 32, 4096, **given)
 
     async def load_weights(self, update):
@@ -46,6 +47,7 @@ class Greedy(TorchEngine):
     async def events(self, until=None):
         if self.version == 2 and not self.once.exists():
             self.once.touch()
+            await asyncio.sleep(self.pause_s)
             torch.empty(2**60)
         return await super().events(until)
 """
@@ -115,12 +117,15 @@ def test_a_scorer_that_fails_is_counted_said_once_kept_with_its_text_and_not_tra
     assert (found["name"], found["first_step"]) == ("scoring_fails", events[0]["first_step"])
 
 
+# Ranks tell of their progress once a second, and so of a step when the next is sampled.
+@pytest.mark.parametrize(("strategy", "pause_s"), [("single", 0.0), ("fsdp2", 2.5)])
 def test_memory_that_ends_while_answers_are_written_costs_none_of_the_steps_before(
-    home: Path,
+    home: Path, strategy: str, pause_s: float
 ) -> None:
     engine = ("rollout/engine=custom", "rollout.engine.path=engines.py:Greedy")
-    once = f"+rollout.engine.options.once={home / 'once'}"
-    said, run = train(home, "greedy", *engine, once)
+    once = f"+rollout.engine.options.once={home / strategy}"
+    more = once, f"+rollout.engine.options.pause_s={pause_s}", f"trainer/strategy={strategy}"
+    said, run = train(home, f"greedy-{strategy}", *engine, *more)
     assert said.code == 2
     (line,) = said.err.splitlines()
     assert line.startswith("winnow: out of memory: ")

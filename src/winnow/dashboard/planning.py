@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -15,17 +16,18 @@ import anyio.to_thread
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from winnow.dashboard.beside import end_with_parent
 from winnow.dashboard.runs import CONFIG, RunFiles, UnreadableError
 from winnow.errors import WinnowError
 from winnow.observe.files import MODEL
 from winnow.observe.gpus import GPU_NAMES
+from winnow.user_code import refuse_user_code
 
 MOST_BYTES = 10_000
 """Most bytes of a request's body."""
-_PROGRAM = (
-    "from winnow.dashboard.beside import end_with_parent; end_with_parent(); "
-    "from winnow.cli.main import main; raise SystemExit(main())"
-)
+_PROGRAM = "from winnow.dashboard.planning import run_alone; run_alone()"
+_MOST_MEMORY, _MOST_SECONDS = 16 << 30, 1800
+"""Memory and CPU time of a plan: a run's folder may ask for any number of layers and answers."""
 _NEWEST = 8
 """Steps whose lengths of answers are read."""
 
@@ -130,6 +132,20 @@ class Planner:
             yield _line(error=told or "the plan was ended")
         else:
             yield _line(plan=json.loads((folder / "plan.json").read_bytes()))
+
+
+def run_alone() -> None:
+    """Run `winnow plan` with the words of this process, which ends with the dashboard.
+
+    A run's folder may be a stranger's: none of the code that it names is run.
+    """
+    from winnow.cli.main import main
+
+    end_with_parent()
+    refuse_user_code("is code that a run names, which the dashboard does not run; use winnow plan")
+    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
+    main()
 
 
 def _line(**body: Any) -> str:

@@ -39,6 +39,7 @@ class Imitator:
     """By step."""
     max_skipped_updates: int
     progress: int = 0
+    begun: int = 0
     """Moves with each pass and update."""
     skipped_in_a_row: int = 0
 
@@ -62,6 +63,7 @@ class Imitator:
             sharder = self.strategy.sharder
             batch = sharder.pack(groups, self.microbatch_tokens)
             micro = sharder.update(batch, range(batch.n_groups), self.microbatch_tokens)
+        self.begun += 1
         with watch.phase("update"):
             rate = self.lr(step)
             found, sums = run_update(self.strategy, _OUTPUTS, imitation_loss, micro, rate, "sft")

@@ -89,6 +89,11 @@ class AnyLearner(Protocol):
         """A number that moves with each pass and update."""
         ...
 
+    @property
+    def begun(self) -> int:
+        """The number of steps of which an update may have changed weights."""
+        ...
+
     def learn(
         self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
     ) -> Learned:
@@ -128,7 +133,7 @@ class Learner:
         self._advantage, self._settings, self._correction = advantage, settings, correction
         self._critic = None if critic is None else CriticLearner(critic, settings)
         self._skips = Skips("actor", "", settings.max_skipped_updates)
-        self._passes_and_updates = 0
+        self._passes_and_updates = self.begun = 0
 
     @property
     def progress(self) -> int:
@@ -185,6 +190,7 @@ class Learner:
             advantages = self._advantage(groups, batch, metrics)
             if "values" in batch.columns:
                 metrics.merge(value_figures(batch))
+        self.begun += 1
         with watch.phase("update"):
             self._updates(groups, batch, step, metrics)
         metrics.merge(self._policy.strategy.sharder.figures())

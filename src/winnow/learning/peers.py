@@ -61,8 +61,7 @@ class Peers:
         meeting = values.to(device_of(self.mesh), copy=True)
         if self._place:  # the share's first rank has given them
             meeting.zero_()
-        for axis in range(self.mesh.ndim):
-            dist.all_reduce(meeting, group=self.mesh.get_group(axis))
+        dist.all_reduce(meeting, group=self._group)
         return meeting.cpu()
 
     def every(self, value: _T) -> list[_T]:

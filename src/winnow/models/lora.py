@@ -130,6 +130,26 @@ def adapter_base(folder: Path, instead: str | None = None) -> str | None:
     return cast(str, base)
 
 
+def saved_adapter(folder: Path, given: LoraAdapter) -> LoraAdapter:
+    """Return an adapter with the shape that a PEFT folder says; as it was given without one.
+
+    Raises:
+        ModelError: the folder is damaged.
+    """
+    path = folder.expanduser() / ADAPTER_CONFIG
+    if not path.is_file():
+        return given
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        shape = {"rank": said["r"], "alpha": float(said["lora_alpha"])}
+        shape["rslora"] = bool(said.get("use_rslora", False))
+        if isinstance(said["target_modules"], list):
+            shape["target_modules"] = tuple(sorted(said["target_modules"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} is damaged: {error!r}; use another checkpoint") from error
+    return given.model_copy(update=shape)
+
+
 def merged_folder(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Path:
     """Return a model's folder in the cache that has a PEFT folder's adapter in its weights.
 

@@ -35,7 +35,7 @@ def load_hollow(
     dtype: torch.dtype,
     hollow: Hollow = True,
 ) -> Loaded:
-    """Make a folder's model without its weights, but with its buffers, which no folder has.
+    """Make a folder's model without its weights, but with its buffers.
 
     Args:
         build: makes the model on the default device.
@@ -75,7 +75,8 @@ class SavedWeights:
     """
 
     stand_ins: dict[str, Tensor]
-    """A tensor of each parameter's shape, in the memory of one number."""
+    """A tensor of each parameter's shape, in the memory of one number; and the buffers that the
+    folder has."""
     misfits: dict[str, Collection[Any]]
     """Names that do not fit, in the lists that transformers tells them in."""
 
@@ -107,6 +108,7 @@ class SavedWeights:
             elif not all(self._fits(row, self.stand_ins[name].shape[1:]) for row in rows):
                 misshapen.append(name)
         lacking = self.stand_ins.keys() - self._saved.keys() - self._stacked.keys()
+        absent |= self._read_buffers(blank)
         _refuse_experts(where, lacking)
         known = {name for name, _ in blank.named_parameters(remove_duplicate=False)}
         known |= {name for name, _ in blank.named_buffers()} | set(self._saved.values())
@@ -116,6 +118,19 @@ class SavedWeights:
             "mismatched_keys": misshapen,
             "unexpected_keys": self._files.keys() - known,
         }
+
+    def _read_buffers(self, blank: PreTrainedModel) -> set[str]:
+        """Read the buffers that are saved, such as a router's bias; returns those that are not."""
+        named = {name for name, _ in blank.named_parameters(remove_duplicate=False)}
+        absent = set()
+        for name in blank.state_dict().keys() - named:
+            alone = name.removeprefix(f"{blank.base_model_prefix}.")
+            saved = alone if alone in self._files else name
+            if saved in self._files:
+                self.stand_ins[name] = self._files[saved].get_tensor(saved)
+            else:
+                absent.add(name)
+        return absent
 
     def __contains__(self, name: str) -> bool:
         """Return whether the parameter of this name is read from the folder."""

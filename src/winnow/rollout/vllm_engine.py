@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,7 +80,8 @@ _SCORED_AT_ONCE = 4
 """Places in vLLM's batch beyond the slots: sequences are scored beside answers in all slots."""
 _SALTS = count()
 _MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
-"""Folder of an adapter's files while vLLM's workers read them; None: the system's own choice."""
+"""Folder of an adapter's files while vLLM's workers read them, where it has room; None: the
+system's own choice."""
 
 
 @dataclass(eq=False)
@@ -236,7 +238,10 @@ class VllmEngine(TickEngine[RunningAnswer]):
     def _load_adapter(self, named: Named) -> None:
         """Have vLLM apply an adapter from its next step on, in the place of the one before."""
         write = adapter_writer(cast(PreTrainedModel, self._model), None)
-        with TemporaryDirectory(prefix="winnow-adapter-", dir=_MEMORY) as folder:
+        size = sum(tensor.nbytes for _, tensor in named)
+        has_room = _MEMORY is not None and shutil.disk_usage(_MEMORY).free > 2 * size
+        place = _MEMORY if has_room else None
+        with TemporaryDirectory(prefix="winnow-adapter-", dir=place) as folder:
             write(dict(named), Path(folder))
             # Requests name the adapter by its number; those of a new version find the new one.
             self._llm.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))

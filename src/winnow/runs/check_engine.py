@@ -26,7 +26,7 @@ import torch
 
 from winnow.config.judge import NoJudge, NoRewardModel
 from winnow.config.load import resolve_recipe
-from winnow.config.model import ReferenceConfig
+from winnow.config.model import LoraAdapter, ReferenceConfig
 from winnow.config.root import Config
 from winnow.config.trainer import CriticConfig
 from winnow.errors import ConfigError, PublicationError
@@ -133,6 +133,10 @@ def config_to_check(target: str, overrides: Sequence[str], model: str | None) ->
     reward = config.reward.model_copy(update=nothing)  # nobody scores
     unused = {"reference": ReferenceConfig(), "critic": CriticConfig()}
     config = config.model_copy(update={"reward": reward, **unused})
+    if isinstance(adapter := config.model.adapter, LoraAdapter):  # whole weights are compared
+        adapter = adapter.model_copy(update={"publish": "merged"})
+        model_section = config.model.model_copy(update={"adapter": adapter})
+        config = config.model_copy(update={"model": model_section})
     if config.model.path is None:
         raise ConfigError("there is no model to compare with; give its folder in --model FOLDER")
     return config

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from jinja2 import TemplateError
 
-from winnow.config.judge import EngineJudge, told_of_judge
+from winnow.config.judge import EngineJudge, NoRewardModel, told_of_judge
 from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
 from winnow.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from winnow.errors import ConfigError, ModelError
 from winnow.http.client import RemoteError
 from winnow.models.causal_lm import find_model, read_config, torch_dtype
-from winnow.models.fetch import local_folder
+from winnow.models.fetch import may_be_hub_name
 from winnow.observe.files import one_line
 from winnow.rewards.judge import Judge, JudgeClient, no_counts
 from winnow.rewards.judge_cache import JudgeReply
@@ -55,6 +55,10 @@ class JudgeModel:
     """A judge's tokenizer, and what its engines and its questions follow."""
 
     section: EngineJudge
+    path: str
+    """Its place, with a revision where it is on the hub."""
+    folder: Path
+    """The folder of its weights here."""
     dtype: str
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
@@ -75,9 +79,12 @@ def read_judge(config: Config) -> JudgeModel:
     """
     section, trust = config.reward.judge, config.model.trust_remote_code
     assert isinstance(section, EngineJudge)
-    tokenizer = load_tokenizer(section.path, trust, _FIELD)
+    path = section.path
+    if "/" in path and "@" not in path and may_be_hub_name(path) and not Path(path).exists():
+        path = f"{path}@main"  # in a folder, where its files can be looked at
+    tokenizer = load_tokenizer(path, trust, _FIELD)
     dtype = section.dtype or config.model.dtype
-    where = find_model(section.path, _FIELD, torch_dtype(dtype), trust)
+    where = find_model(path, _FIELD, torch_dtype(dtype), trust)
     if not tokenizer.chat_template:
         raise ModelError(
             f"{where}: its tokenizer has no chat template, in which a judge is asked; give a model "
@@ -101,7 +108,8 @@ def read_judge(config: Config) -> JudgeModel:
     alone = config.run.deterministic if section.one_by_one is None else section.one_by_one
     stop_ids = stop_token_ids(tokenizer, where.path)
     slots = 1 if alone else section.engine.slots
-    return JudgeModel(section, dtype, tokenizer, stop_ids, vocabulary, longest, slots)
+    folder = Path(where.path)
+    return JudgeModel(section, path, folder, dtype, tokenizer, stop_ids, vocabulary, longest, slots)
 
 
 def make_judge_worker(rank: RankInfo, config: Config) -> EngineWorker:
@@ -114,7 +122,7 @@ def make_judge_worker(rank: RankInfo, config: Config) -> EngineWorker:
         model = read_judge(config)
         section, engine = model.section, model.section.engine
         arguments: dict[str, Any] = {
-            "model": section.path,
+            "model": model.path,
             "dtype": model.dtype,
             "trust_remote_code": config.model.trust_remote_code,
             "slots": model.slots,
@@ -166,13 +174,13 @@ class JudgeEngines(JudgeClient):
 
     def __init__(self, model: JudgeModel, groups: Sequence[WorkerGroup]) -> None:
         self._model, self._groups = model, groups
-        section = model.section
+        engine = model.section.engine
         # Not the folder's name alone: other weights may come to lie there.
-        folder = Path(local_folder(section.path, _FIELD)).expanduser()
-        files = sorted(file for file in folder.glob("*") if file.is_file())
+        files = sorted(file for file in model.folder.glob("*") if file.is_file())
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        extra = engine.extra if isinstance(engine, VllmEngineConfig) else {}
         alone = model.slots == 1
-        self.place = [section.path, model.dtype, section.engine.name, alone, stats]
+        self.place = [model.path, model.dtype, engine.name, dict(extra), alone, stats]
         self.counts = no_counts()
         self._decode = decoder(model.tokenizer)
         self._numbers = itertools.count()
@@ -231,12 +239,13 @@ class JudgeEngines(JudgeClient):
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
+            found = tokenizer(text, add_special_tokens=False, verbose=False)
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise ValueError(
-                f"the chat template of {_FIELD} {self._model.section.path} fails "
+                f"the chat template or the tokenizer of {_FIELD} {self._model.section.path} fails "
                 f"({one_line(error)})"
             ) from error
-        ids = np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = np.array(found["input_ids"])
         if len(ids) > self._model.longest:
             raise ValueError(
                 f"a question of {len(ids)} tokens is longer than the {self._model.longest} of "
@@ -271,7 +280,8 @@ def _own_engines(config: Config, model: JudgeModel) -> Iterator[Sequence[WorkerG
     from winnow.runs.topology import check_engine, launcher
     from winnow.workers.group import WorkerGroups
 
-    alone = Config(run=config.run, model=config.model, reward=config.reward)
+    reward = config.reward.model_copy(update={"model": NoRewardModel()})
+    alone = Config(run=config.run, model=config.model, reward=reward)
     check_engine(alone)
     numbers = range(model.section.engine.processes)
     with contextlib.closing(WorkerGroups()) as groups, launcher(alone, groups, False) as launch:

@@ -197,8 +197,8 @@ class BaseRun:
     """Return the passes over the data so far."""
     tell: Timeline = no_timeline
     """Is told who did what from when to when."""
-    at_boundary: int = 0
-    """The learner's progress at the last boundary."""
+    learnt: int = 0
+    """The steps that the learner had begun at the last boundary."""
     notes: tuple[str, ...] = ()
     """Lines that the user should read before it starts."""
     profiler: StepProfiler | None = None
@@ -221,11 +221,11 @@ class BaseRun:
     ) -> None:
         """Note a boundary, as `RunState.note` does."""
         self.state.note(step, unfinished, figures, overrides)
-        self.at_boundary = self.learner.progress
+        self.learnt = self.learner.begun
 
     def save_boundary(self) -> None:
         """Save the last boundary, if nothing was learnt since: else its weights are gone."""
-        if self.learner.progress == self.at_boundary:
+        if self.learner.begun == self.learnt:
             self.state.save()
 
 

@@ -22,7 +22,7 @@ from winnow.errors import ConfigError
 if TYPE_CHECKING:
     from winnow.workers.ray.session import Pool
 
-_RANKS = frozenset({"policy", "reference", "reward_model"})
+_RANKS = frozenset({"policy", "reference", "reward_model", "critic"})
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 """Variables of PyTorch's allocator, the one that every version knows first."""
 

@@ -79,6 +79,11 @@ class WithReference:
         """Moves with each pass and update."""
         return self._learner.progress + sum(each or 0 for each in self._ranks.progress)
 
+    @property
+    def begun(self) -> int:
+        """The number of steps of which an update may have changed weights."""
+        return self._learner.begun
+
     def learn(
         self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
     ) -> Learned:

@@ -372,7 +372,7 @@ class RemoteLearner:
         self._group = group
         self.facts: RankFacts = self.call("facts")
         self._state = self.facts.learner
-        self._steps = 0
+        self._steps = self.begun = 0
 
     @property
     def progress(self) -> int:
@@ -391,6 +391,7 @@ class RemoteLearner:
         The time that rank 0 books under its phases is booked here, too; `ranks` is what is left,
         the way there and back.
         """
+        self.begun += 1
         with watch.phase("ranks"):
             found = self._group.ask("learn", list(groups), step, **given)
         said = [each.told if isinstance(each, SplitResult) else each for each in found]

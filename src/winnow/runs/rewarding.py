@@ -77,7 +77,13 @@ def make_pipeline(
             budget = section.microbatch_tokens or config.trainer.microbatch_tokens
             deterministic = config.run.deterministic
             model = make_model_scorer(section, config.model, device, budget, deterministic, ranks)
-    return RewardPipeline(config.reward, config.rollout.max_response_tokens, model, judge, decode)
+    longest = config.rollout.max_response_tokens
+    try:
+        return RewardPipeline(config.reward, longest, model, judge, decode)
+    except BaseException:
+        if judge is not None:  # whose engines nobody else ends
+            judge.close()
+        raise
 
 
 def asked_models(config: RewardConfig, training: bool = True) -> list[Section]:

@@ -210,9 +210,9 @@ class RunState:
         """
         key = self._manifest.step, self._manifest.evaluated
         if self._states and key != self._saved:
+            self.wait()  # before the copy: ranks hold one until it is written
             copied = self._tensors.copy()
             snapshot = replace(copied, state={**self._states, **copied.state})
-            self.wait()
             write = partial(self._write, self._manifest, snapshot)
             self._thread = start_thread(write, "checkpoint")
             self._saved = key

@@ -459,17 +459,19 @@ def _engine_options(config: Config, policy: Policies) -> dict[str, Any]:
 
 def _engine_arguments(config: Config, policy: Policies, start: str | None) -> dict[str, Any]:
     """Return the arguments of an engine in a process of its own."""
-    from winnow.models.lora import adapter_base
+    from winnow.models.lora import adapter_base, saved_adapter
 
-    base = None
+    base, alone = None, adapter_alone(config)
     if isinstance(config.model.adapter, LoraAdapter):
-        base = adapter_base(Path(local_folder(policy.path)), start or config.model.source)
+        folder = Path(local_folder(policy.path))
+        base = adapter_base(folder, start or config.model.source)
+        alone = alone and saved_adapter(folder, alone)
     return {
         "model": base or policy.path,
         "dtype": config.model.dtype,
         "tokenizer": policy.tokenizer_folder if config.rollout.stop else None,
         "trust_remote_code": config.model.trust_remote_code,
-        **({} if (alone := adapter_alone(config)) is None else {"adapter": alone}),
+        **({} if alone is None else {"adapter": alone}),
         **_engine_options(config, policy),
         **_vllm_options(config),
     }

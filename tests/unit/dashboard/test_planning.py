@@ -85,6 +85,16 @@ def test_what_cannot_be_planned_is_said_in_one_line(runs: Path) -> None:
     assert "config.yaml" in made(client(runs).post(PLAN, json=ASKED))[-1]["error"]
 
 
+def test_code_that_a_run_names_is_not_run(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w')\ndef f(): ...\n")
+    names = "algorithm/policy_loss=custom", f"algorithm.policy_loss.path={tmp_path / 'own.py'}:f"
+    config = load_recipe("dapo_qwen2.5_32b", ["model.path=/nowhere/model", *names])
+    (runs / "copy" / "config.yaml").write_text(dump_config(config))
+    lines = made(client(runs).post(PLAN, json=ASKED))
+    assert "is code that a run names, which the dashboard does not run" in lines[-1]["error"]
+    assert not (tmp_path / "was-run").exists()
+
+
 def test_only_the_dashboards_own_page_starts_a_process(runs: Path) -> None:
     asked = client(runs)
     for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"},

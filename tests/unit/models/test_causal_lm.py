@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.small_models import digits_model
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from winnow.config.model import LoraAdapter
 from winnow.data.sort_digits import build_tokenizer
@@ -144,4 +144,25 @@ def test_experts_that_no_name_leads_to_are_told(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"is a mixture of experts .*; set trainer/strategy=single"
     ):
+        load_causal_lm(str(tmp_path), torch.float32, torch.device("cpu"), hollow=True)
+
+
+def test_a_hollow_model_has_the_buffers_of_its_folder(tmp_path: Path) -> None:
+    ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    config = DeepseekV3Config(
+        **ranks, **experts, vocab_size=29, hidden_size=16, intermediate_size=16, v_head_dim=8,
+        moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, first_k_dense_replace=1,
+    )  # fmt: skip
+    model = DeepseekV3ForCausalLM(config)
+    name, bias = "model.layers.1.mlp.gate.e_score_correction_bias", torch.tensor([1.0, -2, 3, 0.5])
+    model.get_buffer(name).copy_(bias)
+    model.save_pretrained(tmp_path)
+    hollow = load_causal_lm(str(tmp_path), torch.float32, torch.device("cpu"), hollow=True)
+    assert hollow.get_buffer(name).tolist() == bias.tolist()
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[name]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"weights are missing \(1, such as {name}\)"):
         load_causal_lm(str(tmp_path), torch.float32, torch.device("cpu"), hollow=True)

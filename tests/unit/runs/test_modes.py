@@ -98,7 +98,7 @@ class World:
             self.engine = EngineGroup(cast(Any, members), not is_free, 4)
         self.loader, self.learnt = Loader(), list[StepGroups]()
         self.stop, self.stop_at = ShutdownSignal(notice=""), -1
-        self.learning = self.progress = 0
+        self.learning = self.begun = 0
         config = {"groups_per_step": N, "max_staleness": 2, **sampling}
         self.sampler = Sampler(
             SamplingConfig(**config),
@@ -185,6 +185,7 @@ class World:
         if step == self.stop_at:
             self.stop._handle(signal.SIGTERM, None)
         self.learning = step
+        self.begun += 1
         time.sleep(self.rng.choice([0, 0, 0.001, 0.004]))
         self.learning = 0
         count = sum(len(group.answers) for group in groups)

@@ -271,7 +271,7 @@ EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 def test_ranks_on_gpus_alone_have_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    for role in ("policy", "reference", "reward_model"):
+    for role in ("policy", "reference", "reward_model", "critic"):
         assert allocator_variables(role, True, {}) == EXPANDABLE
         assert allocator_variables(role, False, {}) == {}
     for role in ("rollout", "reward"):

@@ -28,13 +28,18 @@ class Weights:
     gate: threading.Event | None = None
     error = ""
 
+    is_written = True
+
     def copy(self) -> Snapshot:
         gate, error = self.gate, self.error
+        assert self.is_written, "ranks still hold the copy before"
+        self.is_written = False
 
         def save_model(folder: Path) -> None:
             folder.mkdir()
             if gate is not None:
                 gate.wait(10)
+            self.is_written = True
             if error:
                 raise OSError(28, error)
 
