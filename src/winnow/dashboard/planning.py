@@ -25,7 +25,10 @@ from winnow.user_code import refuse_user_code
 
 MOST_BYTES = 10_000
 """Most bytes of a request's body."""
-_PROGRAM = "from winnow.dashboard.planning import run_alone; run_alone()"
+_PROGRAM = (
+    "from winnow.dashboard.planning import confine; confine(); "
+    "from winnow.cli.main import main; raise SystemExit(main())"
+)
 _MOST_MEMORY, _MOST_SECONDS = 16 << 30, 1800
 """Memory and CPU time of a plan: a run's folder may ask for any number of layers and answers."""
 _NEWEST = 8
@@ -134,18 +137,15 @@ class Planner:
             yield _line(plan=json.loads((folder / "plan.json").read_bytes()))
 
 
-def run_alone() -> None:
-    """Run `winnow plan` with the words of this process, which ends with the dashboard.
+def confine() -> None:
+    """Bound this process, which runs `winnow plan` and ends with the dashboard.
 
     A run's folder may be a stranger's: none of the code that it names is run.
     """
-    from winnow.cli.main import main
-
     end_with_parent()
     refuse_user_code("is code that a run names, which the dashboard does not run; use winnow plan")
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
-    main()
 
 
 def _line(**body: Any) -> str:

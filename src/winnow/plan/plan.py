@@ -127,7 +127,8 @@ def _figures(request: PlanRequest, config: Config, rank: RankPlan) -> Figures:
     if engine["fits"]:
         seconds = estimate.rollout_seconds(engine, rank, config, machine, prompts, answers)
         engine["rollout_seconds"] = seconds
-        devices = workers_of(config)["policy"] + sum(gpus_beside(config).values())
+        ranks, beside = workers_of(config)["policy"], gpus_beside(config)
+        devices = ranks + sum(beside.values())
         asked = Counter({role: each["seconds"] for role, each in apart.items()})
         step = sum(learning["seconds"].values()) + transfers["publication_seconds"]
         # Answers are scored while others are written, and the reference waits for all of them.
@@ -135,7 +136,8 @@ def _figures(request: PlanRequest, config: Config, rank: RankPlan) -> Figures:
         tokens = StepTokens(written, packed, prompts.tolist(), answers.tolist())
         peak = machine.gpu.float32 if config.model.dtype == "float32" else machine.gpu.bfloat16
         run["step_seconds"] = step
-        run["mfu"] = rank.learning.passes.flop(tokens) / (step * devices * peak * 1e12)
+        counted = ranks + beside.get(estimate.pool_of(config, "rollout"), 0)
+        run["mfu"] = rank.learning.passes.flop(tokens) / (step * counted * peak * 1e12)
         run["hours"] = step * config.trainer.steps / 3600
         run["gpu_hours"] = run["hours"] * devices
         if request.price is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.hubs import Hub
 from tests.judges import DIGITS, judge_folder
 from tests.processes import children, gone
 from tests.recipes import recipe
@@ -184,6 +185,23 @@ def test_a_model_that_cannot_judge_is_refused_in_one_line(
         read_judge(config_of(path, *settings))
     assert says.format(path) in str(told.value)
     assert "\n" not in str(told.value)
+
+
+def test_a_judge_of_the_hub_is_known_by_its_files(folder: Path, hub: Hub) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+    files = {p.name: p.read_bytes() for p in folder.iterdir()}
+    (folder / "generation_config.json").unlink()
+    hub.repos = {"owner/judge": files}
+    model = read_judge(config_of(Path("owner/judge")))
+    assert set(model.stop_ids) >= {1, 5}
+    assert {path.name for path in model.folder.iterdir()} >= {"config.json", "model.safetensors"}
+    extra = "reward/judge/engine=vllm", "+reward.judge.engine.extra.quantization=fp8"
+    places = [
+        JudgeEngines(read_judge(config_of(where, *more)), []).place
+        for where, more in ((folder, ()), (Path("owner/judge"), ()), (folder, extra[:1]))
+    ]
+    places.append(JudgeEngines(read_judge(config_of(folder, *extra)), []).place)
+    assert len({repr(place) for place in places}) == 4
 
 
 def test_what_an_engine_refuses_names_the_judges_settings(folder: Path) -> None:

@@ -37,6 +37,7 @@ from winnow.models.lora import (
     load_lora,
     merge,
     merged_folder,
+    saved_adapter,
 )
 from winnow.models.packed_attention import PackedLayout
 from winnow.models.sharded_loading import saved_weights
@@ -102,6 +103,22 @@ def test_the_update_is_scaled_by_alpha_and_rank(base: Path, rslora: bool) -> Non
     torch.testing.assert_close(after - before, torch.full_like(before, scale * 4 * 0.25))
     assert not has_adapter(model)
     assert model.state_dict().keys() == model_of(base).state_dict().keys()
+
+
+def test_an_adapter_of_a_folder_has_its_own_shape(base: Path, tmp_path: Path) -> None:
+    model: Any = model_of(base)
+    targets = ("q_proj", "v_proj")
+    add_lora(model, LoraAdapter(rank=3, alpha=5.0, rslora=True, target_modules=targets), 0)
+    model.peft_config["default"].save_pretrained(tmp_path / "adapter")
+    given = LoraAdapter(publish="adapter")
+    found = saved_adapter(tmp_path / "adapter", given)
+    assert (found.rank, found.alpha, found.rslora) == (3, 5.0, True)
+    assert found.target_modules == targets
+    assert found.publish == "adapter"
+    assert saved_adapter(base, given) is given
+    (tmp_path / "adapter" / ADAPTER_CONFIG).write_text("{}")
+    with pytest.raises(ModelError, match=r"adapter_config\.json is damaged"):
+        saved_adapter(tmp_path / "adapter", given)
 
 
 def test_an_adapter_says_which_model_it_belongs_to(base: Path, tmp_path: Path) -> None:
