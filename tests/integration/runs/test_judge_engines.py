@@ -21,6 +21,7 @@ from winnow.errors import ConfigError, ModelError, RewardError
 from winnow.rewards.judge import Judge
 from winnow.rewards.task import Failure
 from winnow.runs.judge_engines import JudgeEngines, make_judge, make_judge_worker, read_judge
+from winnow.runs.rewarding import make_rewards
 from winnow.workers.host import RankInfo
 
 ASKED = [f"{number}|{number % 7}#" * (1 + number % 3) for number in range(12)]
@@ -202,6 +203,14 @@ def test_a_judge_of_the_hub_is_known_by_its_files(folder: Path, hub: Hub) -> Non
     ]
     places.append(JudgeEngines(read_judge(config_of(folder, *extra)), []).place)
     assert len({repr(place) for place in places}) == 4
+
+
+def test_engines_end_where_another_scorer_cannot_be_made(folder: Path) -> None:
+    before = children()
+    config = config_of(folder, "reward.function.path=/nowhere/own.py")
+    with pytest.raises(RewardError, match=r"/nowhere/own\.py"):
+        make_rewards(config, torch.device("cpu"), str)
+    assert gone(children() - before)
 
 
 def test_what_an_engine_refuses_names_the_judges_settings(folder: Path) -> None:
